@@ -1,0 +1,45 @@
+# make train, make test: nothing else is needed on a machine with Python 3.10 or newer.
+PYTHON ?= python3
+PIP_ARGS ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.titanmoe-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train lint test
+
+help:
+	@echo 'make train   set up .venv if needed and train a small folded MoE on this machine'
+	@echo '             options of the run: make train ARGS="--training.steps 20"'
+	@echo 'make test    set up .venv if needed, check style, run the tests'
+	@echo '             options of pytest:  make test ARGS="-k fold -x"'
+	@echo 'make lint    check style only (ruff)'
+	@echo 'make setup   set up .venv only'
+	@echo
+	@echo 'PYTHON=python3.12     the Python that .venv is made from (3.10 or newer)'
+	@echo 'PIP_ARGS="..."        options of pip; without a GPU the smaller PyTorch:'
+	@echo '                      PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"'
+
+setup: $(STAMP)
+
+# The stamp is newer than what it was made from, so a second make starts at once.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+		echo "titanmoe needs Python 3.10 or newer, '$(PYTHON)' is $$($(PYTHON) --version 2>&1): make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+		echo "'$(PYTHON) -m venv' failed; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[dev]'
+	@touch $@
+
+train: setup
+	@$(BIN)/python scripts/quickstart.py $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# One thread per process: the tests run many processes, and threads that share a core wait for each other.
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)

@@ -1,0 +1,146 @@
+"""make train: the debug recipe on whatever this machine has, with a summary at the end.
+
+    python scripts/quickstart.py [--table.field value ...]
+
+The trainer never alters a mapping. This script picks one that fits the devices and passes it as overrides, which it
+prints.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from titanmoe.config import ConfigError, exit_with, load
+from titanmoe.config.schema import Config
+from titanmoe.models.families import preset
+from titanmoe.train.legal import problems
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = "train_configs/debug.toml"
+CPU_RANKS = 4
+
+
+def overrides(config: Config, ranks: int) -> list[str]:
+    """The recipe is written for 4 ranks. On any other number: experts over as many ranks as divide them, tp 2 if that
+    leaves data ranks, and a global batch that the data ranks share evenly.
+    """
+    tp = 2 if ranks % 4 == 0 else 1
+    wanted = {"parallelism.tp": tp, "parallelism.experts.ep": math.gcd(ranks, config.model.num_experts)}
+    per_round = config.training.local_batch_size * ranks // tp
+    rounds = max(1, round(config.training.global_batch_size / per_round))
+    wanted["training.global_batch_size"] = rounds * per_round
+    given = {
+        "parallelism.tp": config.parallelism.tp,
+        "parallelism.experts.ep": config.parallelism.experts.ep,
+        "training.global_batch_size": config.training.global_batch_size,
+    }
+    return [word for key, value in wanted.items() if value != given[key] for word in (f"--{key}", str(value))]
+
+
+def find_ranks(device: str) -> tuple[int, str]:
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if gpus:
+        return gpus, f"{gpus} x {torch.cuda.get_device_name(0)}: one rank each"
+    return CPU_RANKS, f"no GPU in use: {CPU_RANKS} ranks share {os.cpu_count()} CPU cores"
+
+
+def configure(extra: list[str]) -> tuple[int, list[str], Config]:
+    """The number of ranks, the mapping's overrides and what will run; refuses here what the ranks would refuse."""
+    recipe = load(["--config", RECIPE], preset, lambda config: [])
+    asked = load(["--config", RECIPE, *extra], preset, lambda config: [])
+    ranks, devices = find_ranks(asked.training.device)
+    print(f"devices   {devices}")
+    mapping = overrides(recipe, ranks)
+    chosen = {word.removeprefix("--").partition("=")[0].replace("-", "_") for word in extra}
+    mapping = [
+        word
+        for key, value in zip(mapping[::2], mapping[1::2], strict=True)
+        if key.removeprefix("--") not in chosen
+        for word in (key, value)
+    ]
+    print(f"mapping   {' '.join(mapping) if mapping else 'as in the recipe'}")
+    return ranks, mapping, load(["--config", RECIPE, *mapping, *extra], preset, lambda config: problems(config, ranks))
+
+
+def run(ranks: int, arguments: list[str]) -> int:
+    """--standalone lets torchrun pick a free port; the address keeps it from asking for this machine's name."""
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--local-addr",
+        "127.0.0.1",
+        "--nproc-per-node",
+        str(ranks),
+    ]
+    words = ["train.py", "--config", RECIPE, *arguments]
+    print(f"command   torchrun --standalone --nproc-per-node {ranks} {shlex.join(words)}", flush=True)
+    process = subprocess.Popen([sys.executable, *torchrun, *words], cwd=ROOT, env=environment)
+    interrupted = False
+    while True:
+        try:
+            code = process.wait()
+            return 130 if interrupted and code else code
+        except KeyboardInterrupt:
+            interrupted = True  # the terminal told torchrun too, which ends its ranks
+
+
+def newest_run(config: Config, since: float) -> Path | None:
+    """The run's own folder: it claims name, name-2, ... as it starts."""
+    files = (ROOT / config.job.dump_folder).glob(f"{config.job.name}*/metrics.jsonl")
+    return max((f.parent for f in files if f.stat().st_mtime >= since), key=lambda f: f.stat().st_mtime, default=None)
+
+
+def summary(folder: Path, seconds: float) -> str:
+    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if not steps:
+        return f"no step was finished; files in {folder}"
+    first, last = steps[0], steps[-1]
+    rate = statistics.median(step["tokens_per_s"] for step in steps[1:] or steps)
+    shown = folder.relative_to(ROOT) if folder.is_relative_to(ROOT) else folder
+    program = Path(sys.executable).parent / "tensorboard"
+    tensorboard = program.relative_to(ROOT) if program.is_relative_to(ROOT) else program
+    return "\n".join(
+        [
+            f"loss        {first['loss']:.3f} at step {first['step']} -> {last['loss']:.3f} at step {last['step']}",
+            f"speed       {rate:,.0f} tokens/s (median step), {seconds:.0f} s in all",
+            f"files       {shown}",
+            f"every step  tail -n 3 {shlex.quote(f'{shown}/metrics.jsonl')}",
+            f"curves      {tensorboard} --logdir {shlex.quote(str(shown.parent))}",
+        ]
+    )
+
+
+def main() -> int:
+    extra = sys.argv[1:]
+    os.chdir(ROOT)
+    try:
+        ranks, mapping, config = configure(extra)
+    except ConfigError as error:
+        return exit_with(error.problems, error.source)
+    started = time.time()
+    code = run(ranks, [*mapping, *extra])
+    if code:
+        why = "the run was interrupted" if code == 130 else f"the run ended with exit code {code}; the reason is above"
+        print(f"\nmake train: {why}", file=sys.stderr)
+        return code
+    folder = newest_run(config, started)
+    print()
+    print(summary(folder, time.time() - started) if folder else "the run wrote no metrics.jsonl")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

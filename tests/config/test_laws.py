@@ -1,0 +1,166 @@
+"""Laws: what contradicts itself is refused with its numbers, and what does not is let be."""
+
+import re
+from math import inf, nan
+
+import pytest
+
+from titanmoe.config.fields import build, fields, flat
+from titanmoe.config.laws import RANGES, Range, contradictions, out_of_range
+from titanmoe.config.schema import Config
+from titanmoe.models.families import names, preset
+
+
+def test_every_number_has_a_range_which_holds_its_default():
+    numbers = {path for path, field in fields().items() if (field.item or field.kind) in (int, float)}
+    assert set(RANGES) == numbers
+    assert out_of_range(flat(Config())) == []
+
+
+def test_defaults_and_every_size_of_every_family_are_lawful():
+    assert contradictions(Config()) == []
+    for family, sizes in names().items():
+        for size in sizes:
+            values = {f"model.{name}": value for name, value in preset(family, size).items()}
+            assert out_of_range(values) == contradictions(build(values)) == [], (family, size)
+
+
+@pytest.mark.parametrize(
+    ("limits", "inside", "outside", "says"),
+    [
+        (Range(1), [1, 10**9], [0, -1], "at least 1"),
+        (Range(0, without_low=True), [1e-30, 3], [0, -1e-30], "above 0"),
+        (Range(0, 1), [0, 0.5, 1], [-0.1, 1.1], "in [0, 1]"),
+        (Range(0, 1, without_high=True), [0, 0.999], [1, -1], "in [0, 1)"),
+        (Range(0, 1, without_low=True), [0.001, 1], [0, 2], "in (0, 1]"),
+        (Range(1, derived=True), [-1, 1, 8], [0, -2], "at least 1, or -1"),
+    ],
+)
+def test_range(limits, inside, outside, says):
+    assert all(value in limits for value in inside)
+    assert not any(value in limits for value in outside)
+    assert str(limits) == says
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("training.steps", 0),
+        ("training.seq_len", 0),
+        ("training.local_batch_size", 0),
+        ("training.global_batch_size", 0),
+        ("training.global_batch_size", -2),
+        ("training.seed", -1),
+        ("training.timeout_s", 0),
+        ("optimizer.lr", -1e-9),
+        ("optimizer.lr", inf),
+        ("optimizer.lr", nan),
+        ("optimizer.beta1", 1.0),
+        ("optimizer.beta2", -0.1),
+        ("optimizer.eps", 0.0),
+        ("lr_schedule.warmup_steps", -1),
+        ("lr_schedule.min_ratio", 1.5),
+        ("lr_schedule.decay_fraction", -0.1),
+        ("parallelism.tp", 0),
+        ("parallelism.dp_shard", 0),
+        ("parallelism.experts.edp", -3),
+        ("pipeline.layers_per_stage", [2, -1, 2]),
+        ("model.top_k", 0),
+        ("model.num_kv_heads", 0),
+        ("model.route_scale", 0.0),
+        ("moe.jitter", 1.0),
+        ("moe.capacity_factor", -0.5),
+        ("moe.aux_loss", -0.01),
+        ("metrics.log_every", 0),
+    ],
+)
+def test_out_of_range(path, value):
+    (violation,) = out_of_range(flat(Config()) | {path: value})
+    assert violation.fields == (path,)
+    assert re.match(rf"{path}(\[1\])? = (-?[\d.]+(e-\d+)?|inf|nan) is (out of range|no finite .*): ", violation.text)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"model.top_k": 9}, "model.top_k = 9 exceeds model.num_experts = 8.* at most 8"),
+        (
+            {"model.num_kv_heads": 5},
+            r"num_heads = 8 is not a multiple of model.num_kv_heads = 5 \(8 % 5 = 3\): use num_kv_heads 1, 2, 4, 8",
+        ),
+        ({"model.head_dim": 7}, "model.head_dim = 7 is odd.* 6 or 8"),
+        (
+            {"model.num_dense_layers": 5, "model.dense_hidden": 64},
+            "model.num_dense_layers = 5 exceeds model.num_layers = 4.* at most 4",
+        ),
+        (
+            {"model.num_dense_layers": 1, "model.moe_every": 4, "model.dense_hidden": 64},
+            "model.moe_every = 4 gives experts to none of the 3 blocks after the 1 dense.* at most 3",
+        ),
+        ({"model.num_dense_layers": 1}, "model.dense_hidden = 0.* make 1 of 4 blocks dense.* dense_hidden = 256"),
+        ({"model.moe_every": 2}, "model.dense_hidden = 0.* make 2 of 4 blocks dense"),
+        (
+            {"model.num_dense_layers": 1, "model.moe_every": 2},
+            "model.dense_hidden = 0.*num_dense_layers = 1 .*moe_every = 2 make 3 of 4 blocks dense",
+        ),
+        ({"model.shared_gate": True}, "model.shared_gate = true .* shared_hidden = 128, or set shared_gate = false"),
+        (
+            {"model.top_k": 1},
+            "model.top_k = 1 with norm_topk = true .* no gradient: set norm_topk = false, or top_k to 2",
+        ),
+        (
+            {"model.top_k": 1, "model.score_function": "sigmoid"},
+            "model.top_k = 1 with norm_topk = true .* no gradient",
+        ),
+        (
+            {"model.top_k": 1, "model.norm_topk": False, "model.score_function": "softmax_after_topk"},
+            'model.top_k = 1 with score_function = "softmax_after_topk" .* set score_function = "softmax" with',
+        ),
+        ({"model.num_groups": 3}, r"model.num_experts = 8 .* 3 equal groups \(8 % 3 = 2\): use num_groups 1, 2, 4, 8"),
+        ({"model.top_groups": 2}, "model.top_groups = 2 exceeds model.num_groups = 1: use at most 1"),
+        (
+            {"model.num_groups": 8, "model.top_groups": 1},
+            "model.top_groups = 1 of 8 groups of 1 experts hold 1, fewer than model.top_k = 2: use at least 2",
+        ),
+        ({"data.source": "text"}, "data.paths, which is empty: name files or folders"),
+        ({"data.paths": ["a"]}, 'data.source = "stdlib" does not read data.paths'),
+        (
+            {"training.dtype": "bfloat16", "training.mixed_precision_param": "float32"},
+            'param = "float32" is wider than training.dtype = "bfloat16".* use bfloat16, or dtype = "float32"',
+        ),
+        ({"moe.pad_to_capacity": True}, "moe.pad_to_capacity = true .*capacity_factor = 0 .* such as cap"),
+        ({"job.name": "a/b"}, "job.name = 'a/b' is no name of a folder"),
+        ({"job.name": ".."}, "job.name = '..' is no name of a folder"),
+    ],
+)
+def test_contradiction(values, says):
+    (violation,) = contradictions(build(values))
+    assert re.search(says, violation.text)
+    assert set(violation.fields) & set(values)
+    assert set(violation.fields) <= set(fields())
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"model.top_k": 8},
+        {"model.top_k": 1, "model.norm_topk": False},
+        {"model.top_k": 1, "model.norm_topk": False, "model.score_function": "sigmoid"},
+        {"model.num_dense_layers": 4, "model.dense_hidden": 64},
+        {"model.num_dense_layers": 4, "model.dense_hidden": 64, "model.top_k": 1},
+        {"model.moe_every": 4, "model.dense_hidden": 64},
+        {"model.num_groups": 4, "model.top_groups": 1},
+        {"moe.capacity_scope": "full_sequence", "moe.drop_policy": "position"},
+        {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True},
+        {"data.source": "synthetic", "data.paths": ["a"]},
+        {"training.dtype": "float64", "training.mixed_precision_param": "float64"},
+        {"training.steps": 1, "lr_schedule.warmup_steps": 10},
+    ],
+)
+def test_lawful(values):
+    assert out_of_range(flat(build(values))) == contradictions(build(values)) == []
+
+
+def test_contradictions_come_together():
+    values = {"model.head_dim": 3, "model.top_k": 20, "moe.pad_to_capacity": True, "data.source": "text"}
+    assert len(contradictions(build(values))) == 4

@@ -1,0 +1,148 @@
+"""Every law of a mapping: the message with its numbers and its fix, all of them at once, none for a legal mapping."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from titanmoe.config.schema import Config, Experts, Model, Parallelism, Training
+from titanmoe.fold.legality import violations
+
+MODEL = Model(
+    vocab_size=320, dim=64, num_layers=4, num_heads=8, num_kv_heads=4, num_experts=8, expert_hidden=128
+)  # fmt: skip
+
+
+def broken(world: int, parallelism: Parallelism | None = None, training: Training | None = None, **model) -> list[str]:
+    return violations(
+        world,
+        Config(
+            model=replace(MODEL, **model),
+            parallelism=parallelism or Parallelism(),
+            training=training or Training(seq_len=64),
+        ),
+    )
+
+
+def test_a_legal_mapping_breaks_nothing():
+    assert broken(16, Parallelism(pp=2, cp=2, tp=2, experts=Experts(ep=4))) == []
+    assert violations(1, Config()) == []
+
+
+def test_num_experts():
+    assert broken(12, Parallelism(experts=Experts(ep=3)), dim=48) == [
+        "parallelism.experts.ep = 3 does not divide model.num_experts = 8 (8 % 3 = 2): use ep in 1, 2, 4"
+    ]
+
+
+def test_expert_hidden():
+    assert broken(6, Parallelism(experts=Experts(etp=3))) == [
+        "parallelism.experts.etp = 3 does not divide model.expert_hidden = 128 (128 % 3 = 2): use etp in 1, 2"
+    ]
+
+
+def test_what_tp_cuts():
+    shape = dict(shared_hidden=64, dense_hidden=128, num_dense_layers=1)
+    assert broken(3, Parallelism(tp=3, experts=Experts(edp_replicate=3)), Training(seq_len=63), **shape) == [
+        "parallelism.tp = 3 does not divide model.num_heads = 8 (8 % 3 = 2): use tp = 1",
+        "parallelism.tp = 3 does not divide model.num_kv_heads = 4 (4 % 3 = 1): use tp = 1",
+        "parallelism.tp = 3 does not divide model.vocab_size = 320 (320 % 3 = 2): use tp = 1, "
+        "or pad the vocabulary to 321",
+        "parallelism.tp = 3 does not divide model.dense_hidden = 128 (128 % 3 = 2): use tp = 1",
+        "parallelism.tp = 3 does not divide model.shared_hidden = 64 (64 % 3 = 1): use tp = 1",
+    ]
+
+
+def test_only_what_the_model_has_is_cut():
+    # dense_hidden and shared_hidden are left over from another shape, and no layer uses them
+    assert broken(2, Parallelism(tp=2), dense_hidden=7) == []
+    assert broken(2, Parallelism(tp=2), num_dense_layers=4, dense_hidden=8, shared_hidden=7, expert_hidden=7) == []
+
+
+def test_a_fix_obeys_every_law_of_its_degree():
+    (problem,) = broken(8, Parallelism(tp=8))  # 8 heads, but 4 key and value heads
+    assert problem.endswith("model.num_kv_heads = 4 (4 % 8 = 4): use tp in 1, 2, 4")
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "parallelism", "message"),
+    [
+        (63, Parallelism(tp=2), "tp * cp = 2 * 1 = 2 (63 % 2 = 1): use 62 or 64"),
+        (60, Parallelism(tp=2, cp=4), "2 * tp * cp = 2 * 2 * 4 = 16 (60 % 16 = 12): use 48 or 64"),
+        (12, Parallelism(tp=2, cp=4), "2 * tp * cp = 2 * 2 * 4 = 16 (12 % 16 = 12): use 16"),
+        (60, Parallelism(tp=2, cp=4, cp_placement="contiguous"), "tp * cp = 2 * 4 = 8 (60 % 8 = 4): use 56 or 64"),
+    ],
+)
+def test_seq_len(seq_len, parallelism, message):
+    assert broken(8, parallelism, Training(seq_len=seq_len)) == [
+        f"training.seq_len = {seq_len} is not a multiple of {message}, or another tp or cp"
+    ]
+
+
+def test_contiguous_pieces_need_not_be_halved():
+    assert broken(8, Parallelism(cp=4, cp_placement="contiguous"), Training(seq_len=60)) == []
+
+
+def test_expert_weights_are_shared_out_evenly_over_edp():
+    assert broken(12, dim=62) == [
+        "parallelism.experts.edp = 12 ranks cannot share the weights of 8 experts (model.num_experts 8 / ep 1) evenly, "
+        "neither whole experts (8 % 12 = 8) nor model.dim = 62 (62 % 12 = 2): use edp_replicate in 3, 6, 12"
+    ]
+    assert broken(12, Parallelism(experts=Experts(edp_replicate=3)), dim=62) == []
+    assert broken(12, dim=60) == []
+    assert broken(8, dim=62) == []
+
+
+def test_layers_and_stages():
+    assert broken(8, Parallelism(pp=8)) == [
+        "parallelism.pp = 8 is more than model.num_layers = 4, and a stage has a layer at least: use pp of 4 or less"
+    ]
+
+
+def test_global_batch():
+    training = Training(seq_len=64, local_batch_size=2, global_batch_size=20)
+    assert broken(16, Parallelism(tp=2, dp_replicate=2), training) == [
+        "training.global_batch_size = 20 is not a multiple of training.local_batch_size * data ranks = 2 * 8 = 16 "
+        "(20 % 16 = 4): use 16 or 32"
+    ]
+    assert broken(16, Parallelism(tp=2), replace(training, global_batch_size=32)) == []
+    assert broken(16, Parallelism(tp=2), replace(training, global_batch_size=-1)) == []
+
+
+def test_a_model_without_experts_has_no_expert_laws():
+    dense = dict(num_dense_layers=4, dense_hidden=128, num_experts=7, expert_hidden=3, dim=62)
+    assert broken(16, Parallelism(tp=2), **dense) == []
+    assert broken(16, Parallelism(experts=Experts(ep=2, etp=4)), **dense) == [
+        "parallelism.experts.ep = 2, but none of the 4 layers has experts (model.num_dense_layers = 4, "
+        "model.moe_every = 1): use ep = 1",
+        "parallelism.experts.etp = 4, but none of the 4 layers has experts (model.num_dense_layers = 4, "
+        "model.moe_every = 1): use etp = 1",
+    ]
+    # every 4th of 3 layers: none
+    assert len(broken(4, Parallelism(experts=Experts(ep=2)), num_layers=3, moe_every=4, dense_hidden=128)) == 1
+
+
+def test_all_at_once():
+    training = Training(seq_len=63, global_batch_size=5)
+    found = broken(16, Parallelism(tp=16, experts=Experts(ep=3, edp=7)), training)
+    parts = [
+        "ep = 3 does not divide the stage of 16 ranks",
+        "tp = 16 does not divide model.num_heads",
+        "tp = 16 does not divide model.num_kv_heads",
+        "ep = 3 does not divide model.num_experts",
+        "training.seq_len = 63",
+    ]
+    assert [part in problem for part, problem in zip(parts, found, strict=True)] == [True] * 5
+    # a broken expert view does not hide what depends on the attention view's derived degrees, nor the other way
+    found = broken(16, Parallelism(experts=Experts(ep=3)), Training(seq_len=64, global_batch_size=5))
+    assert any("global_batch_size = 5 is not a multiple" in problem for problem in found)
+    found = broken(24, Parallelism(tp=5), Training(seq_len=65), dim=62)
+    assert any("edp = 24 ranks cannot share" in problem for problem in found)
+
+
+def test_nonsense_in_other_fields_does_not_crash():
+    broken(0)
+    broken(8, Parallelism(pp=0, cp=0, tp=-3, experts=Experts(ep=0, etp=-1)))
+    broken(8, Parallelism(tp=3, experts=Experts(ep=3)), num_heads=-3, num_experts=0, moe_every=0, num_layers=-1, dim=0)
+    broken(8, None, Training(seq_len=0, local_batch_size=0, global_batch_size=0))

@@ -1,0 +1,70 @@
+"""The legal mappings of a few ranks, and small sets of them that still meet every pair of choices."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from titanmoe.fold.degrees import Fold
+
+ATTENTION = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+EXPERTS = ("edp_replicate", "edp", "ep", "etp")
+
+
+def factorisations(n: int, parts: int) -> list[tuple[int, ...]]:
+    """Ordered, as in (2, 1, 4) for 8 in three parts."""
+    if parts == 1:
+        return [(n,)]
+    return [(d, *rest) for d in range(1, n + 1) if n % d == 0 for rest in factorisations(n // d, parts - 1)]
+
+
+@functools.cache
+def all_folds(world: int) -> list[Fold]:
+    """Every product of degrees: 517 on 8 ranks."""
+    return [
+        Fold(world, *attention, *experts)
+        for attention in factorisations(world, len(ATTENTION))
+        for experts in factorisations(world // attention[0], len(EXPERTS))
+    ]
+
+
+def degrees(fold: Fold) -> dict[str, int]:
+    return {axis: getattr(fold, axis) for axis in (*ATTENTION, *EXPERTS)}
+
+
+def as_changes(fold: Fold) -> dict[str, Any]:
+    """The mapping as recipe keys. A deeper model where there are more stages than layers."""
+    changes: dict[str, Any] = {f"parallelism.{axis}": getattr(fold, axis) for axis in ATTENTION}
+    changes |= {f"parallelism.experts.{axis}": getattr(fold, axis) for axis in EXPERTS}
+    if fold.pp > 2:
+        changes["model.num_layers"] = fold.pp
+    return changes
+
+
+def named(fold: Fold) -> str:
+    return "-".join(f"{axis}{n}" for axis, n in degrees(fold).items() if n > 1) or "alone"
+
+
+def cover(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[int]:
+    """Numbers of rows that together meet every pair of values that any row meets; greedy, so not the fewest."""
+    pairs = [
+        frozenset(itertools.combinations(sorted((key, str(value)) for key, value in row.items()), 2)) for row in rows
+    ]
+    left = set().union(*pairs)
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    chosen = []
+    while left:
+        order = [i for i in order if pairs[i] & left]  # what meets nothing new now never will again
+        best = max(order, key=lambda i: len(pairs[i] & left))
+        chosen.append(best)
+        left -= pairs[best]
+    return chosen
+
+
+def one_or_more(fold: Fold) -> dict[str, bool]:
+    """Which axes are there at all: what a covering sample is about."""
+    return {axis: n > 1 for axis, n in degrees(fold).items()}

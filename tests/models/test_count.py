@@ -1,0 +1,167 @@
+"""Counts against published checkpoints, against the parameters' shapes written out, and against hand calculation."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from titanmoe.config.schema import Model
+from titanmoe.models.count import flops_per_token, forward_flops_per_token, has_experts, parameters
+from titanmoe.models.families import names, preset
+
+DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+def model(family: str, size: str, **overrides) -> Model:
+    return Model(**{**preset(family, size), **overrides})
+
+
+@pytest.mark.parametrize(
+    "family, size, total",
+    [
+        # Elements of the checkpoint's safetensors files on Hugging Face.
+        ("mixtral", "8x7b", 46_702_792_704),
+        ("mixtral", "8x22b", 140_620_634_112),
+        ("qwen2_moe", "57b_a14b", 57_408_658_944),
+        ("qwen3_moe", "30b_a3b", 30_532_122_624),
+        ("qwen3_moe", "235b_a22b", 235_093_634_560),
+    ],
+)
+def test_total_is_the_published_checkpoints(family, size, total):
+    assert parameters(model(family, size)).total == total
+
+
+@pytest.mark.parametrize(
+    "family, size, total, active, unit",
+    [
+        # Billions as announced; cards round or cut the last digit, so within one unit of it.
+        ("mixtral", "8x7b", 46.7, 12.9, 0.1),
+        ("mixtral", "8x22b", 141, 39, 1),
+        ("qwen2_moe", "57b_a14b", 57.4, 14.2, 0.1),
+        ("qwen3_moe", "30b_a3b", 30.5, 3.3, 0.1),
+        ("qwen3_moe", "235b_a22b", 235, 22, 1),
+    ],
+)
+def test_total_and_active_are_the_cards(family, size, total, active, unit):
+    count = parameters(model(family, size))
+    assert abs(count.total / 1e9 - total) < unit
+    assert abs(count.active / 1e9 - active) < unit
+
+
+def test_fine_grained_mixtral_keeps_the_experts_and_halves_what_a_token_visits():
+    coarse, fine = parameters(model("mixtral", "8x22b")), parameters(model("mixtral", "8x22b_g8t8"))
+    assert fine.experts == coarse.experts
+    assert fine.active_experts * 2 == coarse.active_experts
+    assert fine.total - coarse.total == 56 * (64 - 8) * 6144  # rows of the routers
+
+
+def test_upcycled_llama_is_the_dense_model_with_eight_copies_of_its_ffn():
+    dense = 70_553_706_496  # Meta-Llama-3-70B's checkpoint
+    ffn, router = 80 * 3 * 8192 * 28672, 80 * 8 * 8192
+    count = parameters(model("llama3_moe", "8x70b"))
+    assert count.total == dense + 7 * ffn + router == 465_159_069_696
+    assert count.active == dense + ffn + router == 126_930_395_136
+
+
+def shapes(m: Model) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the model, written out."""
+    query, key_value = m.num_heads * m.head_dim, m.num_kv_heads * m.head_dim
+    shape = {"embed": (m.vocab_size, m.dim), "head.norm": (m.dim,)}
+    if not m.tie_embeddings:
+        shape["head"] = (m.vocab_size, m.dim)
+    for i in range(m.num_layers):
+        shape |= {f"{i}.attention_norm": (m.dim,), f"{i}.ffn_norm": (m.dim,)}
+        shape |= {f"{i}.wq": (query, m.dim), f"{i}.wk": (key_value, m.dim)}
+        shape |= {f"{i}.wv": (key_value, m.dim), f"{i}.wo": (m.dim, query)}
+        if m.qkv_bias:
+            shape |= {f"{i}.wq.bias": (query,), f"{i}.wk.bias": (key_value,), f"{i}.wv.bias": (key_value,)}
+        if m.qk_norm:
+            shape |= {f"{i}.q_norm": (m.head_dim,), f"{i}.k_norm": (m.head_dim,)}
+        if i < m.num_dense_layers or (i - m.num_dense_layers + 1) % m.moe_every:
+            shape |= {f"{i}.ffn.{w}": (m.dense_hidden, m.dim) for w in ("w1", "w2", "w3")}
+            continue
+        shape[f"{i}.router"] = (m.num_experts, m.dim)
+        shape |= {f"{i}.experts.{w}": (m.num_experts, m.expert_hidden, m.dim) for w in ("w1", "w2", "w3")}
+        if m.shared_hidden:
+            shape |= {f"{i}.shared.{w}": (m.shared_hidden, m.dim) for w in ("w1", "w2", "w3")}
+            if m.shared_gate:
+                shape[f"{i}.shared.gate"] = (1, m.dim)
+    return shape
+
+
+@pytest.mark.parametrize("family", names())
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        dict(tie_embeddings=True),
+        dict(num_layers=7, num_dense_layers=2, moe_every=2, dense_hidden=96),
+        dict(shared_hidden=48, shared_gate=False),
+        dict(shared_hidden=0, shared_gate=True),
+        dict(qkv_bias=True, qk_norm=True, num_kv_heads=2),
+    ],
+    ids=str,
+)
+def test_the_parts_are_the_sums_of_the_shapes(family, overrides):
+    m = model(family, "debug", **overrides)
+    shape, count = shapes(m), parameters(m)
+
+    def elements(pattern: str) -> int:
+        return sum(prod(s) for name, s in shape.items() if re.search(pattern, name))
+
+    assert count.total == elements("")
+    assert count.embedding == elements(r"^embed$|^head$")
+    assert count.attention == elements(r"\.w[qkvo]")
+    assert count.dense == elements(r"\.ffn\.")
+    assert count.router == elements(r"\.router")
+    assert count.experts == elements(r"\.experts")
+    assert count.shared == elements(r"\.shared")
+    assert count.norms == elements(r"norm$")
+    assert count.active_experts * m.num_experts == count.experts * m.top_k
+    assert count.active == count.total - count.experts + count.active_experts
+
+
+def test_dense_blocks_lead_and_then_every_nth_has_experts():
+    m = replace(Model(), num_dense_layers=1, moe_every=2)
+    assert [has_experts(m, layer) for layer in range(6)] == [False, False, True, False, True, False]
+    assert all(has_experts(Model(), layer) for layer in range(4))
+
+
+def test_flops_by_hand():
+    m = Model(
+        vocab_size=10,
+        dim=4,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=2,
+        num_experts=3,
+        top_k=1,
+        expert_hidden=5,
+    )
+    # wq 4x4, wk and wv 2x4, wo 4x4; router 3x4; one expert 3x(5x4); three norms of 4; head 10x4
+    weights = 48 + 12 + 60 + 12 + 40
+    attention = 2 * (2 * 2) * 6  # 2 (scores, values) x 2 FLOPs x 4 wide x half of 6 positions
+    assert forward_flops_per_token(m, 6) == 2 * weights + attention == 392
+    assert flops_per_token(m, 6) == 3 * 392
+    # A tied head is multiplied all the same.
+    assert flops_per_token(replace(m, tie_embeddings=True), 6) == 3 * 392
+
+
+def test_flops_of_mixtral_8x7b_by_hand():
+    multiplied = 12_879_925_248 - 32_000 * 4_096
+    attention = 6 * 32 * (32 * 128) * 4_096
+    assert flops_per_token(model("mixtral", "8x7b"), 4096) == 6 * multiplied + attention == 79_714_344_960
+
+
+def test_the_docs_table_is_the_count():
+    rows = re.findall(r"^\| (\w+) \| (\w+) \| ([\d,]+) \| ([\d,]+) \| ([\d.]+) \|$", DOCS.read_text(), re.MULTILINE)
+    assert [(family, size) for family, size, *_ in rows] == [(f, s) for f, sizes in names().items() for s in sizes]
+    for family, size, total, active, gflops in rows:
+        m = model(family, size)
+        assert (total, active) == (f"{parameters(m).total:,}", f"{parameters(m).active:,}")
+        assert gflops == f"{flops_per_token(m, 4096) / 1e9:.3f}"

@@ -1,0 +1,114 @@
+"""The built model has the parameters that were counted, under the names checkpoints rely on; and the loss is a sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from titanmoe.comm import ALONE
+from titanmoe.config.schema import Config, Model
+from titanmoe.models.count import has_experts, parameters
+from titanmoe.models.families import names, preset
+from titanmoe.models.transformer import Transformer
+from titanmoe.models.vocabulary import cross_entropy_sum
+from titanmoe.tokens import IGNORE
+
+SIZES = [(family, size) for family, sizes in names().items() for size in sizes]
+ODD = {
+    "tied": {"tie_embeddings": True},
+    "dense": {"num_dense_layers": 1, "moe_every": 2, "dense_hidden": 24, "num_layers": 5},
+    "everything": {"qkv_bias": True, "qk_norm": True, "shared_hidden": 8, "shared_gate": True, "num_kv_heads": 2},
+    "ungated": {"shared_hidden": 8, "shared_gate": False},
+}
+
+
+def build(model: Model, *stage: object) -> Transformer:
+    with torch.device("meta"):
+        return Transformer(Config(model=model), 1, torch.float32, *stage)
+
+
+def shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the published layout."""
+    D, h = model.dim, model.head_dim
+    query, key = model.num_heads * h, model.num_kv_heads * h
+    out = {"embed.weight": (model.vocab_size, D), "head.norm.weight": (D,)}
+    if not model.tie_embeddings:
+        out["head.weight"] = (model.vocab_size, D)
+    for i in range(model.num_layers):
+        layer = {"attention_norm.weight": (D,), "ffn_norm.weight": (D,), "attention.wo.weight": (D, query)}
+        for w, width in (("wq", query), ("wk", key), ("wv", key)):
+            layer[f"attention.{w}.weight"] = (width, D)
+            if model.qkv_bias:
+                layer[f"attention.{w}.bias"] = (width,)
+        if model.qk_norm:
+            layer |= {"attention.q_norm.weight": (h,), "attention.k_norm.weight": (h,)}
+        if has_experts(model, i):
+            E, width = model.num_experts, model.expert_hidden
+            layer["moe.router.weight"] = (E, D)
+            layer |= {f"moe.experts.{w}": (E, width, D) for w in ("w1", "w3")} | {"moe.experts.w2": (E, D, width)}
+            if model.shared_hidden:
+                layer |= {f"moe.shared.{w}.weight": (model.shared_hidden, D) for w in ("w1", "w3")}
+                layer["moe.shared.w2.weight"] = (D, model.shared_hidden)
+                if model.shared_gate:
+                    layer["moe.shared.gate.weight"] = (1, D)
+        else:
+            layer |= {f"ffn.{w}.weight": (model.dense_hidden, D) for w in ("w1", "w3")}
+            layer["ffn.w2.weight"] = (D, model.dense_hidden)
+        out |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+    return out
+
+
+def check(model: Model) -> None:
+    built = build(model)
+    assert sum(p.numel() for p in built.parameters()) == parameters(model).total
+    assert {name: tuple(p.shape) for name, p in built.named_parameters()} == shapes(model)
+    saved = set(built.state_dict()) - set(dict(built.named_parameters()))
+    biases = {f"layers.{i}.moe.router.expert_bias" for i in range(model.num_layers) if has_experts(model, i)}
+    assert saved == biases | ({"head.weight"} if model.tie_embeddings else set())
+
+
+@pytest.mark.parametrize("family, size", SIZES)
+def test_every_size_is_built_as_counted(family: str, size: str) -> None:
+    check(Model(**preset(family, size)))
+
+
+@pytest.mark.parametrize("changes", ODD.values(), ids=ODD)
+def test_every_switch_is_built_as_counted(changes: dict[str, object]) -> None:
+    check(Model(**changes))
+
+
+def test_stages_share_the_parameters_out_under_the_same_names() -> None:
+    model = Model(num_layers=4)
+    parts = [build(model, range(1), True, False), build(model, range(1, 3), False, False)]
+    parts.append(build(model, range(3, 4), False, True))
+    together = [(name, tuple(p.shape)) for part in parts for name, p in part.named_parameters()]
+    assert len(together) == len(dict(together)) and dict(together) == shapes(model)
+    assert sorted(i for part in parts for i in part.moe_layers()) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ignored", ["none", "some", "all"])
+def test_cross_entropy_sum_is_torchs(dtype: torch.dtype, ignored: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits_TV = (4 * torch.randn(20, 11, generator=generator)).to(dtype).requires_grad_()
+    label_T = torch.randint(11, (20,), generator=generator)
+    label_T[{"none": slice(0), "some": slice(None, None, 3), "all": slice(None)}[ignored]] = IGNORE
+    wide = torch.promote_types(dtype, torch.float32)
+    want = F.cross_entropy(logits_TV.to(wide), label_T, reduction="sum", ignore_index=-100)
+    (want_grad,) = torch.autograd.grad(3 * want, logits_TV)
+    got = cross_entropy_sum(logits_TV, label_T, ALONE)
+    assert got.dtype == wide and (ignored != "all" or float(got.detach()) == 0)
+    torch.testing.assert_close(got, want)
+    (got_grad,) = torch.autograd.grad(3 * got, logits_TV)
+    torch.testing.assert_close(got_grad, want_grad)
+    if ignored == "all":
+        assert not got_grad.any()
+
+
+def test_cross_entropy_of_huge_logits_is_finite() -> None:
+    logits_TV = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], requires_grad=True)
+    got = cross_entropy_sum(logits_TV, torch.tensor([1, 0]), ALONE)
+    got.backward()
+    assert float(got.detach()) == pytest.approx(2e4 + torch.tensor(3.0).log().item())
+    assert logits_TV.grad.isfinite().all()

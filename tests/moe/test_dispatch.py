@@ -1,0 +1,270 @@
+"""Rows to their experts and back: what arrives, what comes home, what the gradients are and how many bytes it takes.
+
+The toy expert number e multiplies a row by (e + 1) and by its routing weight; of etp ranks each gives its share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests import world
+from titanmoe import comm
+from titanmoe.comm import ALONE, Group
+from titanmoe.moe.dispatch import AllGather, AllToAll, by_expert, copy_rows, lay_out, sort_by_expert
+from titanmoe.moe.permute import to_tokens
+
+E, K, T, D = 8, 3, 6, 4
+RANKS = 4
+LAYOUTS = [(4, 1), (2, 2), (1, 4)]
+CASES = ["random", "some_dropped", "idle_rank", "one_expert", "all_dropped"]
+
+
+def inputs(case: str, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """x (the first column numbers all ranks' tokens from 1), weights and distinct choices of one rank."""
+    generator = torch.Generator().manual_seed(rank)
+    x_TD = torch.randn(T, D, dtype=torch.float64, generator=generator)
+    x_TD[:, 0] = torch.arange(T) + rank * T + 1
+    weights_TK = torch.rand(T, K, dtype=torch.float64, generator=generator)
+    chosen_TK = torch.stack([torch.randperm(E, generator=generator)[:K] for _ in range(T)])
+    if case == "some_dropped":
+        chosen_TK[torch.rand(T, K, generator=generator) < 0.5] = E
+    if case == "all_dropped" or (case == "idle_rank" and rank == 1):
+        chosen_TK[:] = E
+    if case == "one_expert":
+        chosen_TK[:] = E
+        chosen_TK[:, 1] = 5
+    return x_TD, weights_TK, chosen_TK
+
+
+def arriving(case: str, ranks: int, experts: range) -> tuple[list[tuple[float, float]], list[int]]:
+    """Number and weight of the tokens that these experts get: by expert, then by sender, then by token."""
+    rows, counts = [], []
+    senders = [inputs(case, rank) for rank in range(ranks)]
+    for expert in experts:
+        before = len(rows)
+        for x_TD, weights_TK, chosen_TK in senders:
+            rows += [
+                (float(x_TD[t, 0]), float(weights_TK[t, k]))
+                for t in range(T)
+                for k in range(K)
+                if chosen_TK[t, k] == expert
+            ]
+        counts.append(len(rows) - before)
+    return rows, counts
+
+
+def plain(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
+    factor_TK = (chosen_TK + 1) * (chosen_TK < E)
+    return x_TD * (weights_TK * factor_TK).sum(1, keepdim=True)
+
+
+def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, padded: bool) -> None:
+    dispatcher = kind(E)
+    dispatcher.lay(group, ep, etp)
+    local, expert_rank, share = E // ep, group.rank // etp, (group.rank % etp + 1) / (etp * (etp + 1) / 2)
+    experts = range(expert_rank * local, (expert_rank + 1) * local)
+    x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
+    x_TD.requires_grad_()
+    weights_TK.requires_grad_()
+    bin = T if padded else 0
+
+    rows_RD, weight_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin)
+    want, counts = arriving(case, group.size, experts)
+    got = list(zip(rows_RD[:, 0].tolist(), weight_R1[:, 0].tolist(), strict=True))
+    assert len(got) == int(count_e.sum())
+    if padded:
+        assert count_e.tolist() == [bin * group.size] * local
+        ends = count_e.cumsum(0).tolist()
+        pieces = [got[end - bin * group.size : end] for end in ends]
+        assert [sum(number > 0 for number, _ in piece) for piece in pieces] == counts
+        assert all(pair == (0, 0) for pair in got if pair[0] == 0), "an empty row holds something"
+        got = [pair for pair in got if pair[0] > 0]
+    else:
+        assert count_e.tolist() == counts
+    assert got == want
+
+    expert_R = torch.tensor(experts).repeat_interleave(count_e)
+    y_RD = rows_RD * weight_R1 * (expert_R + 1).unsqueeze(1) * share
+    y_TD = dispatcher.combine(y_RD, route)
+    want_TD = plain(x_TD, weights_TK, chosen_TK)
+    torch.testing.assert_close(y_TD, want_TD, rtol=1e-13, atol=1e-13)
+    cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
+    grads = torch.autograd.grad(y_TD, (x_TD, weights_TK), cotangent)
+    want_grads = torch.autograd.grad(want_TD, (x_TD, weights_TK), cotangent)
+    for grad, wanted in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(grad, wanted, rtol=1e-13, atol=1e-13)
+
+    # without weights: every kept choice returns once from each of the etp ranks
+    rows_RD, _, _, route = dispatcher.dispatch(x_TD.detach(), weights_TK.detach(), chosen_TK, bin)
+    kept_T1 = (chosen_TK < E).sum(1, keepdim=True)
+    copies_TD = dispatcher.combine(rows_RD, route)
+    torch.testing.assert_close(copies_TD, x_TD.detach() * kept_T1 * etp, rtol=1e-13, atol=1e-13)
+
+
+def whole_world() -> Group:
+    return Group(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())
+
+
+def round_trips(ep: int, etp: int) -> None:
+    for kind in (AllToAll, AllGather):
+        for case in CASES:
+            for padded in (False, True):
+                try:
+                    check_round_trip(kind, whole_world(), ep, etp, case, padded)
+                except AssertionError as error:
+                    raise AssertionError(f"{kind.__name__}, {case}, padded {padded}: {error}") from error
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kind", [AllToAll, AllGather])
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_round_trip_on_one_rank(kind: type, case: str, padded: bool) -> None:
+    check_round_trip(kind, ALONE, 1, 1, case, padded)
+
+
+@pytest.mark.parametrize("ep, etp", LAYOUTS)
+def test_a_round_trip_on_four_ranks(ep: int, etp: int) -> None:
+    """Both dispatchers agree with the plain formula, hence with each other, in values and in every gradient."""
+    world.run(RANKS, round_trips, ep, etp)
+
+
+class Recorder:
+    """Bytes that leave this rank in every all-to-all of its life, in order."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[torch.dtype, int]] = []
+
+    def __enter__(self) -> Recorder:
+        self.original = comm._all_to_all
+
+        def recorded(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+            assert x.shape[0] == sum(send)
+            row = x.shape[1:].numel()
+            leaving = sum(send) - send[group.rank]
+            self.sent.append((x.dtype, leaving * row * x.element_size()))
+            return self.original(x, send, receive, group)
+
+        comm._all_to_all = recorded
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        comm._all_to_all = self.original
+
+
+def traffic(ep: int, etp: int, case: str, bin: int) -> list[list[tuple[torch.dtype, int]]]:
+    """What this rank sends in dispatch, in combine and in backward."""
+    group = whole_world()
+    dispatcher = AllToAll(E)
+    dispatcher.lay(group, ep, etp)
+    x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
+    x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
+    with Recorder() as dispatching:
+        rows_RD, weight_R1, _, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin)
+    y_RD = rows_RD * weight_R1.float()
+    with Recorder() as combining:
+        y_TD = dispatcher.combine(y_RD, route)
+    with Recorder() as backward:
+        y_TD.sum().backward()
+    return [dispatching.sent, combining.sent, backward.sent]
+
+
+@pytest.mark.parametrize("ep, etp", LAYOUTS)
+@pytest.mark.parametrize("case, bin", [("some_dropped", 0), ("idle_rank", 0), ("random", T)])
+def test_bytes_are_the_documented_ones(ep: int, etp: int, case: str, bin: int) -> None:
+    """Per rank and direction: the copies of its routed rows that leave it, D elements each; the weight goes one way."""
+    out = torch.zeros(RANKS, RANKS, dtype=torch.int64)  # rows from, to
+    for rank in range(RANKS):
+        experts = torch.arange(E).repeat(bin) if bin else inputs(case, rank)[2].flatten()
+        for expert in experts[experts < E].tolist():
+            for copy in range(etp):
+                out[rank, expert // (E // ep) * etp + copy] += 1
+    out.fill_diagonal_(0)
+    answers = world.run(RANKS, traffic, ep, etp, case, bin)
+    for rank, (dispatching, combining, backward) in enumerate(answers):
+        there, back = int(out[rank].sum()), int(out[:, rank].sum())
+        counts = [] if bin else [(torch.int64, (RANKS - 1) * (E // ep) * 8)]
+        rows, weights = (torch.float32, there * D * 4), (torch.float64, there * 8)
+        assert dispatching == [*counts, rows, weights]
+        assert combining == [(torch.float32, back * D * 4)]
+        # backward: the outputs' gradients go as the rows went; the rows' and the weights' gradients return
+        assert backward[0] == rows
+        assert sorted(backward[1:], key=str) == [(torch.float32, back * D * 4), (torch.float64, back * 8)]
+
+
+@st.composite
+def choices(draw: st.DrawFn, least: int = 0) -> tuple[Tensor, int, int, int, int]:
+    """chosen_TK of at least that many tokens, E, ep, etp, bin"""
+    ep, etp = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    experts = ep * draw(st.integers(1, 3))
+    tokens, k = draw(st.integers(least, 6)), draw(st.integers(1, 3))
+    flat = draw(st.lists(st.integers(0, experts), min_size=tokens * k, max_size=tokens * k))
+    largest = max((flat.count(e) for e in range(experts)), default=0)
+    bin = draw(st.sampled_from([0, max(1, largest), largest + 2]))
+    return torch.tensor(flat, dtype=torch.int64).view(tokens, k), experts, ep, etp, bin
+
+
+@given(choices())
+def test_lay_out_places_every_copy_once_in_its_experts_block(drawn: tuple[Tensor, int, int, int, int]) -> None:
+    chosen_TK, experts, ep, etp, bin = drawn
+    flat = chosen_TK.flatten().tolist()
+    order, count_E = sort_by_expert(chosen_TK, experts)
+    counts = [flat.count(e) for e in range(experts)]
+    assert count_E.tolist() == counts
+    rows = etp * (experts * bin if bin else sum(counts))
+    entry_R, slot = lay_out(chosen_TK, order, count_E, ep, etp, bin, rows)
+
+    want, local = [], experts // ep
+    for block in range(ep):
+        for _copy in range(etp):
+            for expert in range(block * local, (block + 1) * local):
+                mine = [entry for entry, e in enumerate(flat) if e == expert]
+                want += mine + [len(flat)] * (bin - len(mine) if bin else 0)
+    assert entry_R.tolist() == want
+    assert slot.shape == (len(flat), etp)
+    for entry, expert in enumerate(flat):
+        places = [row for row, e in enumerate(want) if e == entry]
+        assert slot[entry].tolist() == (places if expert < experts else [rows] * etp)
+        assert len(places) == (etp if expert < experts else 0)
+
+
+@given(choices(least=1))
+def test_rows_laid_out_come_home_from_every_copy(drawn: tuple[Tensor, int, int, int, int]) -> None:
+    chosen_TK, experts, ep, etp, bin = drawn
+    tokens, k = chosen_TK.shape
+    x_TD = torch.arange(tokens * 2.0, dtype=torch.float64).view(tokens, 2)
+    weights_TK = torch.arange(1.0, tokens * k + 1, dtype=torch.float64).view(tokens, k).requires_grad_()
+    order, count_E = sort_by_expert(chosen_TK, experts)
+    rows = etp * (experts * bin if bin else int(count_E.sum()))
+    entry_R, slot = lay_out(chosen_TK, order, count_E, ep, etp, bin, rows)
+    rows_RD, weight_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot)
+    kept_TK = chosen_TK < experts
+    back_TD = to_tokens(rows_RD * weight_R1, route.source_R, route.slot_TJ)
+    torch.testing.assert_close(back_TD, x_TD * (weights_TK * kept_TK).sum(1, keepdim=True) * etp)
+    (grad_TK,) = torch.autograd.grad(weight_R1.sum(), weights_TK)
+    assert torch.equal(grad_TK, kept_TK * float(etp))
+
+
+@given(
+    st.integers(1, 4).flatmap(
+        lambda e: st.lists(st.lists(st.integers(0, 3), min_size=e, max_size=e), min_size=1, max_size=4)
+    )
+)
+def test_by_expert_turns_senders_into_experts(counts: list[list[int]]) -> None:
+    count_Ge = torch.tensor(counts)
+    marks = [(g, e, i) for g, row in enumerate(counts) for e, n in enumerate(row) for i in range(n)]
+    order, inverse = by_expert(count_Ge, len(marks))
+    assert [marks[i] for i in order.tolist()] == sorted(marks, key=lambda mark: (mark[1], mark[0], mark[2]))
+    assert torch.equal(order[inverse], torch.arange(len(marks)))
+
+
+def test_no_tokens_at_all() -> None:
+    none = torch.zeros(0, 3)
+    rows, _, _, route = (d := AllToAll(8)).dispatch(torch.zeros(0, 4), none, none.long(), 0)
+    assert rows.shape == (0, 4) and d.combine(rows, route).shape == (0, 4)

@@ -1,0 +1,179 @@
+"""Pieces of context parallel attention: blocks against plain operations, the merge, where chunks lie, the head swap."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests import world
+from titanmoe.comm import Group
+from titanmoe.parallel.context import (
+    Placement,
+    _backward_pairs,
+    _block,
+    _block_backward,
+    _forward_pairs,
+    _swap,
+    block_reference,
+)
+
+B, H, C, WIDTH = 2, 4, 8, 16
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
+DTYPES = [torch.float64, torch.float32]
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def qkv(dtype: torch.dtype, heads: int = H, length: int = C) -> list[Tensor]:
+    return [
+        random(B, n, length, WIDTH, dtype=dtype, seed=seed).requires_grad_() for seed, n in enumerate((H, heads, heads))
+    ]
+
+
+def masked(dtype: torch.dtype, lonely: bool) -> Tensor:
+    """A bias that hides some keys; with `lonely`, every key of queries 2 and 5."""
+    hidden = random(B, 1, C, C, dtype=torch.float64, seed=7) > 0.5
+    hidden[..., 0] = False
+    if lonely:
+        hidden[:, :, [2, 5]] = True
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, -torch.inf)
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=TOLERANCE[want.dtype], atol=TOLERANCE[want.dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["whole", "causal", "bias"])
+def test_a_block_is_plain_attention(kind: str, dtype: torch.dtype) -> None:
+    q, k, v = qkv(dtype)
+    bias, causal = masked(dtype, lonely=False) if kind == "bias" else None, kind == "causal"
+    want, want_lse = block_reference(q, k, v, bias, causal)
+    with torch.no_grad():
+        out, lse = _block(q, k, v, bias, causal)
+    close(out, want)
+    close(lse, want_lse)
+    cotangent = random(*out.shape, dtype=dtype, seed=9)
+    got = _block_backward(cotangent, q.detach(), k.detach(), v.detach(), bias, out, lse, causal)
+    for grad, wanted in zip(got, torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
+        close(grad, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_block_takes_fewer_key_heads(dtype: torch.dtype) -> None:
+    q, k, v = qkv(dtype, heads=2)
+    want, want_lse = block_reference(q, *(x.repeat_interleave(2, 1) for x in (k, v)), None, True)
+    with torch.no_grad():
+        out, lse = _block(q, k, v, None, True)
+    close(out, want)
+    close(lse, want_lse)
+    cotangent = random(*out.shape, dtype=dtype, seed=9)
+    got = _block_backward(cotangent, q.detach(), k.detach(), v.detach(), None, out, lse, True)
+    for grad, wanted in zip(got, torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
+        close(grad, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_query_without_a_key_weighs_nothing(dtype: torch.dtype) -> None:
+    q, k, v = (x.detach() for x in qkv(dtype))
+    bias = masked(dtype, lonely=True)
+    (out, lse), (want, want_lse) = _block(q, k, v, bias, False), block_reference(q, k, v, bias, False)
+    assert (lse[:, :, [2, 5]] == -torch.inf).all() and out.isfinite().all()
+    close(lse, want_lse)
+    seen = [i for i in range(C) if i not in (2, 5)]
+    close(out[:, :, seen], want[:, :, seen])
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, query: list[int], document: Tensor | None) -> Tensor:
+    """Attention of these chunks' queries to every key before them, as one plain softmax."""
+    position = torch.cat([torch.arange(chunk * C, (chunk + 1) * C) for chunk in query])
+    allowed = (position.unsqueeze(1) >= torch.arange(k.shape[2])).expand(B, -1, -1)
+    if document is not None:
+        allowed = allowed & (document[:, position].unsqueeze(2) == document.unsqueeze(1))
+    bias = torch.zeros(allowed.shape, dtype=q.dtype).masked_fill(~allowed, -torch.inf).unsqueeze(1)
+    return block_reference(q, k, v, bias, False)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("mine, arrivals", [([1], [[0], [1]]), ([0, 3], [[0, 3], [1, 2]]), ([1, 2], [[3, 0], [2, 1]])])
+def test_blocks_merge_to_the_whole(
+    mine: list[int], arrivals: list[list[int]], documents: bool, dtype: torch.dtype
+) -> None:
+    """In the order of a ring's hops. A document begins at 13 of 32, so later queries see none of the first chunk."""
+    chunks = sum(map(len, arrivals))
+    q = random(B, H, len(mine) * C, WIDTH, dtype=dtype, seed=0).requires_grad_()
+    k, v = (random(B, H, chunks * C, WIDTH, dtype=dtype, seed=s).requires_grad_() for s in (1, 2))
+    document = None
+    if documents:
+        document = torch.stack([(torch.arange(chunks * C) >= start).long() for start in (13, C)])
+    want = whole(q, k, v, mine, document)
+
+    def of(x: Tensor, held: list[int]) -> Tensor:
+        return torch.cat([x.detach()[:, :, c * C : (c + 1) * C] for c in held], 2)
+
+    out, lse = torch.zeros_like(q), torch.full(q.shape[:3], -torch.inf, dtype=dtype)
+    for held in arrivals:
+        _forward_pairs(q.detach(), of(k, held), of(v, held), mine, held, document, out, lse)
+    close(out, want)
+
+    cotangent = random(*out.shape, dtype=dtype, seed=9)
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    for held in arrivals:
+        part_k, part_v = (torch.zeros(B, H, len(held) * C, WIDTH, dtype=dtype) for _ in range(2))
+        _backward_pairs(
+            cotangent, q.detach(), of(k, held), of(v, held), mine, held, document, out, lse, dq, part_k, part_v
+        )
+        for place, chunk in enumerate(held):
+            here, there = slice(place * C, (place + 1) * C), slice(chunk * C, (chunk + 1) * C)
+            dk[:, :, there] += part_k[:, :, here]
+            dv[:, :, there] += part_v[:, :, here]
+    for grad, wanted in zip((dq, dk, dv), torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
+        close(grad, wanted)
+
+
+@given(st.integers(1, 6), st.booleans(), st.integers(1, 3))
+def test_placements_cut_and_restore(size: int, zigzag: bool, chunk: int) -> None:
+    placement = Placement(size, zigzag)
+    assert sorted(placement.order()) == list(range(placement.chunks))
+    x_BL = torch.arange(2 * placement.chunks * chunk).view(2, -1)
+    parts = [placement.cut(x_BL, rank) for rank in range(size)]
+    assert {part.shape for part in parts} == {(2, x_BL.shape[1] // size)}
+    together = torch.cat(parts, 1)
+    assert torch.equal(placement.natural(together, 1), x_BL)
+    assert torch.equal(placement.by_rank(x_BL, 1), together)
+    assert torch.equal(placement.natural(together.t(), 0), x_BL.t())
+    assert torch.equal(placement.by_rank(x_BL.t(), 0), together.t())
+
+
+@given(st.integers(2, 6), st.integers(1, 3))
+def test_zigzag_is_even_work(size: int, chunk: int) -> None:
+    """The pairs of positions under the causal mask, equally many on every rank."""
+    placement = Placement(size, zigzag=True)
+    position = torch.arange(placement.chunks * chunk).unsqueeze(0)
+    pairs = {int((placement.cut(position, rank) + 1).sum()) for rank in range(size)}
+    assert len(pairs) == 1
+
+
+def swapped() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group = Group(dist.group.WORLD.group_name, size, rank)
+    whole_BSHh = random(B, 6, 4, 3, dtype=torch.float64, seed=0)
+    x = whole_BSHh.chunk(size, 1)[rank].clone().requires_grad_()
+    heads = _swap(x, 2, 1, group)
+    assert torch.equal(heads, whole_BSHh.chunk(size, 2)[rank])
+    assert torch.equal(_swap(heads, 1, 2, group), x)
+    cotangent = random(*heads.shape, dtype=torch.float64, seed=rank + 1)
+    (grad,) = torch.autograd.grad(heads, x, cotangent)
+    assert torch.equal(grad, _swap(cotangent, 1, 2, group))
+
+
+def test_swap_is_undone_by_the_swap_of_exchanged_dims() -> None:
+    world.run(2, swapped)

@@ -1,0 +1,78 @@
+"""A sequence of 32K tokens over 1, 2, 4 and 8 context-parallel ranks: activation bytes per rank fall as 1/cp.
+
+python -m pytest -m slow tests/parallel/test_context_memory.py -s        prints the table of docs/parallelism.md
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import parity, world
+from tests.memory import Live
+
+LENGTH = 32768
+
+
+def activation_bytes(changes: dict[str, Any]) -> int:
+    """Peak of live tensors during forward and backward of one microbatch, less the level before forward."""
+    from titanmoe.parallel.batch import cut
+    from titanmoe.train import trainer as trainer_module
+    from titanmoe.train.runtime import Runtime
+
+    config = parity.read(changes, dist.get_world_size())
+    loader = trainer_module.Loader
+    trainer_module.Loader = lambda c, r, n: parity.Samples(c, r, n, False)
+    try:
+        rank = dist.get_rank()
+        trainer = trainer_module.Trainer(config, Runtime(rank, rank, dist.get_world_size(), torch.device("cpu")))
+    finally:
+        trainer_module.Loader = loader
+    batches = trainer.loader.next_step()
+    totals = trainer.count(batches)
+    for moe in trainer.moe_layers.values():
+        moe.begin_step(1, totals.tokens, 1)
+    piece = cut(batches[0], 0, trainer.meshes, trainer.placement, trainer.device)
+    with Live() as live:
+        trainer.engine.run([piece], totals.labels)
+    return live.peak
+
+
+def recipe(cp: int, kind: str) -> dict[str, Any]:
+    preset = parity.preset_of("mixtral")
+    model = {key: preset[key.removeprefix("model.")] for key in parity.TINY if key.startswith("model.")}
+    return model | {
+        "model.num_layers": 2,
+        "training.dtype": "float32",
+        "training.mixed_precision_param": "float32",
+        "training.mixed_precision_reduce": "float32",
+        "training.seq_len": LENGTH,
+        "training.global_batch_size": 1,
+        "parallelism.cp": cp,
+        "parallelism.cp_kind": kind,
+        # Equal loads, so that no rank's share depends on the router.
+        "moe.force_balance": True,
+    }
+
+
+@pytest.mark.slow
+def test_activation_bytes_fall_as_one_over_cp() -> None:
+    table = {}
+    for kind in ("ring", "ulysses", "allgather"):
+        for cp in (1, 2, 4, 8):
+            if cp > 1 or kind == "ring":
+                table[kind, cp] = max(world.run(cp, activation_bytes, recipe(cp, kind), timeout=900))
+                world.restart(cp)
+    whole = table["ring", 1]
+    print("\n| cp | ring | ulysses | allgather |\n|---|---|---|---|")
+    for cp in (2, 4, 8):
+        sizes = (table[kind, cp] for kind in ("ring", "ulysses", "allgather"))
+        cells = (f"{size / 2**20:.1f} MiB, {size * cp / whole:.2f}/{cp}" for size in sizes)
+        print(f"| {cp} | " + " | ".join(cells) + " |")
+    print(f"cp 1: {whole / 2**20:.1f} MiB")
+    for (kind, cp), size in table.items():
+        if kind != "allgather":
+            assert abs(size * cp / whole - 1) <= 0.15, f"{kind} cp {cp}: {size * cp / whole:.3f} of 1/{cp}"

@@ -1,0 +1,59 @@
+"""With all gradients 1 the norm is the root of the number of logical parameters, whatever the mapping."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import parity, world
+from titanmoe.models.count import parameters
+
+MAPPINGS: dict[str, dict[str, Any]] = {
+    "tp2_ep4": {"parallelism.tp": 2, "parallelism.experts.ep": 4},
+    "replicate2_ep2_etp2": {
+        "parallelism.dp_replicate": 2,
+        "parallelism.experts.ep": 2,
+        "parallelism.experts.etp": 2,
+        "model.qk_norm": True,
+    },
+    "replicate2_edp4": {"parallelism.dp_replicate": 2, "model.shared_hidden": 16, "model.shared_gate": True},
+    "pp2_tied": {"parallelism.pp": 2, "model.tie_embeddings": True},
+    "pp2_tp2_tied": {"parallelism.pp": 2, "parallelism.tp": 2, "model.tie_embeddings": True},
+}
+
+
+def norms_of_ones(changes: dict[str, Any], max_norm: float) -> tuple[float, float]:
+    """The norm before and after it is clipped."""
+    from titanmoe.parallel.norm import clip, grad_norm
+    from titanmoe.train import trainer as trainer_module
+    from titanmoe.train.runtime import Runtime
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    loader, garbage = trainer_module.Loader, trainer_module.GarbageCollection
+    trainer_module.Loader = lambda c, r, n: parity.Samples(c, r, n, False)
+    trainer_module.GarbageCollection = lambda every: None
+    try:
+        trainer = trainer_module.Trainer(parity.read(changes, size), Runtime(rank, rank, size, torch.device("cpu")))
+    finally:
+        trainer_module.Loader, trainer_module.GarbageCollection = loader, garbage
+    for parameter in trainer.parameters.values():
+        parameter.grad = torch.ones_like(parameter)
+
+    def norm() -> torch.Tensor:
+        return grad_norm(trainer.parameters, trainer.meshes.world, trainer.tied.active)
+
+    before = norm()
+    clip(trainer.parameters.values(), before, max_norm)
+    return before.item(), norm().item()
+
+
+@pytest.mark.parametrize("changes", MAPPINGS.values(), ids=MAPPINGS)
+def test_the_norm_of_ones_counts_every_logical_parameter_once(changes: dict[str, Any]) -> None:
+    total = parameters(parity.read(changes, 4).model).total
+    for before, after in world.run(4, norms_of_ones, changes, 2.0):
+        assert before == pytest.approx(math.sqrt(total), rel=1e-12)
+        assert after == pytest.approx(2.0 * before / (before + 1e-6), rel=1e-12)

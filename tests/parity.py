@@ -1,0 +1,365 @@
+"""The oracle: a mapping's loss, gradients, norm and stepped weights against the plain model in tests/reference.py.
+
+`measure` runs on every rank of a pool and calls what train.py calls: a recipe is read, checked and resolved, a Trainer
+is built from it and takes two steps. Only the samples are the test's own: they hold padding and labels without loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import reference, world
+from titanmoe import counted
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import Batch
+from titanmoe.tokens import IGNORE
+
+STEPS = 2
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
+
+# A model small enough for hundreds of mappings, with every degree of 8 ranks legal: 8 heads, 8 key heads, 8 experts.
+TINY: dict[str, Any] = {
+    "model.family": "mixtral",
+    "model.size": "debug",
+    "model.vocab_size": 48,
+    "model.dim": 16,
+    "model.num_layers": 2,
+    "model.num_heads": 8,
+    "model.num_kv_heads": 8,
+    "model.head_dim": 4,
+    "model.num_experts": 8,
+    "model.top_k": 2,
+    "model.expert_hidden": 16,
+    "model.init_std": 0.2,
+    "training.dtype": "float64",
+    "training.mixed_precision_param": "float64",
+    "training.mixed_precision_reduce": "float64",
+    "training.seq_len": 16,
+    "training.local_batch_size": 1,
+    "training.global_batch_size": 8,
+    "training.steps": 10,
+    "training.device": "cpu",
+    "optimizer.max_grad_norm": 0.5,
+    "optimizer.lr": 0.01,
+    # AdamW turns the rounding of gradients far below eps into whole steps; so few of them are.
+    "optimizer.eps": 1e-4,
+    "lr_schedule.warmup_steps": 1,
+    "metrics.tensorboard": False,
+}
+
+
+def arguments(changes: dict[str, Any]) -> list[str]:
+    """Overrides as a command line."""
+
+    def text(value: Any) -> list[str]:
+        if isinstance(value, bool):
+            return [str(value).lower()]
+        return [str(v) for v in value] if isinstance(value, list) else [str(value)]
+
+    return [word for key, value in changes.items() for word in (f"--{key}", *text(value))]
+
+
+@functools.cache
+def _read(argv: tuple[str, ...], size: int) -> Config:
+    from titanmoe.train.launch import read
+
+    return read(list(argv), size)
+
+
+def read(changes: dict[str, Any], size: int) -> Config:
+    return _read(tuple(arguments(TINY | changes)), size)
+
+
+def sample(config: Config, number: int, clean: bool = False) -> Batch:
+    """Sample of a global number: random tokens; some end in padding, one is all padding, some labels have no loss."""
+    length = config.training.seq_len
+    ids = counted.bits(counted.key("sample", config.training.seed), number * 1000 + torch.arange(length + 1))
+    ids = ids % config.model.vocab_size
+    labels, valid = ids[1:].clone(), torch.ones(length, dtype=torch.bool)
+    if not clean:
+        labels[number % 3 :: 7] = IGNORE
+        end = length if number % 4 == 3 else length - number % 4
+        valid[end:] = False
+        if number == 5:
+            valid[:] = False
+        labels[~valid] = IGNORE
+    return Batch(ids[:-1], labels, valid)
+
+
+def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
+    tokens, labels, valid, _ = zip(*(sample(config, n) for n in numbers), strict=True)
+    length = config.training.seq_len
+    document = None
+    if documents:
+        document = torch.stack([torch.arange(length) // (3 + n % 5) for n in numbers])
+    return Batch(torch.stack(tokens), torch.stack(labels), torch.stack(valid), document)
+
+
+def grouped(config: Config, dp: int, step: int, documents: bool = False) -> list[list[Batch]]:
+    """Microbatches of a step (from 0): by index, then by data rank."""
+    size, total = config.training.local_batch_size, config.training.global_batch_size
+    return [
+        [batch(config, [step * total + (m * dp + d) * size + b for b in range(size)], documents) for d in range(dp)]
+        for m in range(total // (size * dp))
+    ]
+
+
+class Samples:
+    """The loader's part of the Trainer, over the test's samples."""
+
+    def __init__(self, config: Config, rank: int, ranks: int, documents: bool):
+        self.config, self.rank, self.ranks, self.documents, self.step = config, rank, ranks, documents, 0
+        self.global_batch_size = config.training.global_batch_size
+        self.microbatches = self.global_batch_size // (config.training.local_batch_size * ranks)
+
+    def peek(self) -> list[Batch]:
+        return [row[self.rank] for row in grouped(self.config, self.ranks, self.step, self.documents)]
+
+    def next_step(self) -> list[Batch]:
+        batches = self.peek()
+        self.step += 1
+        return batches
+
+
+@dataclasses.dataclass
+class Outcome:
+    loss: list[float]
+    norm: list[float]
+    reports: list[dict[str, float]]
+    grads: dict[str, torch.Tensor]  # of the first step, whole
+    weights: dict[str, torch.Tensor]  # after the last step, whole
+    bias: dict[str, torch.Tensor]
+
+
+def whole(pieces: dict[str, Any], rank: int) -> dict[str, torch.Tensor]:
+    """Logical tensors from every rank's pieces, on rank 0; replicas must be equal to the last bit or nearly."""
+    from titanmoe.parallel.materialize import piece
+
+    mine = {}
+    for name, tensor in pieces.items():
+        part, offset = piece(tensor.detach())
+        mine[name] = (part.clone(), offset, tuple(tensor.shape))
+    gathered = [None] * dist.get_world_size() if rank == 0 else None
+    dist.gather_object(mine, gathered)
+    if rank:
+        return {}
+    out, seen = {}, {}
+    for theirs in gathered:
+        for name, (part, offset, shape) in theirs.items():
+            if name not in out:
+                out[name] = torch.zeros(shape, dtype=part.dtype)
+                seen[name] = torch.zeros(shape, dtype=torch.bool)
+            place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
+            known = seen[name][place]
+            if known.any():
+                scale = float(part.abs().max()) if part.numel() else 0.0
+                apart = float((out[name][place] - part)[known].abs().max())
+                assert apart <= 1e-12 * max(scale, 1e-30), f"replicas of {name} differ by {apart}"
+            out[name][place] = part
+            seen[name][place] = True
+    for name, filled in seen.items():
+        assert filled.all(), f"{name}: no rank holds {int((~filled).sum())} of {filled.numel()} elements"
+    return out
+
+
+def measure(changes: dict[str, Any], documents: bool = False, fault: str = "", steps: int = STEPS) -> Outcome | None:
+    from titanmoe.train import trainer as trainer_module
+    from titanmoe.train.runtime import Runtime
+
+    config = read(changes, dist.get_world_size())
+    rank = dist.get_rank()
+    undo = None
+    if fault:
+        from tests import faults
+
+        undo = faults.FAULTS[fault]()
+    loader, garbage = trainer_module.Loader, trainer_module.GarbageCollection
+    trainer_module.Loader = lambda c, r, n: Samples(c, r, n, documents)
+    trainer_module.GarbageCollection = lambda every: None  # a full collection would be a third of the time
+    try:
+        runtime = Runtime(rank=rank, local_rank=rank, world=dist.get_world_size(), device=torch.device("cpu"))
+        trainer = trainer_module.Trainer(config, runtime)
+        grads: list[dict[str, torch.Tensor]] = []
+        finite = trainer.check_finite
+
+        def capture(loss: torch.Tensor, norm: torch.Tensor) -> None:
+            finite(loss, norm)
+            if not grads:
+                missing = [name for name, p in trainer.parameters.items() if p.grad is None]
+                assert not missing, f"no gradient at all: {missing}"
+                grads.append(whole({name: p.grad for name, p in trainer.parameters.items()}, rank))
+
+        trainer.check_finite = capture
+        reports = [trainer.train_step() for _ in range(steps)]
+        weights = whole(trainer.parameters, rank)
+        layers = trainer.moe_layers.items()
+        bias = {f"layers.{i}.moe.router.expert_bias": moe.router.expert_bias.clone() for i, moe in layers}
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, bias)
+    finally:
+        trainer_module.Loader, trainer_module.GarbageCollection = loader, garbage
+        if undo:
+            undo()
+    if rank:
+        return None
+    if config.model.tie_embeddings and "head.weight" in weights:  # the two ends of a pipeline hold one matrix
+        for tensors in (grads[0], weights):
+            assert torch.equal(tensors.pop("head.weight"), tensors["embed.weight"]), "tied ends differ"
+    return Outcome(
+        [r["loss"] for r in reports],
+        [r["grad_norm"] for r in reports],
+        reports,
+        grads[0],
+        weights,
+        {name: value for part in everyone for name, value in part.items()},
+    )
+
+
+# What may change speed and memory but no number: the reference is computed without it, once.
+NEUTRAL = (
+    "parallelism.",
+    "pipeline.",
+    "activation_checkpoint.",
+    "compile.",
+    "moe.dispatcher",
+    "moe.pad_to_capacity",
+    "moe.grouped_mm",
+)
+
+
+def owners(config: Config) -> list[int]:
+    """Which rank of a sequence owns each position: its cp rank's chunks side by side, cut over tp."""
+    fold, length = config.parallelism, config.training.seq_len
+    chunk = length // (2 * fold.cp) if fold.cp > 1 and fold.cp_placement == "zigzag" else length // fold.cp
+    place: dict[int, int] = {}
+    out = []
+    for position in range(length):
+        number = position // chunk
+        rank = min(number, 2 * fold.cp - 1 - number) if chunk * fold.cp < length else number
+        place[rank] = place.get(rank, -1) + 1
+        out.append(rank * fold.tp + place[rank] // (length // (fold.cp * fold.tp)))
+    return out
+
+
+@functools.cache
+def _expected(argv: tuple[str, ...], dp: int, owner: tuple[int, ...] | None, documents: bool) -> reference.Run:
+    config = _read(argv, 1)
+    weights = reference.initial_weights(config.model, config.training.seed, torch.float64)
+    batches = [grouped(config, dp, step, documents) for step in range(STEPS)]
+    return reference.train(config, weights, batches, owner or 1)
+
+
+def expected(changes: dict[str, Any], size: int, documents: bool = False) -> reference.Run:
+    """The plain model's steps. Mappings that must agree share one result; dp and owners enter only where they may."""
+    config = read(changes, size)
+    moe, fold = config.moe, config.parallelism
+    sub_sequence = moe.capacity_factor > 0 and moe.capacity_scope == "sub_sequence"
+    grouping = sub_sequence or moe.aux_loss or moe.aux_loss_global
+    neutral = {key: value for key, value in (TINY | changes).items() if not key.startswith(NEUTRAL)}
+    neutral |= {"training.dtype": "float64", "training.mixed_precision_param": "float64"}
+    dp = fold.dp_replicate * fold.dp_shard if grouping else 1
+    return _expected(tuple(arguments(neutral)), dp, tuple(owners(config)) if sub_sequence else None, documents)
+
+
+def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The worst over logical tensors of max|a-b| / max(max|ref|, 1e-8 * max over all ref), and where."""
+    assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
+    floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
+    errors = {}
+    for name, w in want.items():
+        scale = max(float(w.abs().max()), floor, 1e-300)
+        errors[name] = float((got[name].double() - w.double()).abs().max()) / scale
+        if math.isnan(errors[name]):
+            errors[name] = math.inf
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+def compare(got: Outcome, want: reference.Run, config: Config, dtype: str = "float64") -> dict[str, float]:
+    """Worst relative errors of loss, gradients, norm and stepped weights."""
+
+    def relative(a: float, b: float) -> float:
+        return abs(a - b) / abs(b)
+
+    errors = {
+        "loss": max(relative(a, step.loss) for a, step in zip(got.loss, want.steps, strict=True)),
+        "grads": error(got.grads, want.steps[0].grads)[0],
+        "norm": max(relative(a, step.grad_norm) for a, step in zip(got.norm, want.steps, strict=True)),
+        "weights": error(got.weights, want.weights)[0],
+    }
+    terms = {"aux_loss_sequence": "seq", "aux_loss": "mb", "aux_loss_global": "glob", "z_loss": "z"}
+    for name, term in terms.items():
+        if coefficient := getattr(config.moe, name):
+            pairs = zip(got.reports, want.steps, strict=True)
+            errors[name] = max(relative(r[name], coefficient * step.aux[term]) for r, step in pairs)
+    for report, step in zip(got.reports, want.steps, strict=True):
+        for layer, fraction in step.dropped.items():
+            reported = report[f"layers.{layer}.dropped_fraction"]
+            errors["dropped"] = max(errors.get("dropped", 0.0), abs(reported - fraction))
+    if config.moe.bias_update_rate:
+        errors["bias"] = error(got.bias, want.bias)[0]
+    return errors
+
+
+def check(
+    size: int, changes: dict[str, Any], documents: bool = False, fault: str = "", timeout: float = 120
+) -> dict[str, float]:
+    """Raises unless this mapping agrees with the plain model; returns its errors."""
+    dtype = changes.get("training.dtype", "float64")
+    got = world.run(size, measure, changes, documents, fault, timeout=timeout)[0]
+    want = expected(changes, size, documents)
+    margin = min(min(step.margin, step.drop_margin) for step in want.steps)
+    assert margin > (1e-4 if dtype == "float32" else 1e-9), f"the data leaves routing to rounding: margin {margin}"
+    errors = compare(got, want, read(changes, size))
+    if dtype == "float32":
+        errors.pop("weights")  # AdamW's first steps turn rounding of tiny gradients into whole steps
+    worst = max(errors, key=errors.__getitem__)
+    if not errors[worst] <= TOLERANCE[dtype]:
+        where = error(got.grads, want.steps[0].grads)[1]
+        raise AssertionError(f"{worst} is off by {errors[worst]:.2e}; worst gradient {where}; {errors}; {changes}")
+    return errors
+
+
+def preset_of(family: str, size: str = "debug") -> dict[str, Any]:
+    from titanmoe.models.families import preset
+
+    return dataclasses.asdict(dataclasses.replace(Config().model, **preset(family, size)))
+
+
+def biased(changes: dict[str, Any], bias: list[float]) -> Outcome | None:
+    """`measure`, with every router's selection bias set."""
+    from titanmoe.train import trainer as trainer_module
+
+    init = trainer_module.Trainer.__init__
+
+    def with_bias(self: Any, *args: Any) -> None:
+        init(self, *args)
+        for moe in self.moe_layers.values():
+            moe.router.expert_bias.copy_(torch.tensor(bias))
+
+    trainer_module.Trainer.__init__ = with_bias
+    try:
+        return measure(changes, steps=1)
+    finally:
+        trainer_module.Trainer.__init__ = init
+
+
+def check_biased(size: int, changes: dict[str, Any], bias: list[float]) -> dict[str, float]:
+    """One step with the routers' choice forced; `deserted` is the largest gradient of an expert that nothing chose."""
+    got = world.run(size, biased, changes, bias)[0]
+    config = read(changes, size)
+    weights = reference.initial_weights(config.model, config.training.seed, torch.float64)
+    given = {name: torch.tensor(bias) for name in reference.initial_bias(config.model)}
+    want = reference.step(config, weights, grouped(config, 1, 0), 1, given)
+    idle = [e for e in range(config.model.num_experts) if all(count[e] == 0 for count in want.counts.values())]
+    assert idle, "every expert has tokens"
+    errors = {"grads": error(got.grads, want.grads)[0], "loss": abs(got.loss[0] - want.loss) / want.loss}
+    assert max(errors.values()) <= TOLERANCE["float64"], errors
+    errors["deserted"] = max(float(g[idle].abs().max()) for name, g in got.grads.items() if ".experts." in name)
+    return errors

@@ -1,0 +1,583 @@
+"""The plain model that every mapping is compared with: one process, one autograd graph for a whole optimizer step.
+
+It shares no code with the model, router, dispatchers, sharding or optimizer under test: only the configuration's
+fields and the counted random numbers. Nothing here is fast, fused or clever. Parameter names are the model's own.
+
+G samples of the step, S positions, T = G * S tokens, V vocabulary, D model, H heads, h head width, F hidden,
+E experts, K choices per token. The G samples stand in the order of their global number: all data ranks of
+microbatch 0, then all of microbatch 1, and so on, so a token's row in (T, ...) is its global index in the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe import counted
+from titanmoe.config.schema import Config, LRSchedule, Model
+
+IGNORE = -100
+TERMS = ("seq", "mb", "glob", "z")
+Slices = int | Sequence[int]
+"""How a sequence is shared out over ranks: in so many contiguous pieces, or by the owner of each position."""
+
+
+class Batch(NamedTuple):
+    """One microbatch of one data rank. Anything with these fields will do."""
+
+    tokens_BS: Tensor
+    labels_BS: Tensor
+    valid_BS: Tensor
+    document_BS: Tensor | None = None
+
+
+@dataclass
+class StepResult:
+    loss: float
+    """Cross-entropy per token with a label; no balance terms."""
+    total: float
+    """What is differentiated: loss and balance terms with their coefficients."""
+    aux: dict[str, float]
+    """seq, mb, glob and z without their coefficients, summed over layers."""
+    grads: dict[str, Tensor]
+    """Before clipping."""
+    grad_norm: float
+    counts: dict[int, Tensor]
+    """By layer: tokens that chose each expert, before dropping."""
+    dropped: dict[int, float]
+    """By layer: dropped fraction of the (token, expert) pairs."""
+    margin: float
+    """Smallest lead of a chosen over an unchosen expert (or group) in any token and layer."""
+    drop_margin: float
+    """Smallest lead of a kept over a dropped weight in any scope, expert and layer; by position: infinite."""
+
+
+@dataclass
+class Run:
+    steps: list[StepResult]
+    weights: dict[str, Tensor]
+    bias: dict[str, Tensor]
+
+
+# ---------------------------------------------------------------------------------------------------- weights
+
+
+def is_moe(model: Model, layer: int) -> bool:
+    past_dense = layer - model.num_dense_layers
+    return past_dense >= 0 and (past_dense + 1) % model.moe_every == 0
+
+
+def shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    dim, query, key_value = model.dim, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    out: dict[str, tuple[int, ...]] = {"embed.weight": (model.vocab_size, dim)}
+    for i in range(model.num_layers):
+        block, attention = f"layers.{i}", f"layers.{i}.attention"
+        out[f"{block}.attention_norm.weight"] = (dim,)
+        for name, width in (("wq", query), ("wk", key_value), ("wv", key_value)):
+            out[f"{attention}.{name}.weight"] = (width, dim)
+            if model.qkv_bias:
+                out[f"{attention}.{name}.bias"] = (width,)
+        out[f"{attention}.wo.weight"] = (dim, query)
+        if model.qk_norm:
+            out[f"{attention}.q_norm.weight"] = (model.head_dim,)
+            out[f"{attention}.k_norm.weight"] = (model.head_dim,)
+        out[f"{block}.ffn_norm.weight"] = (dim,)
+        if not is_moe(model, i):
+            out |= _ffn_shapes(f"{block}.ffn", dim, model.dense_hidden)
+            continue
+        out[f"{block}.moe.router.weight"] = (model.num_experts, dim)
+        out[f"{block}.moe.experts.w1"] = (model.num_experts, model.expert_hidden, dim)
+        out[f"{block}.moe.experts.w2"] = (model.num_experts, dim, model.expert_hidden)
+        out[f"{block}.moe.experts.w3"] = (model.num_experts, model.expert_hidden, dim)
+        if model.shared_hidden:
+            out |= _ffn_shapes(f"{block}.moe.shared", dim, model.shared_hidden)
+            if model.shared_gate:
+                out[f"{block}.moe.shared.gate.weight"] = (1, dim)
+    out["head.norm.weight"] = (dim,)
+    if not model.tie_embeddings:
+        out["head.weight"] = (model.vocab_size, dim)
+    return out
+
+
+def _ffn_shapes(name: str, dim: int, hidden: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.w1.weight": (hidden, dim), f"{name}.w2.weight": (dim, hidden), f"{name}.w3.weight": (hidden, dim)}
+
+
+def initial_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    weights = {}
+    for name, shape in shapes(model).items():
+        leaf = name.removesuffix(".weight").split(".")[-1]
+        if leaf.endswith("norm"):
+            weights[name] = torch.ones(shape, dtype=dtype)
+        elif name.endswith(".bias"):
+            weights[name] = torch.zeros(shape, dtype=dtype)
+        else:
+            std = model.init_std / math.sqrt(2 * model.num_layers) if leaf in ("wo", "w2") else model.init_std
+            index = torch.arange(math.prod(shape)).view(shape)
+            weights[name] = std * counted.normal(counted.key("weight", seed, name), index, dtype)
+    return weights
+
+
+def initial_bias(model: Model) -> dict[str, Tensor]:
+    return {
+        f"layers.{i}.moe.router.expert_bias": torch.zeros(model.num_experts)
+        for i in range(model.num_layers)
+        if is_moe(model, i)
+    }
+
+
+# ------------------------------------------------------------------------------------------------ transformer
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
+
+
+def rope(x_GSHh: Tensor, theta: float) -> Tensor:
+    """Rotates the pair (x_i, x_{i + h/2}) of position s by the angle s * theta^(-2i/h)."""
+    positions, width = x_GSHh.shape[1], x_GSHh.shape[-1]
+    wide = torch.promote_types(x_GSHh.dtype, torch.float32)
+    frequency = theta ** (-torch.arange(0, width, 2, dtype=wide) / width)
+    angle = (torch.arange(positions, dtype=wide)[:, None] * frequency)[None, :, None, :]
+    first, second = x_GSHh.to(wide).chunk(2, dim=-1)
+    turned = (
+        first * angle.cos() - second * angle.sin(),
+        second * angle.cos() + first * angle.sin(),
+    )
+    return torch.cat(turned, dim=-1).to(x_GSHh.dtype)
+
+
+def attention(
+    model: Model, weights: dict[str, Tensor], name: str, x_GSD: Tensor, document_GS: Tensor | None = None
+) -> Tensor:
+    samples, positions, _ = x_GSD.shape
+
+    def heads(part: str) -> Tensor:
+        out = x_GSD @ weights[f"{name}.{part}.weight"].T
+        if model.qkv_bias:
+            out = out + weights[f"{name}.{part}.bias"]
+        return out.view(samples, positions, -1, model.head_dim)
+
+    q_GSHh, k_GSHh, v_GSHh = heads("wq"), heads("wk"), heads("wv")
+    if model.qk_norm:
+        q_GSHh = rms_norm(q_GSHh, weights[f"{name}.q_norm.weight"], model.norm_eps)
+        k_GSHh = rms_norm(k_GSHh, weights[f"{name}.k_norm.weight"], model.norm_eps)
+    q_GSHh, k_GSHh = rope(q_GSHh, model.rope_theta), rope(k_GSHh, model.rope_theta)
+    of_query_head = torch.arange(model.num_heads) // (model.num_heads // model.num_kv_heads)
+    k_GSHh, v_GSHh = k_GSHh[:, :, of_query_head], v_GSHh[:, :, of_query_head]
+
+    scores = torch.einsum("gqhd,gkhd->ghqk", q_GSHh, k_GSHh) * model.head_dim**-0.5
+    hidden = torch.ones(positions, positions, dtype=torch.bool).triu(1)
+    if document_GS is not None:
+        hidden = hidden | (document_GS[:, None, :, None] != document_GS[:, None, None, :])
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=wide).to(v_GSHh.dtype)
+    out = torch.einsum("ghqk,gkhd->gqhd", shares, v_GSHh)
+    return out.reshape(samples, positions, -1) @ weights[f"{name}.wo.weight"].T
+
+
+def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+    gate = x @ w1.T
+    return (gate * torch.sigmoid(gate) * (x @ w3.T) * scale) @ w2.T
+
+
+def named_swiglu(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
+    return swiglu(x, *(weights[f"{name}.{w}.weight"] for w in ("w1", "w2", "w3")))
+
+
+# ---------------------------------------------------------------------------------------------------- routing
+
+
+@dataclass
+class Tokens:
+    """All tokens of the step by global index, and how they are grouped."""
+
+    tokens_GS: Tensor
+    labels_GS: Tensor
+    valid_T: Tensor
+    microbatch_T: Tensor
+    data_rank_T: Tensor
+    sample_T: Tensor
+    position_T: Tensor
+    samples_per_microbatch: int
+    document_GS: Tensor | None
+
+    @staticmethod
+    def of(step_batches: Sequence[Sequence[Batch]]) -> Tokens:
+        tokens, labels, valid = (
+            torch.cat([batch[field] for row in step_batches for batch in row]) for field in range(3)
+        )
+        documents = [batch.document_BS for row in step_batches for batch in row if len(batch) > 3]
+        samples, positions = tokens.shape
+        where = [(m, d) for m, row in enumerate(step_batches) for d, batch in enumerate(row) for _ in batch[0]]
+        microbatch, data_rank = torch.tensor(where).repeat_interleave(positions, dim=0).unbind(1)
+        index = torch.arange(samples * positions)
+        return Tokens(
+            tokens,
+            labels,
+            valid.reshape(-1),
+            microbatch,
+            data_rank,
+            index // positions,
+            index % positions,
+            step_batches[0][0][0].shape[0],
+            torch.cat(documents) if documents and documents[0] is not None else None,
+        )
+
+
+@dataclass
+class Routing:
+    logits_TE: Tensor
+    scores_TE: Tensor
+    chosen_TK: Tensor
+    weights_TK: Tensor
+    margin: float
+
+
+def route(
+    config: Config, weight_ED: Tensor, bias_E: Tensor, x_TD: Tensor, valid_T: Tensor, step_number: int, layer: int
+) -> Routing:
+    """Padding tokens are routed here like any other; whoever uses the result leaves them out."""
+    model, moe = config.model, config.moe
+    wide = torch.promote_types(x_TD.dtype, getattr(torch, moe.router_dtype))
+    x_TD = x_TD.to(wide)
+    if moe.jitter:
+        noise_key = counted.key("jitter", config.training.seed, step_number, layer)
+        noise_TD = counted.uniform(noise_key, torch.arange(x_TD.numel()).view(x_TD.shape), wide)
+        x_TD = x_TD * (1 + moe.jitter * (2 * noise_TD - 1))
+    logits_TE = x_TD @ weight_ED.to(wide).T
+    scores_TE = torch.sigmoid(logits_TE) if model.score_function == "sigmoid" else torch.softmax(logits_TE, -1)
+
+    if moe.force_balance:
+        slots_TK = torch.arange(len(x_TD) * model.top_k).view(len(x_TD), model.top_k)
+        chosen_TK, margin = slots_TK % model.num_experts, math.inf
+    else:
+        chosen_TK, margin = choose(model, scores_TE.detach() + bias_E, valid_T)
+
+    if model.score_function == "softmax_after_topk":
+        weights_TK = torch.softmax(logits_TE.gather(1, chosen_TK), -1)
+    else:
+        weights_TK = scores_TE.gather(1, chosen_TK)
+    if model.norm_topk:
+        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+    return Routing(logits_TE, scores_TE, chosen_TK, weights_TK * model.route_scale, margin)
+
+
+def choose(model: Model, scores_TE: Tensor, valid_T: Tensor) -> tuple[Tensor, float]:
+    """The K best experts of the best groups, lower numbers first among equals; and the smallest margin."""
+    margin = math.inf
+    if model.num_groups > 1:
+        in_group = model.num_experts // model.num_groups
+        scores_TGe = scores_TE.view(-1, model.num_groups, in_group)
+        summed = min(in_group, 2 if model.score_function == "sigmoid" else 1)
+        of_group_TG = scores_TGe.sort(-1, descending=True).values[..., :summed].sum(-1)
+        best_TG, margin = best(of_group_TG, model.top_groups, valid_T)
+        allowed_TG = torch.zeros_like(of_group_TG, dtype=torch.bool).scatter(1, best_TG, True)
+        scores_TE = scores_TE.masked_fill(~allowed_TG.repeat_interleave(in_group, dim=1), -torch.inf)
+    chosen_TK, expert_margin = best(scores_TE, model.top_k, valid_T)
+    return chosen_TK, min(margin, expert_margin)
+
+
+def best(scores: Tensor, number: int, valid_T: Tensor) -> tuple[Tensor, float]:
+    values, order = scores.sort(dim=-1, descending=True, stable=True)
+    margin = math.inf
+    if number < scores.shape[-1] and valid_T.any():
+        margin = (values[valid_T, number - 1] - values[valid_T, number]).min().item()
+    return order[:, :number], margin
+
+
+def owners(slices: Slices, positions: int) -> Tensor:
+    """Which rank of a sequence owns each position."""
+    if isinstance(slices, int):
+        return torch.arange(positions) // (positions // slices)
+    return torch.tensor(slices)
+
+
+def keep(config: Config, tokens: Tokens, routing: Routing, slices: Slices) -> tuple[Tensor, float]:
+    """(T, K): which routed pairs are computed. At most C per scope and expert."""
+    model, moe = config.model, config.moe
+    kept_TK = tokens.valid_T[:, None].repeat(1, model.top_k)
+    if not moe.capacity_factor:
+        return kept_TK, math.inf
+    positions = tokens.tokens_GS.shape[1]
+    if moe.capacity_scope == "full_sequence":
+        scope_T, size = tokens.sample_T[:, None], positions
+    else:
+        owner_S = owners(slices, positions)
+        scope_T = torch.stack([tokens.microbatch_T, tokens.data_rank_T, owner_S[tokens.position_T]], dim=1)
+        size = tokens.samples_per_microbatch * positions // len(owner_S.unique())
+    capacity = math.ceil(moe.capacity_factor * model.top_k * size / model.num_experts)
+
+    bins: dict[tuple[int, ...], list[tuple[float, int, int]]] = defaultdict(list)
+    scope, chosen, weight = scope_T.tolist(), routing.chosen_TK.tolist(), routing.weights_TK.tolist()
+    for t in tokens.valid_T.nonzero().flatten().tolist():
+        for k in range(model.top_k):
+            bins[(*scope[t], chosen[t][k])].append((weight[t][k], t, k))
+
+    margin = math.inf
+    for pairs in bins.values():
+        if moe.drop_policy == "probability":
+            pairs.sort(key=lambda pair: -pair[0])  # stable: among equals the earlier position stays first
+            if len(pairs) > capacity:
+                margin = min(margin, pairs[capacity - 1][0] - pairs[capacity][0])
+        for _, t, k in pairs[capacity:]:
+            kept_TK[t, k] = False
+    return kept_TK, margin
+
+
+# ---------------------------------------------------------------------------------------------------- balance
+
+
+def expert_counts(routing: Routing, of: Tensor, num_experts: int) -> Tensor:
+    return torch.bincount(routing.chosen_TK[of].flatten(), minlength=num_experts).to(routing.scores_TE.dtype)
+
+
+def balance_terms(model: Model, tokens: Tokens, routing: Routing) -> dict[str, Tensor]:
+    """Each is 1 under uniform routing, but z, which is then (ln E)^2. Only valid tokens count anywhere."""
+    share_TE = routing.scores_TE / routing.scores_TE.sum(-1, keepdim=True)
+
+    def valid(of_T: Tensor) -> Tensor:
+        return of_T & tokens.valid_T
+
+    def load_E(of_T: Tensor) -> Tensor:
+        """f: 1 for an expert that is chosen as often as the average."""
+        return model.num_experts * expert_counts(routing, of_T, model.num_experts) / (model.top_k * of_T.sum())
+
+    samples = len(tokens.tokens_GS)
+    seq = mb = glob = share_TE.new_zeros(())
+    for sample in range(samples):
+        own = valid(tokens.sample_T == sample)
+        if own.any():
+            seq = seq + (load_E(own) * share_TE[own].mean(0)).sum() / samples
+    for m in tokens.microbatch_T.unique():
+        for d in tokens.data_rank_T.unique():
+            own = valid((tokens.microbatch_T == m) & (tokens.data_rank_T == d))
+            if own.any():
+                mb = mb + (load_E(own) * share_TE[own].sum(0)).sum()
+        own = valid(tokens.microbatch_T == m)
+        if own.any():
+            glob = glob + (load_E(valid(tokens.microbatch_T <= m)) * share_TE[own].sum(0)).sum()
+    z = torch.logsumexp(routing.logits_TE[tokens.valid_T], dim=-1).pow(2).sum()
+    routed = tokens.valid_T.sum()
+    return {"seq": seq, "mb": mb / routed, "glob": glob / routed, "z": z / routed}
+
+
+# ------------------------------------------------------------------------------------------------------- step
+
+
+@dataclass
+class MoEResult:
+    out_TD: Tensor
+    terms: dict[str, Tensor]
+    counts_E: Tensor
+    dropped: float
+    margin: float
+    drop_margin: float
+
+
+def moe_layer(
+    config: Config,
+    weights: dict[str, Tensor],
+    bias_E: Tensor,
+    x_TD: Tensor,
+    tokens: Tokens,
+    step_number: int,
+    layer: int,
+    slices: Slices,
+) -> MoEResult:
+    model, name = config.model, f"layers.{layer}.moe"
+    routing = route(config, weights[f"{name}.router.weight"], bias_E, x_TD, tokens.valid_T, step_number, layer)
+    kept_TK, drop_margin = keep(config, tokens, routing, slices)
+    weights_TK = routing.weights_TK.to(x_TD.dtype)
+
+    out_TD = torch.zeros_like(x_TD)
+    for e in range(model.num_experts):
+        token, slot = ((routing.chosen_TK == e) & kept_TK).nonzero(as_tuple=True)
+        w1, w2, w3 = (weights[f"{name}.experts.{w}"][e] for w in ("w1", "w2", "w3"))
+        out_TD = out_TD.index_add(0, token, swiglu(x_TD[token], w1, w2, w3, weights_TK[token, slot, None]))
+    if model.shared_hidden:
+        shared_TD = named_swiglu(weights, f"{name}.shared", x_TD)
+        if model.shared_gate:
+            shared_TD = shared_TD * torch.sigmoid(x_TD @ weights[f"{name}.shared.gate.weight"].T)
+        out_TD = out_TD + shared_TD
+
+    routed_pairs = tokens.valid_T.sum().item() * model.top_k
+    return MoEResult(
+        out_TD,
+        balance_terms(model, tokens, routing),
+        expert_counts(routing, tokens.valid_T, model.num_experts),
+        1 - kept_TK.sum().item() / routed_pairs,
+        routing.margin,
+        drop_margin,
+    )
+
+
+def forward(
+    config: Config,
+    weights: dict[str, Tensor],
+    tokens: Tokens,
+    bias: dict[str, Tensor],
+    step_number: int = 1,
+    slices: Slices = 1,
+) -> tuple[Tensor, dict[int, MoEResult]]:
+    """Logits (G, S, V), and what each MoE layer did."""
+    model = config.model
+    moe_results = {}
+    x_GSD = weights["embed.weight"][tokens.tokens_GS]
+    for i in range(model.num_layers):
+        block = f"layers.{i}"
+        normed_GSD = rms_norm(x_GSD, weights[f"{block}.attention_norm.weight"], model.norm_eps)
+        x_GSD = x_GSD + attention(model, weights, f"{block}.attention", normed_GSD, tokens.document_GS)
+        normed_GSD = rms_norm(x_GSD, weights[f"{block}.ffn_norm.weight"], model.norm_eps)
+        if is_moe(model, i):
+            bias_E = bias[f"{block}.moe.router.expert_bias"]
+            moe_results[i] = moe_layer(
+                config, weights, bias_E, normed_GSD.flatten(0, 1), tokens, step_number, i, slices
+            )
+            x_GSD = x_GSD + moe_results[i].out_TD.view_as(x_GSD)
+        else:
+            x_GSD = x_GSD + named_swiglu(weights, f"{block}.ffn", normed_GSD)
+    x_GSD = rms_norm(x_GSD, weights["head.norm.weight"], model.norm_eps)
+    head = weights["embed.weight" if model.tie_embeddings else "head.weight"]
+    return x_GSD @ head.T, moe_results
+
+
+def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor) -> Tensor:
+    """Sum over the labelled tokens, divided once by their number."""
+    wide = torch.promote_types(logits_GSV.dtype, torch.float32)
+    log_p = logits_GSV.log_softmax(-1, dtype=wide)
+    labelled = labels_GS != IGNORE
+    return -log_p[labelled].gather(-1, labels_GS[labelled][:, None]).sum() / labelled.sum()
+
+
+def step(
+    config: Config,
+    weights: dict[str, Tensor],
+    step_batches: Sequence[Sequence[Batch]],
+    step_number: int = 1,
+    bias: dict[str, Tensor] | None = None,
+    slices: Slices = 1,
+) -> StepResult:
+    """Loss and gradients of one optimizer step. step_batches[m][d] is microbatch m of data rank d.
+
+    step_number counts from 1. slices are the pieces of each sequence that sub_sequence capacity is counted in.
+    Neither weights nor bias are changed.
+    """
+    moe = config.moe
+    weights = {name: value.detach().requires_grad_() for name, value in weights.items()}
+    tokens = Tokens.of(step_batches)
+    logits_GSV, layers = forward(config, weights, tokens, bias or initial_bias(config.model), step_number, slices)
+    loss = cross_entropy(logits_GSV, tokens.labels_GS)
+    aux = {term: sum((layer.terms[term] for layer in layers.values()), torch.zeros(())) for term in TERMS}
+    total = (
+        loss
+        + moe.aux_loss_sequence * aux["seq"]
+        + moe.aux_loss * aux["mb"]
+        + moe.aux_loss_global * aux["glob"]
+        + moe.z_loss * aux["z"]
+    )
+    grads = dict(zip(weights, torch.autograd.grad(total, list(weights.values()), materialize_grads=True), strict=True))
+    return StepResult(
+        loss=loss.item(),
+        total=total.item(),
+        aux={term: value.item() for term, value in aux.items()},
+        grads=grads,
+        grad_norm=grad_norm(grads),
+        counts={i: layer.counts_E for i, layer in layers.items()},
+        dropped={i: layer.dropped for i, layer in layers.items()},
+        margin=min((layer.margin for layer in layers.values()), default=math.inf),
+        drop_margin=min((layer.drop_margin for layer in layers.values()), default=math.inf),
+    )
+
+
+# --------------------------------------------------------------------------------------------------- training
+
+
+def grad_norm(grads: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(grad.double().pow(2).sum().item() for grad in grads.values()))
+
+
+def learning_rate(config: Config, step_number: int) -> float:
+    return config.optimizer.lr * schedule(config.lr_schedule, step_number, config.training.steps)
+
+
+def schedule(options: LRSchedule, step_number: int, steps: int) -> float:
+    """As a fraction of the peak."""
+    floor, warmup = options.min_ratio, options.warmup_steps
+    if step_number <= warmup:
+        return step_number / warmup
+    progress = (step_number - warmup) / max(1, steps - warmup)
+    if options.decay == "cosine":
+        return floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2
+    if options.decay == "linear":
+        return 1 - (1 - floor) * progress
+    if options.decay == "wsd":
+        last = options.decay_fraction * steps
+        return 1 - (1 - floor) * max(0.0, 1 - (steps - step_number) / last) if last else 1.0
+    return 1.0
+
+
+def decays(name: str, weight: Tensor, decay_all: bool) -> bool:
+    spared = weight.dim() < 2 or name.endswith((".router.weight", ".shared.gate.weight"))
+    return decay_all or not spared
+
+
+def adamw(
+    config: Config,
+    weights: dict[str, Tensor],
+    grads: dict[str, Tensor],
+    moments: dict[str, tuple[Tensor, Tensor]],
+    step_number: int,
+) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor]]]:
+    """New weights and moments (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2). Moments start as {}."""
+    options, lr = config.optimizer, learning_rate(config, step_number)
+    new_weights, new_moments = {}, {}
+    for name, w in weights.items():
+        g = grads[name]
+        m, v = moments.get(name, (torch.zeros_like(w), torch.zeros_like(w)))
+        m = options.beta1 * m + (1 - options.beta1) * g
+        v = options.beta2 * v + (1 - options.beta2) * g * g
+        m_hat, v_hat = m / (1 - options.beta1**step_number), v / (1 - options.beta2**step_number)
+        decay = options.weight_decay if decays(name, w, options.decay_all) else 0.0
+        new_weights[name] = w - lr * decay * w - lr * m_hat / (v_hat.sqrt() + options.eps)
+        new_moments[name] = m, v
+    return new_weights, new_moments
+
+
+def clipped(grads: dict[str, Tensor], norm: float, max_norm: float) -> dict[str, Tensor]:
+    scale = min(1.0, max_norm / (norm + 1e-6)) if max_norm else 1.0
+    return {name: grad * scale for name, grad in grads.items()}
+
+
+def moved_bias(config: Config, bias: dict[str, Tensor], counts: dict[int, Tensor]) -> dict[str, Tensor]:
+    """Up for experts with less than the average load, down for those with more."""
+    rate = config.moe.bias_update_rate
+    return {
+        f"layers.{i}.moe.router.expert_bias": bias[f"layers.{i}.moe.router.expert_bias"]
+        + rate * torch.sign(count_E.mean() - count_E).float()
+        for i, count_E in counts.items()
+    }
+
+
+def train(
+    config: Config,
+    weights: dict[str, Tensor],
+    batches_per_step: Sequence[Sequence[Sequence[Batch]]],
+    slices: Slices = 1,
+) -> Run:
+    """Steps 1, 2, ... with these batches; config.training.steps is only the length of the schedule."""
+    bias, moments, results = initial_bias(config.model), {}, []
+    for step_number, step_batches in enumerate(batches_per_step, start=1):
+        result = step(config, weights, step_batches, step_number, bias, slices)
+        grads = clipped(result.grads, result.grad_norm, config.optimizer.max_grad_norm)
+        weights, moments = adamw(config, weights, grads, moments, step_number)
+        bias = moved_bias(config, bias, result.counts)
+        results.append(result)
+    return Run(results, weights, bias)

@@ -1,0 +1,68 @@
+"""What a GPU does otherwise than a CPU, on one of them: python -m pytest -m gpu."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanmoe.moe.experts import can_group, grouped_loop, grouped_product
+from titanmoe.parallel.context import _block, _block_backward, block_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_debug_recipe_learns(tmp_path: Path) -> None:
+    alone = ["--parallelism.tp", "1", "--parallelism.experts.ep", "1", "--training.mixed_precision_param", "bfloat16"]
+    where = ["--job.dump_folder", str(tmp_path), "--training.steps", "20", "--training.device", "cuda"]
+    command = [sys.executable, "train.py", "--config", "train_configs/debug.toml", *alone, *where]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ.copy(), capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    log = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+    assert log[-1]["loss"] < log[0]["loss"] - 0.5
+
+
+def test_grouped_product_equals_the_loop() -> None:
+    count = torch.tensor([5, 0, 130, 1], device="cuda")
+    x = torch.randn(136, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    if not can_group(x, 32, 64):
+        pytest.skip("torch's grouped product needs Hopper or later")
+    grad = torch.randn(136, 32, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for product in (grouped_loop, grouped_product):
+        y = product(x, w, count)
+        results.append([y, *torch.autograd.grad(y, (x, w), grad)])
+    for loop, grouped in zip(*results, strict=True):
+        torch.testing.assert_close(loop, grouped, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mask", ["causal", "full", "documents"])
+def test_attention_block_equals_the_reference(dtype: torch.dtype, mask: str) -> None:
+    q, k, v = (torch.randn(2, 4, 64, 32, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    bias = None
+    if mask == "documents":
+        document = torch.arange(64, device="cuda") // 10
+        allowed = (document.unsqueeze(0) == document.unsqueeze(1)).tril()
+        bias = torch.zeros(2, 1, 64, 64, device="cuda", dtype=dtype).masked_fill(~allowed, -torch.inf)
+    want, want_lse = block_reference(q, k, v, bias, mask == "causal")
+    grad = torch.randn_like(want)
+    want_grads = torch.autograd.grad(want, (q, k, v), grad)
+    with torch.no_grad():
+        out, lse = _block(q, k, v, bias, mask == "causal")
+        grads = _block_backward(grad, q, k, v, bias, out, lse, mask == "causal")
+    close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(out, want, **close)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-2, atol=1e-2)
+    for got, expected in zip(grads, want_grads, strict=True):
+        torch.testing.assert_close(got, expected, **close)

@@ -1,0 +1,233 @@
+"""The headline: no mapping, dispatcher, schedule or recomputation changes a number."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import faults, parity, world
+from tests.features import DISPATCHERS, FEATURES, changes
+from tests.mappings import all_folds, cover, named, one_or_more
+from titanmoe.fold.degrees import Fold
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def candidates(world: int, count: int) -> list[tuple[Fold, dict[str, str]]]:
+    """Random pairings of a mapping and features; schedule and cp kind only where there is a pipeline or a cp."""
+    draw = random.Random(0)
+    folds = [fold for fold in all_folds(world) if fold.pp <= 4]
+    out = []
+    for _ in range(count):
+        fold = draw.choice(folds)
+        choice = {feature: draw.choice(list(values)) for feature, values in FEATURES.items()}
+        if fold.pp == 1:
+            del choice["schedule"]
+        if fold.cp == 1:
+            del choice["cp"]
+        if choice["dropping"].startswith("probability"):
+            # Equal tokens that begin documents are equal in every way: which of them to drop is left to rounding.
+            choice["documents"] = "no"
+        out.append((fold, choice))
+    return out
+
+
+def sample(pool: list[tuple[Fold, dict[str, str]]], rows: list[dict[str, Any]]) -> list[Any]:
+    return [pytest.param(*pool[i], id="-".join([named(pool[i][0]), *pool[i][1].values()])) for i in sorted(cover(rows))]
+
+
+def on_4_ranks() -> list[Any]:
+    """Every pair of two features, of an axis (there or not) and a feature, and of two axes."""
+    pool = candidates(4, 1500)
+    return sample(pool, [one_or_more(fold) | choice for fold, choice in pool])
+
+
+def on_8_ranks() -> list[Any]:
+    """Every pair of two axes, there or not, twice; features as chance has them."""
+    pool = candidates(8, 1500)
+    halves = pool[::2], pool[1::2]
+    return [case for half in halves for case in sample(half, [one_or_more(fold) for fold, _ in half])]
+
+
+@pytest.mark.parametrize(("fold", "choice"), on_4_ranks())
+def test_every_pair_of_choices_on_4_ranks(fold: Fold, choice: dict[str, str]) -> None:
+    parity.check(4, changes(fold, choice), documents=choice["documents"] == "yes")
+
+
+@pytest.mark.parametrize(("fold", "choice"), on_8_ranks())
+def test_every_pair_of_axes_on_8_ranks(fold: Fold, choice: dict[str, str]) -> None:
+    parity.check(8, changes(fold, choice), documents=choice["documents"] == "yes")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_smaller_worlds(size: int) -> None:
+    parity.check(size, {"parallelism.experts.ep": size, "moe.aux_loss": 0.02, "moe.z_loss": 0.01})
+
+
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_debug_sizes_of_every_family(family: str) -> None:
+    """As they are, but for the vocabulary and depth that the test's samples need."""
+    shape = [key for key in parity.TINY if key.startswith("model.") and not key.endswith(("num_layers", "init_std"))]
+    own = parity.preset_of(family)
+    changes = {key: own[key.removeprefix("model.")] for key in shape} | {"model.num_layers": 2}
+    parity.check(4, changes | {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2})
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"parallelism.tp": 2, "parallelism.experts.ep": 4},
+        {"parallelism.cp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
+        {"parallelism.pp": 2, "parallelism.experts.etp": 2, "moe.grouped_mm": "loop"},
+    ],
+    ids=str,
+)
+def test_float32_with_frozen_margins(case: dict[str, Any]) -> None:
+    single = {f"training.{key}": "float32" for key in ("dtype", "mixed_precision_param", "mixed_precision_reduce")}
+    parity.check(4, case | single | {"model.expert_hidden": 32})
+
+
+NASTY = {
+    "no expert sharding is even: slices of the model dim": {"model.num_experts": 4, "parallelism.experts.ep": 2},
+    "one expert per rank": {"parallelism.experts.ep": 8, "parallelism.tp": 4},
+    "etp larger than tp": {"parallelism.experts.etp": 8, "parallelism.tp": 2},
+    "ep across dp_replicate": {"parallelism.dp_replicate": 4, "parallelism.experts.ep": 8},
+    "experts replicated otherwise than attention": {
+        "parallelism.dp_replicate": 2,
+        "parallelism.experts.edp_replicate": 8,
+    },
+    "one token per rank": {
+        "training.seq_len": 8,
+        "parallelism.tp": 8,
+        "parallelism.experts.ep": 8,
+        "model.top_k": 1,
+        "model.norm_topk": False,
+    },
+    "more capacity than tokens": {
+        "moe.capacity_factor": 50.0,
+        "moe.pad_to_capacity": True,
+        "parallelism.experts.ep": 8,
+    },
+    "a stage without MoE layers": {
+        "parallelism.pp": 2,
+        "model.num_layers": 4,
+        "model.num_dense_layers": 2,
+        "model.dense_hidden": 16,
+        "parallelism.experts.ep": 2,
+    },
+    "a stage with nothing but the head": {
+        "parallelism.pp": 2,
+        "pipeline.layers_per_stage": [2, 0],
+        "parallelism.experts.ep": 4,
+    },
+    "reshard never": {"parallelism.reshard_after_forward": "never", "parallelism.tp": 2, "parallelism.experts.ep": 4},
+    "grouped-query with fewer key heads than cp": {
+        "parallelism.cp": 8,
+        "parallelism.cp_kind": "ulysses",
+        "model.num_kv_heads": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("case", NASTY, ids=lambda name: name.replace(" ", "_"))
+def test_nasty_cases(case: str) -> None:
+    parity.check(8, NASTY[case])
+
+
+@pytest.mark.parametrize("dispatcher", DISPATCHERS)
+@pytest.mark.parametrize("crowd", ["all to one expert", "none to half of them"])
+def test_crowded_and_deserted_experts(dispatcher: str, crowd: str) -> None:
+    """Biased routers: experts without a row still have gradients, exact zeros."""
+    case = {
+        "moe.dispatcher": dispatcher,
+        "parallelism.tp": 2,
+        "parallelism.experts.ep": 2,
+        "parallelism.experts.etp": 2,
+        "model.top_k": 1 if crowd == "all to one expert" else 2,
+        "model.norm_topk": crowd != "all to one expert",
+    }
+    errors = parity.check_biased(4, case, [1e6] + [0.0] * 7 if crowd == "all to one expert" else [0.0] * 4 + [-1e6] * 4)
+    assert errors["deserted"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("fault", "case"),
+    [
+        ("expert_gradients_scaled_by_ep", {"parallelism.experts.ep": 2}),
+        ("router_not_reduced_over_tp", {"parallelism.tp": 2}),
+        ("norm_without_experts", {"parallelism.experts.ep": 2}),
+        ("loss_divided_by_local_tokens", {"parallelism.experts.ep": 2}),
+        ("rope_offset_wrong", {"parallelism.cp": 2}),
+        ("label_shifted_across_shard_edge", {"parallelism.cp": 2}),
+    ],
+)
+def test_the_oracle_catches(fault: str, case: dict[str, Any]) -> None:
+    assert fault in faults.FAULTS
+    parity.check(4, case)
+    with pytest.raises((AssertionError, world.RankError), match=r"is off by|replicas of .* differ"):
+        parity.check(4, case, fault=fault)
+
+
+def test_train_py_itself_agrees_under_three_mappings(tmp_path: Path) -> None:
+    """torchrun train.py, 5 steps in float64 on real text: the logs agree."""
+    losses = {}
+    for name, mapping in {
+        "folded": ["--parallelism.tp", "2", "--parallelism.experts.ep", "4"],
+        "hsdp": ["--parallelism.dp_replicate", "2", "--parallelism.experts.ep", "2", "--parallelism.experts.etp", "2"],
+        "pipelined": ["--parallelism.pp", "2", "--parallelism.cp", "2", "--parallelism.experts.ep", "2"],
+    }.items():
+        argv = parity.arguments(
+            {
+                "training.dtype": "float64",
+                "training.mixed_precision_param": "float64",
+                "training.mixed_precision_reduce": "float64",
+                "training.steps": 5,
+                "training.seq_len": 32,
+                "training.local_batch_size": 1,
+                "training.global_batch_size": 8,
+                "model.num_layers": 2,
+                "moe.aux_loss": 0.0,
+                "moe.aux_loss_sequence": 0.01,
+                "metrics.tensorboard": False,
+                "job.dump_folder": str(tmp_path / name),
+            }
+        )
+        with socket.socket() as probe:
+            probe.bind(("localhost", 0))
+            port = probe.getsockname()[1]
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", str(port)]
+        reset = ["--parallelism.tp", "1", "--parallelism.experts.ep", "1"]
+        command += ["train.py", "--config", "train_configs/debug.toml", *reset, *argv]
+        run = subprocess.run(
+            without_repeats(command + mapping),
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert run.returncode == 0, run.stderr[-3000:]
+        log = next((tmp_path / name).rglob("metrics.jsonl")).read_text()
+        losses[name] = [[json.loads(line)[key] for key in ("loss", "grad_norm")] for line in log.splitlines()]
+        assert len(losses[name]) == 5
+    for other in ("hsdp", "pipelined"):
+        for a, b in zip(losses["folded"], losses[other], strict=True):
+            assert a == pytest.approx(b, rel=1e-10)
+
+
+def without_repeats(command: list[str]) -> list[str]:
+    """Of an option given twice only the last."""
+    last = {word: i for i, word in enumerate(command) if word.startswith("--")}
+    drop = {j for i, word in enumerate(command) if word.startswith("--") and last[word] != i for j in (i, i + 1)}
+    return [word for i, word in enumerate(command) if i not in drop]

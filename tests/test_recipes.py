@@ -1,0 +1,83 @@
+"""Every recipe is legal on the number of ranks it declares, and says what it is for."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from titanmoe.train.launch import read
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = sorted((ROOT / "train_configs").glob("*.toml"))
+GIVEN = {
+    "mixtral_8x22b": dict(world=128, tp=2, ep=8, pp=8, etp=1, cp=1),
+    "mixtral_8x22b_128k": dict(world=1024, tp=8, cp=8),
+    "mixtral_8x22b_g8t8": dict(world=128, tp=4, ep=8, pp=8, cp=1),
+    "qwen2_57b_a14b": dict(world=64, tp=2, ep=4, pp=4, cp=1),
+    "llama3_8x70b": dict(world=256, tp=8, ep=8, pp=16, cp=1),
+}
+"""The mappings of arXiv 2504.14960."""
+
+
+def world(recipe: Path) -> int:
+    first = recipe.read_text().partition("\n")[0]
+    declared = re.fullmatch(r"# world = ([1-9]\d*)", first)
+    assert declared, f"{recipe.name} begins with {first!r}, not with its number of ranks, as in '# world = 8'"
+    return int(declared[1])
+
+
+def comments(recipe: Path) -> str:
+    """The lines before the first table, as running text."""
+    head = recipe.read_text().partition("\n[")[0]
+    return " ".join(line.removeprefix("#").strip() for line in head.splitlines())
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_legal_on_its_world(recipe):
+    config = read(["--config", str(recipe)], world(recipe))
+    parallelism, experts, training = config.parallelism, config.parallelism.experts, config.training
+    data_ranks = parallelism.dp_replicate * parallelism.dp_shard
+    assert parallelism.pp * data_ranks * parallelism.cp * parallelism.tp == world(recipe)
+    assert parallelism.pp * experts.edp_replicate * experts.edp * experts.ep * experts.etp == world(recipe)
+    assert training.global_batch_size % (training.local_batch_size * data_ranks) == 0
+    assert config.lr_schedule.warmup_steps < training.steps
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_head_tells_how_to_start_it(recipe):
+    assert f"train_configs/{recipe.name}" in comments(recipe)
+    nodes = re.search(r"sbatch -N (\d+)", comments(recipe))
+    ranks = re.search(r"--nproc-per-node (\d+)", comments(recipe))
+    hosts = re.search(r"--hosts (\S+) --gpus (\d+)", comments(recipe))
+    started = (
+        8 * int(nodes[1]) if nodes else int(ranks[1]) if ranks else len(hosts[1].split(",")) * int(hosts[2])
+    )  # a Slurm node starts 8 ranks
+    assert started == world(recipe)
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if "debug" not in path.stem], ids=lambda path: path.stem)
+def test_large_ones_say_what_they_need_and_what_is_not_known(recipe):
+    text = comments(recipe)
+    assert "H100" in text and "Memory" in text and "Mapping:" in text
+    assert "has not been run on GPUs here" in text
+    config = read(["--config", str(recipe)], world(recipe))
+    assert config.data.source == "synthetic"
+    assert 2**20 <= config.training.global_batch_size * config.training.seq_len <= 2**22  # 256 to 1024 times 4096
+    if recipe.stem in GIVEN:
+        assert "2504.14960" in text
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_mappings_of_the_paper(name):
+    recipe = ROOT / "train_configs" / f"{name}.toml"
+    config = read(["--config", str(recipe)], world(recipe))
+    parallelism, experts = config.parallelism, config.parallelism.experts
+    mapping = dict(world=world(recipe), tp=parallelism.tp, cp=parallelism.cp, pp=parallelism.pp)
+    mapping |= dict(ep=experts.ep, etp=experts.etp)
+    assert {key: mapping[key] for key in GIVEN[name]} == GIVEN[name]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_readme_tells_its_ranks(recipe):
+    row = re.search(rf"\(train_configs/{re.escape(recipe.name)}\) \| ([\d,]+) \|", (ROOT / "README.md").read_text())
+    assert row and int(row[1].replace(",", "")) == world(recipe)

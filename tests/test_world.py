@@ -1,0 +1,224 @@
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import world
+
+
+def describe(x):
+    return dist.get_rank(), os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"], x
+
+
+def process_id():
+    return os.getpid()
+
+
+def threads():
+    return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+
+def summed(x):
+    dist.all_reduce(x)
+    return x
+
+
+def exchange_uneven():
+    """Rank r sends r + 1 copies of 10 * r + d to every rank d."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    sent = torch.cat([torch.full((rank + 1,), 10 * rank + d) for d in range(size)])
+    received = torch.empty(sum(range(1, size + 1)), dtype=torch.int64)
+    dist.all_to_all_single(received, sent, list(range(1, size + 1)), [rank + 1] * size)
+    return received
+
+
+_kept = {}
+
+
+def keep_group():
+    _kept["pair"] = dist.new_group([0, 1])
+
+
+def use_kept_group():
+    x = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(x, group=_kept["pair"])
+    return x.item()
+
+
+def groups(n):
+    for _ in range(n):
+        dist.new_group([0, 1])
+
+
+def rank_one_fails():
+    if dist.get_rank() == 1:
+        raise ValueError("the number seven")
+    dist.all_reduce(torch.zeros(1))
+
+
+def all_fail():
+    raise LookupError(f"rank {dist.get_rank()}")
+
+
+def rank_one_dies():
+    if dist.get_rank() == 1:
+        os._exit(7)
+    dist.all_reduce(torch.zeros(1))
+
+
+def rank_one_exits():
+    if dist.get_rank() == 1:
+        sys.exit(2)
+
+
+def forget_to_take_part():
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.zeros(1))
+
+
+def leave_the_world():
+    dist.destroy_process_group()
+
+
+def unpicklable():
+    return lambda: None
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_results_come_by_rank(size):
+    expected = [(rank, str(rank), str(rank), str(size), "x") for rank in range(size)]
+    assert world.run(size, describe, "x") == expected
+
+
+def test_every_rank_has_one_thread():
+    assert world.run(2, threads) == [(1, "1")] * 2
+
+
+def test_tensors_travel_by_value():
+    x = torch.arange(4.0, dtype=torch.float64)
+    results = world.run(2, summed, x)
+    assert [r.tolist() for r in results] == [[0.0, 2.0, 4.0, 6.0]] * 2
+    assert x.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert not results[0].is_shared()
+
+
+def test_all_to_all_single_uneven():
+    for rank, received in enumerate(world.run(4, exchange_uneven)):
+        assert received.tolist() == [10 * source + rank for source in range(4) for _ in range(source + 1)]
+
+
+def test_processes_and_groups_persist():
+    before = world.run(2, process_id)
+    world.run(2, keep_group)
+    assert world.run(2, use_kept_group) == [3.0, 3.0]
+    assert world.run(2, process_id) == before
+    start = time.monotonic()
+    for _ in range(20):
+        world.run(2, process_id)
+    assert time.monotonic() - start < 1.0
+
+
+def test_restart_ends_the_processes():
+    before = world.run(2, process_id)
+    world.restart(2)
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not set(before) & set(world.run(2, process_id))
+
+
+def test_too_many_groups_renew_the_pool(monkeypatch):
+    monkeypatch.setattr(world, "MAX_GROUPS", 5)
+    world.restart(2)
+    before = world.run(2, process_id)
+    world.run(2, groups, 3)
+    assert world.run(2, process_id) == before
+    world.run(2, groups, 1)
+    assert not set(before) & set(world.run(2, process_id))
+
+
+def test_a_destroyed_world_renews_the_pool():
+    world.run(2, leave_the_world)
+    assert world.run(2, describe, 0)[1][0] == 1
+
+
+def test_failure_is_shown_and_does_not_hang_the_others():
+    world.run(2, process_id)
+    start = time.monotonic()
+    with pytest.raises(world.RankError, match=r"rank 1 of 2 failed in tests.test_world.rank_one_fails") as caught:
+        world.run(2, rank_one_fails)
+    assert time.monotonic() - start < 10
+    message = str(caught.value)
+    assert "ValueError: the number seven" in message
+    assert 'raise ValueError("the number seven")' in message
+    assert "ranks [0] of 2 had not returned" in message
+    assert "all_reduce" in caught.value.stuck[0]
+    assert list(caught.value.failures) == [1]
+    assert [r[0] for r in world.run(2, describe, 0)] == [0, 1]
+
+
+def test_failure_of_all_is_reported_at_once(monkeypatch):
+    monkeypatch.setattr(world, "GRACE_S", 30)
+    world.run(2, process_id)
+    start = time.monotonic()
+    with pytest.raises(world.RankError, match=r"then rank . failed: LookupError: rank .") as caught:
+        world.run(2, all_fail)
+    assert time.monotonic() - start < 10
+    assert not caught.value.stuck
+
+
+def test_death_of_a_rank():
+    with pytest.raises(world.RankError, match="exit code 7"):
+        world.run(2, rank_one_dies)
+
+
+def test_exit_is_a_failure():
+    with pytest.raises(world.RankError, match="SystemExit: 2"):
+        world.run(2, rank_one_exits)
+
+
+def test_result_that_cannot_travel():
+    with pytest.raises(world.RankError, match="unpicklable"):
+        world.run(1, unpicklable)
+
+
+def test_hang_is_shown_with_its_stacks():
+    world.run(2, process_id)
+    start = time.monotonic()
+    with pytest.raises(world.RankError) as caught:
+        world.run(2, forget_to_take_part, timeout=1)
+    assert time.monotonic() - start < 10
+    message = str(caught.value)
+    assert "ranks [0] of 2 had not returned after 1 s in tests.test_world.forget_to_take_part" in message
+    assert "in all_reduce" in message and "in forget_to_take_part" in message
+    assert not caught.value.failures
+    assert world.run(2, process_id)
+
+
+def test_nothing_is_left_at_exit():
+    """Not even when the session is killed while a rank hangs in a collective."""
+    script = """
+import os, signal, threading
+from tests import test_world, world
+world.PRELOAD = ("torch",)
+print(*world.run(2, test_world.process_id), flush=True)
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+world.run(2, test_world.forget_to_take_part)
+"""
+    with tempfile.TemporaryDirectory() as folder:  # not tmp_path: the name of a socket in it must stay short
+        # Returns when the last process that inherited the pipe is gone.
+        done = subprocess.run(
+            [sys.executable, "-c", script],
+            cwd=world.ROOT,
+            env=os.environ | {"TMPDIR": folder},
+            stdout=subprocess.PIPE,
+            timeout=60,
+        )
+    assert done.returncode == -signal.SIGKILL
+    assert len(done.stdout.split()) == 2

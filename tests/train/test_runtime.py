@@ -1,0 +1,153 @@
+"""Start and stop of the process, each case in a process of its own."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from titanmoe.train.runtime import VARIABLES
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE = 240  # seconds; the groups of a first step wait for 600
+WAIT = "sys.stdin.read()"  # until the test lets go
+PRELUDE = """
+import sys, time
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.train import runtime
+config = Config()
+config.training.device = "cpu"
+"""
+
+
+def launch(body: str, **environment: str) -> subprocess.Popen:
+    clean = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "LOCAL_WORLD_SIZE")}
+    return subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(body)],
+        env=clean | environment,
+        text=True,
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def as_torchrun(rank: int, world: int, port: int) -> dict[str, str]:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    return {name: str(value) for name, value in names.items()} | {"MASTER_ADDR": "localhost"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+REFUSED = """
+    try:
+        runtime.start(config)
+    except ConfigError as error:
+        print(*error.problems, sep="\\n")
+"""
+
+
+def test_plain_python_is_one_rank_without_a_port():
+    process = launch("""
+        import torch, torch.distributed as dist
+        started = runtime.start(config)
+        assert (started.rank, started.world, started.device.type) == (0, 1, "cpu"), started
+        dist.all_reduce(torch.ones(1))
+        started.steady_timeout(30)
+        runtime.stop()
+        assert not dist.is_initialized()
+    """)
+    assert process.communicate(timeout=PATIENCE)[1] == ""
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "sets RANK, WORLD_SIZE but not LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
+        (as_torchrun(0, 1, 29500) | {"RANK": "x"}, "RANK = 'x', not a whole number"),
+        (as_torchrun(3, 2, 29500), "RANK = 3, not below WORLD_SIZE = 2"),
+    ],
+)
+def test_a_broken_environment_is_one_line(environment, said):
+    out, _ = launch(REFUSED, **environment).communicate(timeout=PATIENCE)
+    assert said in out and out.count("\n") == 1
+
+
+def test_a_port_in_use_is_one_line():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        out, err = launch(REFUSED, **as_torchrun(0, 2, port)).communicate(timeout=PATIENCE)
+    assert out.startswith(f"MASTER_PORT = {port} is in use") and out.count("\n") == 1 and err == ""
+
+
+def test_cuda_asked_for_and_absent_is_one_line():
+    out, _ = launch('config.training.device = "cuda"' + textwrap.dedent(REFUSED), CUDA_VISIBLE_DEVICES="").communicate(
+        timeout=PATIENCE
+    )
+    assert out.startswith('training.device = "cuda" but PyTorch') and out.count("\n") == 1
+
+
+def test_a_failing_rank_leaves_at_once_although_a_collective_is_in_flight():
+    port = free_port()
+    waits = launch(
+        f"import torch.distributed as dist; runtime.start(config); dist.new_group([0, 1]); {WAIT}",
+        **as_torchrun(1, 2, port),
+    )
+    body = """
+        import torch, torch.distributed as dist
+        runtime.STOP_SECONDS = 0.5
+        runtime.start(config)
+        group = dist.new_group([0, 1])
+        try:
+            work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+            raise ValueError("what went wrong")
+        finally:
+            runtime.stop()
+    """
+    fails = launch(body, **as_torchrun(0, 2, port))
+    try:
+        _, err = fails.communicate(timeout=PATIENCE)
+        assert "ValueError: what went wrong" in err
+        assert fails.returncode == 1
+        assert waits.poll() is None
+    finally:
+        waits.kill()
+        waits.communicate()
+
+
+def test_the_steady_timeout_replaces_the_one_of_the_first_step_on_every_group():
+    port = free_port()
+    body = """
+        import torch, torch.distributed as dist
+        started = runtime.start(config)
+        group = dist.new_group([0, 1])
+        started.steady_timeout(1)
+        if started.rank == 1:
+            sys.stdin.read()
+        for which in (None, group):
+            since = time.monotonic()
+            try:
+                dist.all_reduce(torch.ones(1), group=which)
+            except RuntimeError:
+                print("gave up" if time.monotonic() - since > 0.5 else "failed")
+        runtime.stop()
+    """
+    first, second = (launch(body, **as_torchrun(rank, 2, port)) for rank in (0, 1))
+    try:
+        out, _ = first.communicate(timeout=PATIENCE)
+        assert out == "gave up\ngave up\n"
+    finally:
+        second.kill()
+        second.communicate()

@@ -1,0 +1,311 @@
+"""Gives a test N real gloo ranks, started once per session and size and then reused (0.01 s per call).
+
+    results = world.run(4, function, *arguments)     # function(*arguments) on 4 ranks; their results by rank
+
+`function` is at the top level of a module; arguments and results are pickled by value. torch.distributed is
+initialised, and RANK, WORLD_SIZE, LOCAL_RANK and so on are set as torchrun sets them. Ranks persist: process groups,
+caches and whatever else a function leaves behind are still there at the next call, until the pool is renewed, which
+happens after any failure, when a function destroyed the default group, when a rank has made MAX_GROUPS groups, and by
+`restart`. A failing rank ends the call with a RankError that shows its traceback; ranks that then wait for it in a
+collective are shown with their stacks and killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import importlib
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.context
+import multiprocessing.forkserver
+import os
+import pickle
+import resource
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MAX_GROUPS = 45
+"""Process groups a rank has made after which its pool is renewed. Each leaves 3 threads, ended or not, and they slow
+every collective: on 8 ranks a call of 3 s takes 10 s at 180 groups. A new pool of 8 takes 0.2 s."""
+GRACE_S = 1.5
+"""How long the other ranks have to finish or fail by themselves once one has failed."""
+START_S = 120.0
+
+ROOT = Path(__file__).resolve().parent.parent
+# Each takes a fraction of a second to import, and 8 ranks on 2 cores would do it 8 times after the first fork.
+PRELOAD = (
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "titanmoe.train.trainer",
+    "pytest",
+    "hypothesis",
+    "tests.world",
+)
+
+
+class RankError(Exception):
+    """Some ranks failed or hung. `failures` and `stuck` map a rank to its traceback or stack."""
+
+    def __init__(self, message: str, failures: dict[int, str], stuck: dict[int, str]):
+        super().__init__(message)
+        self.failures = failures
+        self.stuck = stuck
+
+
+@dataclass
+class Answer:
+    """What a rank sends back after a call."""
+
+    value: bytes = b""
+    error: str = ""
+    when: float = 0.0  # monotonic, one clock for all processes of a machine: the earliest error is the cause
+    groups: int = 0
+    intact: bool = True
+
+
+_pools: dict[int, Pool] = {}
+
+
+def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 60) -> list[Any]:
+    """fn(*args) on every one of `world_size` ranks; the results in the order of the ranks."""
+    request = pickle.dumps((fn, args))
+    if world_size in _pools and _pools[world_size].worn:
+        restart(world_size)
+    if world_size not in _pools:
+        _pools[world_size] = Pool(world_size)
+    try:
+        return _pools[world_size].call(request, f"{fn.__module__}.{fn.__qualname__}", timeout)
+    except BaseException:
+        restart(world_size)
+        raise
+
+
+def restart(world_size: int) -> None:
+    """End these ranks; the next `run` starts fresh ones."""
+    if world_size in _pools:
+        _pools.pop(world_size).stop()
+
+
+@atexit.register
+def shutdown() -> None:
+    """End all ranks of all sizes."""
+    for world_size in list(_pools):
+        restart(world_size)
+
+
+class Pool:
+    """`size` processes that share one default process group."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.worn = False
+        self.folder = tempfile.TemporaryDirectory(prefix="titanmoe-world-")
+        # Hosted here and not by rank 0, so that the operating system can choose the port.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = _forkserver()
+        self.processes: list[multiprocessing.process.BaseProcess] = []
+        self.pipes: list[multiprocessing.connection.Connection] = []
+        try:
+            for rank in range(size):
+                pipe, far_end = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(far_end, rank, size, self.store.port, self._stack_file(rank))
+                )
+                process.start()
+                far_end.close()
+                self.processes.append(process)
+                self.pipes.append(pipe)
+            self.call(pickle.dumps((_join_world, ())), "the start of the world", START_S)
+        except BaseException:
+            self.stop()
+            raise
+
+    def call(self, request: bytes, name: str, timeout: float) -> list[Any]:
+        answers = self._exchange(request, timeout)
+        failed = sorted((rank for rank in answers if answers[rank].error), key=lambda rank: answers[rank].when)
+        stuck = self._stacks([rank for rank in range(self.size) if rank not in answers])
+        if failed or stuck:
+            failures = {rank: answers[rank].error for rank in failed}
+            raise RankError(_report(name, self.size, timeout, failures, stuck), failures, stuck)
+        self.worn = any(a.groups >= MAX_GROUPS or not a.intact for a in answers.values())
+        return [pickle.loads(answers[rank].value) for rank in range(self.size)]
+
+    def _exchange(self, request: bytes, timeout: float) -> dict[int, Answer]:
+        """Send the request to all ranks and gather their answers, as far as they come in time."""
+        message = pickle.dumps((sys.path, request))
+        for pipe in self.pipes:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank; receiving tells how it died
+                pipe.send_bytes(message)
+        answers: dict[int, Answer] = {}
+        deadline = time.monotonic() + timeout
+        while len(answers) < self.size and (left := deadline - time.monotonic()) > 0:
+            waiting = {self.pipes[rank]: rank for rank in range(self.size) if rank not in answers}
+            for pipe in multiprocessing.connection.wait(list(waiting), left):
+                rank = waiting[pipe]
+                answers[rank] = self._receive(rank)
+                if answers[rank].error:
+                    deadline = min(deadline, time.monotonic() + GRACE_S)
+        return answers
+
+    def _receive(self, rank: int) -> Answer:
+        try:
+            return pickle.loads(self.pipes[rank].recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.processes[rank].join(5)
+            code = self.processes[rank].exitcode
+            return Answer(error=f"the process ended with exit code {code}\n", when=time.monotonic())
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """The stack of every thread of these ranks, as faulthandler writes it: it needs no help from the stuck code."""
+        files = {rank: Path(self._stack_file(rank)) for rank in ranks}
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)
+        give_up = time.monotonic() + 2
+        while time.monotonic() < give_up and not all(f.exists() and f.stat().st_size for f in files.values()):
+            time.sleep(0.02)
+        if ranks:
+            time.sleep(0.1)  # a dump that has begun ends well within this
+        return {rank: _readable(file.read_text() if file.exists() else "") for rank, file in files.items()}
+
+    def _stack_file(self, rank: int) -> str:
+        return os.path.join(self.folder.name, f"stack-{rank}")
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, pipe in zip(self.processes, self.pipes, strict=True):
+            process.join()
+            process.close()
+            pipe.close()
+        self.folder.cleanup()
+
+
+def _report(name: str, size: int, timeout: float, failures: dict[int, str], stuck: dict[int, str]) -> str:
+    """failures: in the order of time."""
+    lines = []
+    for rank, error in failures.items():
+        if not lines:
+            lines.append(f"rank {rank} of {size} failed in {name}:\n\n{error}")
+        else:
+            lines.append(f"then rank {rank} failed: {error.strip().splitlines()[-1]}")
+    if stuck:
+        since = f"{GRACE_S} s after that failure" if failures else f"after {timeout} s in {name}"
+        returned = [rank for rank in range(size) if rank not in failures and rank not in stuck]
+        lines.append(f"ranks {list(stuck)} of {size} had not returned {since}; ranks {returned} had. Stacks:")
+        lines += [f"\nrank {rank}:\n{stack}" for rank, stack in stuck.items()]
+    return "\n".join(lines)
+
+
+def _readable(dump: str) -> str:
+    """A faulthandler dump without the thread that only watches the parent."""
+    threads = [thread for thread in dump.strip().split("\n\n") if _end_with_parent.__name__ not in thread]
+    return "\n\n".join(threads) or "(no stack: the process did not react to SIGUSR1)"
+
+
+@functools.cache
+def _forkserver() -> multiprocessing.context.BaseContext:
+    """A clean process with the slow imports done, from which each rank is a fork.
+
+    A plain fork of this process would hang as soon as it has used OpenMP; a spawn would import torch in every rank.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module for module in PRELOAD if _importable(module)])
+    # The preloading does not see sys.path before Python 3.13, and OpenMP reads its variable when torch is imported.
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with _environment(PYTHONPATH=path, OMP_NUM_THREADS="1"):
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def _importable(module: str) -> bool:
+    """Of our own modules: tried here first, because an error in one would end the fork server."""
+    if not module.startswith("titanmoe"):
+        return True
+    try:
+        importlib.import_module(module)
+    except Exception:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _serve(pipe: multiprocessing.connection.Connection, rank: int, size: int, port: int, stack_file: str) -> None:
+    """A rank's life: answer calls until the pool kills it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends the pool
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=open(stack_file, "w"), all_threads=True)  # noqa: SIM115 (stays open)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # MAX_GROUPS groups exceed the usual 1,024
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    torch.set_num_threads(1)
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            return
+        pipe.send_bytes(pickle.dumps(_answer(message)))
+
+
+def _answer(message: bytes) -> Answer:
+    try:
+        sys.path[:], request = pickle.loads(message)
+        fn, args = pickle.loads(request)
+        # Plain pickle copies tensors into the message; the pickler of multiprocessing would send shared-memory handles.
+        answer = Answer(value=pickle.dumps(fn(*args)))
+    except BaseException as error:
+        own_frames = error.__traceback__.tb_next
+        answer = Answer(
+            error="".join(traceback.format_exception(type(error), error, own_frames)), when=time.monotonic()
+        )
+    answer.intact = dist.is_initialized()
+    answer.groups = dist.distributed_c10d._world.group_count
+    return answer
+
+
+def _join_world() -> None:
+    rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _end_with_parent() -> None:
+    """A rank that sits in a collective would outlive a pytest that was killed."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os._exit(1)

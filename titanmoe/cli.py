@@ -1,0 +1,200 @@
+"""The `titanmoe` command: what a person asks beside training. One function adds a subcommand, one runs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from rich.console import Console
+from rich.text import Text
+
+from titanmoe.config.load import ConfigError, layout, load
+from titanmoe.config.schema import Config, Parallelism
+from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
+from titanmoe.fold.groups import View, groups
+from titanmoe.fold.legality import violations
+from titanmoe.fold.picture import draw, listing
+from titanmoe.fold.search import changes, legal_stages, nearest
+
+ASCII = str.maketrans("─├┤", "-[]")
+EXPERT_DEGREES = ("edp_replicate", "edp", "ep", "etp")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="titanmoe", description="Tools around a training run; train.py is the run itself."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_fold(commands)
+    args = parser.parse_args(argv)
+    try:
+        code = args.run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough (`| head`). Nothing more can be written, not even at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def add_fold(commands: argparse._SubParsersAction) -> None:
+    fold = commands.add_parser(
+        "fold",
+        help="draw, check or list mappings of attention and experts onto ranks",
+        description="Draws how attention and experts lie over the same ranks, or says why they cannot.",
+    )
+    fold.set_defaults(run=run_fold)
+    fold.add_argument("--world", type=int, required=True, metavar="N", help="ranks in all")
+    fold.add_argument("--node", type=int, default=8, metavar="N", help="ranks of a node (default 8)")
+    degrees = fold.add_argument_group("degrees", "1 unless given, and derived for those marked so")
+    for name, text in (
+        ("pp", "pipeline stages"),
+        ("dp_replicate", "replicas of the sharded state"),
+        ("dp_shard", "data parallel ranks that shard the state (derived)"),
+        ("cp", "ranks that share a sequence out"),
+        ("tp", "ranks that share every matrix out"),
+        ("edp_replicate", "replicas of the experts' sharded state (derived)"),
+        ("edp", "ranks with equal experts that shard their state (derived)"),
+        ("ep", "ranks that share the experts out"),
+        ("etp", "ranks that share every expert out"),
+    ):
+        degrees.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=text)
+    model = fold.add_argument_group("model", "whose laws apply too; without one only the ranks have laws")
+    model.add_argument("--config", metavar="FILE", help="a recipe; degrees given here take the place of its own")
+    model.add_argument("--family", metavar="NAME", help="a family of models, with --size")
+    model.add_argument("--size", metavar="NAME", help="a size of the family")
+    model.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample (default the recipe's, or 4096)")
+    output = fold.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print rank groups (or with --list degrees) as JSON")
+    output.add_argument("--list", action="store_true", help="name every legal mapping; degrees given narrow the list")
+
+
+def run_fold(args: argparse.Namespace) -> int:
+    asked = {name: getattr(args, name) for name in KEYS if getattr(args, name) is not None}
+    config, problems, source = _model(args)
+    wish = _wish(asked, config)
+    if args.node < 1:
+        problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
+    if args.list:
+        broken = [] if args.world > 0 else [f"--world = {args.world} is not a number of ranks: use 1 or more"]
+    elif config is not None:
+        broken = violations(args.world, replace(config, parallelism=wish))
+    else:
+        broken = resolve(args.world, wish)[1]
+    if problems or broken:
+        print(layout(problems + broken, source), file=sys.stderr)
+        if broken and args.world > 0:
+            print(_nearest(args.world, wish, config), file=sys.stderr)
+        return 2
+
+    if args.list:
+        return _list(args, asked, config)
+    fold = derive(args.world, wish)
+    if args.json:
+        print(json.dumps(_groups(fold)))
+    else:
+        _show([draw(fold, args.node, config.model if config else None)])
+    return 0
+
+
+def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
+    """The recipe or family asked for, if any and as far as it is sound; what is wrong with it, and where."""
+    from titanmoe.models.families import preset
+
+    given = {"model.family": args.family, "model.size": args.size, "training.seq_len": args.seq_len}
+    given = {path: value for path, value in given.items() if value is not None}
+    if args.config is not None:
+        argv = ["--config", args.config]
+    elif args.family is None and args.size is None:
+        alone = f"--seq-len = {args.seq_len} is a law of models only: give --family and --size too, or --config"
+        return None, [alone] if given else [], ""
+    else:
+        # A name left out is asked for as nothing, and refused with the names there are.
+        argv, given = [], {"model.family": "", "model.size": "", "training.seq_len": 4096} | given
+    seen: list[Config] = []
+
+    def keep(config: Config) -> list[str]:
+        seen.append(config)
+        return []  # the mapping is judged by the caller, who knows the degrees of this command line
+
+    try:
+        load([*argv, *(f"--{path}={value}" for path, value in given.items())], preset, keep)
+    except ConfigError as error:
+        return seen[0] if seen else None, error.problems, error.source
+    return seen[0], [], ""
+
+
+def _wish(asked: dict[str, int], config: Config | None = None) -> Parallelism:
+    """The degrees as asked for, impossible ones included."""
+    table = config.parallelism if config else Parallelism()
+    experts = {name: asked[name] for name in EXPERT_DEGREES if name in asked}
+    attention = {name: n for name, n in asked.items() if name not in EXPERT_DEGREES}
+    return replace(table, **attention, experts=replace(table.experts, **experts))
+
+
+def _nearest(world: int, wish: Parallelism, config: Config | None) -> str:
+    lines = []
+    for fold in nearest(world, wish, config):
+        change = []
+        for name, (old, new) in changes(wish, fold).items():
+            change.append(f"{name} {'derived' if old == -1 and name in DERIVED else old} -> {new}")
+        lines.append("  " + ", ".join(change))
+        for view, axes in ("attention", fold.attention_axes), ("experts", fold.expert_axes):
+            lines.append(f"      {view:<9} = " + " x ".join(f"{name} {n}" for name, n in axes.items()))
+    if not lines:
+        return f"\nNo mapping of {world} ranks is legal for this model and batch: change the world size."
+    return "\n".join(["\nNearest legal mappings:", *lines])
+
+
+def _list(args: argparse.Namespace, asked: dict[str, int], config: Config | None) -> int:
+    def wanted(degrees: dict[str, int]) -> bool:
+        return all(asked.get(name, -1) in (-1, n) for name, n in degrees.items())
+
+    stages = []
+    for stage in legal_stages(args.world, config):
+        attention, experts = (list(filter(wanted, views)) for views in (stage.attention, stage.experts))
+        if wanted({"pp": stage.pp}) and attention and experts:
+            stages.append(replace(stage, attention=attention, experts=experts))
+    if not stages:
+        degrees = ", ".join(f"{name} {n}" for name, n in asked.items())
+        problem = f"no mapping of {args.world} ranks{f' with {degrees}' if asked else ''} is legal: use another world"
+        print(layout([problem + " or fewer degrees" * bool(asked)]), file=sys.stderr)
+        return 2
+    if args.json:
+        _print_json_rows({"pp": stage.pp, **left, **right} for stage in stages for left, right in stage.pairs())
+    else:
+        _show(listing(stages, args.node))
+    return 0
+
+
+def _groups(fold: Fold) -> dict[str, dict[str, list[tuple[int, ...]]]]:
+    axes: dict[View, dict[str, str | tuple[str, ...]]] = {
+        "attention": {"tp": "tp", "cp": "cp", "dp": "dp", "pp": "pp"},
+        "experts": {"etp": "etp", "ep": "ep", "edp": ("edp_replicate", "edp"), "pp": "pp"},
+    }
+    return {view: {name: groups(fold, view, of) for name, of in names.items()} for view, names in axes.items()}
+
+
+def _show(texts: Iterable[Text]) -> None:
+    """In colour on a terminal, else plain."""
+    console = Console(highlight=False, soft_wrap=True)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    for text in texts:
+        if console.is_terminal and not console.options.ascii_only:
+            console.print(text)
+        else:
+            plain = "\n".join(line.rstrip() for line in text.plain.split("\n"))
+            print(plain if encoding.lower().startswith("utf") else plain.translate(ASCII))
+
+
+def _print_json_rows(rows: Iterator[dict[str, int]]) -> None:
+    """One row a line, as they come: a large world has millions."""
+    start = "["
+    for row in rows:
+        print(f"{start}{json.dumps(row)}", end="")
+        start = ",\n"
+    print("]")

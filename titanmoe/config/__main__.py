@@ -1,0 +1,12 @@
+"""python -m titanmoe.config docs/config.md: write the tables of all fields anew, between the page's two markers."""
+
+import sys
+from pathlib import Path
+
+from titanmoe.config.fields import renew
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    page = Path(sys.argv[1])
+    page.write_text(renew(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,200 @@
+"""The schema as a flat list of fields ("parallelism.experts.ep"), and what is written of it: TOML, --help, docs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from titanmoe.config import laws, schema
+from titanmoe.config.schema import Config
+
+BEGIN, END = "<!-- fields: written by `python -m titanmoe.config docs/config.md` -->", "<!-- end of fields -->"
+
+
+class Field(NamedTuple):
+    path: str
+    table: str
+    name: str
+    kind: Any
+    """int, float, bool, str, list[int], list[str] or a Literal of strings."""
+    default: Any
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return get_args(self.kind) if get_origin(self.kind) is Literal else ()
+
+    @property
+    def item(self) -> Any:
+        """The kind of a list's items; None for anything else."""
+        return get_args(self.kind)[0] if get_origin(self.kind) is list else None
+
+    @property
+    def expected(self) -> str:
+        """As in "must be ..."."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.item:
+            return {int: "a list of integers", str: "a list of strings"}[self.item]
+        return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[self.kind]
+
+
+@cache
+def tables() -> dict[str, type]:
+    """Every table by its path, in the schema's order, an outer table before those in it."""
+
+    def walk(cls: type, prefix: str) -> dict[str, type]:
+        found = {}
+        for name, kind in get_type_hints(cls).items():
+            if is_dataclass(kind):
+                found |= {prefix + name: kind, **walk(kind, f"{prefix}{name}.")}
+        return found
+
+    return walk(Config, "")
+
+
+@cache
+def fields() -> dict[str, Field]:
+    """Every field by its path, in the schema's order."""
+    return {
+        f"{table}.{name}": Field(f"{table}.{name}", table, name, kind, getattr(cls(), name))
+        for table, cls in tables().items()
+        for name, kind in get_type_hints(cls).items()
+        if not is_dataclass(kind)
+    }
+
+
+def flat(config: Config) -> dict[str, Any]:
+    """The value of every field by its path."""
+    values = {}
+    for path in fields():
+        at: Any = config
+        for name in path.split("."):
+            at = getattr(at, name)
+        values[path] = at
+    return values
+
+
+def build(values: Mapping[str, Any]) -> Config:
+    """The config of those values; a field left out keeps its default."""
+
+    def table(cls: type, prefix: str) -> Any:
+        given = {}
+        for name, kind in get_type_hints(cls).items():
+            if is_dataclass(kind):
+                given[name] = table(kind, f"{prefix}{name}.")
+            elif prefix + name in values:
+                given[name] = values[prefix + name]
+        return cls(**given)
+
+    return table(Config, "")
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        import json
+
+        # JSON's escapes are TOML's too, but JSON lets DEL stand as it is.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml_value, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
+    return str(value)
+
+
+def to_toml(config: Config) -> str:
+    """Every field, as a recipe that loads back to the same config."""
+    values = flat(config)
+    parts = []
+    for table in tables():
+        lines = [f"{f.name} = {toml_value(values[f.path])}" for f in fields().values() if f.table == table]
+        parts.append("\n".join([f"[{table}]", *lines]) + "\n")
+    return "\n".join(parts)
+
+
+@cache
+def docstrings() -> dict[str, str]:
+    """What the schema's source says under every field, by path, on one line."""
+    import ast
+
+    said: dict[tuple[str, str], str] = {}
+    for cls in ast.parse(Path(schema.__file__).read_text(encoding="utf-8")).body:
+        if isinstance(cls, ast.ClassDef):
+            for field, below in zip(cls.body, cls.body[1:], strict=False):
+                if isinstance(field, ast.AnnAssign) and isinstance(below, ast.Expr):
+                    said[cls.name, field.target.id] = " ".join(ast.literal_eval(below.value).split())
+    found = {}
+    for path, field in fields().items():
+        text = said.get((tables()[field.table].__name__, field.name), "")
+        limits = laws.RANGES.get(path)
+        bounded = limits and (limits.high is not None or limits.without_low)
+        found[path] = f"{text} {str(limits).capitalize()}." if bounded else text
+    return found
+
+
+def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str], width: int) -> str:
+    """--help: every field with its value here, where it comes from, and when to choose what."""
+
+    import textwrap
+
+    def paragraph(text: str, indent: str = "") -> str:
+        return textwrap.fill(
+            text, width, initial_indent=indent, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+
+    lines = [
+        f"usage: {program} [--config RECIPE.toml] [--TABLE.FIELD VALUE ...] [--print-config] [--help]",
+        "",
+        "  --config RECIPE.toml  the recipe of the run, in TOML; without one, the defaults",
+        "  --print-config        print what would run, every field resolved, as a recipe; start nothing",
+        "  --help, -h            this page, with the values of the recipe and the overrides given; start nothing",
+        "",
+        paragraph(
+            "Every field below can stand in the recipe under its [table] or on the command line, which wins: "
+            "--training.steps 10, --training.steps=10, --compile.enable (that is: true), --data.paths a.txt b.txt. "
+            "In names, - and _ are alike."
+        ),
+    ]
+    for table, cls in tables().items():
+        lines += ["", paragraph(f"[{table}] {cls.__doc__}"), ""]
+        for field in fields().values():
+            if field.table == table:
+                origin = f"   ({origins[field.path]})" if field.path in origins else ""
+                lines.append(f"  --{field.path} {_placeholder(field)} = {toml_value(values[field.path])}{origin}")
+                lines.append(paragraph(docstrings()[field.path], " " * 6))
+    return "\n".join(lines) + "\n"
+
+
+def _placeholder(field: Field) -> str:
+    if field.choices:
+        return "{" + ",".join(field.choices) + "}"
+    if field.item:
+        return f"[{field.item.__name__.upper()} ...]"
+    return {int: "INT", float: "FLOAT", bool: "{true,false}", str: "STR"}[field.kind]
+
+
+def markdown() -> str:
+    """The same for docs/config.md, one table of fields per TOML table, with the defaults."""
+    lines = []
+    for table, cls in tables().items():
+        lines += [f"### `[{table}]`", "", cls.__doc__, "", "| key | type | default | |", "| --- | --- | --- | --- |"]
+        for field in fields().values():
+            if field.table == table:
+                choices = ", ".join(f"`{choice}`" for choice in field.choices)
+                kind = choices or field.expected.removeprefix("an ").removeprefix("a ")
+                text = docstrings()[field.path].replace("|", "\\|").replace("*", "\\*")
+                lines.append(f"| `{field.name}` | {kind} | `{toml_value(field.default)}` | {text} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def renew(page: str) -> str:
+    """The docs page with the tables of fields as the schema has them now."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{markdown()}\n{END}{after}"

@@ -1,0 +1,265 @@
+"""What a config must obey on any machine: the range of each number, and which fields contradict each other.
+
+What depends on the world size is the mapping's affair (`titanmoe.fold`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from titanmoe.config.schema import Config, Data, Job, Model, MoE, Training
+
+
+class Violation(NamedTuple):
+    fields: tuple[str, ...]
+    """Paths of the fields that do not fit."""
+    text: str
+    """Values, constraint and fix."""
+
+
+class Range(NamedTuple):
+    low: float
+    high: float | None = None
+    without_low: bool = False
+    without_high: bool = False
+    derived: bool = False
+    """-1 is a value too, and asks for the one that fits."""
+
+    def __contains__(self, value: object) -> bool:
+        if self.derived and value == -1:
+            return True
+        above = value > self.low if self.without_low else value >= self.low
+        below = self.high is None or (value < self.high if self.without_high else value <= self.high)
+        return above and below
+
+    def __str__(self) -> str:
+        if self.high is not None:
+            return f"in {'(' if self.without_low else '['}{self.low}, {self.high}{')' if self.without_high else ']'}"
+        return f"{'above' if self.without_low else 'at least'} {self.low}{', or -1' if self.derived else ''}"
+
+
+COUNT = Range(1)
+DERIVED = Range(1, derived=True)
+NOT_NEGATIVE = Range(0)
+POSITIVE = Range(0, without_low=True)
+FRACTION = Range(0, 1)
+BELOW_ONE = Range(0, 1, without_high=True)
+
+RANGES = {
+    "model.vocab_size": Range(2),
+    "model.dim": COUNT,
+    "model.num_layers": COUNT,
+    "model.num_heads": COUNT,
+    "model.num_kv_heads": COUNT,
+    "model.head_dim": Range(2),
+    "model.rope_theta": POSITIVE,
+    "model.norm_eps": POSITIVE,
+    "model.num_dense_layers": NOT_NEGATIVE,
+    "model.dense_hidden": NOT_NEGATIVE,
+    "model.moe_every": COUNT,
+    "model.num_experts": COUNT,
+    "model.top_k": COUNT,
+    "model.expert_hidden": COUNT,
+    "model.shared_hidden": NOT_NEGATIVE,
+    "model.route_scale": POSITIVE,
+    "model.num_groups": COUNT,
+    "model.top_groups": COUNT,
+    "model.init_std": POSITIVE,
+    "training.steps": COUNT,
+    "training.seq_len": COUNT,
+    "training.local_batch_size": COUNT,
+    "training.global_batch_size": DERIVED,
+    "training.seed": NOT_NEGATIVE,
+    "training.gc_every": COUNT,
+    "training.first_step_timeout_s": COUNT,
+    "training.timeout_s": COUNT,
+    "optimizer.lr": NOT_NEGATIVE,
+    "optimizer.beta1": BELOW_ONE,
+    "optimizer.beta2": BELOW_ONE,
+    "optimizer.eps": POSITIVE,
+    "optimizer.weight_decay": NOT_NEGATIVE,
+    "optimizer.max_grad_norm": NOT_NEGATIVE,
+    "lr_schedule.warmup_steps": NOT_NEGATIVE,
+    "lr_schedule.decay_fraction": FRACTION,
+    "lr_schedule.min_ratio": FRACTION,
+    "parallelism.dp_replicate": COUNT,
+    "parallelism.dp_shard": DERIVED,
+    "parallelism.cp": COUNT,
+    "parallelism.tp": COUNT,
+    "parallelism.pp": COUNT,
+    "parallelism.experts.ep": COUNT,
+    "parallelism.experts.etp": COUNT,
+    "parallelism.experts.edp": DERIVED,
+    "parallelism.experts.edp_replicate": DERIVED,
+    "pipeline.virtual_stages": DERIVED,
+    "pipeline.layers_per_stage": NOT_NEGATIVE,
+    "moe.capacity_factor": NOT_NEGATIVE,
+    "moe.jitter": BELOW_ONE,
+    "moe.aux_loss": NOT_NEGATIVE,
+    "moe.aux_loss_sequence": NOT_NEGATIVE,
+    "moe.aux_loss_global": NOT_NEGATIVE,
+    "moe.z_loss": NOT_NEGATIVE,
+    "moe.bias_update_rate": NOT_NEGATIVE,
+    "activation_checkpoint.every": COUNT,
+    "metrics.log_every": COUNT,
+    "metrics.peak_tflops": NOT_NEGATIVE,
+}
+"""By path; a list's range is its items'."""
+
+LIMIT = 2**63
+WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
+    """The numbers, of those given by path, that are impossible whatever the others are."""
+    found = []
+    for path, limits in RANGES.items():
+        value = values.get(path, [])
+        several = isinstance(value, list)
+        for place, number in enumerate(value if several else [value]):
+            name = f"{path}[{place}]" if several else path
+            if not -LIMIT < number < LIMIT:  # a NaN is not within either
+                found.append(Violation((path,), f"{name} = {number} is no finite 64-bit number: it must be {limits}"))
+            elif number not in limits:
+                found.append(Violation((path,), f"{name} = {number} is out of range: it must be {limits}"))
+    return found
+
+
+def contradictions(config: Config) -> list[Violation]:
+    """Fields that do not fit each other; every number is taken to be in its range."""
+    return [
+        *_job(config.job),
+        *_shape(config.model),
+        *_routing(config.model),
+        *_data(config.data),
+        *_precision(config.training),
+        *_dropping(config.moe),
+    ]
+
+
+def _job(job: Job) -> Iterator[Violation]:
+    if job.name in (".", "..") or "/" in job.name or "\\" in job.name:
+        yield Violation(
+            ("job.name",),
+            f"job.name = {job.name!r} is no name of a folder: leave out . .. / and \\ "
+            "(job.dump_folder says where the run's folder lies)",
+        )
+
+
+def _shape(model: Model) -> Iterator[Violation]:
+    heads, kv_heads, layers, dense = model.num_heads, model.num_kv_heads, model.num_layers, model.num_dense_layers
+    if heads % kv_heads:
+        yield Violation(
+            ("model.num_heads", "model.num_kv_heads"),
+            f"model.num_heads = {heads} is not a multiple of model.num_kv_heads = {kv_heads} "
+            f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads {_divisors(heads, kv_heads)}",
+        )
+    if model.head_dim % 2:
+        yield Violation(
+            ("model.head_dim",),
+            f"model.head_dim = {model.head_dim} is odd, and RoPE turns pairs: "
+            f"use {model.head_dim - 1} or {model.head_dim + 1}",
+        )
+    if dense > layers:
+        yield Violation(
+            ("model.num_dense_layers", "model.num_layers"),
+            f"model.num_dense_layers = {dense} exceeds model.num_layers = {layers}: use at most {layers}",
+        )
+    elif dense < layers < dense + model.moe_every:
+        yield Violation(
+            ("model.moe_every", "model.num_layers", "model.num_dense_layers"),
+            f"model.moe_every = {model.moe_every} gives experts to none of the {layers - dense} blocks after the "
+            f"{dense} dense ones: use at most {layers - dense}, or num_dense_layers = {layers} for no experts at all",
+        )
+    if not model.dense_hidden and (dense or model.moe_every > 1):
+        dense += sum((block + 1) % model.moe_every != 0 for block in range(layers - dense))
+        yield Violation(
+            ("model.dense_hidden", "model.num_dense_layers", "model.moe_every"),
+            f"model.dense_hidden = 0, yet model.num_dense_layers = {model.num_dense_layers} and model.moe_every = "
+            f"{model.moe_every} make {dense} of {layers} blocks dense: give it, such as dense_hidden = {4 * model.dim}",
+        )
+    if model.shared_gate and not model.shared_hidden:
+        yield Violation(
+            ("model.shared_gate", "model.shared_hidden"),
+            "model.shared_gate = true gates a shared expert, but model.shared_hidden = 0 makes none: "
+            f"give its width, such as shared_hidden = {model.expert_hidden}, or set shared_gate = false",
+        )
+
+
+def _routing(model: Model) -> Iterator[Violation]:
+    experts, top_k, groups = model.num_experts, model.top_k, model.num_groups
+    has_experts = model.num_layers >= model.num_dense_layers + model.moe_every
+    if top_k > experts:
+        yield Violation(
+            ("model.top_k", "model.num_experts"),
+            f"model.top_k = {top_k} exceeds model.num_experts = {experts}: a token visits an expert once, "
+            f"use at most {experts}",
+        )
+    if has_experts and top_k == 1 and (model.norm_topk or model.score_function == "softmax_after_topk"):
+        culprit, fix = "norm_topk = true", "norm_topk = false"
+        if model.score_function == "softmax_after_topk":
+            culprit = f'score_function = "{model.score_function}"'
+            fix = 'score_function = "softmax" with norm_topk = false'
+        yield Violation(
+            ("model.top_k", "model.norm_topk", "model.score_function"),
+            f"model.top_k = 1 with {culprit} makes every routing weight 1, so that the router has no gradient: "
+            f"set {fix}, or top_k to 2 or more",
+        )
+    if experts % groups:
+        yield Violation(
+            ("model.num_experts", "model.num_groups"),
+            f"model.num_experts = {experts} does not split into model.num_groups = {groups} equal groups "
+            f"({experts} % {groups} = {experts % groups}): use num_groups {_divisors(experts, groups)}",
+        )
+    if model.top_groups > groups:
+        yield Violation(
+            ("model.top_groups", "model.num_groups"),
+            f"model.top_groups = {model.top_groups} exceeds model.num_groups = {groups}: use at most {groups}",
+        )
+    elif experts % groups == 0 and top_k <= experts and model.top_groups * experts // groups < top_k:
+        size = experts // groups
+        yield Violation(
+            ("model.top_groups", "model.num_groups", "model.num_experts", "model.top_k"),
+            f"model.top_groups = {model.top_groups} of {groups} groups of {size} experts hold "
+            f"{model.top_groups * size}, fewer than model.top_k = {top_k}: use at least {-(-top_k // size)}",
+        )
+
+
+def _data(data: Data) -> Iterator[Violation]:
+    if data.source == "text" and not data.paths:
+        yield Violation(
+            ("data.source", "data.paths"),
+            'data.source = "text" reads data.paths, which is empty: name files or folders, such as paths = ["corpus"]',
+        )
+    if data.source == "stdlib" and data.paths:
+        yield Violation(
+            ("data.source", "data.paths"),
+            'data.source = "stdlib" does not read data.paths, which is given: set source = "text", or paths = []',
+        )
+
+
+def _precision(training: Training) -> Iterator[Violation]:
+    stored, computed = training.dtype, training.mixed_precision_param
+    if WIDTHS[computed] > WIDTHS[stored]:
+        narrower = ", ".join(name for name, width in WIDTHS.items() if width <= WIDTHS[stored])
+        yield Violation(
+            ("training.mixed_precision_param", "training.dtype"),
+            f'training.mixed_precision_param = "{computed}" is wider than training.dtype = "{stored}", in which '
+            f'parameters are stored: use {narrower}, or dtype = "{computed}"',
+        )
+
+
+def _dropping(moe: MoE) -> Iterator[Violation]:
+    if moe.pad_to_capacity and not moe.capacity_factor:
+        yield Violation(
+            ("moe.pad_to_capacity", "moe.capacity_factor"),
+            "moe.pad_to_capacity = true fills bins up to a capacity, but moe.capacity_factor = 0 sets none: "
+            "give one, such as capacity_factor = 1.25, or set pad_to_capacity = false",
+        )
+
+
+def _divisors(number: int, near: int) -> str:
+    """For a fix: the divisors of a number, or of many the eight nearest to the value that does not divide it."""
+    every = (d for d in range(1, min(number, 2**16) + 1) if number % d == 0)
+    return ", ".join(map(str, sorted(sorted(every, key=lambda d: abs(d - near))[:8])))

@@ -1,0 +1,270 @@
+"""From a recipe and a command line to a Config, or to every reason why not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NoReturn
+
+from titanmoe.config import laws
+from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
+from titanmoe.config.recipe import Recipe, RecipeError, read
+from titanmoe.config.schema import Config
+from titanmoe.config.values import Misfit, fit, fit_texts, nearest, shown
+
+Preset = Callable[[str, str], dict[str, object]]
+
+
+class ConfigError(ValueError):
+    """What was asked for cannot run. `problems` holds every reason, `source` says where it was asked."""
+
+    def __init__(self, problems: list[str], source: str = ""):
+        super().__init__(layout(problems, source))
+        self.problems, self.source = problems, source
+
+
+def layout(problems: Sequence[str], source: str = "") -> str:
+    """A header with the count and the source, then the problems by number."""
+    if len(problems) == 1 and not source:
+        return f"error: {problems[0]}"
+    count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+    lines = [f"error: {count} in {source}" if source else f"error: {count}", ""]
+    width = len(str(len(problems)))
+    for number, problem in enumerate(problems, 1):
+        lines.append(f"  {number:>{width}}. {problem}".replace("\n", "\n" + " " * (width + 4)))
+    return "\n".join(lines)
+
+
+def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
+    """Ends the process over a user's mistake: exit code 2 on every rank, the message once, on stderr.
+
+    Rank 0 speaks; another rank only if the mistake is its own, such as data that its machine lacks.
+    """
+    if _first_rank():
+        print(layout(problems, source), file=sys.stderr, flush=True)
+    else:
+        # torchrun ends all ranks once one has ended, and rank 0 may not have spoken yet. So wait for it to go first;
+        # the SIGTERM that follows cuts the wait short.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
+        time.sleep(5)
+        print(f"rank {os.environ['RANK']}: {layout(problems, source)}", file=sys.stderr, flush=True)
+    sys.exit(2)
+
+
+def load(
+    argv: Sequence[str],
+    preset: Preset,
+    check: Callable[[Config], list[str]],
+    resolve: Callable[[Config], Config] | None = None,
+) -> Config:
+    """The config that a command line asks for; ConfigError with all that is wrong if it cannot run.
+
+    preset(family, size) gives the fields of [model] their values, or raises LookupError. check(config) lists what else
+    is wrong with it, such as a mapping that does not fit. resolve(config) fills in what is derived, once nothing is
+    wrong. --help and --print-config print and exit with code 0.
+    """
+    asked = _split(argv)
+    given = _Given()
+    source = " and ".join(filter(None, [asked.recipe, "the command line" if asked.overrides or asked.problems else ""]))
+    try:
+        if asked.recipe is not None:
+            given.recipe = read(asked.recipe)
+            _take(given.recipe.data, "", given)
+    except RecipeError as error:
+        raise ConfigError([str(error), *asked.problems], source) from None
+    given.problems += asked.problems
+    for path, texts in asked.overrides.items():
+        given.put(path, fit_texts(texts, fields()[path]), " ".join(texts) or '""', on_command_line=True)
+
+    fallback = _fallback(given, preset)
+    values = fallback | given.values
+    if not values["job.name"]:
+        size = f"{values['model.family']}_{values['model.size']}"
+        values["job.name"] = Path(asked.recipe).stem if asked.recipe else size
+    if asked.help:
+        import shutil
+
+        origins = {path: given.where(path) for path in given.values}
+        width = min(shutil.get_terminal_size().columns, 120)
+        _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width))
+
+    for violation in laws.out_of_range(values):
+        given.blame(violation.fields, violation.text)
+        given.unsound.update(violation.fields)
+        values |= {path: fallback[path] for path in violation.fields}
+    config = build(values)
+    for violation in laws.contradictions(config):
+        if given.unsound.isdisjoint(violation.fields):
+            given.blame(violation.fields, violation.text)
+    given.problems += [_mention_fallbacks(problem, given.unsound, values) for problem in check(config)]
+    if given.problems:
+        raise ConfigError(given.problems, source)
+
+    if resolve is not None:
+        config = resolve(config)
+    if asked.print_config:
+        _print_and_exit(to_toml(config))
+    return config
+
+
+@dataclass
+class _Given:
+    """What recipe and command line say, by path, and what is wrong with it."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    unsound: set[str] = field(default_factory=set)
+    """Fields whose value here stands in for one that cannot be used: what follows from it may be beside the point."""
+    on_command_line: set[str] = field(default_factory=set)
+    recipe: Recipe | None = None
+
+    def put(self, path: str, value: Any, text: str, on_command_line: bool = False) -> None:
+        if on_command_line:
+            self.on_command_line.add(path)
+        if isinstance(value, Misfit):
+            self.unsound.add(path)
+            self.blame((path,), f"{path} = {text} is not {fields()[path].expected}{value.correction}")
+        else:
+            self.unsound.discard(path)
+            self.values[path] = value
+
+    def where(self, path: str) -> str:
+        if path in self.on_command_line:
+            return "command line"
+        return self.recipe.where(path) if self.recipe else ""
+
+    def blame(self, paths: Iterable[str], text: str) -> None:
+        places = ", ".join(dict.fromkeys(filter(None, map(self.where, paths))))
+        self.problems.append(f"{places}: {text}" if places else text)
+
+
+# ---- the command line
+
+
+@dataclass
+class _Asked:
+    recipe: str | None = None
+    overrides: dict[str, list[str]] = field(default_factory=dict)
+    help: bool = False
+    print_config: bool = False
+    problems: list[str] = field(default_factory=list)
+
+
+def _split(argv: Sequence[str]) -> _Asked:
+    asked = _Asked()
+    rest = list(argv)
+    while rest:
+        argument = rest.pop(0)
+        if argument == "-h":
+            argument = "--help"
+        if not argument.startswith("--"):
+            asked.problems.append(
+                f"command line: {argument!r} belongs to no option: fields are set as in --training.steps 10"
+            )
+            continue
+        name, attached, value = argument[2:].partition("=")
+        name = name.replace("-", "_")
+        known = fields().get(name)
+        following = next((i for i, text in enumerate(rest) if text.startswith("--")), len(rest))
+        if attached or name in ("help", "print_config"):
+            following = 0
+        elif name == "config" or (known and not known.item):
+            following = min(following, 1)
+        texts, rest = [value] if attached else rest[:following], rest[following:]
+
+        if name in ("help", "print_config"):
+            setattr(asked, name, True)
+        elif name == "config" and not (texts and texts[0]):
+            asked.problems.append("command line: --config needs a file, as in --config train_configs/debug.toml")
+        elif name == "config":
+            if asked.recipe is not None:
+                asked.problems.append(
+                    f"command line: --config is given twice, {asked.recipe} and {texts[0]}: a run has one recipe, "
+                    "put the rest into overrides"
+                )
+            asked.recipe = asked.recipe or texts[0]
+        elif known and (texts or known.kind is bool):
+            asked.overrides[name] = texts or ["true"]
+        elif known:
+            asked.problems.append(f"command line: --{name} needs a value, {known.expected}")
+        elif name in tables():
+            members = ", ".join(f"--{path}" for path, it in fields().items() if it.table == name)
+            asked.problems.append(f"command line: --{name} is a table, not a field: its fields are {members}")
+        else:
+            near = nearest(name)
+            hint = f"did you mean --{near}?" if near else "--help lists all"
+            asked.problems.append(f"command line: unknown option --{name}: {hint}")
+    return asked
+
+
+# ---- the recipe
+
+
+def _take(data: dict[str, Any], prefix: str, given: _Given) -> None:
+    for key, value in data.items():
+        path = prefix + key
+        if path in fields():
+            given.put(path, fit(value, fields()[path]), shown(value))
+        elif path in tables() and isinstance(value, dict):
+            _take(value, f"{path}.", given)
+        elif path in tables():
+            given.blame((path,), f"{path} = {shown(value)} is not a table: write [{path}] and its fields below")
+        else:
+            kind = "table" if isinstance(value, dict) else "key"
+            given.blame((path,), f"unknown {kind} {path}: {_hint(path)}")
+
+
+def _hint(path: str) -> str:
+    near, table = nearest(path), path.rpartition(".")[0]
+    if near:
+        return f"did you mean {near}?"
+    if table in tables():
+        return f"[{table}] has {', '.join(it.name for it in fields().values() if it.table == table)}"
+    return f"the tables are {', '.join(tables())}"
+
+
+# ---- the rest
+
+
+def _fallback(given: _Given, preset: Preset) -> dict[str, Any]:
+    """What every field is that neither recipe nor command line give."""
+    defaults = flat(Config())
+    named = ("model.family", "model.size")
+    family, size = ((defaults | given.values)[path] for path in named)
+    try:
+        shape = preset(family, size)
+    except LookupError as error:
+        given.blame(named, str(error.args[0]))
+        given.unsound.update(named)
+        shape = {}
+    if not given.unsound.isdisjoint(named):
+        given.unsound.update(path for path, it in fields().items() if it.table == "model" and path not in given.values)
+    return defaults | {f"model.{name}": value for name, value in shape.items()}
+
+
+def _mention_fallbacks(problem: str, unsound: set[str], values: dict[str, Any]) -> str:
+    """Names the fields in a problem whose values are not the user's, because those were refused."""
+    stand_ins = [path for path in fields() if path in unsound and re.search(rf"\b{path.rpartition('.')[2]}\b", problem)]
+    if not stand_ins:
+        return problem
+    taken = ", ".join(f"{path} = {toml_value(values[path])}" for path in stand_ins)
+    return f"{problem} (taking {taken}, as what was given is refused above)"
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "") in ("", "0")
+
+
+def _print_and_exit(text: str) -> NoReturn:
+    if _first_rank():
+        try:
+            print(text, end="", flush=True)
+        except BrokenPipeError:  # as in `train.py --help | head`: leave Python nothing to flush at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)

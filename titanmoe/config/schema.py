@@ -1,0 +1,298 @@
+"""Every option of a run: one dataclass per TOML table, one docstring per field.
+
+A docstring says when to choose what; the laws that tie fields together live in `titanmoe.config.laws` (single
+machine matters) and `titanmoe.fold` (the mapping). `train.py --help` prints this page with the recipe's values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+"""No float16: its small range needs loss scaling, which there is none of."""
+
+
+@dataclass
+class Job:
+    """Where the run lives."""
+
+    dump_folder: str = "runs"
+    """Folder that holds one sub-folder per run."""
+    name: str = ""
+    """Name of the run's folder. Empty: the recipe's file name, or family_size without a recipe."""
+
+
+@dataclass
+class Model:
+    """The model: a family and a size give every other field its value; any of them can be overridden."""
+
+    family: str = "mixtral"
+    """mixtral, qwen2_moe, qwen3_moe, llama3_moe. Sets switches such as qk_norm and norm_topk."""
+    size: str = "debug"
+    """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
+    vocab_size: int = 320
+    """Rows of the embedding. At least the tokenizer's; a multiple of tp."""
+    dim: int = 64
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Transformer blocks."""
+    num_heads: int = 8
+    """Query heads; a multiple of tp."""
+    num_kv_heads: int = 8
+    """Key and value heads (grouped-query attention); a multiple of tp and a divisor of num_heads."""
+    head_dim: int = 8
+    """Width of one head; num_heads * head_dim need not equal dim."""
+    qkv_bias: bool = False
+    """Bias on the query, key and value projections (Qwen2)."""
+    qk_norm: bool = False
+    """RMSNorm on each head's queries and keys before RoPE (Qwen3)."""
+    rope_theta: float = 1e6
+    """RoPE base. Larger for longer contexts."""
+    norm_eps: float = 1e-5
+    """Epsilon of every RMSNorm."""
+    tie_embeddings: bool = False
+    """One matrix for embedding and head. Saves vocab_size * dim weights; usual below about 2B parameters."""
+    num_dense_layers: int = 0
+    """Leading blocks with a dense FFN in place of experts."""
+    dense_hidden: int = 0
+    """Hidden width of the dense FFN blocks; needed when num_dense_layers or moe_every make any."""
+    moe_every: int = 1
+    """Of the blocks after the dense ones, every n-th has experts; 1 means all."""
+    num_experts: int = 8
+    """Routed experts per MoE block; a multiple of ep."""
+    top_k: int = 2
+    """Experts a token visits."""
+    expert_hidden: int = 128
+    """Hidden width of one expert; a multiple of etp."""
+    shared_hidden: int = 0
+    """Hidden width of the shared expert that every token visits; 0 for none."""
+    shared_gate: bool = False
+    """Scale the shared expert by a learned sigmoid gate (Qwen2-MoE)."""
+    score_function: Literal["softmax", "softmax_after_topk", "sigmoid"] = "softmax"
+    """softmax over all experts and then top-k, softmax over the chosen ones only, or independent sigmoids (DeepSeek-V3)."""
+    norm_topk: bool = True
+    """Scale the chosen weights of a token to sum to one."""
+    route_scale: float = 1.0
+    """Factor on the routing weights, after normalisation (DeepSeek-V3: 2.5)."""
+    num_groups: int = 1
+    """Expert groups for group-limited routing; 1 for none."""
+    top_groups: int = 1
+    """Groups a token may choose its experts from."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; projections back into the residual stream use init_std / sqrt(2 * num_layers)."""
+
+
+@dataclass
+class Data:
+    """What to train on."""
+
+    source: Literal["stdlib", "text", "synthetic"] = "stdlib"
+    """stdlib: the Python standard library's own source, found on this machine. text: the files of `paths`. synthetic: counted random tokens, for benchmarks."""
+    paths: list[str] = field(default_factory=list)
+    """Text files or folders of them, for source = "text"."""
+
+
+@dataclass
+class Training:
+    """How long, how much at a time, in which precision."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run. The schedule ends with them."""
+    seq_len: int = 256
+    """Tokens per sample; a multiple of tp * cp."""
+    local_batch_size: int = 1
+    """Samples per microbatch on one data rank. As large as memory allows; grouping-dependent terms (see docs/moe.md) see it."""
+    global_batch_size: int = -1
+    """Samples per optimizer step over all data ranks; the number of microbatches follows. -1: one microbatch per data rank."""
+    dtype: Dtype = "float32"
+    """Parameters as stored and stepped. float32 for training, float64 to compare mappings."""
+    mixed_precision_param: Dtype = "bfloat16"
+    """Parameters as computed with, never wider than dtype. bfloat16 for speed; equal to dtype to switch mixed precision off."""
+    mixed_precision_reduce: Dtype = "float32"
+    """Gradients as reduced over data ranks. bfloat16 halves the traffic and loses bits."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes a GPU when there is one."""
+    seed: int = 0
+    """Weights, data order and router noise are functions of it, alike under every mapping."""
+    deterministic: bool = False
+    """Two runs of one mapping give the same bits. Slower on GPUs."""
+    gc_every: int = 50
+    """Steps between garbage collections, made by all ranks together so that none stalls the others."""
+    first_step_timeout_s: int = 600
+    """How long a collective may take until the first step is done (start-up, compilation)."""
+    timeout_s: int = 120
+    """How long a collective may take afterwards, before the run is called hung."""
+
+
+@dataclass
+class Optimizer:
+    """AdamW."""
+
+    lr: float = 3e-4
+    """Peak learning rate. Smaller for larger models."""
+    beta1: float = 0.9
+    """Decay of the first moment, in AdamW's running mean of gradients. 0.9 nearly always."""
+    beta2: float = 0.95
+    """Decay of the second moment. 0.95 for large batches, 0.999 for small ones."""
+    eps: float = 1e-8
+    """Added to the root of the second moment. Larger steadies steps where gradients are tiny."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay. 0.1 is usual; 0 for none."""
+    decay_all: bool = False
+    """Also decay norms, biases and router weights. They are spared by default, as is usual."""
+    max_grad_norm: float = 1.0
+    """Clip the global gradient norm to this; 0 measures the norm and clips nothing."""
+    implementation: Literal["fused", "foreach", "for_loop"] = "fused"
+    """fused is fastest; for_loop needs the least extra memory."""
+
+
+@dataclass
+class LRSchedule:
+    """Learning rate over the steps."""
+
+    warmup_steps: int = 10
+    """Steps of linear warm-up from 0. More for larger rates."""
+    decay: Literal["cosine", "linear", "wsd", "none"] = "cosine"
+    """cosine or linear over all steps after warm-up; wsd stays at the peak and decays linearly at the end; none stays."""
+    decay_fraction: float = 0.2
+    """wsd only: the last part of the steps, in which the rate decays."""
+    min_ratio: float = 0.1
+    """Floor, as a fraction of the peak."""
+
+
+@dataclass
+class Experts:
+    """How the experts lie on the ranks of a pipeline stage. edp = stage ranks / (ep * etp) data ranks hold equal experts."""
+
+    ep: int = 1
+    """Expert parallel: ranks that share the experts out. May span tp, cp and dp. Raise first when expert weights do not fit."""
+    etp: int = 1
+    """Expert tensor parallel: ranks that split each expert's hidden dim. Only for few, large experts; need not divide tp."""
+    edp: int = -1
+    """Ranks that shard equal experts' state. -1: derived; a given value is checked."""
+    edp_replicate: int = -1
+    """Groups of them that replicate it (HSDP). -1: the greatest common divisor of dp_replicate and what ep * etp leaves."""
+
+
+@dataclass
+class Parallelism:
+    """How attention, dense layers and the vocabulary lie on the ranks: pp x dp_replicate x dp_shard x cp x tp = world size."""
+
+    dp_replicate: int = 1
+    """Groups of ranks that replicate the sharded state (HSDP). Pick when one replica fits a node or a few."""
+    dp_shard: int = -1
+    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: derived; a given value is checked."""
+    cp: int = 1
+    """Context parallel: ranks that share one sequence out. For long sequences."""
+    tp: int = 1
+    """Tensor parallel with sequence parallel. Inside a node."""
+    pp: int = 1
+    """Pipeline stages' ranks. For models that do not fit otherwise."""
+    reshard_after_forward: Literal["auto", "always", "never"] = "auto"
+    """Free gathered weights between forward and backward: always for the lowest memory, never to save an all-gather. auto: always without a pipeline, never with one (each microbatch would gather again)."""
+    cp_kind: Literal["ring", "ulysses", "allgather"] = "ring"
+    """How context parallel attends. ring: least memory, any number of heads. ulysses: fewest bytes while cp <= heads / tp. allgather: simplest, keys and values whole on every rank."""
+    cp_placement: Literal["zigzag", "contiguous"] = "zigzag"
+    """zigzag gives each cp rank an early and a late piece of the sequence, so that causal attention is even work."""
+    experts: Experts = field(default_factory=Experts)
+
+
+@dataclass
+class Pipeline:
+    """How microbatches run through the stages; used when parallelism.pp > 1."""
+
+    schedule: Literal[
+        "GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """1F1B: the usual. Interleaved1F1B: smaller bubble for more messages. The zero-bubble kinds and DualPipeV split backward and fill the bubble, for more memory. The bubble is printed at start."""
+    schedule_csv: str = ""
+    """A file with one row of actions per pipeline rank (0F0, 0B0, ...), in place of `schedule`."""
+    virtual_stages: int = -1
+    """Stages per rank. -1: 1 for GPipe and 1F1B, 2 for the others."""
+    layers_per_stage: list[int] = field(default_factory=list)
+    """Layers of each stage, first to last. Empty: split by cost, embedding and head counted."""
+
+
+@dataclass
+class MoE:
+    """Router, balance and dispatch. What belongs to the architecture (top_k, score_function, ...) is in [model]."""
+
+    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
+    """alltoall moves each token only to its experts' ranks. allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep."""
+    capacity_factor: float = 0.0
+    """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
+    drop_policy: Literal["probability", "position"] = "probability"
+    """Over capacity, drop the least probable tokens or strictly the last ones."""
+    capacity_scope: Literal["sub_sequence", "full_sequence"] = "sub_sequence"
+    """sub_sequence: each rank drops among its own tokens, no extra communication. full_sequence: per sample, the same under every mapping."""
+    pad_to_capacity: bool = False
+    """Fill every expert's bin up to capacity: static shapes, even splits, no host sync."""
+    router_dtype: Literal["float32", "float64"] = "float32"
+    """Precision of the gating product and scores; only ever a promotion."""
+    jitter: float = 0.0
+    """Multiply the router's input by uniform noise of 1 +- jitter (exploration; 0.01 is usual)."""
+    force_balance: bool = False
+    """Benchmarks only: send tokens round-robin, whatever the router says."""
+    aux_loss: float = 0.0
+    """Load-balance loss per microbatch (Switch). 0.01 to 0.001 is usual."""
+    aux_loss_sequence: float = 0.0
+    """Load-balance loss per sample (DeepSeek-V3: 0.0001)."""
+    aux_loss_global: float = 0.0
+    """Load-balance loss over the whole step's tokens so far: lets experts specialise by domain."""
+    z_loss: float = 0.0
+    """Squared log-sum-exp of the router's logits: keeps them small. 0.001 is usual."""
+    bias_update_rate: float = 0.0
+    """Aux-loss-free balance: after each step an expert's selection bias moves by this much against its load (DeepSeek-V3: 0.001)."""
+    grouped_mm: Literal["auto", "grouped", "loop"] = "auto"
+    """How experts multiply. auto takes torch's grouped product where dtype and sizes allow, else the plain loop."""
+
+
+@dataclass
+class ActivationCheckpoint:
+    """What backward recomputes instead of keeping. It never changes a number."""
+
+    mode: Literal["none", "full", "selective", "moe"] = "none"
+    """none: fastest. full: whole blocks, lowest memory. selective: keeps matrix products, attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half, where most activations are."""
+    every: int = 1
+    """Apply to every n-th block."""
+
+
+@dataclass
+class Compile:
+    """torch.compile, per part of a block."""
+
+    enable: bool = False
+    """Worth its start-up (a minute or more) on long runs."""
+    backend: str = "inductor"
+    """inductor for speed; aot_eager to look for graph breaks."""
+
+
+@dataclass
+class Metrics:
+    """What a run tells. The console line and metrics.jsonl hold the same numbers."""
+
+    log_every: int = 1
+    """Steps between console lines."""
+    tensorboard: bool = True
+    """Write TensorBoard event files into the run's folder."""
+    peak_tflops: float = 0.0
+    """Peak TFLOP/s of one device at the compute dtype, for MFU. 0: known GPUs are looked up, else no MFU is shown."""
+
+
+@dataclass
+class Config:
+    """A run."""
+
+    job: Job = field(default_factory=Job)
+    model: Model = field(default_factory=Model)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    lr_schedule: LRSchedule = field(default_factory=LRSchedule)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    pipeline: Pipeline = field(default_factory=Pipeline)
+    moe: MoE = field(default_factory=MoE)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    compile: Compile = field(default_factory=Compile)
+    metrics: Metrics = field(default_factory=Metrics)

@@ -1,0 +1,99 @@
+"""What fits a field; and for what does not, what was perhaps meant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from titanmoe.config import laws
+from titanmoe.config.fields import Field, fields, tables, toml_value
+from titanmoe.config.recipe import toml
+
+
+class Misfit(NamedTuple):
+    """Stands where a value of another type was given."""
+
+    correction: str
+
+
+def fit(value: Any, target: Field) -> Any:
+    """The value as the field holds it, or a misfit."""
+    if target.item:
+        if isinstance(value, list) and all(type(item) is target.item for item in value):
+            return value
+    elif target.choices:
+        if value in target.choices:
+            return value
+    elif target.kind is float and type(value) is int:
+        return float(value) if abs(value) < laws.LIMIT else math.inf
+    elif type(value) is target.kind:
+        return value
+    return Misfit(_correction(value, target))
+
+
+def fit_texts(texts: list[str], target: Field) -> Any:
+    """The same for words of a command line."""
+    if not target.item:
+        value = parse(texts[0], target.kind)
+        return fit(texts[0] if value is None else value, target)
+    if texts == [""]:
+        return []
+    if len(texts) == 1 and texts[0].startswith("["):
+        try:
+            return fit(toml().loads(f"list = {texts[0]}")["list"], target)
+        except ValueError:
+            return fit(texts[0], target)
+    values = [parse(text, target.item) for text in texts]
+    return fit(texts if None in values else values, target)
+
+
+def parse(text: str, kind: Any) -> Any:
+    """A value of that kind from its text; None if it is none."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower())
+    try:
+        return kind(text) if kind in (int, float) else text
+    except ValueError:
+        return None
+
+
+def shown(value: Any) -> str:
+    text = toml_value(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _correction(value: Any, target: Field) -> str:
+    if target.choices:
+        near = closest(str(value), target.choices)
+        return f": did you mean {near}?" if near else ""
+    if target.item:
+        sample = [value] if type(value) is target.item else {int: [1, 2], str: ["a", "b"]}[target.item]
+        return f": write it as {toml_value(sample)}"
+    if isinstance(value, str) and parse(value, target.kind) is not None:
+        return f": write {toml_value(parse(value, target.kind))}, without quotes"
+    number = parse(value, float) if isinstance(value, str) else value
+    if target.kind is int and isinstance(number, float) and number.is_integer() and abs(number) < laws.LIMIT:
+        return f": write {int(number)}"
+    if target.kind is str and isinstance(value, int | float):
+        return f": write {toml_value(toml_value(value))}, in quotes"
+    return "" if target.kind is bool else f", such as {toml_value(target.default)}"
+
+
+def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The known name most like it; empty if none is much like it."""
+    from difflib import get_close_matches
+
+    return next(iter(get_close_matches(name.lower(), known, n=1, cutoff=cutoff)), "")
+
+
+def nearest(path: str) -> str:
+    """The field or table perhaps meant: the same name elsewhere, a like one in the same table, a like one; or empty."""
+    table, _, name = path.replace("-", "_").rpartition(".")
+    known = {other: other.rpartition(".") for other in [*fields(), *tables()]}
+    same = [other for other, (_, _, its) in known.items() if its == name]
+    if same:
+        return closest(path, same) or same[0]
+    siblings = {its: other for other, (where, _, its) in known.items() if where == table}
+    near = closest(name, siblings)
+    return siblings[near] if near else closest(path, fields(), cutoff=0.75)

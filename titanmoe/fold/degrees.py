@@ -1,0 +1,161 @@
+"""Degrees: how many ranks each axis of either view has.
+
+    world = pp * S        S = dp_replicate * dp_shard * cp * tp        the attention view of a stage's S ranks
+                          S = edp_replicate * edp * ep * etp           the expert view of the same ranks
+
+pp is outermost and tp, etp innermost, so both views have the same stages. Nothing else ties the views to each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd, isqrt, prod
+
+from titanmoe.config.schema import Parallelism
+
+KEYS = {
+    "pp": "parallelism.pp",
+    "dp_replicate": "parallelism.dp_replicate",
+    "dp_shard": "parallelism.dp_shard",
+    "cp": "parallelism.cp",
+    "tp": "parallelism.tp",
+    "edp_replicate": "parallelism.experts.edp_replicate",
+    "edp": "parallelism.experts.edp",
+    "ep": "parallelism.experts.ep",
+    "etp": "parallelism.experts.etp",
+}
+DERIVED = ("dp_shard", "edp_replicate", "edp")  # -1 asks for the value that fits
+
+
+class FoldError(ValueError):
+    """The degrees do not fit the world; `problems` holds every reason."""
+
+    def __init__(self, problems: list[str]):
+        super().__init__("\n".join(problems))
+        self.problems = problems
+
+
+@dataclass(frozen=True)
+class Fold:
+    world: int
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    edp_replicate: int
+    edp: int
+    ep: int
+    etp: int
+
+    @property
+    def stage(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world // self.pp
+
+    @property
+    def dp(self) -> int:
+        """Ranks with different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def attention_axes(self) -> dict[str, int]:
+        """Outermost first."""
+        return {name: getattr(self, name) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp")}
+
+    @property
+    def expert_axes(self) -> dict[str, int]:
+        """Outermost first."""
+        return {name: getattr(self, name) for name in ("pp", "edp_replicate", "edp", "ep", "etp")}
+
+
+def asked_degrees(parallelism: Parallelism) -> dict[str, int]:
+    """Every degree of a [parallelism] table by its short name, as given."""
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp"), ("edp_replicate", "edp", "ep", "etp")
+    tables = parallelism, parallelism.experts
+    return {name: getattr(table, name) for table, of in zip(tables, names, strict=True) for name in of}
+
+
+def default_edp_replicate(dp_replicate: int, left: int) -> int:
+    """Experts are replicated as attention is, as far as the ranks that ep * etp leaves divide that way."""
+    return gcd(dp_replicate, left)
+
+
+def derive(world: int, parallelism: Parallelism) -> Fold:
+    degrees, problems = resolve(world, parallelism)
+    if problems:
+        raise FoldError(problems)
+    return Fold(world, **{name: degrees[name] for name in KEYS})
+
+
+def resolve(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:
+    """The degrees as far as they are sound, with `stage` and `dp` among them, and what is wrong with the others."""
+    asked = asked_degrees(parallelism)
+    degrees = {name: n for name, n in asked.items() if n > 0}
+    problems = [_not_a_count(name, n) for name, n in asked.items() if n < 1 and not (n == -1 and name in DERIVED)]
+    given_rest = {name: degrees.pop(name, None) for name in ("dp_shard", "edp")}
+    if world < 1:
+        problems.append(f"the world has {world} ranks: use 1 or more")
+    if world < 1 or "pp" not in degrees:
+        return degrees, problems
+    pp = degrees["pp"]
+    if world % pp:
+        fix = choices("pp", divisors(world), pp)
+        remainder = f"{world} % {pp} = {world % pp}"
+        problems.append(f"parallelism.pp = {pp} does not divide the world of {world} ranks ({remainder}): use {fix}")
+        return degrees, problems
+
+    stage = degrees["stage"] = world // pp
+    where = f"the stage of {stage} ranks (world {world} / pp {pp})"
+    if asked["edp_replicate"] == -1 and {"dp_replicate", "ep", "etp"} <= degrees.keys():
+        left, remainder = divmod(stage, degrees["ep"] * degrees["etp"])
+        if not remainder:
+            degrees["edp_replicate"] = default_edp_replicate(degrees["dp_replicate"], left)
+    for name, others in ("dp_shard", ("dp_replicate", "cp", "tp")), ("edp", ("edp_replicate", "ep", "etp")):
+        known = {other: degrees[other] for other in others if other in degrees}
+        rest, remainder = divmod(stage, prod(known.values()))
+        if remainder:
+            problems.append(_does_not_divide(known, stage, where))
+        elif len(known) == len(others):
+            given = given_rest[name]
+            if given is None or given == rest:
+                degrees[name] = rest
+            else:
+                leave = " * ".join(f"{other} {n}" for other, n in known.items())
+                problems.append(
+                    f"{KEYS[name]} = {given} is not what {leave} leaves of {where}: use {rest}, or -1 to derive it"
+                )
+    if "dp_shard" in degrees:
+        degrees["dp"] = degrees["dp_replicate"] * degrees["dp_shard"]
+    return degrees, problems
+
+
+def _does_not_divide(degrees: dict[str, int], stage: int, where: str) -> str:
+    large = {name: n for name, n in degrees.items() if n > 1}
+    product = prod(large.values())
+    written = " * ".join(KEYS[name] for name in large)
+    if len(large) > 1:
+        written += " = " + " * ".join(str(n) for n in large.values())
+    fixes = [choices(name, divisors(stage * n // product), n) for name, n in large.items() if stage * n % product == 0]
+    fix = " or ".join(fixes or [choices("a product", divisors(stage), product)])
+    return f"{written} = {product} does not divide {where}, {stage} % {product} = {stage % product}: use {fix}"
+
+
+def _not_a_count(name: str, value: int) -> str:
+    return f"{KEYS[name]} = {value} is not a number of ranks: use 1 or more" + (
+        ", or -1 to derive it" if name in DERIVED else ""
+    )
+
+
+def divisors(n: int) -> list[int]:
+    """Ascending; of 0 and less, none."""
+    low = [d for d in range(1, isqrt(max(0, n)) + 1) if n % d == 0]
+    return low + [n // d for d in reversed(low) if d * d != n]
+
+
+def choices(name: str, values: list[int], near: int) -> str:
+    """For a fix: the values that would do, or of many the eight nearest."""
+    nearest = sorted(sorted(values, key=lambda value: abs(value - near))[:8])
+    if len(nearest) == 1:
+        return f"{name} = {nearest[0]}"
+    return f"{name} in {', '.join(map(str, nearest))}"

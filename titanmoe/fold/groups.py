@@ -1,0 +1,96 @@
+"""Rank groups: who shares an axis with whom. Arithmetic only, so any rank of any world answers at once.
+
+A rank is a mixed-radix number, one digit per axis of a view, outermost first. The group of some axes holds the ranks
+that differ in those digits only. "dp" stands for dp_replicate and dp_shard together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from math import prod
+from typing import Literal
+
+from titanmoe.fold.degrees import Fold
+
+View = Literal["attention", "experts"]
+TOGETHER = {"dp": ("dp_replicate", "dp_shard")}
+
+
+def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[int, ...]]:
+    """Every group, ranks ascending, in the order of their first ranks."""
+    return list(iter_groups(fold, view, axes))
+
+
+def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator[tuple[int, ...]]:
+    """The same one at a time, for those who want the first few of a large world."""
+    chosen = _chosen(fold, view, axes)
+    digits = _digits(fold, view)
+    members = list(_ranks([digits[name] for name in digits if name in chosen]))
+    for first in _ranks([digits[name] for name in digits if name not in chosen]):
+        yield tuple(first + member for member in members)
+
+
+def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
+    """The group that `rank` is in. Costs its size, whatever the world's."""
+    chosen = _chosen(fold, view, axes)
+    mine = coordinates(fold, view, rank)
+    digits = _digits(fold, view)
+    first = rank - sum(mine[name] * digits[name][1] for name in chosen)
+    return tuple(first + member for member in _ranks([digits[name] for name in digits if name in chosen]))
+
+
+def coordinates(fold: Fold, view: View, rank: int) -> dict[str, int]:
+    """The rank's place on every axis of a view, outermost first."""
+    if not 0 <= rank < fold.world:
+        raise ValueError(f"rank {rank} is not in a world of {fold.world} ranks: use 0 to {fold.world - 1}")
+    return {name: rank // stride % size for name, (size, stride) in _digits(fold, view).items()}
+
+
+def crossing(fold: Fold, view: View, axes: str | tuple[str, ...], node: int) -> Literal["none", "some", "all"]:
+    """How many groups of some adjacent axes have ranks on more than one node, ranks filling the nodes in order.
+
+    The groups tile blocks of size * stride ranks, from rank 0. If such blocks tile a node, no group leaves it. Else
+    some block has a node's edge inside, and some group of that block crosses it; rank 0's group does not if it ends
+    before the first edge.
+    """
+    chosen = _chosen(fold, view, axes)
+    spans = [span for name, span in _digits(fold, view).items() if name in chosen]
+    size, stride = prod(size for size, _ in spans), spans[-1][1]
+    if size == 1 or node >= fold.world or node % (size * stride) == 0:
+        return "none"
+    return "all" if (size - 1) * stride >= node else "some"
+
+
+def _axes(fold: Fold, view: View) -> dict[str, int]:
+    if view == "attention":
+        return fold.attention_axes
+    if view == "experts":
+        return fold.expert_axes
+    raise ValueError(f"{view!r} is not a view: use 'attention' or 'experts'")
+
+
+def _digits(fold: Fold, view: View) -> dict[str, tuple[int, int]]:
+    """Size and stride (ranks from one coordinate to the next) of every axis, outermost first."""
+    digits, stride = {}, fold.world
+    for name, size in _axes(fold, view).items():
+        stride //= size
+        digits[name] = (size, stride)
+    return digits
+
+
+def _chosen(fold: Fold, view: View, axes: str | tuple[str, ...]) -> set[str]:
+    known = _axes(fold, view)
+    chosen = set()
+    for name in (axes,) if isinstance(axes, str) else axes:
+        parts = TOGETHER.get(name, (name,))
+        if not all(part in known for part in parts):
+            raise ValueError(f"{name!r} is not an axis of the {view} view: use {', '.join(known)}")
+        chosen.update(parts)
+    return chosen
+
+
+def _ranks(digits: list[tuple[int, int]]) -> Iterator[int]:
+    """Every sum of one coordinate per axis times its stride; ascending, because outer axes come first."""
+    steps = (range(0, size * stride, stride) for size, stride in digits)
+    return map(sum, product(*steps))

@@ -1,0 +1,119 @@
+"""The laws of a mapping: everything wrong with it at once, each with its numbers and what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+
+from titanmoe.config.schema import Config, Model
+from titanmoe.fold.degrees import KEYS, choices, divisors, resolve
+
+
+def violations(world: int, config: Config) -> list[str]:
+    """Every law broken by the recipe's mapping on a world of so many ranks; none when it is legal."""
+    degrees, problems = resolve(world, config.parallelism)
+    return problems + list(model_violations(degrees, config))
+
+
+def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
+    """The laws that tie degrees to the model and the batch, as far as the degrees they name are known.
+
+    So one view can be judged without the other: no law ties a degree of attention to one of the experts.
+    """
+    model, training = config.model, config.training
+    for name, fields in divided_fields(model).items():
+        yield from _divides(degrees, name, fields)
+
+    if {"cp", "tp"} <= degrees.keys():
+        factors = {"tp": degrees["tp"], "cp": degrees["cp"]}
+        if degrees["cp"] > 1 and config.parallelism.cp_placement == "zigzag":
+            factors = {"2": 2} | factors  # each cp rank owns two pieces, one early and one late
+        unit = prod(factors.values())
+        if training.seq_len % unit:
+            numbers = f"{' * '.join(factors)} = {' * '.join(map(str, factors.values()))} = {unit}"
+            yield _not_a_multiple("training.seq_len", training.seq_len, numbers, unit) + ", or another tp or cp"
+
+    if "dp" in degrees and training.local_batch_size > 0 and training.global_batch_size > 0:
+        unit = training.local_batch_size * degrees["dp"]
+        if training.global_batch_size % unit:
+            numbers = f"training.local_batch_size * data ranks = {training.local_batch_size} * {degrees['dp']} = {unit}"
+            yield _not_a_multiple("training.global_batch_size", training.global_batch_size, numbers, unit)
+
+    if degrees.get("pp", 1) > model.num_layers:
+        yield (
+            f"parallelism.pp = {degrees['pp']} is more than model.num_layers = {model.num_layers}, and a stage has a "
+            f"layer at least: use pp of {model.num_layers} or less"
+        )
+
+    if moe_layers(model) == 0:
+        for name in ("ep", "etp"):
+            if degrees.get(name, 1) > 1:
+                yield (
+                    f"{KEYS[name]} = {degrees[name]}, but none of the {model.num_layers} layers has experts "
+                    f"(model.num_dense_layers = {model.num_dense_layers}, model.moe_every = {model.moe_every}): "
+                    f"use {name} = 1"
+                )
+    elif {"ep", "edp"} <= degrees.keys() and not experts_shard(model, degrees["ep"], degrees["edp"]):
+        ep, edp = degrees["ep"], degrees["edp"]
+        held = model.num_experts // ep
+        total = edp * degrees["edp_replicate"]
+        fits = [total // n for n in divisors(total) if experts_shard(model, ep, n)]
+        fix = choices("edp_replicate", fits, degrees["edp_replicate"])
+        yield (
+            f"{KEYS['edp']} = {edp} ranks cannot share the weights of {held} experts (model.num_experts "
+            f"{model.num_experts} / ep {ep}) evenly, neither whole experts ({held} % {edp} = {held % edp}) nor "
+            f"model.dim = {model.dim} ({model.dim} % {edp} = {model.dim % edp}): use {fix}"
+        )
+
+
+def moe_layers(model: Model) -> int:
+    """How many layers have experts: after the dense ones, every moe_every-th."""
+    return max(0, model.num_layers - model.num_dense_layers) // max(1, model.moe_every) if model.num_experts > 0 else 0
+
+
+def divided_fields(model: Model) -> dict[str, dict[str, int]]:
+    """What each degree cuts into equal parts."""
+    cut = {
+        "tp": {
+            "model.num_heads": model.num_heads,
+            "model.num_kv_heads": model.num_kv_heads,
+            "model.vocab_size": model.vocab_size,
+        }
+    }
+    moe = moe_layers(model)
+    if moe < model.num_layers:
+        cut["tp"]["model.dense_hidden"] = model.dense_hidden
+    if moe > 0:
+        cut["tp"]["model.shared_hidden"] = model.shared_hidden
+        cut["ep"] = {"model.num_experts": model.num_experts}
+        cut["etp"] = {"model.expert_hidden": model.expert_hidden}
+    return cut
+
+
+def experts_shard(model: Model, ep: int, edp: int) -> bool:
+    """Whole experts over edp if they go round, else slices of the model dim; FSDP would pad anything uneven."""
+    return model.num_experts % ep != 0 or model.num_experts // ep % edp == 0 or model.dim % edp == 0
+
+
+def _divides(degrees: Mapping[str, int], name: str, fields: Mapping[str, int]) -> Iterator[str]:
+    if name not in degrees:
+        return
+    degree = degrees[name]
+    for field, value in fields.items():
+        if value > 0 and value % degree:
+            fits = [
+                n
+                for n in divisors(value)
+                if all(other % n == 0 for other in fields.values()) and degrees.get("stage", n) % n == 0
+            ]
+            fix = choices(name, fits, degree)
+            if field == "model.vocab_size":
+                fix += f", or pad the vocabulary to {value + -value % degree}"
+            remainder = f"{value} % {degree} = {value % degree}"
+            yield f"{KEYS[name]} = {degree} does not divide {field} = {value} ({remainder}): use {fix}"
+
+
+def _not_a_multiple(field: str, value: int, numbers: str, unit: int) -> str:
+    below = value // unit * unit
+    near = f"{below} or {below + unit}" if below > 0 else str(unit)
+    return f"{field} = {value} is not a multiple of {numbers} ({value} % {unit} = {value % unit}): use {near}"

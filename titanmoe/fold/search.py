@@ -1,0 +1,120 @@
+"""Every legal mapping of a world, and the ones nearest to an illegal wish.
+
+The two views of a stage share nothing but its ranks, so the legal mappings of a world are, pp by pp, every legal
+attention view with every legal expert view.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import log2
+from operator import itemgetter
+
+from titanmoe.config.schema import Config, Parallelism
+from titanmoe.fold.degrees import DERIVED, Fold, asked_degrees, default_edp_replicate, divisors
+from titanmoe.fold.legality import model_violations
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The legal views of a pipeline stage; any of one goes with any of the other."""
+
+    world: int
+    pp: int
+    attention: list[dict[str, int]]  # dp_replicate, dp_shard, cp, tp
+    experts: list[dict[str, int]]  # edp_replicate, edp, ep, etp
+
+    def fold(self, attention: dict[str, int], experts: dict[str, int]) -> Fold:
+        return Fold(self.world, self.pp, **attention, **experts)
+
+    def pairs(self) -> Iterator[tuple[dict[str, int], dict[str, int]]]:
+        return product(self.attention, self.experts)
+
+
+def legal_stages(world: int, config: Config | None = None) -> Iterator[Stage]:
+    """By pp. Without a config only the ranks have laws, with one its model and batch too; its degrees do not matter."""
+
+    def legal(degrees: dict[str, int]) -> bool:
+        return config is None or not any(True for _ in model_violations(degrees, config))
+
+    for pp in divisors(world):
+        if not legal({"pp": pp}):
+            continue
+        splits = list(_four_factors(world // pp))
+        attention = [dict(zip(("dp_replicate", "dp_shard", "cp", "tp"), split, strict=True)) for split in splits]
+        experts = [dict(zip(("edp_replicate", "edp", "ep", "etp"), split, strict=True)) for split in splits]
+        yield Stage(
+            world,
+            pp,
+            [view for view in attention if legal(view | {"dp": view["dp_replicate"] * view["dp_shard"]})],
+            [view for view in experts if legal(view)],
+        )
+
+
+def legal_folds(world: int, config: Config | None = None) -> Iterator[Fold]:
+    """Every legal mapping, one by one."""
+    for stage in legal_stages(world, config):
+        for attention, experts in stage.pairs():
+            yield stage.fold(attention, experts)
+
+
+def nearest(world: int, asked: Parallelism, config: Config | None = None, count: int = 3) -> list[Fold]:
+    """The legal mappings that change the fewest degrees of a wish, and those the least.
+
+    A changed degree costs 1 and the powers of two between old and new. Degrees left to be derived are free, but for an
+    edp_replicate that is not its default: it has to be written down. A mapping that changes more where less would do is
+    left out.
+    """
+    wish, pool = asked_degrees(asked), 10 * count
+
+    def cost(name: str, value: int) -> float:
+        if value == wish[name] or (wish[name] == -1 and name in DERIVED):
+            return 0.0
+        return 1 + abs(log2(value / max(1, wish[name])))
+
+    def priced(views: list[dict[str, int]]) -> list[tuple[float, dict[str, int]]]:
+        sums = ((sum(cost(name, value) for name, value in view.items()), view) for view in views)
+        return sorted(sums, key=itemgetter(0))
+
+    best: list[tuple[float, Fold]] = []
+    for stage in legal_stages(world, config):
+        experts = priced(stage.experts)
+        for attention_cost, attention in priced(stage.attention):
+            for experts_cost, expert in experts:
+                price = cost("pp", stage.pp) + attention_cost + experts_cost
+                if len(best) == pool and price >= best[-1][0]:
+                    break  # experts come cheapest first
+                default = default_edp_replicate(attention["dp_replicate"], expert["edp_replicate"] * expert["edp"])
+                if wish["edp_replicate"] == -1 and expert["edp_replicate"] != default:
+                    price += 1 + abs(log2(expert["edp_replicate"] / default))
+                insort(best, (price, stage.fold(attention, expert)), key=itemgetter(0))
+                del best[pool:]
+    found: list[Fold] = []
+    for _, fold in best:
+        change = changes(asked, fold).items()
+        if not any(changes(asked, other).items() <= change for other in found):
+            found.append(fold)
+    return found[:count]
+
+
+def changes(asked: Parallelism, fold: Fold) -> dict[str, tuple[int, int]]:
+    """Which degrees of a wish are others in a mapping: from, to. What is derived anyway needs no change."""
+    names = {
+        name: (old, getattr(fold, name))
+        for name, old in asked_degrees(asked).items()
+        if old != getattr(fold, name) and not (old == -1 and name in DERIVED)
+    }
+    default = default_edp_replicate(fold.dp_replicate, fold.edp_replicate * fold.edp)
+    if asked.experts.edp_replicate == -1 and fold.edp_replicate != default:
+        names["edp_replicate"] = (-1, fold.edp_replicate)
+    return names
+
+
+def _four_factors(n: int) -> Iterator[tuple[int, int, int, int]]:
+    for a in divisors(n):
+        for b in divisors(n // a):
+            for c in divisors(n // a // b):
+                yield a, b, c, n // a // b // c

@@ -1,0 +1,1 @@
+"""The transformer, its families' shapes, and what they count to."""

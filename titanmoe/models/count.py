@@ -1,0 +1,97 @@
+"""Parameters and FLOPs of a model, by arithmetic on its shape.
+
+Parameters: everything an optimizer steps, each logical weight once whatever the mapping; routers, shared-expert gates,
+biases and norms are in. The router's expert bias is a buffer and is not. "Active" is the part one token meets: all but
+the routed experts it does not visit. Like the published model cards, both figures hold the embedding and the head.
+
+FLOPs, per token, a multiplication and an addition being two:
+
+    forward  = 2 * N + 2 * L * H * h * S        training = 3 * forward, the backward pass being two forwards
+
+N is the active parameters with the head but without the embedding, which is looked up and not multiplied (a tied
+matrix counts once, as the head). L layers, H query heads, h their width, S the sequence length. The second term is
+causal attention: scores and weighted values cost 2 * 2 * H * h per token and position, and a token sees S/2 positions
+on average. In N, norms and biases (less than 0.01 % of a real model) are priced like matrix rows. Softmax, RoPE and
+activations are not counted, nor is recomputation: this is the work of the model (MFU), not of the hardware (HFU).
+Tokens that a capacity factor drops are counted as if they were computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from titanmoe.config.schema import Model
+
+
+@dataclass(frozen=True)
+class Parameters:
+    embedding: int
+    """Both ends: embedding and head; one matrix when tied."""
+    attention: int
+    """Projections and their biases."""
+    dense: int
+    """Feed-forward networks of the blocks without experts."""
+    router: int
+    experts: int
+    """All routed experts."""
+    active_experts: int
+    """The routed experts one token visits."""
+    shared: int
+    """Shared experts and their gates."""
+    norms: int
+    """Of the blocks, of queries and keys, and the final one."""
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.attention + self.dense + self.router + self.experts + self.shared + self.norms
+
+    @property
+    def active(self) -> int:
+        return self.total - self.experts + self.active_experts
+
+
+def has_experts(model: Model, layer: int) -> bool:
+    """Whether a block has experts rather than a dense feed-forward network."""
+    return layer >= model.num_dense_layers and (layer - model.num_dense_layers + 1) % model.moe_every == 0
+
+
+def parameters(model: Model) -> Parameters:
+    layers, dim = model.num_layers, model.dim
+    moe_layers = sum(has_experts(model, layer) for layer in range(layers))
+    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+
+    def swiglu(hidden: int) -> int:
+        return 3 * dim * hidden
+
+    return Parameters(
+        embedding=(1 if model.tie_embeddings else 2) * model.vocab_size * dim,
+        attention=layers * (2 * dim * (query + key_value) + model.qkv_bias * (query + 2 * key_value)),
+        dense=(layers - moe_layers) * swiglu(model.dense_hidden),
+        router=moe_layers * model.num_experts * dim,
+        experts=moe_layers * model.num_experts * swiglu(model.expert_hidden),
+        active_experts=moe_layers * model.top_k * swiglu(model.expert_hidden),
+        shared=moe_layers * (swiglu(model.shared_hidden) + (dim if model.shared_hidden and model.shared_gate else 0)),
+        norms=layers * (2 * dim + model.qk_norm * 2 * model.head_dim) + dim,
+    )
+
+
+def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
+    """Forward FLOPs per token of each block, and of the head: what a pipeline stage costs."""
+    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    attention = 2 * 2 * model.dim * (query + key_value) + 2 * query * seq_len
+    dense = 2 * 3 * model.dim * model.dense_hidden
+    experts = 2 * model.dim * (model.num_experts + 3 * (model.top_k * model.expert_hidden + model.shared_hidden))
+    layers = [attention + (experts if has_experts(model, i) else dense) for i in range(model.num_layers)]
+    return layers, 2 * model.vocab_size * model.dim
+
+
+def forward_flops_per_token(model: Model, seq_len: int) -> int:
+    """FLOPs of one token's forward pass, averaged over a sequence of seq_len."""
+    count = parameters(model)
+    multiplied = count.active - count.embedding + model.vocab_size * model.dim
+    return 2 * multiplied + 2 * model.num_layers * model.num_heads * model.head_dim * seq_len
+
+
+def flops_per_token(model: Model, seq_len: int) -> int:
+    """FLOPs to train on one token, forward and backward, averaged over a sequence of seq_len."""
+    return 3 * forward_flops_per_token(model, seq_len)

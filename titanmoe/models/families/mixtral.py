@@ -1,0 +1,30 @@
+"""Mixtral: every block has experts, the chosen softmax scores are scaled to sum to one, nothing is shared or biased.
+
+8x7b and 8x22b are the published base models (v0.1). 8x22b_g8t8 is the fine-grained variant of arXiv 2504.14960:
+granularity 8, top 8, that is each expert split into 8 of an eighth of the width, 8 of the 64 chosen.
+"""
+
+SWITCHES = dict(
+    qkv_bias=False,
+    qk_norm=False,
+    rope_theta=1e6,
+    norm_eps=1e-5,
+    tie_embeddings=False,
+    shared_hidden=0,
+    shared_gate=False,
+    score_function="softmax",
+    norm_topk=True,
+)
+
+_8X22B = SWITCHES | dict(vocab_size=32000, dim=6144, num_layers=56, num_heads=48, num_kv_heads=8, head_dim=128)
+
+SIZES: dict[str, dict[str, object]] = {
+    "debug": SWITCHES
+    | dict(vocab_size=320, dim=64, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=8)
+    | dict(num_experts=8, top_k=2, expert_hidden=128),
+    "8x7b": SWITCHES
+    | dict(vocab_size=32000, dim=4096, num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128)
+    | dict(num_experts=8, top_k=2, expert_hidden=14336),
+    "8x22b": _8X22B | dict(num_experts=8, top_k=2, expert_hidden=16384),
+    "8x22b_g8t8": _8X22B | dict(num_experts=64, top_k=8, expert_hidden=2048),
+}

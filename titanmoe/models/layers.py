@@ -1,0 +1,86 @@
+"""The plain parts: linear, norm, feed-forward, rotary positions.
+
+Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), D model, F hidden, h head.
+A module with a `tp` group takes and returns the tokens that this rank owns and holds its shard of the hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanmoe.comm import ALONE, gather, local, scatter_sum
+
+
+def promote(x: Tensor) -> Tensor:
+    """At least float32: for norms, RoPE, softmax and loss. Never a demotion."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Linear(nn.Module):
+    def __init__(self, inputs: int, outputs: int, bias: bool = False, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(outputs, dtype=dtype)) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, local(self.weight), None if self.bias is None else local(self.bias))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, dtype=dtype))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = promote(x)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * local(self.weight)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, hidden: int, dtype: torch.dtype | None = None):
+        super().__init__()
+        self.w1 = Linear(dim, hidden, dtype=dtype)
+        self.w3 = Linear(dim, hidden, dtype=dtype)
+        self.w2 = Linear(hidden, dim, dtype=dtype)
+        self.tp = ALONE
+
+    def forward(self, x_BsD: Tensor) -> Tensor:
+        x_BSD = gather(x_BsD, 1, self.tp)
+        return scatter_sum(self.down(self.w1(x_BSD), self.w3(x_BSD)), 1, self.tp)
+
+    def down(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
+        return self.w2(F.silu(gate_BSF) * up_BSF)
+
+
+class SharedExpert(FeedForward):
+    """The expert every token visits, scaled by a learned gate where the family has one."""
+
+    def __init__(self, dim: int, hidden: int, gated: bool, dtype: torch.dtype | None = None):
+        super().__init__(dim, hidden, dtype)
+        self.gate = Linear(dim, 1, dtype=dtype) if gated else None
+
+    def forward(self, x_BsD: Tensor) -> Tensor:
+        y_BsD = super().forward(x_BsD)
+        return y_BsD if self.gate is None else y_BsD * torch.sigmoid(self.gate(x_BsD))
+
+
+def rope_angles(position_BS: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin, (B, S, 1, h), of position * theta^(-2i/h); both halves of a head turn by the same angles."""
+    wide = torch.promote_types(dtype, torch.float32)
+    exponent = torch.arange(0, head_dim, 2, device=position_BS.device, dtype=wide) / head_dim
+    angle = position_BS.unsqueeze(-1).to(wide) * theta**-exponent
+    angle = torch.cat((angle, angle), -1).unsqueeze(2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+    """RoPE in the two-halves convention of the published checkpoints."""
+    wide, (cos, sin) = promote(x_BSHh), rope
+    first, second = wide.chunk(2, -1)
+    return (wide * cos + torch.cat((-second, first), -1) * sin).to(x_BSHh.dtype)

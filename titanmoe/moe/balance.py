@@ -1,0 +1,121 @@
+"""Keeping experts evenly busy: auxiliary losses, selection bias, and the counts that both and the metrics need.
+
+With p_te a token's normalised score, count_e the choices (before dropping) and f_e = E * count_e / (K * tokens):
+
+    sequence     mean over the step's samples of     sum_e f_e(sample) * mean_t p_te
+    microbatch   token-weighted mean over microbatches of  sum_e f_e(microbatch) * mean_t p_te
+    global       the same with f_e over all data ranks and the step's microbatches so far
+    z            mean over the step's tokens of logsumexp(logits)^2
+
+f is a constant, so a rank need only add up p over its own tokens: the sum over ranks is the whole. Each of the first
+three is 1 under uniform routing. What a forward writes is indexed by microbatch, so a recomputed forward, whenever it
+runs, writes the same again.
+
+Shapes: M microbatches of a step, B samples of a microbatch, T owned tokens, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from titanmoe.comm import ALONE, Group, all_reduce
+from titanmoe.config.schema import Model
+from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.tokens import Tokens
+
+AUX = ("aux_loss_sequence", "aux_loss", "aux_loss_global", "z_loss")
+STATISTICS = (*AUX, "entropy", "tokens", "dropped")
+
+
+class _Attach(torch.autograd.Function):
+    """x unchanged; in backward the auxiliary loss, already scaled, receives the gradient 1."""
+
+    @staticmethod
+    def forward(ctx, x, aux):
+        ctx.save_for_backward(aux)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (aux,) = ctx.saved_tensors
+        return grad, torch.ones_like(aux)
+
+
+class Balance(nn.Module):
+    def __init__(self, model: Model, options: MoEOptions, microbatches: int):
+        super().__init__()
+        self.model = model
+        self.coefficients = {name: getattr(options, name) for name in AUX if getattr(options, name)}
+        self.sequence: Group = ALONE  # cp x tp: ranks that own tokens of the same samples
+        self.data: Group = ALONE  # dp_replicate x dp_shard
+
+        def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
+
+        buffer("count_ME", microbatches, model.num_experts)  # this rank's
+        buffer("statistics_MX", microbatches, len(STATISTICS))  # this rank's
+        buffer("global_ME", microbatches, model.num_experts + 1)  # all data ranks' counts, and their tokens
+        buffer("step_tokens")  # routed tokens of the whole step, all ranks
+        buffer("step_samples")
+
+    def begin_step(self, tokens: Tensor, samples: int) -> None:
+        for buffer in (self.count_ME, self.statistics_MX, self.global_ME):
+            buffer.zero_()
+        self.step_tokens.copy_(tokens).clamp_(min=1)
+        self.step_samples.fill_(samples)
+
+    def forward(
+        self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, tokens: Tokens, samples: int
+    ) -> Tensor:
+        """Returns the routing weights, the auxiliary losses' gradient attached."""
+        E = self.model.num_experts
+        valid_T1 = tokens.valid_T.unsqueeze(1).to(scores_TE.dtype)
+        p_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if self.model.score_function == "sigmoid" else scores_TE
+        count_BE = torch.zeros(samples * (E + 1), dtype=torch.float64, device=p_TE.device)
+        bucket_TK = tokens.sample_T.unsqueeze(1) * (E + 1) + chosen_TK
+        count_BE.scatter_add_(0, bucket_TK.flatten(), torch.ones_like(bucket_TK.flatten(), dtype=torch.float64))
+        count_BE = count_BE.view(samples, E + 1)
+        count_BE[:, E] = tokens.valid_T.view(samples, -1).sum(1)  # the last column now counts the sample's tokens
+
+        terms = self._terms(p_TE * valid_T1, logits_TE, valid_T1, count_BE, tokens.microbatch)
+        with torch.no_grad():
+            m = tokens.microbatch.view(1)
+            entropy = -(torch.special.xlogy(p_TE, p_TE) * valid_T1).sum()
+            values = [terms.get(name, entropy.new_zeros(())) for name in AUX] + [entropy, valid_T1.sum()]
+            self.count_ME.index_copy_(0, m, count_BE[:, :E].sum(0, keepdim=True))
+            row_1X = torch.stack([*values, entropy.new_zeros(())]).to(torch.float64).unsqueeze(0)
+            self.statistics_MX.index_copy_(0, m, row_1X)
+        return _Attach.apply(weights_TK, sum(terms.values())) if terms else weights_TK
+
+    def _terms(
+        self, p_TE: Tensor, logits_TE: Tensor, valid_T1: Tensor, count_BE: Tensor, microbatch: Tensor
+    ) -> dict[str, Tensor]:
+        """This rank's share of each term times its coefficient."""
+        E, K, wanted = self.model.num_experts, self.model.top_k, self.coefficients
+        terms = {}
+        if any(name in wanted for name in AUX[:3]):
+            count_BE = all_reduce(count_BE, self.sequence)
+            p_BE = p_TE.view(len(count_BE), -1, E).sum(1)
+        if "aux_loss_sequence" in wanted:
+            tokens_B1 = count_BE[:, E:].clamp(min=1)
+            f_BE = count_BE[:, :E] * (E / K) / tokens_B1
+            terms["aux_loss_sequence"] = (p_BE * f_BE / tokens_B1).sum() / self.step_samples
+        if "aux_loss" in wanted:
+            count_E = count_BE.sum(0)
+            f_E = count_E[:E] * (E / K) / count_E[E].clamp(min=1)
+            terms["aux_loss"] = (p_BE.sum(0) * f_E).sum() / self.step_tokens
+        if "aux_loss_global" in wanted:
+            count_E = all_reduce(count_BE.sum(0), self.data)
+            self.global_ME.index_copy_(0, microbatch.view(1), count_E.unsqueeze(0))
+            so_far_M1 = (torch.arange(len(self.global_ME), device=microbatch.device) <= microbatch).unsqueeze(1)
+            count_E = (self.global_ME * so_far_M1).sum(0)
+            f_E = count_E[:E] * (E / K) / count_E[E].clamp(min=1)
+            terms["aux_loss_global"] = (p_BE.sum(0) * f_E).sum() / self.step_tokens
+        if "z_loss" in wanted:
+            terms["z_loss"] = (logits_TE.logsumexp(-1, keepdim=True).square() * valid_T1).sum() / self.step_tokens
+        return {name: wanted[name] * value for name, value in terms.items()}
+
+    def dropped(self, entries: Tensor, microbatch: Tensor) -> None:
+        """Note how many of this rank's choices the capacity refused."""
+        self.statistics_MX[:, -1].index_copy_(0, microbatch.view(1), entries.view(1).to(torch.float64))

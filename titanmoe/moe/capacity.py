@@ -1,0 +1,76 @@
+"""Dropping: an expert takes at most C tokens per scope, C = ceil(capacity_factor * K * L / E).
+
+L counts the scope's token positions, padding too, so C is static. The scope is what one rank owns in one microbatch
+(sub_sequence), or a sample (full_sequence), which needs the choices of every rank that shares it.
+
+Shapes: T tokens this rank owns, N tokens of the ranks that share its samples, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm import ALONE, Group, all_gather
+from titanmoe.config.schema import Model
+from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.tokens import Tokens
+
+
+class Capacity:
+    def __init__(self, model: Model, options: MoEOptions):
+        self.model, self.options = model, options
+        self.sequence: Group = ALONE  # cp x tp, set when the model is laid on the meshes
+        self.full = options.capacity_scope == "full_sequence"
+
+    def of(self, positions: int) -> int:
+        """C of a scope of that many token positions."""
+        return math.ceil(self.options.capacity_factor * self.model.top_k * positions / self.model.num_experts)
+
+    def bin(self, samples: int, owned: int) -> int:
+        """The most rows this rank can have for one expert: what a padded bin must hold."""
+        if not self.full:
+            return self.of(owned)
+        positions = owned // samples
+        return samples * min(self.of(positions * self.sequence.size), positions)
+
+    def drop(self, chosen_TK: Tensor, weights_TK: Tensor, tokens: Tokens, samples: int) -> Tensor:
+        """chosen_TK with what is over capacity set to E (no expert)."""
+        owned = chosen_TK.shape[0]
+        scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)
+        group = self.sequence if self.full else ALONE
+        positions = owned // samples * group.size if self.full else owned
+        chosen_NK, weights_NK, order_N, scope_N = (
+            all_gather(x, 0, group) for x in (chosen_TK, weights_TK.detach(), tokens.index_T, scope_T)
+        )
+        over_NK = over_capacity(
+            chosen_NK,
+            weights_NK if self.options.drop_policy == "probability" else None,
+            order_N,
+            scope_N,
+            self.model.num_experts,
+            self.of(positions),
+        )
+        over_TK = over_NK[group.rank * owned : (group.rank + 1) * owned]
+        return chosen_TK.masked_fill(over_TK, self.model.num_experts)
+
+
+def over_capacity(
+    chosen_NK: Tensor, weights_NK: Tensor | None, order_N: Tensor, scope_N: Tensor, num_experts: int, capacity: int
+) -> Tensor:
+    """Entries after the first `capacity` of their (scope, expert), by falling weight if given and then by order."""
+    bucket = (scope_N.unsqueeze(1) * (num_experts + 1) + chosen_NK).flatten()
+    rank = order_N.argsort(stable=True)
+    # entries sorted by order; then stable sorts by weight and by bucket on top
+    k = chosen_NK.shape[1]
+    entry = (rank.unsqueeze(1) * k + torch.arange(k, device=rank.device)).flatten()
+    if weights_NK is not None:
+        entry = entry[weights_NK.flatten()[entry].argsort(descending=True, stable=True)]
+    entry = entry[bucket[entry].argsort(stable=True)]
+    sorted_bucket = bucket[entry]
+    place = torch.arange(len(entry), device=entry.device) - torch.searchsorted(sorted_bucket, sorted_bucket)
+    over = torch.empty_like(bucket, dtype=torch.bool)
+    over[entry] = place >= capacity
+    return over.view_as(chosen_NK) & (chosen_NK < num_experts)

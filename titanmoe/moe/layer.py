@@ -1,0 +1,101 @@
+"""The MoE layer. It sees the tokens that this rank alone owns and knows nothing of how attention was laid out.
+
+Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k, R rows of this rank's experts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from titanmoe.comm import Group, all_reduce
+from titanmoe.config.schema import Model
+from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.moe.balance import AUX, STATISTICS, Balance
+from titanmoe.moe.capacity import Capacity
+from titanmoe.moe.dispatch import AllGather, AllToAll
+from titanmoe.moe.experts import Experts
+from titanmoe.moe.router import Router
+from titanmoe.tokens import Tokens
+
+
+class MoE(nn.Module):
+    def __init__(
+        self,
+        model: Model,
+        options: MoEOptions,
+        shared: nn.Module | None,
+        seed: int,
+        layer: int,
+        microbatches: int,
+        dtype: torch.dtype,
+    ):
+        super().__init__()
+        self.router = Router(model, options, seed, layer, dtype)
+        self.balance = Balance(model, options, microbatches)
+        self.capacity = Capacity(model, options) if options.capacity_factor else None
+        self.dispatcher = (AllToAll if options.dispatcher == "alltoall" else AllGather)(model.num_experts)
+        self.experts = Experts(model, options, dtype)
+        self.shared = shared
+        self.pad = options.pad_to_capacity
+
+    def begin_step(self, step: int, tokens: Tensor, samples: int) -> None:
+        """tokens: how many the whole step routes; samples: of the whole step."""
+        self.router.begin_step(step)
+        self.balance.begin_step(tokens, samples)
+
+    def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
+        samples, x_TD = x_BsD.shape[0], x_BsD.flatten(0, 1)
+        logits_TE, scores_TE, weights_TK, chosen_TK = self.router(x_TD, tokens)
+        weights_TK = self.balance(weights_TK, logits_TE, scores_TE, chosen_TK, tokens, samples)
+        bin = 0
+        if self.capacity is not None:
+            kept_TK = self.capacity.drop(chosen_TK, weights_TK, tokens, samples)
+            self.balance.dropped((kept_TK != chosen_TK).sum(), tokens.microbatch)
+            chosen_TK = kept_TK
+            bin = self.capacity.bin(samples, x_TD.shape[0]) if self.pad else 0
+
+        rows_RD, weights_R1, count_e, route = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin)
+        rows_RD = self.experts(rows_RD, weights_R1, count_e)
+        y_BsD = self.dispatcher.combine(rows_RD, route).view_as(x_BsD)
+        return y_BsD if self.shared is None else y_BsD + self.shared(x_BsD)
+
+
+@torch.no_grad()
+def finish_step(
+    mine: dict[int, MoE],
+    numbers: list[int],
+    num_experts: int,
+    world: Group,
+    bias_update_rate: float,
+    device: torch.device,
+) -> dict[int, dict[str, float]]:
+    """Once per optimizer step: add up what every rank and microbatch counted, move the selection biases, and tell.
+
+    `numbers` are all MoE layers of the model, `mine` those of this rank's stages: one table, one sum over the world.
+    """
+    table = torch.zeros(len(numbers), num_experts + len(STATISTICS), dtype=torch.float64, device=device)
+    for row, number in enumerate(numbers):
+        if number in mine:
+            balance = mine[number].balance
+            table[row] = torch.cat((balance.count_ME.sum(0), balance.statistics_MX.sum(0)))
+    table = all_reduce(table, world)
+    for row, number in enumerate(numbers):
+        if bias_update_rate and number in mine:
+            count_E = table[row, :num_experts]
+            mine[number].router.expert_bias += (bias_update_rate * torch.sign(count_E.mean() - count_E)).to(
+                torch.float32
+            )
+    report = {}
+    for number, row in zip(numbers, table.tolist(), strict=True):
+        counts, values = row[:num_experts], dict(zip(STATISTICS, row[num_experts:], strict=True))
+        tokens, mean = max(values["tokens"], 1.0), sum(counts) / num_experts
+        report[number] = {name: values[name] for name in AUX} | {
+            "tokens_min": min(counts),
+            "tokens_mean": mean,
+            "tokens_max": max(counts),
+            "imbalance": max(counts) / mean if mean else 1.0,
+            "router_entropy": values["entropy"] / tokens,
+            "dropped_fraction": values["dropped"] / sum(counts) if mean else 0.0,
+        }
+    return report

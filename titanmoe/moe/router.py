@@ -1,0 +1,78 @@
+"""Which experts a token visits, and with what weight.
+
+Shapes: T tokens this rank owns, D model, E experts, K top-k. Expert number E stands for "no expert".
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanmoe import counted
+from titanmoe.comm import local
+from titanmoe.config.schema import Model
+from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.tokens import Tokens
+
+
+class Router(nn.Module):
+    def __init__(self, model: Model, options: MoEOptions, seed: int, layer: int, dtype: torch.dtype):
+        super().__init__()
+        self.model, self.options, self.seed, self.layer = model, options, seed, layer
+        self.wide = getattr(torch, options.router_dtype)
+        self.weight = nn.Parameter(
+            torch.empty(model.num_experts, model.dim, dtype=torch.promote_types(dtype, torch.float32))
+        )
+        # Added to the scores for the choice only; moved by titanmoe.moe.balance.update_bias, not by a gradient.
+        self.register_buffer("expert_bias", torch.zeros(model.num_experts, dtype=torch.float32))
+        self.register_buffer("jitter_key", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def begin_step(self, step: int) -> None:
+        self.jitter_key.fill_(counted.key("jitter", self.seed, step, self.layer))
+
+    def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Logits (T, E), scores (T, E), weights of the chosen (T, K) and the chosen (T, K)."""
+        model = self.model
+        wide = torch.promote_types(x_TD.dtype, self.wide)
+        x_TD = x_TD.to(wide)
+        if self.options.jitter:
+            x_TD = x_TD * self._jitter(tokens.index_T, wide)
+        logits_TE = F.linear(x_TD, local(self.weight).to(wide))
+        scores_TE = torch.sigmoid(logits_TE) if model.score_function == "sigmoid" else logits_TE.softmax(-1)
+
+        chosen_TK = self._choose(scores_TE.detach(), tokens.index_T)
+        if model.score_function == "softmax_after_topk":
+            weights_TK = logits_TE.gather(1, chosen_TK).softmax(-1)
+        else:
+            weights_TK = scores_TE.gather(1, chosen_TK)
+        if model.norm_topk:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+        chosen_TK = chosen_TK.where(tokens.valid_T.unsqueeze(1), model.num_experts)
+        return logits_TE, scores_TE, weights_TK * model.route_scale, chosen_TK
+
+    def _choose(self, scores_TE: Tensor, index_T: Tensor) -> Tensor:
+        model = self.model
+        if self.options.force_balance:
+            slot_TK = index_T.unsqueeze(1) * model.top_k + torch.arange(model.top_k, device=index_T.device)
+            return slot_TK % model.num_experts
+        scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
+        if model.num_groups > 1:
+            scores_TE = self._best_groups(scores_TE)
+        # A stable sort, because top-k leaves the order of equal scores open: the lower expert number wins everywhere.
+        return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_k]
+
+    def _best_groups(self, scores_TE: Tensor) -> Tensor:
+        """Scores outside the token's best groups become -inf. A group counts its two best (sigmoid) or its best."""
+        model = self.model
+        scores_TGe = scores_TE.unflatten(1, (model.num_groups, -1))
+        best = 2 if model.score_function == "sigmoid" and scores_TGe.shape[-1] > 1 else 1
+        group_TG = scores_TGe.topk(best, dim=-1).values.sum(-1)
+        keep = group_TG.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_groups]
+        outside_TG = torch.ones_like(group_TG, dtype=torch.bool).scatter(1, keep, False)
+        return scores_TGe.masked_fill(outside_TG.unsqueeze(-1), -torch.inf).flatten(1)
+
+    def _jitter(self, index_T: Tensor, dtype: torch.dtype) -> Tensor:
+        dim = torch.arange(self.model.dim, device=index_T.device)
+        noise_TD = counted.uniform(self.jitter_key, index_T.unsqueeze(1) * self.model.dim + dim, dtype)
+        return 1 + self.options.jitter * (2 * noise_TD - 1)

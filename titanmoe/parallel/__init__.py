@@ -1,0 +1,1 @@
+"""How a model is laid on the meshes."""

@@ -1,0 +1,61 @@
+"""From the samples of a data rank to the slice this rank works on.
+
+A data rank's samples are alike on all its tp, cp and pp ranks. The sequence is cut over cp, and each cut over tp: those
+are the tokens a rank owns.
+
+Shapes: B samples, S positions of the attention slice, T owned tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm import all_gather
+from titanmoe.data.batch import Batch
+from titanmoe.fold.meshes import Meshes
+from titanmoe.parallel.context import Placement
+from titanmoe.tokens import Tokens
+
+
+class Slice(NamedTuple):
+    ids_BS: Tensor
+    tokens: Tokens
+    labels_BS: Tensor
+
+
+def cut(batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device) -> Slice:
+    ids, labels, valid, document = (x if x is None else x.to(device, non_blocking=True) for x in batch)
+    samples, length = ids.shape
+    position = torch.arange(length, device=device).expand(samples, length)
+    first = (microbatch * meshes.data.size + meshes.data.rank) * samples
+    sample = torch.arange(samples, device=device).unsqueeze(1).expand(samples, length)
+    index = (first + sample) * length + position
+
+    def over_cp(x: Tensor) -> Tensor:
+        return placement.cut(x, meshes.cp.rank)
+
+    def owned(x: Tensor) -> Tensor:
+        return over_cp(x).chunk(meshes.tp.size, 1)[meshes.tp.rank].flatten()
+
+    tokens = Tokens(
+        position_BS=over_cp(position),
+        index_T=owned(index),
+        sample_T=owned(sample),
+        valid_T=owned(valid),
+        microbatch=torch.tensor(microbatch, device=device),
+        document_BL=document,
+    )
+    return Slice(over_cp(ids).contiguous(), tokens, over_cp(labels).contiguous())
+
+
+def check_alike(batches: list[Batch], meshes: Meshes, device: torch.device) -> None:
+    """Every rank of a data index must hold the same samples; anything else trains on nonsense without a sign of it."""
+    ids = torch.cat([batch.tokens_BS.flatten() for batch in batches])
+    checksum = (ids * torch.arange(1, len(ids) + 1)).sum().view(1).to(device)
+    fold = meshes.fold
+    sums = all_gather(checksum, 0, meshes.world).view(fold.pp, fold.dp, -1)
+    if not torch.equal(sums, sums[:1, :, :1].expand_as(sums)):
+        raise RuntimeError("ranks of one data index hold different samples: the data source differs between machines")

@@ -1,0 +1,279 @@
+"""Context parallel attention: one sequence over the ranks of cp.
+
+The sequence is cut into chunks of equal length, and each rank holds some: under zigzag placement rank r of n holds
+chunks r and 2n-1-r, so that all ranks see equally many (query, key) pairs under the causal mask. Three ways to attend:
+
+    ring        keys and values travel round the ranks, partial results merge by their log-sum-exp; so does backward
+    allgather   keys and values of the whole sequence on every rank
+    ulysses     an all-to-all turns sequence shards into head shards and back; attention itself is the ordinary one
+
+Ring and allgather do their work in `_forward_pairs` and `_backward_pairs`, on pairs of a query chunk and a key chunk: a
+later key chunk is skipped, the same one is causal, an earlier one is seen whole (document masks apply to both).
+
+Shapes: B samples, L sequence, S = L / cp positions of this rank, c chunk, H query heads and G key heads of this rank,
+h head width.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm import Group, _ops, all_to_all, gather
+from titanmoe.config.schema import Config
+from titanmoe.models.attention import causal_attention
+from titanmoe.models.layers import promote
+from titanmoe.models.transformer import Transformer
+
+_aten = torch.ops.aten
+
+
+class Placement(NamedTuple):
+    """Which chunks of the sequence each rank of cp holds."""
+
+    size: int
+    zigzag: bool
+
+    @property
+    def chunks(self) -> int:
+        return self.size * (2 if self.zigzag and self.size > 1 else 1)
+
+    def held(self, rank: int) -> list[int]:
+        return [rank, 2 * self.size - 1 - rank] if self.zigzag and self.size > 1 else [rank]
+
+    def order(self) -> list[int]:
+        """Chunks as a concatenation over ranks has them."""
+        return [chunk for rank in range(self.size) for chunk in self.held(rank)]
+
+    def cut(self, x_BL: Tensor, rank: int) -> Tensor:
+        """This rank's part of a tensor whose dim 1 is the sequence."""
+        if self.size == 1:
+            return x_BL
+        pieces = x_BL.chunk(self.chunks, 1)
+        return torch.cat([pieces[chunk] for chunk in self.held(rank)], 1)
+
+    def natural(self, x: Tensor, dim: int) -> Tensor:
+        """From a concatenation over ranks to the order of the sequence."""
+        if not self.zigzag:
+            return x
+        pieces = dict(zip(self.order(), x.chunk(self.chunks, dim), strict=True))
+        return torch.cat([pieces[chunk] for chunk in range(self.chunks)], dim)
+
+    def by_rank(self, x: Tensor, dim: int) -> Tensor:
+        """The inverse of `natural`."""
+        if not self.zigzag:
+            return x
+        pieces = x.chunk(self.chunks, dim)
+        return torch.cat([pieces[chunk] for chunk in self.order()], dim)
+
+
+def placement(config: Config) -> Placement:
+    return Placement(config.parallelism.cp, config.parallelism.cp_placement == "zigzag")
+
+
+# ---- attention of a query block to a key block: the output and its log-sum-exp, and the gradients given the final ones
+
+
+def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    """In plain operations; (B, H, c, h) all."""
+    scores = promote(q) @ promote(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if causal:
+        scores = scores.masked_fill(
+            ~torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril(), -torch.inf
+        )
+    if bias is not None:
+        scores = scores + bias
+    lse = scores.logsumexp(-1)
+    weights = torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0).unsqueeze(-1))
+    return (weights @ promote(v)).to(q.dtype), lse
+
+
+def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    if q.device.type == "cpu":
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+    else:
+        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[:2]
+        lse = lse[..., : q.shape[2]]  # padded to the kernel's tile
+    if bias is not None:
+        # A query without a key in this block: the kernels leave its log-sum-exp undefined.
+        lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
+    return out, lse
+
+
+def _block_backward(grad, q, k, v, bias, out, lse, causal):
+    if q.device.type == "cpu":
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+        )
+    none = torch.zeros((), dtype=torch.int64, device=q.device)
+    mask = [True, True, True, False]
+    return _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, bias, out, lse, none, none, 0.0, mask, causal
+    )[:3]
+
+
+def _bias(document_BL: Tensor | None, i: int, j: int, length: int, causal: bool, dtype: torch.dtype) -> Tensor | None:
+    """(B, 1, c, c): 0 where query chunk i may look at key chunk j, else -inf; None when it may everywhere."""
+    if document_BL is None:
+        return None
+    query, key = (document_BL[:, n * length : (n + 1) * length] for n in (i, j))
+    allowed = query.unsqueeze(2) == key.unsqueeze(1)
+    if causal:
+        allowed = allowed.tril()
+    return torch.zeros(allowed.shape, dtype=dtype, device=query.device).masked_fill(~allowed, -torch.inf).unsqueeze(1)
+
+
+def _pairs(mine: list[int], theirs: list[int]) -> list[tuple[int, int, int, int]]:
+    """(place of the query chunk, of the key chunk, their numbers), without those the causal mask hides."""
+    return [(a, b, i, j) for a, i in enumerate(mine) for b, j in enumerate(theirs) if j <= i]
+
+
+def _forward_pairs(q, k, v, mine, theirs, document, out, lse) -> None:
+    """Merge attention to the given key chunks into out (wide) and lse, both (B, H, S, .)."""
+    length = q.shape[2] // len(mine)
+    for a, b, i, j in _pairs(mine, theirs):
+        rows, keys = slice(a * length, (a + 1) * length), slice(b * length, (b + 1) * length)
+        bias = _bias(document, i, j, length, i == j, q.dtype)
+        o, s = _block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, i == j and bias is None)
+        before = lse[:, :, rows]
+        after = torch.logaddexp(before, s)
+        pivot = after.masked_fill(after == -torch.inf, 0)  # no key seen yet
+        out[:, :, rows] = out[:, :, rows] * (before - pivot).exp().unsqueeze(-1) + o * (s - pivot).exp().unsqueeze(-1)
+        lse[:, :, rows] = after
+
+
+def _backward_pairs(grad, q, k, v, mine, theirs, document, out, lse, dq, dk, dv) -> None:
+    """Add the gradients through the given key chunks to dq, dk, dv (wide)."""
+    length = q.shape[2] // len(mine)
+    for a, b, i, j in _pairs(mine, theirs):
+        rows, keys = slice(a * length, (a + 1) * length), slice(b * length, (b + 1) * length)
+        bias = _bias(document, i, j, length, i == j, q.dtype)
+        gq, gk, gv = _block_backward(
+            grad[:, :, rows].contiguous(),
+            q[:, :, rows],
+            k[:, :, keys],
+            v[:, :, keys],
+            bias,
+            out[:, :, rows].contiguous(),
+            lse[:, :, rows].contiguous(),
+            i == j and bias is None,
+        )
+        dq[:, :, rows] += gq
+        dk[:, :, keys] += gk
+        dv[:, :, keys] += gv
+
+
+def _wide_zeros(x: Tensor) -> Tensor:
+    return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+
+
+class _Gathered(torch.autograd.Function):
+    """Attention of this rank's query chunks to all key chunks, which lie here in the order of the sequence."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, placement, rank, document):
+        mine, theirs = placement.held(rank), list(range(placement.chunks))
+        out, lse = _wide_zeros(q), torch.full_like(_wide_zeros(q[..., 0]), -torch.inf)
+        _forward_pairs(q, k, v, mine, theirs, document, out, lse)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, document)
+        ctx.mine, ctx.theirs = mine, theirs
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse, document = ctx.saved_tensors
+        dq, dk, dv = _wide_zeros(q), _wide_zeros(k), _wide_zeros(v)
+        _backward_pairs(grad, q, k, v, ctx.mine, ctx.theirs, document, out, lse, dq, dk, dv)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _pass_on(x: Tensor, group: Group) -> Tensor:
+    """Start sending x to the next rank of the ring; the result, from the previous rank, must be waited for."""
+    send, receive = [0] * group.size, [0] * group.size
+    send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
+    return _ops.all_to_all_single(x, receive, send, group.name)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, placement, group, document):
+        mine = placement.held(group.rank)
+        out, lse = _wide_zeros(q), torch.full_like(_wide_zeros(q[..., 0]), -torch.inf)
+        kv = torch.stack((k, v))
+        for hop in range(group.size):
+            coming = _pass_on(kv.flatten(), group) if hop < group.size - 1 else None
+            theirs = placement.held((group.rank - hop) % group.size)
+            _forward_pairs(q, kv[0], kv[1], mine, theirs, document, out, lse)
+            if coming is not None:
+                kv = _ops.wait_tensor(coming).view_as(kv)
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, document)
+        ctx.placement, ctx.group = placement, group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse, document = ctx.saved_tensors
+        placement, group = ctx.placement, ctx.group
+        dq, kv = _wide_zeros(q), torch.stack((k, v))
+        dkv = _wide_zeros(kv)
+        for hop in range(group.size):
+            coming = _pass_on(kv.flatten(), group) if hop < group.size - 1 else None
+            theirs = placement.held((group.rank - hop) % group.size)
+            _backward_pairs(
+                grad, q, kv[0], kv[1], placement.held(group.rank), theirs, document, out, lse, dq, dkv[0], dkv[1]
+            )
+            # The gradients follow their keys; after the last hop they are home.
+            dkv = _ops.wait_tensor(_pass_on(dkv.flatten(), group)).view_as(dkv)
+            if coming is not None:
+                kv = _ops.wait_tensor(coming).view_as(kv)
+        dk, dv = dkv.to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None, None
+
+
+def _heads_first(*xs: Tensor) -> list[Tensor]:
+    """(B, S, H, h) to (B, H, S, h); the kernels on GPUs need as many key heads as query heads."""
+    xs = [x.transpose(1, 2) for x in xs]
+    if xs[0].device.type == "cpu":
+        return xs
+    return [x.repeat_interleave(xs[0].shape[1] // x.shape[1], 1) for x in xs]
+
+
+def ring_attention(q_BSHh, k_BSGh, v_BSGh, document_BL, *, placement: Placement, group: Group) -> Tensor:
+    q, k, v = _heads_first(q_BSHh, k_BSGh, v_BSGh)
+    return _Ring.apply(q, k.contiguous(), v.contiguous(), placement, group, document_BL).transpose(1, 2)
+
+
+def allgather_attention(q_BSHh, k_BSGh, v_BSGh, document_BL, *, placement: Placement, group: Group) -> Tensor:
+    k, v = (placement.natural(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
+    q, k, v = _heads_first(q_BSHh, k, v)
+    return _Gathered.apply(q, k, v, placement, group.rank, document_BL).transpose(1, 2)
+
+
+def ulysses_attention(q_BSHh, k_BSGh, v_BSGh, document_BL, *, placement: Placement, group: Group) -> Tensor:
+    # Key heads that cp cannot share out evenly are repeated until it can.
+    heads = math.lcm(k_BSGh.shape[2], group.size)
+    k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k_BSGh, v_BSGh))
+    q, k, v = (placement.natural(_swap(x, 2, 1, group), 1) for x in (q_BSHh, k, v))
+    out = causal_attention(q, k, v, document_BL)
+    return _swap(placement.by_rank(out, 1), 1, 2, group)
+
+
+def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
+    """Share dim `give` out over the ranks and collect dim `take` from them, in rank order."""
+    pieces = all_to_all(torch.cat(x.chunk(group.size, give)), group).chunk(group.size)
+    return torch.cat(pieces, take)
+
+
+KINDS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
+
+
+def context_parallel(model: Transformer, kind: str, placement: Placement, cp: Group) -> None:
+    if cp.size > 1:
+        for block in model.layers.values():
+            block.attention.attend = partial(KINDS[kind], placement=placement, group=cp)

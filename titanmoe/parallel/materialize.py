@@ -1,0 +1,60 @@
+"""From meta to real weights, shard by shard: each rank computes only its own pieces, the same under every mapping."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titanmoe import counted
+from titanmoe.models.transformer import Transformer
+
+INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
+
+
+def piece(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of a tensor and where it starts in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.dim()
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    part = tensor.to_local()
+    if tuple(part.shape) != tuple(shape):
+        raise RuntimeError(f"a shard has shape {tuple(part.shape)}, its place in the whole is {tuple(shape)}")
+    return part, tuple(offset)
+
+
+@torch.no_grad()
+def materialize(model: Transformer, seed: int, device: torch.device) -> None:
+    model.to_empty(device=device)
+    for buffer in model.buffers():
+        buffer.zero_()
+    for name, parameter in model.named_parameters():
+        part, offset = piece(parameter)
+        if name.endswith("norm.weight"):
+            part.fill_(1)
+        elif name.endswith("bias"):
+            part.zero_()
+        else:
+            if name == "head.weight" and model.shape.tie_embeddings:
+                name = "embed.weight"  # the same matrix on the other end of the pipeline
+            std = model.shape.init_std
+            if name.endswith(INTO_RESIDUAL):
+                std /= math.sqrt(2 * model.shape.num_layers)
+            fill_normal(part, offset, parameter.shape, counted.key("weight", seed, name), std)
+
+
+def fill_normal(part: Tensor, offset: tuple[int, ...], shape: torch.Size, key: int, std: float) -> None:
+    """Element i of the whole tensor (row-major) is std * counted.normal(key, i); in blocks of rows, to bound memory."""
+    if part.numel() == 0:
+        return
+    index = torch.zeros((), dtype=torch.int64, device=part.device)
+    for start, length, whole in zip(offset[1:], part.shape[1:], shape[1:], strict=True):
+        index = index.unsqueeze(-1) * whole + torch.arange(start, start + length, device=part.device)
+    stride, rows = math.prod(shape[1:]), max(1, (1 << 24) // max(1, index.numel()))
+    for first in range(0, part.shape[0], rows):
+        row = torch.arange(first, min(first + rows, part.shape[0]), device=part.device) + offset[0]
+        row = row.view(-1, *[1] * index.dim())
+        part[first : first + len(row)] = counted.normal(key, row * stride + index, part.dtype) * std

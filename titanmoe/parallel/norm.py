@@ -1,0 +1,46 @@
+"""One gradient norm over both views."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from titanmoe.comm import Group, all_reduce
+
+
+def replicas(parameter: nn.Parameter) -> int:
+    """How many ranks of the stage hold the same piece. A parameter's mesh covers the stage, whichever its view."""
+    if not isinstance(parameter, DTensor):
+        return 1
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if isinstance(placement, Replicate))
+
+
+def local_grad(parameter: nn.Parameter) -> Tensor:
+    grad = parameter.grad
+    return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+@torch.no_grad()
+def grad_norm(parameters: dict[str, nn.Parameter], world: Group, ends_apart: bool = False) -> Tensor:
+    """Each rank adds its pieces' squares, divided by how many hold the same piece: one sum over the world.
+
+    ends_apart: embedding and head are copies of one matrix on different stages.
+    """
+    norms = torch._foreach_norm([local_grad(p) for p in parameters.values()], 2, dtype=torch.float64)
+    share = [
+        1 / (replicas(p) * (2 if ends_apart and name in ("embed.weight", "head.weight") else 1))
+        for name, p in parameters.items()
+    ]
+    squares = torch.stack(norms).square() * torch.tensor(share, dtype=torch.float64, device=norms[0].device)
+    return all_reduce(squares.sum(), world).sqrt()
+
+
+@torch.no_grad()
+def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local_grad(p) for p in parameters], scale)

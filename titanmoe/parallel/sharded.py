@@ -1,0 +1,63 @@
+"""Sharded data parallel (FSDP2) and HSDP, on each view's own data axes.
+
+Gradients are summed over data ranks and never divided: the loss is divided once, by the step's global token count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from titanmoe.config.schema import Config
+from titanmoe.fold.meshes import Meshes
+from titanmoe.models.transformer import Transformer
+from titanmoe.moe.experts import Experts
+
+
+def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
+    """Uneven pieces of the expert dim would be padded, up to edp times the bytes; the model dim is even by law."""
+    return num_experts // ep % edp != 0
+
+
+def reshard(config: Config) -> bool:
+    choice = config.parallelism.reshard_after_forward
+    return config.parallelism.pp == 1 if choice == "auto" else choice == "always"
+
+
+def _model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
+    return lambda parameter: Shard(1 if parameter is experts.w2 else 2)  # D of (E, D, F) and of (E, F, D)
+
+
+def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
+    param = getattr(torch, config.training.mixed_precision_param)
+    reduce = getattr(torch, config.training.mixed_precision_reduce)
+    # Inputs are left alone: what enters a block already has the width its weights compute in.
+    policy = MixedPrecisionPolicy(param, torch.promote_types(param, reduce), cast_forward_inputs=False)
+    keep_wide = MixedPrecisionPolicy(cast_forward_inputs=False)
+    options = {"mesh": meshes.dense_data, "reshard_after_forward": reshard(config)}
+
+    on_model_dim = shard_experts_on_model_dim(config.model.num_experts, meshes.fold.ep, meshes.fold.edp)
+    for block in model.layers.values():
+        if block.moe is not None:
+            if block.moe.router.weight.dtype != param:
+                fully_shard(block.moe.router, **options, mp_policy=keep_wide)
+            fully_shard(
+                block.moe.experts,
+                **options | {"mesh": meshes.expert_data},
+                mp_policy=policy,
+                shard_placement_fn=_model_dim(block.moe.experts) if on_model_dim else None,
+            )
+        fully_shard(block, **options, mp_policy=policy)
+    if not config.model.tie_embeddings:
+        for end in (model.embed, model.head):
+            if end is not None:
+                fully_shard(end, **options, mp_policy=policy)
+    fully_shard(model, **options, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

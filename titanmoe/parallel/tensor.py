@@ -1,0 +1,73 @@
+"""Tensor and sequence parallel: which dim of which parameter lies on tp, and who gathers and scatters.
+
+Column-wise then row-wise, as usual: heads, hidden width and vocabulary are shared out; between them the sequence is.
+The gather and the scattering sum stand in the modules' own forward (`gather(x, 1, self.tp)`); here they get their
+group.
+Every other parameter is replicated over tp and sees only tokens or heads of the rank's own; `sum_replicated` adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from titanmoe.comm import Group, all_reduce
+from titanmoe.models.attention import Attention
+from titanmoe.models.layers import FeedForward, SharedExpert
+from titanmoe.models.vocabulary import Embedding, Head
+from titanmoe.parallel.norm import local_grad
+
+FFN = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
+PLAN: dict[type[nn.Module], dict[str, int]] = {
+    Embedding: {"weight": 0},
+    Attention: {f"{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")} | {"wo.weight": 1},
+    FeedForward: FFN,
+    SharedExpert: FFN,
+    Head: {"weight": 0},
+}
+
+
+def place(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
+    """Make the (meta) parameter `name` of a module a DTensor, without any communication."""
+    *path, last = name.split(".")
+    owner = module.get_submodule(".".join(path))
+    parameter = getattr(owner, last)
+    placed = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+    setattr(owner, last, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+
+
+def tensor_parallel(model: nn.Module, mesh: DeviceMesh, tp: Group) -> None:
+    if tp.size == 1:
+        return
+    shard = {}
+    for path, module in model.named_modules():
+        if type(module) in PLAN:
+            module.tp = tp
+            shard |= {f"{path}.{name}": dim for name, dim in PLAN[type(module)].items()}
+    tied = model.embed is not None and model.head is not None and model.head.weight is model.embed.weight
+    for name, _ in list(model.named_parameters()):
+        if ".experts." not in name:
+            place(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])
+    if tied:
+        model.head.weight = model.embed.weight
+
+
+@torch.no_grad()
+def sum_replicated(parameters: Iterable[nn.Parameter], tp: Group) -> None:
+    """Once per step: gradients of what is replicated over tp (norms, routers) become whole, one message per dtype."""
+    if tp.size == 1:
+        return
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        names = parameter.device_mesh.mesh_dim_names
+        if "tp" in names and isinstance(parameter.placements[names.index("tp")], Replicate):
+            grad = local_grad(parameter)
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+    for grads in by_dtype.values():
+        whole = all_reduce(torch.cat([grad.flatten() for grad in grads]), tp)
+        for grad, piece in zip(grads, whole.split([grad.numel() for grad in grads]), strict=True):
+            grad.copy_(piece.view_as(grad))

@@ -1,0 +1,29 @@
+"""What a rank must know of its tokens beside their ids.
+
+B samples of the microbatch, S positions of the attention slice (the sequence over cp), L the whole sequence, T tokens
+this rank owns (B times the sequence over cp and tp, flattened): the disjoint set that the MoE layer sees.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+IGNORE = -100
+"""The label of a position that has no loss."""
+
+
+class Tokens(NamedTuple):
+    position_BS: Tensor
+    """Position of each token of the attention slice in its sequence, for RoPE."""
+    index_T: Tensor
+    """Global index within the optimizer step: sample of the step * seq_len + position."""
+    sample_T: Tensor
+    """Sample within the microbatch, 0 to B - 1."""
+    valid_T: Tensor
+    """False for padding, which visits no expert and counts nowhere."""
+    microbatch: Tensor
+    """Index of the microbatch within the step, a scalar."""
+    document_BL: Tensor | None = None
+    """Document of each position of the whole sequence; None when a sample is one document."""

@@ -1,0 +1,54 @@
+"""From the command line to a running Trainer: read the recipe, refuse what is illegal, start the process, train."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+from titanmoe.config import ConfigError, exit_with, load
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import derive
+from titanmoe.models.families import preset
+from titanmoe.train.legal import problems
+from titanmoe.train.runtime import start, stop, world_size
+
+
+def resolve(config: Config, world: int) -> Config:
+    """Derived degrees and batch sizes filled in: what will run."""
+    fold = derive(world, config.parallelism)
+    experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
+    parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
+    training = config.training
+    if training.global_batch_size == -1:
+        training = replace(training, global_batch_size=training.local_batch_size * fold.dp)
+    return replace(config, parallelism=parallelism, training=training)
+
+
+def read(argv: list[str], world: int) -> Config:
+    """The resolved config of a command line; raises ConfigError with every problem."""
+    return load(argv, preset, lambda config: problems(config, world), resolve=lambda config: resolve(config, world))
+
+
+def main(argv: list[str]) -> int:
+    try:
+        runtime = start(config := read(argv, world_size()))
+    except ConfigError as error:
+        exit_with(error.problems, error.source)
+    # After the config is known to be good: torch takes seconds to load.
+    from titanmoe.train.trainer import NonFinite, Trainer
+
+    try:
+        Trainer(config, runtime).train()
+    except ConfigError as error:
+        exit_with(error.problems, error.source)
+    except NonFinite as error:  # known to all ranks, and so told by one
+        if runtime.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if runtime.rank == 0:
+            print("stopped", file=sys.stderr)
+        return 130
+    finally:
+        stop()
+    return 0

@@ -1,0 +1,50 @@
+"""Everything that can be refused before the first process group exists, in one list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold, FoldError, derive
+from titanmoe.fold.legality import violations
+
+
+def _grouped(config: Config, fold: Fold) -> Iterator[str]:
+    """What torch's grouped matrix product cannot do; "auto" takes the loop instead."""
+    dtype = config.training.mixed_precision_param
+    if config.moe.grouped_mm != "grouped":
+        return
+    if dtype == "float64":
+        yield 'moe.grouped_mm = "grouped" has no float64: use "auto", which takes the loop there'
+        return
+    unit = 16 // (4 if dtype == "float32" else 2)
+    hidden = config.model.expert_hidden // fold.etp
+    for name, width in (("model.expert_hidden / etp", hidden), ("model.dim", config.model.dim)):
+        if width % unit:
+            yield (
+                f'moe.grouped_mm = "grouped" wants rows of whole 16-byte units, {unit} elements of {dtype}; {name} is '
+                f'{width}: use "auto", or a multiple of {unit}'
+            )
+
+
+def problems(config: Config, world: int) -> list[str]:
+    found = violations(world, config)
+    try:
+        fold = derive(world, config.parallelism)
+    except FoldError:
+        return found
+    if fold.cp > 1 and config.parallelism.cp_kind == "ulysses" and config.model.num_heads // fold.tp % fold.cp:
+        heads = config.model.num_heads // fold.tp
+        found.append(
+            f'parallelism.cp_kind = "ulysses" shares {heads} heads (model.num_heads {config.model.num_heads} / '
+            f"tp {fold.tp}) over cp = {fold.cp}, {heads} % {fold.cp} = {heads % fold.cp}: use another cp, or "
+            "cp_kind ring or allgather"
+        )
+    found += list(_grouped(config, fold))
+    if not found:
+        from titanmoe.parallel import pipeline  # imports torch
+
+        samples = config.training.global_batch_size
+        microbatches = 1 if samples == -1 else samples // (config.training.local_batch_size * fold.dp)
+        found += pipeline.problems(config, fold, microbatches)
+    return found

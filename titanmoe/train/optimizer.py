@@ -1,0 +1,43 @@
+"""AdamW on plain local tensors: it never meets a DTensor, whose dispatch on a four-dim mesh costs seconds per step."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from titanmoe.config.schema import Optimizer as Options
+from titanmoe.parallel.materialize import piece
+from titanmoe.parallel.norm import local_grad
+
+
+def decays(name: str, parameter: nn.Parameter) -> bool:
+    """Norms, biases and gates (router, shared expert) are spared: they are no feature matrices."""
+    return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight"))
+
+
+class Optimizer:
+    def __init__(self, parameters: dict[str, nn.Parameter], options: Options):
+        self.parameters = parameters
+        self.pieces = {name: nn.Parameter(piece(p.detach())[0]) for name, p in parameters.items()}
+        decayed = [n for n, p in parameters.items() if options.decay_all or decays(n, p)]
+        groups = [
+            {"params": [self.pieces[n] for n in decayed], "weight_decay": options.weight_decay},
+            {"params": [p for n, p in self.pieces.items() if n not in set(decayed)], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=options.lr,
+            betas=(options.beta1, options.beta2),
+            eps=options.eps,
+            fused=options.implementation == "fused",
+            foreach=options.implementation == "foreach",
+        )
+
+    def step(self, lr: float) -> None:
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        for name, parameter in self.parameters.items():
+            self.pieces[name].grad = local_grad(parameter)
+        self.adamw.step()
+        for name, parameter in self.parameters.items():
+            self.pieces[name].grad = parameter.grad = None

@@ -1,0 +1,232 @@
+"""The process: which rank this is, its device, the process groups' start and end, garbage collection in step.
+
+torch is imported where it is used: a recipe is refused before anyone waits for it to load.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+
+if TYPE_CHECKING:
+    import torch
+
+VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+STOP_SECONDS = 5.0
+"""How long a failed rank waits for its process groups to end."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What torchrun tells a process."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world: int = 1
+    local_world: int = 1
+    """Ranks on this machine; where the launcher does not say, those known from local_rank."""
+    launched: bool = False
+    """False: plain `python train.py`, one rank."""
+
+
+@dataclass(frozen=True)
+class Runtime:
+    rank: int
+    local_rank: int
+    world: int
+    device: torch.device
+
+    def steady_timeout(self, seconds: int) -> None:
+        """Shorten the time-out of every process group, once the slow first step is over. All ranks call it together."""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed import distributed_c10d
+
+        # A rank still in its first step must not meet one that already waits with the short time-out.
+        dist.barrier()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        for group in list(distributed_c10d._world.pg_map):
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+
+def read_environment() -> Environment:
+    given = [name for name in VARIABLES if os.environ.get(name)]
+    if not given:
+        return Environment()
+    missing = [name for name in VARIABLES if name not in given]
+    if missing:
+        raise ConfigError(
+            [
+                f"the environment sets {', '.join(given)} but not {', '.join(missing)}: "
+                "start with torchrun, which sets all of them, or unset all to run one rank"
+            ]
+        )
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+    numbers = {name: os.environ[name] for name in names if os.environ.get(name)}
+    bad = [f"{name} = {value!r}" for name, value in numbers.items() if not value.isdecimal()]
+    if bad:
+        raise ConfigError([f"the environment has {', '.join(bad)}, not a whole number: start with torchrun"])
+    rank, local_rank, world = (int(numbers[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    if rank >= world:
+        raise ConfigError([f"the environment has RANK = {rank}, not below WORLD_SIZE = {world}: start with torchrun"])
+    local_world = int(numbers.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    return Environment(rank, local_rank, world, local_world, launched=True)
+
+
+def world_size() -> int:
+    return read_environment().world
+
+
+def start(config: Config) -> Runtime:
+    """Pick the device and join the other ranks. Whatever is wrong is one line of a ConfigError, alike on all ranks."""
+    environment = read_environment()
+    device = _device(config.training.device, environment)
+    if device.type == "cpu":
+        _share_cores(environment.local_world)
+    if config.training.deterministic:
+        _deterministic()
+    _join(environment, device, timedelta(seconds=config.training.first_step_timeout_s))
+    return Runtime(environment.rank, environment.local_rank, environment.world, device)
+
+
+def _device(asked: str, environment: Environment) -> torch.device:
+    import torch
+
+    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise ConfigError(
+            [
+                f'training.device = "cuda" but PyTorch {torch.__version__}, {built}, finds no GPU: '
+                'see nvidia-smi and CUDA_VISIBLE_DEVICES, or use training.device = "cpu"'
+            ]
+        )
+    gpus = torch.cuda.device_count()
+    if environment.local_world > gpus:
+        raise ConfigError(
+            [
+                f"{environment.local_world} ranks on a machine with {gpus} visible GPU{'s' * (gpus > 1)}: "
+                f'use torchrun --nproc-per-node {gpus}, or training.device = "cpu"'
+            ]
+        )
+    device = torch.device("cuda", environment.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _share_cores(local_world: int) -> None:
+    """As many threads as cores over all ranks: more wait for each other (2 per core measured 10 times slower)."""
+    if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
+        import torch
+
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // local_world))
+
+
+def _deterministic() -> None:
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts, at the first product
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
+
+
+def _join(environment: Environment, device: torch.device, timeout: timedelta) -> None:
+    import torch.distributed as dist
+
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    options: dict = {"device_id": device} if device.type == "cuda" else {}
+    if not environment.launched:
+        # One rank has nobody to meet: a store in its own memory needs no port.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **options)
+        return
+    _check_port(environment)
+    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    try:
+        dist.init_process_group(backend, timeout=timeout, **options)
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            [f"rank {environment.rank} of {environment.world} cannot join at {where}: {reason}"]
+        ) from None
+
+
+def _check_port(environment: Environment) -> None:
+    """Rank 0 listens on MASTER_PORT unless torchrun does; asking first spares the user the socket layer's own lines."""
+    if environment.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return
+    port = int(os.environ["MASTER_PORT"])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", port))
+    except (OSError, OverflowError) as error:
+        taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+        why = "is in use by another program" if taken else f"cannot be used ({error})"
+        raise ConfigError([f"MASTER_PORT = {port} {why}: choose another; torchrun --standalone finds one"]) from None
+
+
+def stop() -> None:
+    """End the process groups; belongs in a `finally`.
+
+    On the way out of an exception a collective may still be in flight that the other ranks will never answer, and its
+    group cannot end before its time-out. Then this gives up after STOP_SECONDS. If nobody catches the exception, the
+    process leaves once its traceback is printed, without waiting for groups that something still refers to.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        return
+    if sys.exc_info()[0] is None:
+        dist.destroy_process_group()
+        return
+
+    def destroy() -> None:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+    ending = threading.Thread(target=destroy, daemon=True)
+    ending.start()
+    ending.join(STOP_SECONDS)
+    sys.excepthook = _leave
+
+
+def _leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    sys.__excepthook__(kind, error, trace)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def say(*parts: object) -> None:
+    """Print once and not once per rank."""
+    if os.environ.get("RANK", "0") == "0":
+        print(*parts, flush=True)
+
+
+class GarbageCollection:
+    """Collects every n steps, all ranks together: left alone each pauses in a step of its own and stalls the rest."""
+
+    def __init__(self, every: int):
+        self.every = every
+        gc.disable()
+        gc.collect()
+
+    def collect(self, step: int) -> None:
+        if step % self.every == 0:
+            gc.collect(1)  # what recent steps left; a full pass over the model's objects is slow and finds nothing new

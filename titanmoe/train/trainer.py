@@ -1,0 +1,169 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanmoe.comm import all_reduce
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import Batch
+from titanmoe.data.loader import Loader
+from titanmoe.fold.degrees import derive
+from titanmoe.fold.meshes import build_meshes
+from titanmoe.models.count import flops_per_token, has_experts, parameters
+from titanmoe.moe.balance import AUX
+from titanmoe.moe.layer import finish_step
+from titanmoe.parallel.apply import build, drive
+from titanmoe.parallel.batch import check_alike, cut
+from titanmoe.parallel.context import placement
+from titanmoe.parallel.norm import clip, grad_norm, local_grad
+from titanmoe.parallel.pipeline import splits_backward, stage_ranks
+from titanmoe.parallel.tensor import sum_replicated
+from titanmoe.parallel.tied import TiedEnds
+from titanmoe.tokens import IGNORE
+from titanmoe.train.metrics import Metrics
+from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.runtime import GarbageCollection, Runtime
+from titanmoe.train.schedule import lr_factor
+
+
+class NonFinite(RuntimeError):
+    """Loss or gradient norm is not a finite number."""
+
+
+@dataclass
+class Totals:
+    """What a step's batch holds over all ranks."""
+
+    labels: Tensor  # tokens with a loss
+    tokens: Tensor  # tokens that are not padding
+
+
+class Trainer:
+    def __init__(self, config: Config, runtime: Runtime):
+        self.config, self.runtime, self.device = config, runtime, runtime.device
+        self.fold = derive(runtime.world, config.parallelism)
+        self.meshes = build_meshes(self.fold, self.device.type)
+        self.loader = Loader(config, self.meshes.data.rank, self.meshes.data.size)
+        self.parts = build(config, self.meshes, self.loader.microbatches, self.device)
+        self.engine = drive(self.parts, config, self.meshes, self.loader.microbatches, self.device)
+        self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
+        self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
+        self.tied = TiedEnds(self.parts, config, self.meshes)
+        self.placement = placement(config)
+        self.optimizer = Optimizer(self.parameters, config.optimizer)
+        self.garbage = GarbageCollection(config.training.gc_every)
+        self.step = 0
+
+    def train(self) -> None:
+        check_alike(self.loader.peek(), self.meshes, self.device)
+        metrics = Metrics(
+            self.config, self.runtime, self.fold, parameters(self.config.model), self.flops_per_token, self.notes()
+        )
+        try:
+            while self.step < self.config.training.steps:
+                report = self.train_step()
+                metrics.log(self.step, report)
+                self.garbage.collect(self.step)
+                if self.step == 1:
+                    self.runtime.steady_timeout(self.config.training.timeout_s)
+        finally:
+            metrics.close()
+
+    def notes(self) -> dict[str, str]:
+        """What the run's header says beside the mapping."""
+        options, recompute = self.config.pipeline, self.config.activation_checkpoint.mode
+        if self.fold.pp == 1:
+            return {}
+        stages = len(stage_ranks(self.config, self.fold.pp))
+        name = options.schedule_csv or options.schedule
+        notes = {
+            "pipeline": f"{name}: {stages} stages, {self.loader.microbatches} microbatches, "
+            f"bubble {self.engine.bubble:.1%} of the time"
+        }
+        if splits_backward(self.config) and recompute in ("full", "moe"):
+            notes["recompute"] = (
+                f'{name} splits backward, so with activation_checkpoint.mode = "{recompute}" a block runs up to '
+                "4 times per microbatch: exact, but 1F1B or Interleaved1F1B may be faster"
+            )
+        return notes
+
+    @property
+    def flops_per_token(self) -> float:
+        return flops_per_token(self.config.model, self.config.training.seq_len)
+
+    def train_step(self) -> dict[str, float]:
+        self.step += 1
+        batches = self.loader.next_step()
+        totals = self.count(batches)
+
+        loss = self.forward_backward(batches, totals)
+        self.finish_gradients()
+        norm = grad_norm(self.parameters, self.meshes.world, self.tied.active)
+        self.check_finite(loss, norm)
+        if self.config.optimizer.max_grad_norm > 0:
+            clip(self.parameters.values(), norm, self.config.optimizer.max_grad_norm)
+        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
+        self.optimizer.step(lr)
+        return self.report(loss, norm, lr, totals, self.finish_experts())
+
+    def count(self, batches: list[Batch]) -> Totals:
+        mine = torch.tensor([[(b.labels_BS != IGNORE).sum(), b.valid_BS.sum()] for b in batches], dtype=torch.float64)
+        labels, tokens = all_reduce(mine.sum(0).to(self.device), self.meshes.data)
+        return Totals(labels, tokens)
+
+    def forward_backward(self, batches: list[Batch], totals: Totals) -> Tensor:
+        """Gradients of the whole step on every rank's shards; returns the global loss."""
+        for moe in self.moe_layers.values():
+            moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
+        # The one division: sums over labels by their global count. Every reduction is a sum.
+        slices = [cut(batch, m, self.meshes, self.placement, self.device) for m, batch in enumerate(batches)]
+        loss = self.engine.run(slices, totals.labels.clamp(min=1))
+        # Only ranks of the last stage have a loss, and those of a tp group equal ones.
+        return all_reduce(loss, self.meshes.world) / self.meshes.tp.size
+
+    def finish_gradients(self) -> None:
+        """What backward left in pieces that FSDP does not know of."""
+        sum_replicated(self.parameters.values(), self.meshes.tp)
+        self.tied.add_gradients()
+
+    def finish_experts(self) -> dict[int, dict[str, float]]:
+        model, rate = self.config.model, self.config.moe.bias_update_rate
+        numbers = [i for i in range(model.num_layers) if has_experts(model, i)]
+        if not numbers:
+            return {}
+        return finish_step(self.moe_layers, numbers, model.num_experts, self.meshes.world, rate, self.device)
+
+    def check_finite(self, loss: Tensor, norm: Tensor) -> None:
+        loss, norm = torch.stack((loss, norm)).tolist()
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        bad = next((name for name, p in self.parameters.items() if not local_grad(p).isfinite().all()), None)
+        names: list[str | None] = [None] * self.runtime.world
+        dist.all_gather_object(names, bad)
+        first = next((name for name in names if name), None)
+        culprit = f"first parameter with a non-finite gradient: {first}" if first else "all gradients are finite"
+        raise NonFinite(
+            f"step {self.step}: loss {loss}, gradient norm {norm}; {culprit}. Weights are still those of step "
+            f"{self.step - 1}. Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss tames the routers."
+        )
+
+    def report(
+        self, loss: Tensor, norm: Tensor, lr: float, totals: Totals, layers: dict[int, dict[str, float]]
+    ) -> dict[str, float]:
+        values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "tokens": totals.tokens.item()}
+        if layers:
+            for name in AUX:
+                if getattr(self.config.moe, name):
+                    values[name] = sum(layer[name] for layer in layers.values())
+            values["imbalance"] = max(layer["imbalance"] for layer in layers.values())
+            for name in ("router_entropy", "dropped_fraction"):
+                values[name] = sum(layer[name] for layer in layers.values()) / len(layers)
+        for number, layer in layers.items():
+            values |= {f"layers.{number}.{name}": value for name, value in layer.items()}
+        return values
