@@ -1,0 +1,395 @@
+"""Tensors in and out of a checkpoint folder, by torch.distributed.checkpoint.
+
+Each rank names the pieces it holds of each logical tensor: where they start in the whole, nothing of meshes or
+placements. So what was saved under one mapping is read under any other, or whole, or block by block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, LoadPlan, LoadPlanner, SavePlan
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.layout import CheckpointError, Manifest, Sum
+
+METADATA = ".metadata"
+FILE_BYTES = 4 << 30
+"""A rank begins a new file past this: what is read back to verify, and lost to one bad byte, stays small."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of a logical tensor."""
+
+    tensor: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Of the whole."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def get(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A whole tensor that is made when its turn to be written comes, and forgotten after it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return (0,) * len(self.shape)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.shape
+
+    def get(self) -> Tensor:
+        return self.make()
+
+
+Pieces = Mapping[str, Piece | Lazy]
+
+
+# ---- writing
+
+
+class _Plan(DefaultSavePlanner):
+    """torch's planner decides which of several ranks with equal pieces writes them."""
+
+    def __init__(self, pieces: Pieces):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.pieces = pieces
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_item(name, piece) for name, piece in self.pieces.items() if prod(piece.sizes)])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.pieces[write_item.index.fqn].get()
+
+
+def _item(name: str, piece: Piece | Lazy) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(piece.shape))
+    return WriteItem(MetadataIndex(name, torch.Size(piece.offset)), WriteItemType.SHARD, tensor_data=data)
+
+
+class _Summing(io.RawIOBase):
+    """A file that knows its length and checksum. torch.save only ever appends to it."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path, self.bytes, self.crc32 = path, 0, 0
+        self.file = open(path, "wb")  # noqa: SIM115 (closed by close)
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        self.bytes += (written := self.file.write(data))
+        return written
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.bytes
+
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+            finally:
+                self.file.close()
+                super().close()
+
+    @property
+    def sum(self) -> Sum:
+        return Sum(self.bytes, self.crc32)
+
+
+class _Writer(StorageWriter):
+    """Writes what torch's FileSystemReader reads, and keeps every file's checksum."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.sums: dict[str, Sum] = {}
+        self.opened = folder
+        """The file being written: what an error is about."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(plan, storage_data=f"rank-{rank:05}") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: _Plan) -> Future[list[WriteResult]]:
+        results: list[WriteResult] = []
+        stream: _Summing | None = None
+        try:
+            for item in plan.items:
+                if stream is None or stream.bytes >= FILE_BYTES:
+                    stream = self._next(stream, plan.storage_data)
+                start = stream.tell()
+                # cpu() of what lies on a GPU; clone() of what is part of a larger storage, which torch.save keeps whole
+                tensor = planner.resolve_data(item).detach().cpu()
+                torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, stream)
+                del tensor
+                place = _StorageInfo(stream.path.name, start, stream.tell() - start)
+                results.append(WriteResult(item.index, place.length, place))
+            if stream is not None:
+                self._done(stream)
+        except OSError as error:  # of write(), which does not know the file's name
+            raise CheckpointError(f"{self.opened}: {error.strerror}") from None
+        finally:
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _next(self, full: _Summing | None, prefix: str) -> _Summing:
+        if full is not None:
+            self._done(full)
+        self.opened = self.folder / f"{prefix}-{len(self.sums):03}.distcp"
+        return _Summing(self.opened)
+
+    def _done(self, stream: _Summing) -> None:
+        stream.close()
+        self.sums[stream.path.name] = stream.sum
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
+        self.opened = self.folder / METADATA
+        try:
+            with contextlib.closing(_Summing(self.opened)) as stream:
+                stream.write(pickle.dumps(metadata))
+        except OSError as error:
+            raise CheckpointError(f"{self.opened}: {error.strerror}") from None
+        self.sums[METADATA] = stream.sum
+
+    def carry(self, files: Mapping[str, Path]) -> None:
+        for name, source in files.items():
+            file = self.folder / layout.CARRIED / name
+            file.parent.mkdir(exist_ok=True)
+            with contextlib.closing(_Summing(file)) as stream:
+                stream.write(source.read_bytes())
+            self.sums[f"{layout.CARRIED}/{name}"] = stream.sum
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+def save(
+    target: Path,
+    pieces: Pieces,
+    manifest: Callable[[dict[str, Sum]], Manifest],
+    group: Group = None,
+    carried: Mapping[str, Path] | None = None,
+) -> None:
+    """Called by all ranks of the group, or by one process without. When it returns, the checkpoint is whole and has its
+    name. When it raises, it does so on every rank, and what was there before is as it was."""
+    first = group is None or dist.get_rank(group) == 0
+    aside = target.with_name(target.name + layout.WRITING)
+    together(group, lambda: layout.begin(aside) if first else None)
+    writer = _Writer(aside)
+    try:
+        with _told_by_us(group):
+            dcp.save(dict(pieces), storage_writer=writer, planner=_Plan(pieces), process_group=group)
+    except dcp.CheckpointException as failure:
+        raise _of(failure) from None
+    together(group, lambda: writer.carry(carried or {}) if first else None)
+    # Read back what was written: a byte that a file system lost is found before anyone relies on it.
+    sums = together(group, lambda: layout.require(aside, writer.sums))
+    everything = {name: s for theirs in sums for name, s in theirs.items()}
+    together(group, lambda: layout.publish(aside, target, manifest(everything)) if first else None)
+
+
+# ---- reading
+
+
+class Checkpoint:
+    """A whole checkpoint, open for reading: any block of any tensor."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.manifest = layout.read_manifest(path)
+        self.record = self.manifest.record
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        try:
+            return FileSystemReader(self.path).read_metadata()
+        except Exception as error:  # a damaged pickle can raise anything
+            raise CheckpointError(f"{self.path / METADATA} cannot be read: {error}") from None
+
+    @property
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype by name."""
+        entries = self.metadata.state_dict_metadata.items()
+        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries}
+
+    def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A tensor, or the block of it that begins at offset and has this shape."""
+        whole, dtype = self.tensors[name]
+        out = torch.empty(whole if shape is None else shape, dtype=dtype)
+        self.fill({name: (name, Piece(out, (0,) * len(whole) if offset is None else offset, whole))})
+        return out
+
+    def fill(self, targets: Mapping[str, tuple[str, Piece]]) -> None:
+        """Fill pieces from the stored tensor each names; by any names of their own. No rank waits for another."""
+        reader = FileSystemReader(self.path)
+        planner = _Fill(targets)
+        planner.set_up_planner({}, self.metadata)
+        reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        try:
+            reader.read_data(planner.create_local_plan(), planner)
+        except Exception as error:
+            raise CheckpointError(f"{self.path} cannot be read: {type(error).__name__} {error}") from None
+
+
+class _Fill(LoadPlanner):
+    def __init__(self, targets: Mapping[str, tuple[str, Piece]]):
+        self.targets = targets
+
+    def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        self.stored: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([item for target in self.targets for item in self._reads(target)])
+
+    def _reads(self, target: str) -> Iterator[ReadItem]:
+        name, piece = self.targets[target]
+        stored = self.stored.get(name)
+        if stored is None:
+            raise CheckpointError(f"no tensor {name}")
+        if tuple(stored.size) != piece.shape:
+            raise CheckpointError(f"{name} has shape {tuple(stored.size)}, {piece.shape} is wanted")
+        if prod(piece.sizes):
+            chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.sizes))
+            for item in create_read_items_for_chunk_list(name, stored, [chunk]):
+                yield replace(item, dest_index=MetadataIndex(target, chunk.offsets))
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        tensor = self.targets[read_item.dest_index.fqn][1].tensor
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None: ...
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    return Checkpoint(Path(path))
+
+
+def write_checkpoint(
+    path: Path | str,
+    tensors: Pieces,
+    record: dict[str, Any],
+    overwrite: bool = False,
+    carried: Mapping[str, Path] | None = None,
+    group: Group = None,
+) -> None:
+    """A checkpoint of no training run, such as a converted one. carried: files to copy along, by their name in hf/."""
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise CheckpointError(f"{target} exists: choose another folder, or give --overwrite")
+    save(target, tensors, lambda sums: Manifest(record.get("step", 0), 0, sums, record), group, carried)
+
+
+# ---- all ranks of a group
+
+
+T = TypeVar("T")
+Group = Any
+"""A process group, or None for one process alone."""
+
+
+def together(group: Group, work: Callable[[], T]) -> list[T]:
+    """What work gives on each rank; if it fails on any, CheckpointError on all of them, with every different reason."""
+    mine: tuple[T | None, str]
+    try:
+        mine = work(), ""
+    except CheckpointError as error:
+        mine = None, str(error)
+    except OSError as error:
+        mine = None, f"{error.filename}: {error.strerror}"
+    everyone: list[Any] = [mine]
+    if group is not None:
+        everyone = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group)
+    reasons = dict.fromkeys(reason for _, reason in everyone if reason)
+    if reasons:
+        raise CheckpointError("; ".join(reasons))
+    return [result for result, _ in everyone]
+
+
+def _of(failure: dcp.CheckpointException) -> CheckpointError:
+    errors = [error for error, _ in failure.failures.values()]
+    return CheckpointError(
+        "; ".join(dict.fromkeys(f"{e.filename}: {e.strerror}" if isinstance(e, OSError) else str(e) for e in errors))
+    )
+
+
+@contextlib.contextmanager
+def _told_by_us(group: Group) -> Iterator[None]:
+    """Without torch's remark that one process saves alone. Not in a thread beside training, which has a group."""
+    if group is not None:
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
