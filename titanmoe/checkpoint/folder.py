@@ -236,6 +236,7 @@ def save(
     first = group is None or dist.get_rank(group) == 0
     aside = target.with_name(target.name + layout.WRITING)
     together(group, lambda: layout.begin(aside) if first else None)
+    together(group, lambda: _seen(aside))
     writer = _Writer(aside)
     try:
         with _told_by_us(group):
@@ -247,6 +248,14 @@ def save(
     sums = together(group, lambda: layout.require(aside, writer.sums))
     everything = {name: s for theirs in sums for name, s in theirs.items()}
     together(group, lambda: layout.publish(aside, target, manifest(everything)) if first else None)
+
+
+def _seen(aside: Path) -> None:
+    if not aside.is_dir():
+        raise CheckpointError(
+            f"rank {dist.get_rank()} does not see {aside}, which rank 0 has made: put the run's folder "
+            "(job.dump_folder) on a file system that all ranks share"
+        )
 
 
 # ---- reading

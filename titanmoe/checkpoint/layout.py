@@ -247,3 +247,11 @@ def sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def next_number(folder: Path) -> int:
+    numbers = [0]
+    for path in steps(folder).values():
+        with contextlib.suppress(CheckpointError):
+            numbers.append(read_manifest(path).number)
+    return 1 + max(numbers)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from titanmoe.config.schema import Config, Data, Job, Model, MoE, Training
+from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
 
 
 class Violation(NamedTuple):
@@ -102,6 +102,9 @@ RANGES = {
     "moe.z_loss": NOT_NEGATIVE,
     "moe.bias_update_rate": NOT_NEGATIVE,
     "activation_checkpoint.every": COUNT,
+    "checkpoint.interval": NOT_NEGATIVE,
+    "checkpoint.keep_last": NOT_NEGATIVE,
+    "checkpoint.keep_every": NOT_NEGATIVE,
     "metrics.log_every": COUNT,
     "metrics.peak_tflops": NOT_NEGATIVE,
 }
@@ -135,6 +138,7 @@ def contradictions(config: Config) -> list[Violation]:
         *_data(config.data),
         *_precision(config.training),
         *_dropping(config.moe),
+        *_checkpoint(config.checkpoint),
     ]
 
 
@@ -256,6 +260,24 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
             ("moe.pad_to_capacity", "moe.capacity_factor"),
             "moe.pad_to_capacity = true fills bins up to a capacity, but moe.capacity_factor = 0 sets none: "
             "give one, such as capacity_factor = 1.25, or set pad_to_capacity = false",
+        )
+
+
+def _checkpoint(checkpoint: Checkpoint) -> Iterator[Violation]:
+    load = checkpoint.load
+    if not load:
+        yield Violation(("checkpoint.load",), 'checkpoint.load is empty: use "auto", "none", a step or a path')
+    elif checkpoint.model_only and (load in ("auto", "none") or load.isdecimal()):
+        yield Violation(
+            ("checkpoint.model_only", "checkpoint.load"),
+            f'checkpoint.model_only = true takes weights from a path, and checkpoint.load = "{load}" is none: '
+            "name another run's checkpoint, or set model_only = false",
+        )
+    if checkpoint.keep_every and not checkpoint.keep_last:
+        yield Violation(
+            ("checkpoint.keep_every", "checkpoint.keep_last"),
+            f"checkpoint.keep_every = {checkpoint.keep_every} adds to what keep_last keeps, and keep_last = 0 keeps "
+            "all: give keep_last, or set keep_every = 0",
         )
 
 

@@ -281,6 +281,32 @@ class Metrics:
 
 
 @dataclass
+class Checkpoint:
+    """Saving a run and going on with it, under the same mapping or any other (docs/checkpoint.md)."""
+
+    enable: bool = False
+    """Save into the run's folder: every `interval` steps, at the end, and on SIGTERM or SIGINT. A run of the same name then goes on where it stopped."""
+    folder: str = "checkpoints"
+    """Where they lie: a folder within the run's own, or an absolute path."""
+    interval: int = 500
+    """Steps between checkpoints; 0 saves only at the end and on a signal. As many as you can bear to compute again."""
+    save: Literal["async", "sync"] = "async"
+    """async copies the state to CPU memory and writes it beside the next steps. sync waits for the disk and needs no copy."""
+    keep_last: int = 3
+    """How many to keep, the last ones made; 0 keeps all."""
+    keep_every: int = 0
+    """Also keep those of every so many steps, e.g. 10000, for evaluation later; 0 for none."""
+    load: str = "auto"
+    """auto: the latest whole checkpoint of this run, if it has any. none: begin anew, in a folder of its own. A step such as 1200: that one of this run. A path: that checkpoint, or the latest of that run, unless this run has one of its own."""
+    model_only: bool = False
+    """Take only the weights from a checkpoint that `load` names by path; optimizer, step and data begin anew."""
+    initial_hf: str = ""
+    """A folder of Hugging Face safetensors to take the first weights from, while the run has no checkpoint of its own."""
+    verify: bool = True
+    """Compare every file's checksum before loading. false only where reading twice costs too much."""
+
+
+@dataclass
 class Config:
     """A run."""
 
@@ -295,4 +321,5 @@ class Config:
     moe: MoE = field(default_factory=MoE)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     compile: Compile = field(default_factory=Compile)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)

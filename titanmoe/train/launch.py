@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
+from titanmoe.checkpoint.begin import record_ahead
+from titanmoe.checkpoint.layout import CheckpointError
 from titanmoe.config import ConfigError, exit_with, load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
@@ -21,6 +23,12 @@ def resolve(config: Config, world: int) -> Config:
     training = config.training
     if training.global_batch_size == -1:
         training = replace(training, global_batch_size=training.local_batch_size * fold.dp)
+        # A batch that nobody chose stays what it was, also on more or fewer ranks.
+        before = record_ahead(config).get("config", {}).get("training", {}).get("global_batch_size", -1)
+        if before not in (-1, training.global_batch_size):
+            training = replace(training, global_batch_size=before)
+            if broken := problems(replace(config, training=training), world):
+                raise ConfigError(broken, "the checkpoint's global batch, as training.global_batch_size is not given")
     return replace(config, parallelism=parallelism, training=training)
 
 
@@ -38,9 +46,14 @@ def main(argv: list[str]) -> int:
     from titanmoe.train.trainer import NonFinite, Trainer
 
     try:
-        Trainer(config, runtime).train()
+        signal = Trainer(config, runtime).train()
+        return 128 + signal if signal else 0
     except ConfigError as error:
         exit_with(error.problems, error.source)
+    except CheckpointError as error:  # of a save, told by all ranks alike
+        if runtime.rank == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
     except NonFinite as error:  # known to all ranks, and so told by one
         if runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
@@ -51,4 +64,3 @@ def main(argv: list[str]) -> int:
         return 130
     finally:
         stop()
-    return 0

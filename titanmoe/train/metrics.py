@@ -14,13 +14,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.models.count import Parameters
+from titanmoe.train.folder import METRICS
 from titanmoe.train.runtime import Runtime
-
-FILE = "metrics.jsonl"
 
 # Dense bf16/fp16 TFLOP/s, without sparsity, from the maker's data sheets. The first name found in the device's counts.
 PEAK_TFLOPS = {
@@ -52,25 +50,6 @@ def memory_gib(device: torch.device) -> float:
     return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes there, KiB on Linux
 
 
-def run_folder(config: Config) -> Path:
-    """A folder of this run's own: {dump_folder}/{name}, or name-2, name-3, ... where other runs already lie.
-
-    A run claims a folder by creating its metrics.jsonl, so two that start at once share none. One rank calls this.
-    """
-    parent, name = Path(config.job.dump_folder), config.job.name or "run"
-    folder, n = parent / name, 1
-    while True:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / FILE).touch(exist_ok=False)
-            return folder
-        except OSError as error:
-            if not (isinstance(error, FileExistsError) and folder.is_dir()):
-                raise ConfigError([f"job.dump_folder: cannot write to {folder.absolute()}: {error.strerror}"]) from None
-        n += 1
-        folder = parent / f"{name}-{n}"
-
-
 def as_json(record: dict[str, float]) -> str:
     """One line of strict JSON. JSON has no NaN or infinity: those become null, and "nonfinite" says which they were."""
     nonfinite = {name: str(value) for name, value in record.items() if not math.isfinite(value)}
@@ -88,19 +67,24 @@ class Metrics:
         fold: Fold,
         parameters: Parameters,
         flops_per_token: float,
+        folder: Path,
         notes: dict[str, str] | None = None,
+        step: int = 0,
     ):
         self.config, self.runtime = config, runtime
         self.writes = runtime.rank == 0
         if not self.writes:
             return
-        self.folder = run_folder(config)
-        self._file = (self.folder / FILE).open("a", encoding="utf-8")
+        self.folder = folder
+        self._file = (folder / METRICS).open("a", encoding="utf-8")
         self._board = None
         if config.metrics.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # a second to load, for those who want it
 
-            self._board = SummaryWriter(str(self.folder / "tensorboard"), flush_secs=10)
+            # What it holds of later steps is hidden: they will be made again.
+            self._board = SummaryWriter(
+                str(folder / "tensorboard"), flush_secs=10, purge_step=step + 1 if step else None
+            )
         self.flops_per_token = flops_per_token
         on_gpu = runtime.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(runtime.device) if on_gpu else "CPU"

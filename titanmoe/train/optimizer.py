@@ -33,6 +33,24 @@ class Optimizer:
             foreach=options.implementation == "foreach",
         )
 
+    def moments(self) -> dict[str, dict[str, torch.Tensor]]:
+        """AdamW's running means by parameter, as they are; zeros before the first step."""
+        out = {}
+        for name, part in self.pieces.items():
+            state = self.adamw.state[part]
+            if not state:
+                fused = self.adamw.defaults["fused"]
+                state["step"] = torch.zeros((), dtype=torch.float32, device=part.device if fused else "cpu")
+                state["exp_avg"] = torch.zeros_like(part, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(part, memory_format=torch.preserve_format)
+            out[name] = state
+        return out
+
+    def resume(self, step: int) -> None:
+        """The moments have been filled with those of that step."""
+        for state in self.moments().values():
+            state["step"].fill_(step)
+
     def step(self, lr: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = lr

@@ -12,10 +12,11 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
@@ -48,8 +49,11 @@ class Runtime:
     world: int
     device: torch.device
 
-    def steady_timeout(self, seconds: int) -> None:
-        """Shorten the time-out of every process group, once the slow first step is over. All ranks call it together."""
+    def steady_timeout(self, seconds: int, patient: Sequence[Any] = ()) -> None:
+        """Shorten the time-out of every process group but the patient ones, once the slow first step is over.
+
+        All ranks call it together.
+        """
         import torch
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
@@ -58,7 +62,7 @@ class Runtime:
         dist.barrier()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        for group in list(distributed_c10d._world.pg_map):
+        for group in set(distributed_c10d._world.pg_map).difference(patient):
             distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 

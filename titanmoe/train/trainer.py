@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.comm import all_reduce
+from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
@@ -26,6 +30,8 @@ from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.tokens import IGNORE
+from titanmoe.train.checkpoints import Checkpoints
+from titanmoe.train.folder import claim, rewind
 from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.runtime import GarbageCollection, Runtime
@@ -57,23 +63,53 @@ class Trainer:
         self.tied = TiedEnds(self.parts, config, self.meshes)
         self.placement = placement(config)
         self.optimizer = Optimizer(self.parameters, config.optimizer)
+        self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.garbage = GarbageCollection(config.training.gc_every)
-        self.step = 0
+        self.step, self.tokens = 0, 0.0
+        self.wants_to_stop = lambda: False
+        self.stopping = False
 
-    def train(self) -> None:
+    def train(self) -> int:
+        """Until the last step or a signal; returns the signal, or 0."""
         check_alike(self.loader.peek(), self.meshes, self.device)
-        metrics = Metrics(
-            self.config, self.runtime, self.fold, parameters(self.config.model), self.flops_per_token, self.notes()
-        )
-        try:
-            while self.step < self.config.training.steps:
-                report = self.train_step()
-                metrics.log(self.step, report)
-                self.garbage.collect(self.step)
-                if self.step == 1:
-                    self.runtime.steady_timeout(self.config.training.timeout_s)
-        finally:
-            metrics.close()
+        run = self.claim()
+        with Checkpoints(self, run) as checkpoints:
+            notes = checkpoints.begin() | self.notes()
+            metrics = self.metrics(run, notes)
+            self.wants_to_stop = lambda: checkpoints.wants_to_stop
+            first = self.step + 1
+            try:
+                while self.step < self.config.training.steps and not self.stopping:
+                    report = self.train_step()
+                    metrics.log(self.step, report | checkpoints.after_step())
+                    self.garbage.collect(self.step)
+                    if self.step == first:
+                        self.runtime.steady_timeout(self.config.training.timeout_s, checkpoints.patient)
+                return checkpoints.finish()
+            except NonFinite:
+                checkpoints.wait()
+                raise
+            finally:
+                metrics.close()
+
+    def claim(self) -> Path:
+        """The run's folder, known to all ranks."""
+        box: list[Any] = [None]
+        if self.runtime.rank == 0:
+            try:
+                box[0], self._lock = claim(self.config)
+            except ConfigError as error:
+                box[0] = error
+        dist.broadcast_object_list(box, 0)
+        if isinstance(box[0], ConfigError):
+            raise box[0]
+        return box[0]
+
+    def metrics(self, run: Path, notes: dict[str, str]) -> Metrics:
+        if self.runtime.rank == 0:
+            rewind(run, self.step)
+        count = parameters(self.config.model)
+        return Metrics(self.config, self.runtime, self.fold, count, self.flops_per_token, run, notes, self.step)
 
     def notes(self) -> dict[str, str]:
         """What the run's header says beside the mapping."""
@@ -110,6 +146,7 @@ class Trainer:
             clip(self.parameters.values(), norm, self.config.optimizer.max_grad_norm)
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
         self.optimizer.step(lr)
+        self.tokens += totals.tokens.item()
         return self.report(loss, norm, lr, totals, self.finish_experts())
 
     def count(self, batches: list[Batch]) -> Totals:
@@ -124,8 +161,11 @@ class Trainer:
         # The one division: sums over labels by their global count. Every reduction is a sum.
         slices = [cut(batch, m, self.meshes, self.placement, self.device) for m, batch in enumerate(batches)]
         loss = self.engine.run(slices, totals.labels.clamp(min=1))
-        # Only ranks of the last stage have a loss, and those of a tp group equal ones.
-        return all_reduce(loss, self.meshes.world) / self.meshes.tp.size
+        # One message: the loss, and whether any rank has been asked to stop.
+        asked = torch.full_like(loss, self.wants_to_stop())
+        loss, asked = all_reduce(torch.stack((loss, asked)), self.meshes.world)
+        self.stopping = bool(asked)
+        return loss / self.meshes.tp.size  # only ranks of the last stage have one, and those of a tp group equal ones
 
     def finish_gradients(self) -> None:
         """What backward left in pieces that FSDP does not know of."""

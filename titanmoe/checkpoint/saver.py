@@ -1,0 +1,90 @@
+"""Saving beside the training: stage, write, publish, retain."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.folder import Piece, save, together
+from titanmoe.checkpoint.layout import CheckpointError, Manifest
+from titanmoe.config.schema import Checkpoint as Options
+
+PATIENCE = timedelta(hours=2)
+"""How long a rank waits for the slowest disk."""
+
+
+class Saver:
+    """One checkpoint at a time; all ranks call it together."""
+
+    def __init__(self, folder: Path, options: Options):
+        self.folder, self.options = folder, options
+        # A group of its own, on CPU tensors: the thread's messages must never meet those of a training step.
+        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.get_world_size() > 1 else None
+        self.first = dist.get_rank() == 0
+        self.saved_step = -1
+        self.failed: CheckpointError | None = None
+        self._thread: threading.Thread | None = None
+        self._staged: dict[str, Tensor] = {}
+        together(self.group, lambda: self._prepare() if self.first else None)
+
+    def _prepare(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        layout.sweep(self.folder)
+
+    def save(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> float:
+        """Returns the seconds for which training stood still."""
+        began = time.monotonic()
+        self.wait()
+        if self.options.save == "sync":
+            self._write(step, pieces, record)
+        else:
+            staged = {name: replace(piece, tensor=self._copy(name, piece.tensor)) for name, piece in pieces.items()}
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            self._thread = threading.Thread(target=self._attempt, args=(step, staged, record), name="checkpoint")
+            self._thread.start()
+        self.saved_step = step
+        return time.monotonic() - began
+
+    def wait(self) -> None:
+        """Until nothing is being written; raises what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self.failed:
+            raise self.failed
+
+    def _copy(self, name: str, tensor: Tensor) -> Tensor:
+        """Into memory kept from one checkpoint to the next; page-locked for a GPU, whose copies then overlap."""
+        kept = self._staged.get(name)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._staged[name] = kept
+        return kept.copy_(tensor, non_blocking=True)
+
+    def _attempt(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
+        try:
+            self._write(step, pieces, record)
+        except CheckpointError as error:
+            self.failed = error
+        except Exception as error:  # a lost connection, say: the thread's own traceback would end unseen
+            self.failed = CheckpointError(f"{self.folder}: {type(error).__name__} {error}")
+
+    def _write(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
+        target = self.folder / layout.name_of(step)
+        save(target, pieces, lambda sums: Manifest(step, layout.next_number(self.folder), sums, record), self.group)
+        together(self.group, lambda: self._settle(target) if self.first else None)
+
+    def _settle(self, target: Path) -> None:
+        layout.point(self.folder, target.name)
+        layout.retain(self.folder, self.options.keep_last, self.options.keep_every)

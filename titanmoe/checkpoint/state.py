@@ -1,0 +1,143 @@
+"""What a run is made of, as named pieces that know nothing of the mapping; and which of it a resume may change.
+
+    model.NAME                  parameters and the routers' expert biases; layers by their number in the whole model
+    optimizer.exp_avg.NAME      AdamW's moments; its step is the run's
+    optimizer.exp_avg_sq.NAME
+
+All else is numbers, kept in the manifest's record: step, tokens, loader, config, mapping. Random numbers are functions
+of (seed, step, index), so seed and step are the whole state of every generator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanmoe.checkpoint.folder import Piece
+from titanmoe.config.fields import flat, toml_value
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.parallel.materialize import piece
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+Targets = dict[str, tuple[str, Piece]]
+"""By a name of this rank's own: the stored tensor's name, and the piece of it that this rank holds."""
+
+
+def stored_name(name: str, tied: bool) -> str:
+    """The two ends of a tied embedding are one logical tensor."""
+    return "embed.weight" if tied and name == "head.weight" else name
+
+
+def targets(
+    parameters: Mapping[str, nn.Parameter],
+    buffers: Mapping[str, Tensor],
+    moments: Mapping[str, Mapping[str, Tensor]] | None,
+    tied: bool,
+) -> Targets:
+    out: Targets = {}
+    for name, parameter in parameters.items():
+        part, offset = piece(parameter.detach())
+        stored, shape = stored_name(name, tied), tuple(parameter.shape)
+        out[f"model.{name}"] = f"model.{stored}", Piece(part, offset, shape)
+        for moment in MOMENTS if moments else ():
+            tensor = moments[name][moment]
+            out[f"optimizer.{moment}.{name}"] = f"optimizer.{moment}.{stored}", Piece(tensor, offset, shape)
+    for name, buffer in buffers.items():
+        out[f"model.{name}"] = f"model.{name}", Piece(buffer, (0,) * buffer.dim(), tuple(buffer.shape))
+    return out
+
+
+def pieces(found: Targets) -> dict[str, Piece]:
+    """To save: of a tied embedding, the first end."""
+    return {stored: piece for name, (stored, piece) in found.items() if name == stored}
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    parameters = {id(p) for p in module.parameters()}
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, owner in module.named_modules()
+        for name, buffer in owner.named_buffers(recurse=False)
+        if name not in owner._non_persistent_buffers_set and id(buffer) not in parameters
+    }
+
+
+def record(config: Config, fold: Fold, step: int, tokens: float, loader: dict[str, Any]) -> dict[str, Any]:
+    from titanmoe import __version__
+
+    return {
+        "step": step,
+        "tokens": tokens,
+        "loader": loader,
+        "seed": config.training.seed,
+        "config": dataclasses.asdict(config),
+        "mapping": {"world": fold.world, "attention": fold.attention_axes, "experts": fold.expert_axes},
+        "versions": {"titanmoe": __version__, "torch": torch.__version__},
+    }
+
+
+# ---- a config that is not the one before
+
+FREE = (
+    "family", "size", "init_std", "norm_eps", "top_k", "score_function", "norm_topk", "route_scale", "num_groups",
+    "top_groups",
+)  # fmt: skip
+"""Fields of [model] that change what weights are used for, but not which there are. Those of RoPE too, by prefix."""
+
+
+def flat_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in table.items():
+        out |= flat_record(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return out
+
+
+def _shapes(path: str) -> bool:
+    table, _, name = path.partition(".")
+    return table == "model" and name not in FREE and not name.startswith("rope_")
+
+
+def refusals(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Fields that must be as they were, with both values."""
+    before, now = flat_record(saved.get("config", {})), flat(config)
+    return [
+        f"{path} is {toml_value(now[path])} and was {toml_value(before[path])} when the checkpoint was made: "
+        "its weights do not fit; use that value, or start a new run"
+        for path in now
+        if _shapes(path) and path in before and before[path] != now[path]
+    ]
+
+
+def differences(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Every other field that is not as it was; the checkpoint's and the run's own names aside."""
+    before, now = flat_record(saved.get("config", {})), flat(config)
+    changed = [
+        f"{path}: {toml_value(before[path])} -> {toml_value(now[path])}"
+        for path in now
+        if path in before and before[path] != now[path] and not path.startswith(("checkpoint.", "job.", "metrics."))
+    ]
+    return changed + _of_grouping(before, config)
+
+
+def _of_grouping(before: Mapping[str, Any], config: Config) -> list[str]:
+    """What depends on which samples or tokens stand together, and no longer will as it did."""
+    was, now = before.get, flat(config)
+    notes = []
+    if was("training.global_batch_size") != now["training.global_batch_size"]:
+        notes.append("note: the global batch has changed; the loss curve is another from here on")
+
+    def regrouped(*paths: str) -> bool:
+        return any(was(path) != now[path] for path in paths)
+
+    per_microbatch = regrouped("training.local_batch_size", "parallelism.dp_shard", "parallelism.dp_replicate")
+    if per_microbatch and (config.moe.aux_loss or config.moe.aux_loss_global):
+        notes.append("note: moe.aux_loss and aux_loss_global see other microbatches than before (docs/moe.md)")
+    drops = config.moe.capacity_factor and config.moe.capacity_scope == "sub_sequence"
+    if drops and (per_microbatch or regrouped("parallelism.tp", "parallelism.cp")):
+        notes.append("note: sub_sequence capacity drops within other groups of tokens than before (docs/moe.md)")
+    return notes

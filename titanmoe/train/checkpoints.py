@@ -1,0 +1,168 @@
+"""A trainer's checkpoints: what it begins from, when it saves, why it stops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from titanmoe.checkpoint import layout, state
+from titanmoe.checkpoint.begin import Beginning, checkpoints_of, choose
+from titanmoe.checkpoint.folder import Checkpoint, together
+from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint.saver import Saver
+from titanmoe.config import ConfigError
+from titanmoe.train.runtime import say
+from titanmoe.train.signals import Signals
+
+if TYPE_CHECKING:
+    from titanmoe.train.trainer import Trainer
+
+
+class Checkpoints:
+    def __init__(self, trainer: Trainer, run: Path):
+        self.trainer, self.config, self.run = trainer, trainer.config, run
+        self.options = self.config.checkpoint
+        self.rank, self.world = trainer.runtime.rank, trainer.runtime.world
+        self.group = dist.group.WORLD if self.world > 1 else None
+        self.signals = Signals()
+        self.saver = Saver(checkpoints_of(run, self.config), self.options) if self.options.enable else None
+
+    def __enter__(self) -> Checkpoints:
+        if self.saver:
+            self.signals.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.saver:
+            self.signals.__exit__()
+
+    # ---- beginning
+
+    def begin(self) -> dict[str, str]:
+        """Load what the config asks for, if anything; what to say of it in the run's header."""
+        beginning = self._choose()
+        for line in beginning.said:
+            say(f"checkpoint: {line}")
+        if beginning.path is None:
+            return {}
+        changes = self.load(beginning.path, beginning.model_only)
+        step = self.trainer.step
+        told = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
+        return {"begins from": told} | ({"changed since": "\n".join(changes)} if changes else {})
+
+    def _choose(self) -> Beginning:
+        """Rank 0 looks, so that all agree; sums of files are shared out, because reading them all takes time."""
+        if self.rank == 0:
+            try:
+                answer: Beginning | CheckpointError = choose(self.config, self.run, self._damage)
+            except CheckpointError as error:
+                answer = error
+            self._tell(answer)
+        else:
+            while isinstance(answer := self._tell(None), Path):
+                self._share(answer)
+        if isinstance(answer, CheckpointError):
+            raise ConfigError([str(answer)])
+        return answer
+
+    def _damage(self, path: Path) -> list[str]:
+        layout.read_manifest(path)  # what is no checkpoint is no matter for the others
+        self._tell(path)
+        return self._share(path)
+
+    def _tell(self, what: Any) -> Any:
+        box = [what]
+        if self.group is not None:
+            dist.broadcast_object_list(box, 0, self.group)
+        return box[0]
+
+    def _share(self, path: Path) -> list[str]:
+        def mine() -> list[str]:
+            files = sorted(layout.read_manifest(path).files)
+            return layout.damage(path, files[self.rank :: self.world], contents=self.options.verify)
+
+        try:
+            return [line for lines in together(self.group, mine) for line in lines]
+        except CheckpointError as error:  # not everywhere to be seen
+            return [str(error)]
+
+    def load(self, path: Path, model_only: bool) -> list[str]:
+        """Fill the trainer from a checkpoint made under any mapping; returns what is not as it was then."""
+        trainer, saved = self.trainer, Checkpoint(path)
+        problems = state.refusals(saved.record, self.config)
+        if not model_only:
+            try:
+                trainer.loader.load_state_dict(saved.record["loader"])
+            except ConfigError as error:
+                problems += error.problems
+        if problems:
+            raise ConfigError(problems, str(path))
+        wanted = self._targets(with_moments=not model_only)
+        try:
+            self._all_there(saved, wanted, model_only)
+            together(self.group, lambda: saved.fill(wanted))
+        except CheckpointError as error:
+            raise ConfigError([str(error)], str(path)) from None
+        if model_only:
+            return []
+        trainer.step, trainer.tokens = saved.record["step"], saved.record["tokens"]
+        trainer.optimizer.resume(trainer.step)
+        return state.differences(saved.record, self.config)
+
+    def _all_there(self, saved: Checkpoint, wanted: state.Targets, model_only: bool) -> None:
+        """Every stored tensor is used and none is missing, over all ranks."""
+        names = {name for theirs in together(self.group, lambda: {s for s, _ in wanted.values()}) for name in theirs}
+        stored = {name for name in saved.tensors if name.startswith("model.") or not model_only}
+        lines = []
+        for what, some in (("lacks", names - stored), ("holds, and this model has no", stored - names)):
+            if some:
+                shown = ", ".join(sorted(some)[:8]) + (f" and {len(some) - 8} more" if len(some) > 8 else "")
+                lines.append(f"the checkpoint {what} {shown}")
+        if lines:
+            raise CheckpointError("; ".join(lines))
+
+    def _targets(self, with_moments: bool) -> state.Targets:
+        trainer = self.trainer
+        moments = trainer.optimizer.moments() if with_moments else None
+        return state.targets(trainer.parameters, trainer.buffers, moments, self.config.model.tie_embeddings)
+
+    # ---- saving
+
+    @property
+    def wants_to_stop(self) -> bool:
+        """This rank; all stop together once one does."""
+        return bool(self.signals.number or (self.saver and self.saver.failed))
+
+    def after_step(self) -> dict[str, float]:
+        """Save if it is time; how long training stood still for it."""
+        step = self.trainer.step
+        if not (self.saver and self.options.interval and step % self.options.interval == 0):
+            return {}
+        return {"checkpoint_blocked_s": self._save()}
+
+    @property
+    def patient(self) -> list[Any]:
+        """Process groups that wait for disks."""
+        return [self.saver.group] if self.saver and self.saver.group else []
+
+    def wait(self) -> None:
+        if self.saver:
+            self.saver.wait()
+
+    def finish(self) -> int:
+        """Save what is not yet saved and wait until it is on disk. Returns the signal that ended the run, or 0."""
+        if not self.saver:
+            return 0
+        self.saver.wait()
+        if self.saver.saved_step != self.trainer.step and self.trainer.step > 0:
+            self._save()
+            self.saver.wait()
+        say(f"saved      {self.saver.folder / layout.name_of(self.trainer.step)}")
+        return max(together(self.group, lambda: self.signals.number))
+
+    def _save(self) -> float:
+        trainer = self.trainer
+        record = state.record(self.config, trainer.fold, trainer.step, trainer.tokens, trainer.loader.state_dict())
+        return self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)

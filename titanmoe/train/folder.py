@@ -1,0 +1,74 @@
+"""The run's folder: which it is, and that no two processes write in it at once."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import TextIO
+
+from titanmoe.checkpoint import begin, layout
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+
+METRICS, LOCK = "metrics.jsonl", "lock"
+
+
+def claim(config: Config) -> tuple[Path, TextIO | None]:
+    """The folder, and its lock, which holds for as long as it is kept open. One rank calls this.
+
+    A run that continues has the folder {dump_folder}/{name}. Any other has one of its own: that, or name-2, name-3, ...
+    where others lie. Such a run claims a folder by creating its metrics.jsonl, so two that start at once share none.
+    """
+    parent, name = Path(config.job.dump_folder), config.job.name or "run"
+    folder, n = parent / name, 1
+    while True:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if begin.continues(config):
+                return folder, _locked(folder)
+            (folder / METRICS).touch(exist_ok=False)
+            return folder, None
+        except OSError as error:
+            if not (isinstance(error, FileExistsError) and folder.is_dir()):
+                raise ConfigError([f"job.dump_folder: cannot write to {folder.absolute()}: {error.strerror}"]) from None
+        n += 1
+        folder = parent / f"{name}-{n}"
+
+
+def _locked(folder: Path) -> TextIO:
+    stream = (folder / LOCK).open("w", encoding="utf-8")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(
+            [
+                f"another process is writing to {folder.absolute()}, and a run that continues has one folder: wait for "
+                "it, stop it, or give this run another job.name"
+            ]
+        ) from None
+    return stream
+
+
+def rewind(folder: Path, step: int) -> None:
+    """Forget the lines of steps that will be made again. A run that begins anew puts those of the one before aside."""
+    file = folder / METRICS
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+    kept = [line for line in lines if _step(line) <= step]
+    if step == 0 and lines:
+        n = 1
+        while (aside := folder / f"metrics-{n}.jsonl").exists():
+            n += 1
+        os.rename(file, aside)
+    elif len(kept) < len(lines):
+        fresh = folder / f"{METRICS}.new"
+        layout.write(fresh, "".join(kept))
+        os.replace(fresh, file)
+
+
+def _step(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):  # a kill cut it off
+        return float("inf")

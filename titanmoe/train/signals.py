@@ -1,0 +1,35 @@
+"""SIGTERM and SIGINT ask a run that saves to do so and end, after the step it is in."""
+
+from __future__ import annotations
+
+import signal
+import time
+from types import FrameType
+from typing import Any
+
+from titanmoe.train.runtime import say
+
+AGAIN_S = 3.0
+"""A terminal's Ctrl-C reaches a rank twice, by itself and through torchrun. Only one after this is meant as another."""
+
+
+class Signals:
+    def __init__(self) -> None:
+        self.number = 0
+        self._since = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self._before = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.number:
+            self.number, self._since = number, time.monotonic()
+            say(f"{signal.Signals(number).name}: saving after this step, then ending; Ctrl-C again ends at once")
+        elif number == signal.SIGINT and time.monotonic() - self._since > AGAIN_S:
+            raise KeyboardInterrupt
