@@ -168,9 +168,23 @@ def whole(pieces: dict[str, Any], rank: int) -> dict[str, torch.Tensor]:
     return out
 
 
+def make_trainer(changes: dict[str, Any]) -> Any:
+    """On a rank: the Trainer of a recipe, with the samples that the recipe names."""
+    from titanmoe.train import trainer as module
+    from titanmoe.train.runtime import Runtime
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    garbage = module.GarbageCollection
+    module.GarbageCollection = lambda every: None  # a full collection would be a third of the time
+    try:
+        runtime = Runtime(rank=rank, local_rank=rank, world=size, device=torch.device("cpu"))
+        return module.Trainer(read(changes, size), runtime)
+    finally:
+        module.GarbageCollection = garbage
+
+
 def measure(changes: dict[str, Any], documents: bool = False, fault: str = "", steps: int = STEPS) -> Outcome | None:
     from titanmoe.train import trainer as trainer_module
-    from titanmoe.train.runtime import Runtime
 
     config = read(changes, dist.get_world_size())
     rank = dist.get_rank()
@@ -179,12 +193,10 @@ def measure(changes: dict[str, Any], documents: bool = False, fault: str = "", s
         from tests import faults
 
         undo = faults.FAULTS[fault]()
-    loader, garbage = trainer_module.Loader, trainer_module.GarbageCollection
+    loader = trainer_module.Loader
     trainer_module.Loader = lambda c, r, n: Samples(c, r, n, documents)
-    trainer_module.GarbageCollection = lambda every: None  # a full collection would be a third of the time
     try:
-        runtime = Runtime(rank=rank, local_rank=rank, world=dist.get_world_size(), device=torch.device("cpu"))
-        trainer = trainer_module.Trainer(config, runtime)
+        trainer = make_trainer(changes)
         grads: list[dict[str, torch.Tensor]] = []
         finite = trainer.check_finite
 
@@ -203,7 +215,7 @@ def measure(changes: dict[str, Any], documents: bool = False, fault: str = "", s
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, bias)
     finally:
-        trainer_module.Loader, trainer_module.GarbageCollection = loader, garbage
+        trainer_module.Loader = loader
         if undo:
             undo()
     if rank:

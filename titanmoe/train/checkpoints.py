@@ -49,6 +49,8 @@ class Checkpoints:
             return {}
         changes = self.load(beginning.path, beginning.model_only)
         step = self.trainer.step
+        if self.saver and beginning.path.parent == self.saver.folder:
+            self.saver.saved_step = step  # it lies there already
         told = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
         return {"begins from": told} | ({"changed since": "\n".join(changes)} if changes else {})
 

@@ -1,0 +1,69 @@
+"""Training runs that save and resume, on the ranks of a pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import parity
+
+# The real loader over counted random tokens; every mapping of 8 ranks is legal.
+RUN: dict[str, Any] = {
+    "data.source": "synthetic",
+    "training.deterministic": True,
+    "moe.aux_loss_sequence": 0.02,
+    "moe.bias_update_rate": 0.01,
+    "checkpoint.enable": True,
+    "checkpoint.interval": 3,
+    "checkpoint.keep_last": 0,
+    "job.name": "run",
+}
+
+
+@dataclass
+class Went:
+    """What rank 0 saw of a run."""
+
+    loss: dict[int, float] = field(default_factory=dict)
+    norm: dict[int, float] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Weights, expert biases and moments after the last step, whole."""
+    notes: dict[str, str] = field(default_factory=dict)
+    loader: dict[str, Any] = field(default_factory=dict)
+
+
+def go(folder: str, changes: dict[str, Any], until: int) -> Went:
+    """Begin as the config says, train until that step, save at the end."""
+    from titanmoe.train.checkpoints import Checkpoints
+
+    trainer = parity.make_trainer(RUN | {"job.dump_folder": folder} | changes)
+    went = Went()
+    with Checkpoints(trainer, Path(folder) / "run") as checkpoints:
+        went.notes = checkpoints.begin()
+        while trainer.step < until:
+            report = trainer.train_step()
+            went.loss[trainer.step], went.norm[trainer.step] = report["loss"], report["grad_norm"]
+            checkpoints.after_step()
+        checkpoints.finish()
+    went.loader = trainer.loader.state_dict()
+    went.state = parity.whole(everything(trainer), dist.get_rank())
+    if trainer.config.model.tie_embeddings:
+        went.state = {name: tensor for name, tensor in went.state.items() if "head.weight" not in name}
+    return went
+
+
+def everything(trainer: Any) -> dict[str, torch.Tensor]:
+    from torch.distributed.tensor import DTensor
+
+    out = dict(trainer.parameters) | trainer.buffers
+    for name, moments in trainer.optimizer.moments().items():
+        like = trainer.parameters[name]
+        for moment in ("exp_avg", "exp_avg_sq"):
+            out[f"{moment}.{name}"] = DTensor.from_local(
+                moments[moment], like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+            )
+    return out

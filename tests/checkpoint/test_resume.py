@@ -1,0 +1,153 @@
+"""Stopping and going on changes nothing: to the bit under the same mapping, to rounding under any other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import parity, world
+from tests.checkpoint import runs
+
+SAVED, LAST = 3, 8
+PP = {"parallelism.pp": 4, "model.num_layers": 4, "training.global_batch_size": 8}
+FOUR = {"model.num_layers": 4}
+V = {"pipeline.schedule": "DualPipeV", "parallelism.pp": 2, "model.num_layers": 4}
+
+
+def mapping(pp: int = 1, tp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1, **more: Any) -> dict[str, Any]:
+    degrees = {"pp": pp, "tp": tp, "cp": cp, "experts.ep": ep, "experts.etp": etp}
+    return {f"parallelism.{name}": n for name, n in degrees.items()} | more
+
+
+def go(size: int, folder: Path, changes: dict[str, Any], until: int = LAST) -> runs.Went:
+    return world.run(size, runs.go, str(folder), changes, until, timeout=120)[0]
+
+
+@pytest.mark.parametrize("save", ["sync", "async"])
+@pytest.mark.parametrize("shape", [mapping(tp=2, ep=4), mapping(pp=2, cp=2, etp=2)], ids=["tp2-ep4", "pp2-cp2-etp2"])
+def test_the_same_mapping_goes_on_to_the_last_bit(tmp_path: Path, shape: dict[str, Any], save: str) -> None:
+    shape = shape | {"checkpoint.save": save, "training.dtype": "float32", "training.mixed_precision_param": "float32"}
+    straight = go(4, tmp_path / "straight", shape)
+    go(4, tmp_path / "twice", shape, until=SAVED)
+    resumed = go(4, tmp_path / "twice", shape)
+    assert list(resumed.loss) == [4, 5, 6, 7, 8]
+    assert all(resumed.loss[step] == straight.loss[step] for step in resumed.loss)
+    assert all(resumed.norm[step] == straight.norm[step] for step in resumed.norm)
+    for name, tensor in straight.state.items():
+        assert torch.equal(resumed.state[name], tensor), name
+
+
+# (ranks and mapping that saved, ranks and mapping that go on). The first four broke other trainers.
+CASES = {
+    "pp4 to ep4": ((4, mapping(pp=4) | FOUR), (4, mapping(ep=4) | FOUR)),
+    "etp4 to ep4": ((4, mapping(etp=4)), (4, mapping(ep=4))),
+    "tp2 pp4 etp2 to tp1 pp4 etp2": ((8, mapping(tp=2, pp=4, etp=2) | FOUR), (8, mapping(pp=4, etp=2) | FOUR)),
+    "ep8 to tp8 etp8": ((8, mapping(ep=8)), (8, mapping(tp=8, etp=8))),
+    "a stage without experts": (
+        (4, mapping(pp=2, tp=2) | FOUR | {"model.num_dense_layers": 2, "model.dense_hidden": 32}),
+        (2, mapping(ep=2) | FOUR | {"model.num_dense_layers": 2, "model.dense_hidden": 32}),
+    ),
+    "more data ranks": ((2, mapping(ep=2)), (8, mapping(ep=2) | {"parallelism.dp_replicate": 2})),
+    "fewer ranks": ((8, mapping(tp=2, cp=2, ep=8)), (1, mapping())),
+    "tied ends of a pipeline to one": (
+        (4, mapping(pp=2, ep=2) | FOUR | {"model.tie_embeddings": True}),
+        (4, mapping(tp=2, ep=4) | FOUR | {"model.tie_embeddings": True}),
+    ),
+    "one rank to tied ends on one rank of a V": (
+        (1, mapping() | FOUR | {"model.tie_embeddings": True}),
+        (2, mapping() | V | {"model.tie_embeddings": True}),
+    ),
+    "V to interleaved, dispatcher": (
+        (4, mapping(ep=2) | V),
+        (4, mapping(cp=2, etp=2) | V | {"pipeline.schedule": "Interleaved1F1B", "moe.dispatcher": "allgather"}),
+    ),
+    "model dim of experts to their number": (
+        (8, mapping(ep=2) | {"model.num_experts": 4}),
+        (4, mapping(ep=4) | {"model.num_experts": 4}),
+    ),
+    "full-sequence dropping": (
+        (4, mapping(tp=4, ep=4) | {"moe.capacity_factor": 1.0, "moe.capacity_scope": "full_sequence"}),
+        (4, mapping(cp=2, etp=2) | {"moe.capacity_factor": 1.0, "moe.capacity_scope": "full_sequence"}),
+    ),
+}
+
+
+@pytest.mark.parametrize(("before", "after"), CASES.values(), ids=CASES)
+def test_any_mapping_goes_on_under_any_other(tmp_path: Path, before: Any, after: Any) -> None:
+    straight = go(*before_folder(before, tmp_path))
+    resumed = go(after[0], tmp_path, after[1] | {"checkpoint.load": str(SAVED)})
+    assert list(resumed.loss) == [4, 5, 6, 7, 8]
+    for step in resumed.loss:
+        assert resumed.loss[step] == pytest.approx(straight.loss[step], rel=1e-10), step
+        assert resumed.norm[step] == pytest.approx(straight.norm[step], rel=1e-9), step
+    worst, name = parity.error(resumed.state, straight.state)
+    assert worst < 1e-9, (worst, name)
+    assert resumed.loader == straight.loader
+
+
+def before_folder(before: Any, folder: Path) -> tuple[int, Path, dict[str, Any]]:
+    return before[0], folder, before[1]
+
+
+def test_float32_agrees_at_the_first_step(tmp_path: Path) -> None:
+    single = {"training.dtype": "float32", "training.mixed_precision_param": "float32"}
+    straight = go(4, tmp_path, mapping(pp=2, ep=2) | single)
+    resumed = go(8, tmp_path, mapping(tp=2, etp=4) | single | {"checkpoint.load": str(SAVED)}, until=SAVED + 1)
+    assert resumed.loss[4] == pytest.approx(straight.loss[4], rel=1e-5)
+    assert resumed.norm[4] == pytest.approx(straight.norm[4], rel=1e-4)
+
+
+def test_without_its_moments_a_run_would_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail: weights alone are another run from the second step on."""
+    straight = go(2, tmp_path, mapping(ep=2))
+    bare = mapping(ep=2) | {
+        "checkpoint.load": str(tmp_path / "run/checkpoints/step-00000003"),
+        "checkpoint.model_only": True,
+        "checkpoint.enable": False,
+    }
+    fresh = go(2, tmp_path / "other", bare, until=2)
+    assert list(fresh.loss) == [1, 2]
+    assert fresh.notes["begins from"].startswith("weights of")
+    assert not any(torch.equal(fresh.state[name], straight.state[name]) for name in straight.state if "exp_avg" in name)
+
+
+def test_what_changed_is_told(tmp_path: Path) -> None:
+    go(2, tmp_path, mapping(ep=2) | {"moe.aux_loss": 0.01}, until=SAVED)
+    notes = go(4, tmp_path, mapping(ep=2) | {"moe.aux_loss": 0.01, "optimizer.lr": 0.02}, until=SAVED + 1).notes
+    assert "step-00000003" in notes["begins from"]
+    assert "optimizer.lr: 0.01 -> 0.02" in notes["changed since"]
+    assert "parallelism.dp_shard: 2 -> 4" in notes["changed since"]
+    assert "see other microbatches" in notes["changed since"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model.dim": 32}, ["model.dim is 32 and was 16"]),
+        (
+            {"model.vocab_size": 64, "model.num_experts": 16},
+            ["vocab_size is 64 and was 48", "num_experts is 16 and was 8"],
+        ),
+        ({"training.seed": 1}, ["training.seed was 0", "is 1 now"]),
+        ({"training.seq_len": 32}, ["training.seq_len was 16"]),
+    ],
+)
+def test_what_cannot_change_is_refused(tmp_path: Path, change: dict[str, Any], words: list[str]) -> None:
+    go(1, tmp_path, mapping(), until=SAVED)
+    with pytest.raises(world.RankError) as refused:
+        go(1, tmp_path, mapping() | change)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_batch_that_nobody_chose_stays_what_it_was(tmp_path: Path) -> None:
+    from titanmoe.config import ConfigError
+
+    derived = {"training.global_batch_size": -1, "job.dump_folder": str(tmp_path)}
+    go(4, tmp_path, mapping() | derived, until=SAVED)
+    assert parity.read(runs.RUN | derived | mapping(), 2).training.global_batch_size == 4
+    with pytest.raises(ConfigError, match="global_batch_size"):
+        parity.read(runs.RUN | derived | mapping(), 8)
