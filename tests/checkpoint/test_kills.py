@@ -1,0 +1,124 @@
+"""Whatever is killed at whatever moment of a save, a whole checkpoint is there and the next start takes it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint import victims
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.folder import open_checkpoint
+
+NOBODY = -1
+
+
+def attempt(tmp: Path, mode: str, victim: int = NOBODY, at: int = 0) -> Path:
+    folder, seen = tmp / "checkpoints", tmp / "seen"
+    seen.mkdir(parents=True)
+    with victims.pair(victims.save_two, str(folder), mode, victim, at, str(seen)) as ranks:
+        if victim == NOBODY:
+            for process in ranks:
+                process.join(60)
+                assert process.exitcode == 0
+        else:
+            ranks[victim].join(60)
+            assert ranks[victim].exitcode == -9
+            ranks[1 - victim].join(0.1)  # it may see the loss of its peer, or not
+    return folder
+
+
+def check(folder: Path) -> int:
+    """What the next start would take: whole, and all of one step."""
+    best = layout.candidates(folder)[0]
+    assert layout.damage(best) == []
+    checkpoint = open_checkpoint(best)
+    step = checkpoint.record["step"]
+    for name, tensor in victims.contents(step).items():
+        assert torch.equal(checkpoint.read(name), tensor), (best, name)
+    layout.sweep(folder)
+    left = (
+        {path.name for path in folder.iterdir()}
+        - {layout.LATEST}
+        - {path.name for path in layout.steps(folder).values()}
+    )
+    assert not left
+    return step
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_at_every_step_of_an_asynchronous_save(tmp_path: Path, victim: int) -> None:
+    assert check(attempt(tmp_path / "whole", "async")) == 2
+    steps = (tmp_path / "whole/seen" / str(victim)).read_text().splitlines()
+    if victim == 0:
+        assert {"os.mkdir", "open for writing", "write", "fsync", "os.rename", "os.remove", "os.rmdir"} <= set(steps)
+    else:
+        assert {"open for writing", "write", "fsync"} <= set(steps)
+    found = []
+    for at in range(1, len(steps) + 1):
+        if at > 2 and steps[at - 1] == steps[at - 2] == steps[at - 3] == "write":
+            continue  # of a run of writes, the first two and what follows
+        found.append(check(attempt(tmp_path / str(at), "async", victim, at)))
+    # Until the rename the old one stands; rank 1 has nothing to do after it.
+    assert found == sorted(found) and found[0] == 1
+    assert found[-1] == (2 if victim == 0 else 1)
+
+
+@pytest.mark.parametrize("at", [1, 12])
+def test_killed_in_a_synchronous_save(tmp_path: Path, at: int) -> None:
+    assert check(attempt(tmp_path, "sync", 0, at)) == 1
+
+
+KILLS = 200
+
+
+@pytest.mark.slow
+def test_a_storm_of_kills(tmp_path: Path) -> None:
+    """A run of two ranks that saves at every step, killed again and again at random, ends as if never killed."""
+    draw = random.Random(0)
+    changes = {
+        "checkpoint.interval": 1,
+        "checkpoint.keep_last": 2,
+        "training.steps": 100_000,
+        "lr_schedule.decay": "none",
+    }
+    folder = tmp_path / "run/checkpoints"
+    last, tally, began = 0, Counter(), time.monotonic()
+    for _ in range(KILLS):
+        with victims.pair(victims.train, str(tmp_path), changes) as ranks:
+            fresh = time.monotonic()
+            while layout.latest(folder) in ("", layout.name_of(last)) and time.monotonic() - fresh < 60:
+                time.sleep(0.02)  # until this start has got anywhere
+            time.sleep(draw.uniform(0, 0.5))
+            victims.kill(ranks, draw.sample([0, 1], 2), draw.choice([0, 0.05, 0.3]))
+        left = [path.name for path in folder.iterdir()]
+        tally["while writing"] += any(name.endswith(layout.WRITING) for name in left)
+        tally["while removing"] += any(name.endswith(layout.REMOVING) for name in left)
+        best = layout.candidates(folder)[0]
+        assert layout.damage(best) == [], best
+        step = layout.read_manifest(best).step
+        assert step > last, "a start went back, or got nowhere"
+        tally["lost a save that was not yet whole"] += layout.name_of(step + 1) + layout.WRITING in left
+        last = step
+    end = last + 3
+    final = changes | {"training.steps": end}
+    for name in ("storm", "calm"):
+        where = tmp_path if name == "storm" else tmp_path / "calm"
+        with victims.pair(victims.train, str(where), final) as ranks:
+            for process in ranks:
+                process.join(600)
+                assert process.exitcode == 0
+    stormy, calm = (
+        open_checkpoint(path / "run/checkpoints" / layout.name_of(end)) for path in (tmp_path, tmp_path / "calm")
+    )
+    assert stormy.tensors == calm.tensors
+    for name in calm.tensors:
+        assert torch.equal(stormy.read(name), calm.read(name)), name
+    losses = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in losses] == list(range(1, end + 1))
+    print(f"\n{KILLS} kills in {time.monotonic() - began:.0f} s, {last} steps: {dict(tally)}")

@@ -1,0 +1,120 @@
+"""Pairs of ranks that are killed while they save. Not the pools of tests.world: those are meant to live."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests import world
+
+RANKS = 2
+
+
+@contextlib.contextmanager
+def pair(target: Any, *args: Any) -> Iterator[list[BaseProcess]]:
+    """target(rank, *args) on two ranks with a process group; killed at the end if they still live."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = world._forkserver()
+    ranks = [context.Process(target=_rank, args=(rank, store.port, target, args)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    try:
+        yield ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _rank(rank: int, port: int, target: Any, args: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # how the other rank dies of a lost connection is not of interest
+    os.dup2(2, 1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    target(rank, *args)
+    os._exit(0)
+
+
+# ---- a writer that dies at its n-th step
+
+
+def contents(step: int) -> dict[str, torch.Tensor]:
+    """What a checkpoint of that step must hold."""
+    return {"model.a": torch.arange(12.0).view(4, 3) + step, "model.b": torch.full((5,), float(step))}
+
+
+def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen: str) -> None:
+    """Save step 1, then step 2 in its place; the victim dies before the at-th thing it does to the disk for step 2."""
+    from titanmoe.checkpoint import folder as folder_module
+    from titanmoe.checkpoint.folder import Piece
+    from titanmoe.checkpoint.saver import Saver
+    from titanmoe.config.schema import Checkpoint
+
+    saver = Saver(Path(folder), Checkpoint(enable=True, save=mode, keep_last=1))
+
+    def save(step: int) -> None:
+        a, b = contents(step).values()
+        # a lies on both ranks, half each; b is whole on both
+        pieces = {
+            "model.a": Piece(a[rank * 2 : rank * 2 + 2].clone(), (rank * 2, 0), (4, 3)),
+            "model.b": Piece(b, (0,), (5,)),
+        }
+        saver.save(step, pieces, {"step": step})
+        saver.wait()
+
+    save(1)
+    seen: list[str] = []
+
+    def doing(what: str) -> None:
+        seen.append(what)
+        if rank == victim and len(seen) == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def audit(event: str, args: tuple[Any, ...]) -> None:
+        # rmtree names what it removes relative to an open folder
+        if event in ("os.remove", "os.rmdir") or (event in ("os.mkdir", "os.rename") and folder in str(args[0])):
+            doing(event)
+        elif event == "open" and folder in str(args[0]) and isinstance(args[2], int) and args[2] & os.O_CREAT:
+            doing("open for writing")
+
+    sys.addaudithook(audit)
+    write, close = folder_module._Summing.write, folder_module._Summing.close
+    folder_module._Summing.write = lambda self, data: (doing("write"), write(self, data))[1]
+    folder_module._Summing.close = lambda self: (None if self.closed else doing("fsync"), close(self))[1]
+    save(2)
+    seen_by_me = list(seen)
+    Path(steps_seen, str(rank)).write_text("\n".join(seen_by_me))
+
+
+# ---- a whole run, saving at every step
+
+
+def train(rank: int, folder: str, changes: dict[str, Any]) -> None:
+    from tests import parity
+    from tests.checkpoint import runs
+
+    trainer = parity.make_trainer(runs.RUN | {"job.dump_folder": folder} | changes)
+    trainer.runtime = replace(trainer.runtime, rank=rank)
+    trainer.train()
+
+
+def kill(ranks: list[BaseProcess], order: list[int], between_s: float) -> None:
+    for number, rank in enumerate(order):
+        if number:
+            time.sleep(between_s)
+        ranks[rank].kill()
+    for process in ranks:
+        process.join()
