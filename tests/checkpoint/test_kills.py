@@ -21,7 +21,7 @@ NOBODY = -1
 def attempt(tmp: Path, mode: str, victim: int = NOBODY, at: int = 0) -> Path:
     folder, seen = tmp / "checkpoints", tmp / "seen"
     seen.mkdir(parents=True)
-    with victims.pair(victims.save_two, str(folder), mode, victim, at, str(seen)) as ranks:
+    with victims.pair(victims.save_two, str(folder), mode, victim, at, str(seen), log=tmp / "log") as ranks:
         if victim == NOBODY:
             for process in ranks:
                 process.join(60)
@@ -90,7 +90,7 @@ def test_a_storm_of_kills(tmp_path: Path) -> None:
     folder = tmp_path / "run/checkpoints"
     last, tally, began = 0, Counter(), time.monotonic()
     for _ in range(KILLS):
-        with victims.pair(victims.train, str(tmp_path), changes) as ranks:
+        with victims.pair(victims.train, str(tmp_path), changes, log=tmp_path / "log") as ranks:
             fresh = time.monotonic()
             while layout.latest(folder) in ("", layout.name_of(last)) and time.monotonic() - fresh < 60:
                 time.sleep(0.02)  # until this start has got anywhere
@@ -109,10 +109,10 @@ def test_a_storm_of_kills(tmp_path: Path) -> None:
     final = changes | {"training.steps": end}
     for name in ("storm", "calm"):
         where = tmp_path if name == "storm" else tmp_path / "calm"
-        with victims.pair(victims.train, str(where), final) as ranks:
+        with victims.pair(victims.train, str(where), final, log=tmp_path / "log") as ranks:
             for process in ranks:
                 process.join(600)
-                assert process.exitcode == 0
+                assert process.exitcode == 0, (tmp_path / "log").read_text()[-3000:]
     stormy, calm = (
         open_checkpoint(path / "run/checkpoints" / layout.name_of(end)) for path in (tmp_path, tmp_path / "calm")
     )

@@ -22,11 +22,11 @@ RANKS = 2
 
 
 @contextlib.contextmanager
-def pair(target: Any, *args: Any) -> Iterator[list[BaseProcess]]:
+def pair(target: Any, *args: Any, log: Path) -> Iterator[list[BaseProcess]]:
     """target(rank, *args) on two ranks with a process group; killed at the end if they still live."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = world._forkserver()
-    ranks = [context.Process(target=_rank, args=(rank, store.port, target, args)) for rank in range(RANKS)]
+    ranks = [context.Process(target=_rank, args=(rank, store.port, log, target, args)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
     try:
@@ -37,10 +37,10 @@ def pair(target: Any, *args: Any) -> Iterator[list[BaseProcess]]:
             process.join()
 
 
-def _rank(rank: int, port: int, target: Any, args: tuple[Any, ...]) -> None:
+def _rank(rank: int, port: int, log: Path, target: Any, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_RANK": str(rank)}
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # how the other rank dies of a lost connection is not of interest
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)  # with how the other rank dies of its loss
     os.dup2(2, 1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
