@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.train import metrics
-from titanmoe.train.metrics import Metrics, as_json, peak_flops, run_folder
+from titanmoe.train.folder import claim
+from titanmoe.train.metrics import Metrics, as_json, peak_flops
 from titanmoe.train.runtime import Runtime
 
 VALUES = {"loss": 5.5, "grad_norm": 1.25, "lr": 3e-4, "tokens": 1000.0, "imbalance": 1.5, "layers.3.imbalance": 1.5}
@@ -36,7 +36,8 @@ def clock(monkeypatch):
 def make(config: Config, rank: int = 0) -> Metrics:
     runtime = Runtime(rank=rank, local_rank=rank, world=4, device=torch.device("cpu"))
     flops = flops_per_token(config.model, config.training.seq_len)
-    return Metrics(config, runtime, derive(4, config.parallelism), parameters(config.model), flops)
+    folder = claim(config)[0] if rank == 0 else Path(config.job.dump_folder)
+    return Metrics(config, runtime, derive(4, config.parallelism), parameters(config.model), flops, folder)
 
 
 def lines(folder: Path) -> list[dict]:
@@ -115,20 +116,6 @@ def test_json_stays_strict_when_a_value_is_not_finite():
         "lr": 0.1,
         "nonfinite": {"loss": "nan", "grad_norm": "inf"},
     }
-
-
-def test_a_run_never_writes_into_another_runs_folder(config):
-    folders = [run_folder(config) for _ in range(3)]
-    assert [folder.name for folder in folders] == ["run", "run-2", "run-3"]
-    (folders[0] / metrics.FILE).unlink()
-    assert run_folder(config) == folders[0]
-
-
-def test_a_folder_that_cannot_be_made_is_one_line(config, tmp_path):
-    (tmp_path / "file").write_text("")
-    config.job.dump_folder = str(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"job.dump_folder: cannot write to .*file/run"):
-        run_folder(config)
 
 
 def test_tensorboard_holds_the_same_numbers(config):

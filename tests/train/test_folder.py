@@ -1,0 +1,78 @@
+"""Which folder a run writes in, and what becomes of the lines of steps that are made again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.train.folder import METRICS, claim, rewind
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    config = Config()
+    config.job.dump_folder, config.job.name = str(tmp_path), "run"
+    return config
+
+
+def test_a_run_that_does_not_save_has_a_folder_of_its_own_each_time(config):
+    folders = [claim(config)[0] for _ in range(3)]
+    assert [folder.name for folder in folders] == ["run", "run-2", "run-3"]
+    (folders[0] / METRICS).unlink()
+    assert claim(config)[0] == folders[0]
+
+
+def test_so_has_one_that_saves_but_is_told_to_begin_anew(config):
+    config.checkpoint.enable, config.checkpoint.load = True, "none"
+    assert [claim(config)[0].name for _ in range(2)] == ["run", "run-2"]
+
+
+def test_a_run_that_continues_has_one_folder_and_locks_it(config, tmp_path):
+    config.checkpoint.enable = True
+    folder, lock = claim(config)
+    assert folder == tmp_path / "run"
+    with pytest.raises(ConfigError, match=r"another process is writing to .*run"):
+        claim(config)
+    lock.close()
+    assert claim(config)[0] == folder
+
+
+def test_a_lock_dies_with_its_process(config, tmp_path):
+    config.checkpoint.enable = True
+    code = (
+        "import os, signal; from titanmoe.config.schema import Config;"
+        "from titanmoe.train.folder import claim; c = Config();"
+        f"c.job.dump_folder, c.job.name, c.checkpoint.enable = {str(tmp_path)!r}, 'run', True; kept = claim(c);"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert claim(config)[0] == tmp_path / "run"
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    config.job.dump_folder = str(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"job.dump_folder: cannot write to .*file/run"):
+        claim(config)
+
+
+def test_steps_that_will_be_made_again_are_forgotten(tmp_path):
+    lines = [json.dumps({"step": step}) for step in (1, 2, 3, 4)]
+    (tmp_path / METRICS).write_text("\n".join(lines) + '\n{"step": 5, "lo')  # a kill cut the last line off
+    rewind(tmp_path, 3)
+    assert [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()] == [1, 2, 3]
+
+
+def test_a_run_that_begins_anew_in_an_old_folder_puts_the_old_lines_aside(tmp_path):
+    for n in (1, 2):
+        (tmp_path / METRICS).write_text(f'{{"step": {n}}}\n')
+        rewind(tmp_path, 0)
+        assert not (tmp_path / METRICS).exists()
+        assert (tmp_path / f"metrics-{n}.jsonl").read_text() == f'{{"step": {n}}}\n'
+    rewind(tmp_path, 0)
+    assert not (tmp_path / "metrics-3.jsonl").exists()
