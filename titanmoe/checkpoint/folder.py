@@ -276,7 +276,7 @@ class Checkpoint:
         except Exception as error:  # a damaged pickle can raise anything
             raise CheckpointError(f"{self.path / METADATA} cannot be read: {error}") from None
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype by name."""
         entries = self.metadata.state_dict_metadata.items()
@@ -284,6 +284,8 @@ class Checkpoint:
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """A tensor, or the block of it that begins at offset and has this shape."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.path} has no tensor {name}")
         whole, dtype = self.tensors[name]
         out = torch.empty(whole if shape is None else shape, dtype=dtype)
         self.fill({name: (name, Piece(out, (0,) * len(whole) if offset is None else offset, whole))})

@@ -1,0 +1,234 @@
+"""What counts as a checkpoint on disk, and which one is taken."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.begin import choose
+from titanmoe.checkpoint.folder import Lazy, _Summing, open_checkpoint, write_checkpoint
+from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.config.schema import Config
+
+
+def make(folder: Path, step: int, number: int | None = None) -> Path:
+    path = folder / layout.name_of(step)
+    tensor = torch.full((64,), float(step))
+    write_checkpoint(path, {"model.a": Lazy((64,), torch.float32, lambda: tensor)}, {"step": step})
+    if number is not None:
+        file = path / layout.MANIFEST
+        file.write_text(file.read_text().replace('"number": 0', f'"number": {number}'))
+    layout.point(folder, path.name)
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    for number, step in enumerate((10, 20, 30), 1):
+        make(tmp_path / "run/checkpoints", step, number)
+    return tmp_path / "run"
+
+
+def config(run: Path, load: str = "auto") -> Config:
+    config = Config()
+    config.job.dump_folder, config.job.name = str(run.parent), run.name
+    config.checkpoint.enable, config.checkpoint.load = True, load
+    return config
+
+
+def taken(run: Path, load: str = "auto") -> tuple[str, list[str]]:
+    beginning = choose(config(run, load), run, layout.damage)
+    return beginning.path.name if beginning.path else "", beginning.said
+
+
+def shard(run: Path, step: int) -> Path:
+    return run / "checkpoints" / layout.name_of(step) / "rank-00000-000.distcp"
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def test_auto_takes_what_latest_names(run):
+    assert taken(run) == ("step-00000030", [])
+    layout.point(run / "checkpoints", "step-00000020")
+    assert taken(run) == ("step-00000020", [])
+
+
+def test_a_run_without_checkpoints_begins_anew(tmp_path):
+    assert taken(tmp_path / "run") == ("", [])
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (flip_a_bit, "its contents have changed"),
+        (lambda file: os.truncate(file, 100), "has 100 bytes and was written with"),
+        (Path.unlink, "is missing"),
+    ],
+    ids=["bit", "truncated", "missing"],
+)
+def test_auto_passes_over_a_damaged_one_and_says_so(run, harm, words):
+    harm(shard(run, 30))
+    name, said = taken(run)
+    assert name == "step-00000020"
+    assert len(said) == 1 and "passing over step-00000030" in said[0] and words in said[0] and "rank-00000" in said[0]
+
+
+def test_all_damaged_is_the_beginning_and_told_for_each(run):
+    for step in (10, 20, 30):
+        flip_a_bit(shard(run, step))
+    name, said = taken(run)
+    assert name == "" and [line.split(":")[0] for line in said] == [
+        f"passing over step-000000{n}" for n in (30, 20, 10)
+    ]
+
+
+def test_a_damaged_one_that_was_asked_for_is_refused_with_the_file(run):
+    flip_a_bit(shard(run, 20))
+    with pytest.raises(CheckpointError, match=r"step-00000020/rank-00000-000.distcp has CRC-32"):
+        taken(run, "20")
+    assert taken(run, "10")[0] == "step-00000010"
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(run):
+    with pytest.raises(CheckpointError, match="has no such step; it has 10, 20, 30"):
+        taken(run, "25")
+
+
+def test_latest_that_names_nothing_is_passed_over(run):
+    layout.point(run / "checkpoints", "step-00000099")
+    name, said = taken(run)
+    assert name == "step-00000030" and "step-00000099, which is not there" in said[0]
+
+
+def test_a_path_is_a_checkpoint_a_run_or_its_folder(run, tmp_path):
+    other = tmp_path / "other"
+    for path in (run, run / "checkpoints", run / "checkpoints/step-00000030"):
+        assert taken(other, str(path))[0] == "step-00000030"
+    make(other / "checkpoints", 5)
+    assert taken(other, str(run))[0] == "step-00000005", "a run's own come first, so that a restart goes on"
+
+
+@pytest.mark.parametrize("what", ["nowhere", "empty", "bare"])
+def test_what_is_no_checkpoint_is_refused_by_what_it_is(tmp_path, what):
+    if what != "nowhere":
+        (tmp_path / what).mkdir()
+    if what == "bare":
+        (tmp_path / what / ".metadata").touch()
+    words = {"nowhere": "no such folder", "empty": "holds no checkpoint", "bare": "titanmoe did not write it"}[what]
+    with pytest.raises(CheckpointError, match=words):
+        taken(tmp_path / "run", str(tmp_path / what))
+
+
+def test_a_format_of_the_future_is_refused(run):
+    file = run / "checkpoints/step-00000030" / layout.MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 7}))
+    with pytest.raises(CheckpointError, match="has checkpoint format 7, this titanmoe reads up to 1"):
+        taken(run, "30")
+    assert taken(run)[0] == "step-00000020"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1}', '{"format": "x"}'])
+def test_a_damaged_manifest_is_one_line_that_names_it(run, text):
+    (run / "checkpoints/step-00000030" / layout.MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match=r"step-00000030/manifest.json is damaged"):
+        taken(run, "30")
+    assert taken(run)[0] == "step-00000020"
+
+
+def test_damaged_metadata_of_torch_is_one_line_that_names_it(run):
+    (run / "checkpoints/step-00000030/.metadata").write_bytes(b"nonsense")
+    with pytest.raises(CheckpointError, match=r"step-00000030/.metadata cannot be read"):
+        open_checkpoint(run / "checkpoints/step-00000030").read("model.a")
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "left"),
+    [(0, 0, [10, 20, 30]), (1, 0, [30]), (2, 0, [20, 30]), (1, 10, [10, 20, 30]), (1, 20, [20, 30])],
+)
+def test_retention(run, last, every, left):
+    layout.retain(run / "checkpoints", last, every)
+    assert list(layout.steps(run / "checkpoints")) == left
+
+
+def test_retention_goes_by_when_they_were_made(run):
+    """A run that went back to step 10 keeps what it makes now, not the steps of the future it left."""
+    make(run / "checkpoints", 15, number=layout.next_number(run / "checkpoints"))
+    layout.retain(run / "checkpoints", 2, 0)
+    assert list(layout.steps(run / "checkpoints")) == [15, 30]
+
+
+def test_leftovers_are_swept_and_nothing_else(run):
+    folder = run / "checkpoints"
+    for name in ("step-00000040.writing", "step-00000001.removing", "mine"):
+        (folder / name).mkdir()
+        (folder / name / "file").touch()
+    (folder / "latest.new").touch()
+    layout.sweep(folder)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "latest", "mine", "step-00000010", "step-00000020", "step-00000030",
+    ]  # fmt: skip
+
+
+def test_a_full_disk_is_one_line_that_names_the_file_and_harms_nothing(run, monkeypatch):
+    def full(self: _Summing, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(_Summing, "write", full)
+    with pytest.raises(CheckpointError, match=r"step-00000040.writing/rank-00000-000.distcp: No space left on device"):
+        make(run / "checkpoints", 40)
+    assert taken(run) == ("step-00000030", [])
+
+
+def test_a_byte_lost_on_the_way_is_found_before_the_checkpoint_is_visible(run, monkeypatch):
+    lossy = _Summing.close
+
+    def close(self: _Summing) -> None:
+        written = not self.closed
+        lossy(self)
+        if written and self.path.suffix == ".distcp":
+            flip_a_bit(self.path)
+
+    monkeypatch.setattr(_Summing, "close", close)
+    with pytest.raises(CheckpointError, match=r"rank-00000-000.distcp has CRC-32"):
+        make(run / "checkpoints", 40)
+    assert taken(run) == ("step-00000030", [])
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="Not a directory"):
+        make(tmp_path / "file" / "checkpoints", 1)
+    with pytest.raises(CheckpointError, match=r"/proc/titanmoe"):
+        make(Path("/proc/titanmoe"), 1)
+
+
+def test_an_existing_checkpoint_is_not_written_over(run):
+    with pytest.raises(CheckpointError, match="exists: choose another folder, or give --overwrite"):
+        make(run / "checkpoints", 30)
+
+
+def test_any_block_of_a_tensor_reads_alone(tmp_path):
+    tensor = torch.arange(60.0).view(5, 12)
+    write_checkpoint(tmp_path / "c", {"x": Lazy((5, 12), torch.float32, lambda: tensor)}, {})
+    checkpoint = open_checkpoint(tmp_path / "c")
+    assert torch.equal(checkpoint.read("x"), tensor)
+    assert torch.equal(checkpoint.read("x", (1, 2), (3, 4)), tensor[1:4, 2:6])
+    assert checkpoint.read("x", (0, 0), (0, 12)).shape == (0, 12)
+    with pytest.raises(CheckpointError, match="has no tensor y"):
+        checkpoint.read("y")
+
+
+def test_views_are_stored_without_the_storage_they_are_part_of(tmp_path):
+    big = torch.zeros(1_000_000)
+    write_checkpoint(tmp_path / "c", {"x": Lazy((10,), torch.float32, lambda: big[5:15])}, {})
+    assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 20_000
