@@ -27,7 +27,13 @@ class Checkpoints:
         self.rank, self.world = trainer.runtime.rank, trainer.runtime.world
         self.group = dist.group.WORLD if self.world > 1 else None
         self.signals = Signals()
-        self.saver = Saver(checkpoints_of(run, self.config), self.options) if self.options.enable else None
+        self.saver = self._saver() if self.options.enable else None
+
+    def _saver(self) -> Saver:
+        try:
+            return Saver(checkpoints_of(self.run, self.config), self.options)
+        except CheckpointError as error:
+            raise ConfigError([str(error)]) from None
 
     def __enter__(self) -> Checkpoints:
         if self.saver:

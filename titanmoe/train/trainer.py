@@ -34,7 +34,7 @@ from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.folder import claim, rewind
 from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
-from titanmoe.train.runtime import GarbageCollection, Runtime
+from titanmoe.train.runtime import GarbageCollection, Runtime, say
 from titanmoe.train.schedule import lr_factor
 
 
@@ -78,6 +78,11 @@ class Trainer:
             metrics = self.metrics(run, notes)
             self.wants_to_stop = lambda: checkpoints.wants_to_stop
             first = self.step + 1
+            if self.step >= self.config.training.steps:
+                say(
+                    f"nothing is left to do: the run has made all {self.step} steps; raise training.steps to go on, or "
+                    "give a new run another job.name"
+                )
             try:
                 while self.step < self.config.training.steps and not self.stopping:
                     report = self.train_step()

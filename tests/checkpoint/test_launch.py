@@ -1,0 +1,99 @@
+"""torchrun train.py, killed or asked to stop, and started again by the same command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from titanmoe.checkpoint import layout
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = [
+    "--config=train_configs/debug.toml", "--parallelism.tp=1", "--training.seq_len=16", "--checkpoint.enable",
+]  # fmt: skip
+STEPS = 400  # more than it is given time for
+
+
+def start(folder: Path, *more: str, steps: int = STEPS) -> subprocess.Popen:
+    words = [
+        *RECIPE, "--parallelism.experts.ep=2", f"--training.steps={steps}", "--checkpoint.interval=2",
+        f"--job.dump_folder={folder}", "--metrics.tensorboard=false", *more,
+    ]  # fmt: skip
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+    return subprocess.Popen(
+        [*torchrun, "--nproc-per-node=2", "train.py", *words],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def kill_all(torchrun: subprocess.Popen) -> None:
+    """Its ranks are in sessions of their own and would outlive it."""
+    ranks = [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
+    assert len(ranks) == 2
+    for pid in (torchrun.pid, *ranks):
+        os.kill(pid, signal.SIGKILL)
+    torchrun.communicate()
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while max(layout.steps(folder / "debug/checkpoints"), default=0) < step:
+        assert time.monotonic() < deadline, "no checkpoint came"
+        time.sleep(0.05)
+
+
+def steps(folder: Path) -> list[int]:
+    return [json.loads(line)["step"] for line in (folder / "debug/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_that_is_killed_or_stopped_goes_on_by_the_same_command(tmp_path: Path) -> None:
+    first = start(tmp_path)
+    wait_for_step(tmp_path, 4)
+    kill_all(first)
+
+    second = start(tmp_path)
+    killed_at = max(layout.steps(tmp_path / "debug/checkpoints"))
+    wait_for_step(tmp_path, killed_at + 2)
+    second.terminate()  # torchrun hands it on
+    told = second.communicate(timeout=120)[0]
+    assert f"{layout.name_of(killed_at)}, after step {killed_at}" in told
+    assert "SIGTERM: saving after this step" in told and "\nsaved " in told
+    last = steps(tmp_path)[-1]
+    assert layout.latest(tmp_path / "debug/checkpoints") == layout.name_of(last), "saved at the step it stopped at"
+
+    third = start(tmp_path, steps=last + 1)
+    told = third.communicate(timeout=120)[0]
+    assert third.returncode == 0, told
+    assert steps(tmp_path) == list(range(1, last + 2)), "every step once, however often it was begun"
+    assert len(layout.steps(tmp_path / "debug/checkpoints")) == 3
+
+    fourth = start(tmp_path, steps=last + 1)
+    told = fourth.communicate(timeout=120)[0]
+    assert fourth.returncode == 0 and "nothing is left to do" in told, told
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--checkpoint.load=7"], "has no such step; it has none"),
+        (["--checkpoint.load=nowhere"], "nowhere: no such folder"),
+        (["--checkpoint.folder=/proc/titanmoe"], "/proc/titanmoe"),
+    ],
+)
+def test_bad_input_is_one_line_and_code_2(tmp_path: Path, words: list[str], line: str) -> None:
+    options = ["--parallelism.experts.ep=1", "--training.steps=1", f"--job.dump_folder={tmp_path}"]
+    command = [sys.executable, "train.py", *RECIPE, *options, *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    assert line in done.stderr and "Traceback" not in done.stderr
