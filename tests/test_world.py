@@ -72,6 +72,14 @@ def rank_one_dies():
     dist.all_reduce(torch.zeros(1))
 
 
+def rank_one_crashes_once(marker):
+    if dist.get_rank() == 1 and not os.path.exists(marker):
+        if marker:
+            open(marker, "w").close()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return summed(torch.ones(1)).item()
+
+
 def rank_one_exits():
     if dist.get_rank() == 1:
         sys.exit(2)
@@ -176,6 +184,13 @@ def test_failure_of_all_is_reported_at_once(monkeypatch):
 def test_death_of_a_rank():
     with pytest.raises(world.RankError, match="exit code 7"):
         world.run(2, rank_one_dies)
+
+
+def test_a_crash_in_compiled_code_gets_one_more_try_and_is_told(tmp_path):
+    with pytest.warns(UserWarning, match=r"a rank of 2 crashed in .*rank_one_crashes_once .*rank 1, SIGSEGV"):
+        assert world.run(2, rank_one_crashes_once, str(tmp_path / "crashed")) == [2.0, 2.0]
+    with pytest.raises(world.RankError), pytest.warns(UserWarning, match="crashed"):
+        world.run(2, rank_one_crashes_once, "")  # and again
 
 
 def test_exit_is_a_failure():

@@ -1,0 +1,117 @@
+"""How long saving holds training up, asynchronous against synchronous, on about 1 GB of weights and moments.
+
+    torchrun --standalone --nproc-per-node 2 scripts/bench/checkpoint.py [--rounds 3] [--json FILE]
+
+Both ways take turns in one run. "blocked" is how long the training loop stood still in a save; "written after" how long
+until the checkpoint was on disk; "step" the time of a step with nothing being written, "step beside" of one while the
+asynchronous writer works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from titanmoe.checkpoint import layout
+from titanmoe.train.checkpoints import Checkpoints
+from titanmoe.train.launch import read
+from titanmoe.train.runtime import start, stop, world_size
+from titanmoe.train.trainer import Trainer
+
+MODEL = [
+    "--model.dim=512", "--model.num_layers=4", "--model.vocab_size=8192", "--model.num_heads=8", "--model.head_dim=64",
+    "--model.expert_hidden=1408", "--model.num_kv_heads=8", "--data.source=synthetic", "--training.seq_len=64",
+    "--training.mixed_precision_param=float32", "--checkpoint.enable", "--checkpoint.keep_last=1",
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="saves of each kind")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    config = read([*MODEL, f"--parallelism.experts.ep={world_size()}"], world_size())
+    runtime = start(config)
+    box = [tempfile.mkdtemp(prefix="titanmoe-bench-") if runtime.rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    folder = Path(box[0])
+    try:
+        figures = measure(Trainer(config, runtime), folder, args.rounds)
+        if runtime.rank == 0:
+            tell(figures, args.json)
+    finally:
+        stop()
+        if runtime.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, float]]:
+    checkpoints = Checkpoints(trainer, folder)
+    saver = checkpoints.saver
+    seconds: dict[str, dict[str, list[float]]] = {
+        mode: {"blocked": [], "written after": [], "step beside": []} for mode in ("sync", "async")
+    }
+    quiet = []
+    for _ in range(2):
+        trainer.train_step()
+    for _ in range(rounds):
+        for mode, taken in seconds.items():
+            for _ in range(3):
+                quiet.append(timed(trainer.train_step))
+            saver.options = SimpleNamespace(**vars(saver.options) | {"save": mode})
+            began = time.monotonic()
+            taken["blocked"].append(checkpoints._save())
+            while busy(saver):
+                taken["step beside"].append(timed(trainer.train_step))
+            saver.wait()
+            taken["written after"].append(time.monotonic() - began)
+    folder = layout.candidates(saver.folder)[0]
+    size = sum(s.bytes for s in layout.read_manifest(folder).files.values())
+    out = {
+        mode: {name: statistics.median(times) if times else 0.0 for name, times in taken.items()}
+        for mode, taken in seconds.items()
+    }
+    return out | {"all": {"step": statistics.median(quiet), "gb": size / 1e9, "ranks": trainer.runtime.world}}
+
+
+def busy(saver) -> bool:
+    """On any rank: a step is an affair of all of them."""
+    alive = torch.tensor(float(saver._thread is not None and saver._thread.is_alive()))
+    dist.all_reduce(alive)
+    return bool(alive)
+
+
+def timed(step) -> float:
+    began = time.monotonic()
+    step()
+    return time.monotonic() - began
+
+
+def tell(figures: dict[str, dict[str, float]], file: Path | None) -> None:
+    every = figures["all"]
+    machine = f"torch {torch.__version__}, {platform.machine()}"
+    print(f"{every['gb']:.2f} GB, {every['ranks']:.0f} ranks, step {every['step']:.3f} s; {machine}")
+    print("save    blocked s  written after s  step beside s")
+    for mode in ("sync", "async"):
+        f = figures[mode]
+        print(f"{mode:<7} {f['blocked']:9.3f}  {f['written after']:15.3f}  {f['step beside']:13.3f}")
+    print(f"async blocks {figures['async']['blocked'] / figures['sync']['blocked']:.1%} of what sync blocks")
+    if file:
+        file.write_text(json.dumps(figures | {"torch": torch.__version__, "command": " ".join(sys.argv)}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
