@@ -69,7 +69,10 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
         for word in (key, value)
     ]
     print(f"mapping   {' '.join(mapping) if mapping else 'as in the recipe'}")
-    return ranks, mapping, load(["--config", RECIPE, *mapping, *extra], preset, lambda config: problems(config, ranks))
+    # A run that can be resumed, and a new one each time.
+    saving = [] if any(key.startswith("checkpoint.") for key in chosen) else ["--checkpoint.enable"]
+    added = [*mapping, *saving, *([] if "checkpoint.load" in chosen else ["--checkpoint.load", "none"])]
+    return ranks, added, load(["--config", RECIPE, *added, *extra], preset, lambda config: problems(config, ranks))
 
 
 def run(ranks: int, arguments: list[str]) -> int:
@@ -103,7 +106,7 @@ def newest_run(config: Config, since: float) -> Path | None:
     return max((f.parent for f in files if f.stat().st_mtime >= since), key=lambda f: f.stat().st_mtime, default=None)
 
 
-def summary(folder: Path, seconds: float) -> str:
+def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> str:
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     if not steps:
         return f"no step was finished; files in {folder}"
@@ -119,7 +122,19 @@ def summary(folder: Path, seconds: float) -> str:
             f"files       {shown}",
             f"every step  tail -n 3 {shlex.quote(f'{shown}/metrics.jsonl')}",
             f"curves      {tensorboard} --logdir {shlex.quote(str(shown.parent))}",
+            f"go on       {resume(folder, ranks, arguments, last['step'])}",
         ]
+    )
+
+
+def resume(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
+    """The command that continues the run for as many steps again; load = "auto" is the default, so it is left out."""
+    words = [word for word in arguments if word not in ("--checkpoint.load", "none")]
+    torchrun = Path(sys.executable).parent / "torchrun"
+    program = torchrun.relative_to(ROOT) if torchrun.is_relative_to(ROOT) else torchrun
+    more = ["--job.name", folder.name, "--training.steps", str(2 * step)]
+    return (
+        f"{program} --standalone --nproc-per-node {ranks} {shlex.join(['train.py', '--config', RECIPE, *words, *more])}"
     )
 
 
@@ -131,14 +146,15 @@ def main() -> int:
     except ConfigError as error:
         return exit_with(error.problems, error.source)
     started = time.time()
-    code = run(ranks, [*mapping, *extra])
+    arguments = [*mapping, *extra]
+    code = run(ranks, arguments)
     if code:
         why = "the run was interrupted" if code == 130 else f"the run ended with exit code {code}; the reason is above"
         print(f"\nmake train: {why}", file=sys.stderr)
         return code
     folder = newest_run(config, started)
     print()
-    print(summary(folder, time.time() - started) if folder else "the run wrote no metrics.jsonl")
+    print(summary(folder, time.time() - started, ranks, arguments) if folder else "the run wrote no metrics.jsonl")
     return 0
 
 

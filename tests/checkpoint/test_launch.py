@@ -83,6 +83,18 @@ def test_a_run_that_is_killed_or_stopped_goes_on_by_the_same_command(tmp_path: P
     assert fourth.returncode == 0 and "nothing is left to do" in told, told
 
 
+def test_ctrl_c_saves_and_ends_with_its_code(tmp_path: Path) -> None:
+    options = ["--parallelism.experts.ep=1", f"--training.steps={STEPS}", f"--job.dump_folder={tmp_path}"]
+    command = [sys.executable, "train.py", *RECIPE, *options, "--checkpoint.interval=2", "--checkpoint.save=sync"]
+    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    wait_for_step(tmp_path, 2)
+    run.send_signal(signal.SIGINT)
+    run.send_signal(signal.SIGINT)  # as from a terminal, where torchrun sends it once more
+    told = run.communicate(timeout=120)[0]
+    assert run.returncode == 130 and "SIGINT: saving" in told and "Traceback" not in told, told
+    assert max(layout.steps(tmp_path / "debug/checkpoints")) == steps(tmp_path)[-1]
+
+
 @pytest.mark.parametrize(
     ("words", "line"),
     [
