@@ -10,8 +10,8 @@ import torch
 
 from tests import parity, world
 from tests.checkpoint import runs
+from tests.checkpoint.runs import LAST, SAVED
 
-SAVED, LAST = 3, 8
 PP = {"parallelism.pp": 4, "model.num_layers": 4, "training.global_batch_size": 8}
 FOUR = {"model.num_layers": 4}
 V = {"pipeline.schedule": "DualPipeV", "parallelism.pp": 2, "model.num_layers": 4}
