@@ -140,18 +140,42 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def rope(x_GSHh: Tensor, theta: float) -> Tensor:
-    """Rotates the pair (x_i, x_{i + h/2}) of position s by the angle s * theta^(-2i/h)."""
+def yarn(model: Model, width: int) -> tuple[list[float], float]:
+    """Frequency of each pair, and the factor on queries and keys (Peng et al., arXiv 2309.00071, eq. 17 to 22)."""
+    plain = [model.rope_theta ** (-2 * i / width) for i in range(width // 2)]
+    if model.rope_scaling == "none":
+        return plain, 1.0
+    ends = []
+    for turns in (model.rope_beta_fast, model.rope_beta_slow):
+        # theta^(-2i/h) * length = turns * 2 pi, solved for i
+        ends.append(width / 2 * math.log(model.rope_original_len / (2 * math.pi * turns)) / math.log(model.rope_theta))
+    if model.rope_truncate:
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(0, ends[0]), min(width - 1, ends[1])
+    out = []
+    for i, frequency in enumerate(plain):
+        share = (i - low) / (high - low if high != low else 0.001)
+        share = min(1.0, max(0.0, share))
+        out.append((1 - share) * frequency + share * frequency / model.rope_factor)
+    grown = 0.1 * math.log(model.rope_factor)
+    if model.rope_mscale and model.rope_mscale_all_dim:
+        return out, (grown * model.rope_mscale + 1) / (grown * model.rope_mscale_all_dim + 1)
+    return out, grown + 1
+
+
+def rope(x_GSHh: Tensor, model: Model) -> Tensor:
+    """Rotates the pair (x_i, x_{i + h/2}) of position s by the angle s * its frequency; and scales it under YaRN."""
     positions, width = x_GSHh.shape[1], x_GSHh.shape[-1]
     wide = torch.promote_types(x_GSHh.dtype, torch.float32)
-    frequency = theta ** (-torch.arange(0, width, 2, dtype=wide) / width)
+    frequencies, scale = yarn(model, width)
+    frequency = torch.tensor(frequencies, dtype=wide)
     angle = (torch.arange(positions, dtype=wide)[:, None] * frequency)[None, :, None, :]
     first, second = x_GSHh.to(wide).chunk(2, dim=-1)
     turned = (
         first * angle.cos() - second * angle.sin(),
         second * angle.cos() + first * angle.sin(),
     )
-    return torch.cat(turned, dim=-1).to(x_GSHh.dtype)
+    return (torch.cat(turned, dim=-1) * scale).to(x_GSHh.dtype)
 
 
 def attention(
@@ -169,7 +193,7 @@ def attention(
     if model.qk_norm:
         q_GSHh = rms_norm(q_GSHh, weights[f"{name}.q_norm.weight"], model.norm_eps)
         k_GSHh = rms_norm(k_GSHh, weights[f"{name}.k_norm.weight"], model.norm_eps)
-    q_GSHh, k_GSHh = rope(q_GSHh, model.rope_theta), rope(k_GSHh, model.rope_theta)
+    q_GSHh, k_GSHh = rope(q_GSHh, model), rope(k_GSHh, model)
     of_query_head = torch.arange(model.num_heads) // (model.num_heads // model.num_kv_heads)
     k_GSHh, v_GSHh = k_GSHh[:, :, of_query_head], v_GSHh[:, :, of_query_head]
 

@@ -132,6 +132,17 @@ NASTY = {
         "parallelism.experts.ep": 4,
     },
     "reshard never": {"parallelism.reshard_after_forward": "never", "parallelism.tp": 2, "parallelism.experts.ep": 4},
+    "yarn": {
+        "model.rope_scaling": "yarn",
+        "model.rope_factor": 4.0,
+        "model.rope_theta": 100.0,
+        "model.rope_original_len": 64,
+        "model.rope_beta_fast": 4.0,
+        "model.head_dim": 8,
+        "parallelism.cp": 2,
+        "parallelism.tp": 2,
+        "parallelism.pp": 2,
+    },
     "grouped-query with fewer key heads than cp": {
         "parallelism.cp": 8,
         "parallelism.cp_kind": "ulysses",

@@ -10,6 +10,8 @@ from titanmoe.config.laws import RANGES, Range, contradictions, out_of_range
 from titanmoe.config.schema import Config
 from titanmoe.models.families import names, preset
 
+YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0}
+
 
 def test_every_number_has_a_range_which_holds_its_default():
     numbers = {path for path, field in fields().items() if (field.item or field.kind) in (int, float)}
@@ -122,6 +124,14 @@ def test_out_of_range(path, value):
             {"model.num_groups": 8, "model.top_groups": 1},
             "model.top_groups = 1 of 8 groups of 1 experts hold 1, fewer than model.top_k = 2: use at least 2",
         ),
+        ({"model.rope_scaling": "yarn"}, "rope_factor = 1, which is not at all: give it, such as rope_factor = 4.0"),
+        (
+            {"model.rope_factor": 4.0},
+            'rope_factor = 4.0 is not used .* set rope_scaling = "yarn", or rope_factor = 1.0',
+        ),
+        (YARN | {"model.rope_theta": 1.0}, "model.rope_theta = 1.0 gives no slow frequencies .* more than 1"),
+        (YARN | {"model.rope_beta_fast": 1.0}, "rope_beta_fast = 1.0 must exceed model.rope_beta_slow = 1.0: .* 32.0"),
+        (YARN | {"model.rope_mscale": 1.0}, "rope_mscale = 1.0 and model.rope_mscale_all_dim = 0.0 .* give both, or"),
         ({"data.source": "text"}, "data.paths, which is empty: name files or folders"),
         ({"data.paths": ["a"]}, 'data.source = "stdlib" does not read data.paths'),
         (
@@ -150,6 +160,7 @@ def test_contradiction(values, says):
         {"model.num_dense_layers": 4, "model.dense_hidden": 64, "model.top_k": 1},
         {"model.moe_every": 4, "model.dense_hidden": 64},
         {"model.num_groups": 4, "model.top_groups": 1},
+        YARN | {"model.rope_mscale": 1.0, "model.rope_mscale_all_dim": 0.5},
         {"moe.capacity_scope": "full_sequence", "moe.drop_policy": "position"},
         {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True},
         {"data.source": "synthetic", "data.paths": ["a"]},

@@ -54,6 +54,12 @@ RANGES = {
     "model.num_kv_heads": COUNT,
     "model.head_dim": Range(2),
     "model.rope_theta": POSITIVE,
+    "model.rope_factor": COUNT,
+    "model.rope_original_len": COUNT,
+    "model.rope_beta_fast": POSITIVE,
+    "model.rope_beta_slow": POSITIVE,
+    "model.rope_mscale": NOT_NEGATIVE,
+    "model.rope_mscale_all_dim": NOT_NEGATIVE,
     "model.norm_eps": POSITIVE,
     "model.num_dense_layers": NOT_NEGATIVE,
     "model.dense_hidden": NOT_NEGATIVE,
@@ -134,6 +140,7 @@ def contradictions(config: Config) -> list[Violation]:
     return [
         *_job(config.job),
         *_shape(config.model),
+        *_rope(config.model),
         *_routing(config.model),
         *_data(config.data),
         *_precision(config.training),
@@ -188,6 +195,40 @@ def _shape(model: Model) -> Iterator[Violation]:
             ("model.shared_gate", "model.shared_hidden"),
             "model.shared_gate = true gates a shared expert, but model.shared_hidden = 0 makes none: "
             f"give its width, such as shared_hidden = {model.expert_hidden}, or set shared_gate = false",
+        )
+
+
+def _rope(model: Model) -> Iterator[Violation]:
+    yarn, factor = model.rope_scaling == "yarn", model.rope_factor
+    if yarn and factor == 1:
+        yield Violation(
+            ("model.rope_scaling", "model.rope_factor"),
+            'model.rope_scaling = "yarn" stretches by model.rope_factor = 1, which is not at all: give it, such as '
+            'rope_factor = 4.0, or set rope_scaling = "none"',
+        )
+    if not yarn and factor != 1:
+        yield Violation(
+            ("model.rope_scaling", "model.rope_factor"),
+            f'model.rope_factor = {factor} is not used with model.rope_scaling = "{model.rope_scaling}": '
+            'set rope_scaling = "yarn", or rope_factor = 1.0',
+        )
+    if yarn and model.rope_theta <= 1:
+        yield Violation(
+            ("model.rope_theta", "model.rope_scaling"),
+            f"model.rope_theta = {model.rope_theta} gives no slow frequencies that yarn could stretch: "
+            "use more than 1, such as the checkpoint's",
+        )
+    if yarn and model.rope_beta_fast <= model.rope_beta_slow:
+        yield Violation(
+            ("model.rope_beta_fast", "model.rope_beta_slow"),
+            f"model.rope_beta_fast = {model.rope_beta_fast} must exceed model.rope_beta_slow = {model.rope_beta_slow}: "
+            "use the usual 32.0 and 1.0",
+        )
+    if bool(model.rope_mscale) != bool(model.rope_mscale_all_dim):
+        yield Violation(
+            ("model.rope_mscale", "model.rope_mscale_all_dim"),
+            f"model.rope_mscale = {model.rope_mscale} and model.rope_mscale_all_dim = {model.rope_mscale_all_dim} are "
+            "the two halves of one ratio: give both, or set both to 0.0",
         )
 
 

@@ -49,6 +49,22 @@ class Model:
     """RMSNorm on each head's queries and keys before RoPE (Qwen3)."""
     rope_theta: float = 1e6
     """RoPE base. Larger for longer contexts."""
+    rope_scaling: Literal["none", "yarn"] = "none"
+    """yarn (arXiv 2309.00071) stretches the slow frequencies: to go on with a checkpoint of a shorter context, or with one that was published stretched."""
+    rope_factor: float = 1.0
+    """yarn: how many times longer the context becomes (DeepSeek-V3: 40). Above 1 with yarn, else 1."""
+    rope_original_len: int = 4096
+    """yarn: the context the unstretched frequencies were trained for."""
+    rope_beta_fast: float = 32.0
+    """yarn: a pair that turns more often than this in the original context keeps its frequency."""
+    rope_beta_slow: float = 1.0
+    """yarn: a pair that turns less often than this is slowed by the whole factor; those between, by a part of it."""
+    rope_truncate: bool = True
+    """yarn: round the ends of that ramp outward to whole pairs. false only for checkpoints made so (gpt-oss)."""
+    rope_mscale: float = 0.0
+    """yarn: queries and keys are scaled by m(rope_mscale) / m(rope_mscale_all_dim) each, m(s) = 1 + 0.1 * s * ln(rope_factor). 0 for both: by m(1). DeepSeek-V3: 1 for both."""
+    rope_mscale_all_dim: float = 0.0
+    """yarn: the divisor above. Latent attention multiplies its scores by m(rope_mscale_all_dim)^2."""
     norm_eps: float = 1e-5
     """Epsilon of every RMSNorm."""
     tie_embeddings: bool = False

@@ -75,7 +75,7 @@ class Transformer(nn.Module):
         """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). Returns (B, s, D), loss or logits."""
         if self.embed is not None:
             x = self.embed(x)
-        rope = rope_angles(tokens.position_BS, self.shape.head_dim, self.shape.rope_theta, x.dtype)
+        rope = rope_angles(tokens.position_BS, self.shape, self.shape.head_dim, x.dtype)
         for block in self.layers.values():
             x = block(x, rope, tokens)
         return x if self.head is None else self.head(x, labels_BS)
