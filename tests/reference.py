@@ -79,11 +79,14 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     for i in range(model.num_layers):
         block, attention = f"layers.{i}", f"layers.{i}.attention"
         out[f"{block}.attention_norm.weight"] = (dim,)
-        for name, width in (("wq", query), ("wk", key_value), ("wv", key_value)):
-            out[f"{attention}.{name}.weight"] = (width, dim)
-            if model.qkv_bias:
-                out[f"{attention}.{name}.bias"] = (width,)
-        out[f"{attention}.wo.weight"] = (dim, query)
+        if model.kv_lora_rank:
+            out |= {f"{attention}.{name}.weight": shape for name, shape in _latent_shapes(model).items()}
+        else:
+            for name, width in (("wq", query), ("wk", key_value), ("wv", key_value)):
+                out[f"{attention}.{name}.weight"] = (width, dim)
+                if model.qkv_bias:
+                    out[f"{attention}.{name}.bias"] = (width,)
+            out[f"{attention}.wo.weight"] = (dim, query)
         if model.qk_norm:
             out[f"{attention}.q_norm.weight"] = (model.head_dim,)
             out[f"{attention}.k_norm.weight"] = (model.head_dim,)
@@ -103,6 +106,20 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     if not model.tie_embeddings:
         out["head.weight"] = (model.vocab_size, dim)
     return out
+
+
+def _latent_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    dim, heads, rank = model.dim, model.num_heads, model.q_lora_rank
+    query = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
+    out: dict[str, tuple[int, ...]] = {"wq": (query, dim)}
+    if rank:
+        out = {"wq_a": (rank, dim), "q_norm": (rank,), "wq_b": (query, rank)}
+    return out | {
+        "wkv_a": (model.kv_lora_rank + model.qk_rope_head_dim, dim),
+        "kv_norm": (model.kv_lora_rank,),
+        "wkv_b": (heads * (model.qk_nope_head_dim + model.v_head_dim), model.kv_lora_rank),
+        "wo": (dim, heads * model.v_head_dim),
+    }
 
 
 def _ffn_shapes(name: str, dim: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -198,13 +215,48 @@ def attention(
     k_GSHh, v_GSHh = k_GSHh[:, :, of_query_head], v_GSHh[:, :, of_query_head]
 
     scores = torch.einsum("gqhd,gkhd->ghqk", q_GSHh, k_GSHh) * model.head_dim**-0.5
+    shares = causal_softmax(scores, document_GS)
+    out = torch.einsum("ghqk,gkhd->gqhd", shares.to(v_GSHh.dtype), v_GSHh)
+    return out.reshape(samples, positions, -1) @ weights[f"{name}.wo.weight"].T
+
+
+def latent_attention(
+    model: Model, weights: dict[str, Tensor], name: str, x_GSD: Tensor, document_GS: Tensor | None = None
+) -> Tensor:
+    """arXiv 2405.04434, eq. 9 to 19, absorbed: keys and values are never made, heads look at the latent itself."""
+    heads, nope, value, rank = model.num_heads, model.qk_nope_head_dim, model.v_head_dim, model.kv_lora_rank
+
+    def matrix(part: str) -> Tensor:
+        return weights[f"{name}.{part}.weight"]
+
+    if model.q_lora_rank:
+        q_GSH = rms_norm(x_GSD @ matrix("wq_a").T, matrix("q_norm"), 1e-6) @ matrix("wq_b").T
+    else:
+        q_GSH = x_GSD @ matrix("wq").T
+    q_GSHh = q_GSH.unflatten(2, (heads, nope + model.qk_rope_head_dim))
+    down_GSR = x_GSD @ matrix("wkv_a").T
+    latent_GSR = rms_norm(down_GSR[..., :rank], matrix("kv_norm"), 1e-6)
+    turned_GSr = rope(down_GSR[..., None, rank:], model)[:, :, 0]
+    up_HhR = matrix("wkv_b").view(heads, nope + value, rank)
+
+    scores = torch.einsum("gqhn,hnr,gkr->ghqk", q_GSHh[..., :nope], up_HhR[:, :nope], latent_GSR)
+    scores = scores + torch.einsum("gqhp,gkp->ghqk", rope(q_GSHh[..., nope:], model), turned_GSr)
+    scores = scores / math.sqrt(nope + model.qk_rope_head_dim)
+    if model.rope_scaling == "yarn":
+        scores = scores * (0.1 * model.rope_mscale_all_dim * math.log(model.rope_factor) + 1) ** 2
+    shares = causal_softmax(scores, document_GS).to(latent_GSR.dtype)
+    seen_GSHR = torch.einsum("ghqk,gkr->gqhr", shares, latent_GSR)
+    out_GSHv = torch.einsum("gqhr,hvr->gqhv", seen_GSHR, up_HhR[:, nope:])
+    return out_GSHv.flatten(2) @ matrix("wo").T
+
+
+def causal_softmax(scores: Tensor, document_GS: Tensor | None) -> Tensor:
+    positions = scores.shape[-1]
     hidden = torch.ones(positions, positions, dtype=torch.bool).triu(1)
     if document_GS is not None:
         hidden = hidden | (document_GS[:, None, :, None] != document_GS[:, None, None, :])
     wide = torch.promote_types(scores.dtype, torch.float32)
-    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=wide).to(v_GSHh.dtype)
-    out = torch.einsum("ghqk,gkhd->gqhd", shares, v_GSHh)
-    return out.reshape(samples, positions, -1) @ weights[f"{name}.wo.weight"].T
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=wide)
 
 
 def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, scale: Tensor | float = 1.0) -> Tensor:
@@ -458,7 +510,8 @@ def forward(
     for i in range(model.num_layers):
         block = f"layers.{i}"
         normed_GSD = rms_norm(x_GSD, weights[f"{block}.attention_norm.weight"], model.norm_eps)
-        x_GSD = x_GSD + attention(model, weights, f"{block}.attention", normed_GSD, tokens.document_GS)
+        attend = latent_attention if model.kv_lora_rank else attention
+        x_GSD = x_GSD + attend(model, weights, f"{block}.attention", normed_GSD, tokens.document_GS)
         normed_GSD = rms_norm(x_GSD, weights[f"{block}.ffn_norm.weight"], model.norm_eps)
         if is_moe(model, i):
             bias_E = bias[f"{block}.moe.router.expert_bias"]

@@ -72,7 +72,7 @@ def test_smaller_worlds(size: int) -> None:
     parity.check(size, {"parallelism.experts.ep": size, "moe.aux_loss": 0.02, "moe.z_loss": 0.01})
 
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -142,6 +142,16 @@ NASTY = {
         "parallelism.cp": 2,
         "parallelism.tp": 2,
         "parallelism.pp": 2,
+    },
+    "latent attention without a query latent, values wider than keys": {
+        "model.kv_lora_rank": 12,
+        "model.qk_nope_head_dim": 2,
+        "model.qk_rope_head_dim": 4,
+        "model.head_dim": 6,
+        "model.v_head_dim": 8,
+        "parallelism.cp": 2,
+        "parallelism.tp": 2,
+        "parallelism.experts.ep": 4,
     },
     "grouped-query with fewer key heads than cp": {
         "parallelism.cp": 8,

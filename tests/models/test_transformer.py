@@ -15,10 +15,13 @@ from titanmoe.models.vocabulary import cross_entropy_sum
 from titanmoe.tokens import IGNORE
 
 SIZES = [(family, size) for family, sizes in names().items() for size in sizes]
+LATENT = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 10}
 ODD = {
     "tied": {"tie_embeddings": True},
     "dense": {"num_dense_layers": 1, "moe_every": 2, "dense_hidden": 24, "num_layers": 5},
     "everything": {"qkv_bias": True, "qk_norm": True, "shared_hidden": 8, "shared_gate": True, "num_kv_heads": 2},
+    "latent": {"kv_lora_rank": 40, "q_lora_rank": 24} | LATENT,
+    "latent without a query latent": {"kv_lora_rank": 40} | LATENT,
     "ungated": {"shared_hidden": 8, "shared_gate": False},
 }
 
@@ -36,11 +39,24 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     if not model.tie_embeddings:
         out["head.weight"] = (model.vocab_size, D)
     for i in range(model.num_layers):
-        layer = {"attention_norm.weight": (D,), "ffn_norm.weight": (D,), "attention.wo.weight": (D, query)}
-        for w, width in (("wq", query), ("wk", key), ("wv", key)):
-            layer[f"attention.{w}.weight"] = (width, D)
-            if model.qkv_bias:
-                layer[f"attention.{w}.bias"] = (width,)
+        layer = {"attention_norm.weight": (D,), "ffn_norm.weight": (D,)}
+        if model.kv_lora_rank:
+            latent, value = model.kv_lora_rank, model.num_heads * model.v_head_dim
+            layer["attention.wkv_a.weight"] = (latent + model.qk_rope_head_dim, D)
+            layer["attention.kv_norm.weight"] = (latent,)
+            layer["attention.wkv_b.weight"] = (model.num_heads * model.qk_nope_head_dim + value, latent)
+            layer["attention.wo.weight"] = (D, value)
+            if rank := model.q_lora_rank:
+                layer |= {"attention.wq_a.weight": (rank, D), "attention.q_norm.weight": (rank,)}
+                layer["attention.wq_b.weight"] = (query, rank)
+            else:
+                layer["attention.wq.weight"] = (query, D)
+        else:
+            layer["attention.wo.weight"] = (D, query)
+            for w, width in (("wq", query), ("wk", key), ("wv", key)):
+                layer[f"attention.{w}.weight"] = (width, D)
+                if model.qkv_bias:
+                    layer[f"attention.{w}.bias"] = (width,)
         if model.qk_norm:
             layer |= {"attention.q_norm.weight": (h,), "attention.k_norm.weight": (h,)}
         if has_experts(model, i):

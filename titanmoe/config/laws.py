@@ -53,6 +53,11 @@ RANGES = {
     "model.num_heads": COUNT,
     "model.num_kv_heads": COUNT,
     "model.head_dim": Range(2),
+    "model.kv_lora_rank": NOT_NEGATIVE,
+    "model.q_lora_rank": NOT_NEGATIVE,
+    "model.qk_nope_head_dim": NOT_NEGATIVE,
+    "model.qk_rope_head_dim": NOT_NEGATIVE,
+    "model.v_head_dim": NOT_NEGATIVE,
     "model.rope_theta": POSITIVE,
     "model.rope_factor": COUNT,
     "model.rope_original_len": COUNT,
@@ -140,6 +145,7 @@ def contradictions(config: Config) -> list[Violation]:
     return [
         *_job(config.job),
         *_shape(config.model),
+        *(_latent(config.model) if config.model.kv_lora_rank else _not_latent(config.model)),
         *_rope(config.model),
         *_routing(config.model),
         *_data(config.data),
@@ -166,7 +172,7 @@ def _shape(model: Model) -> Iterator[Violation]:
             f"model.num_heads = {heads} is not a multiple of model.num_kv_heads = {kv_heads} "
             f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads {_divisors(heads, kv_heads)}",
         )
-    if model.head_dim % 2:
+    if model.head_dim % 2 and not model.kv_lora_rank:
         yield Violation(
             ("model.head_dim",),
             f"model.head_dim = {model.head_dim} is odd, and RoPE turns pairs: "
@@ -196,6 +202,52 @@ def _shape(model: Model) -> Iterator[Violation]:
             "model.shared_gate = true gates a shared expert, but model.shared_hidden = 0 makes none: "
             f"give its width, such as shared_hidden = {model.expert_hidden}, or set shared_gate = false",
         )
+
+
+def _latent(model: Model) -> Iterator[Violation]:
+    nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
+    if model.num_kv_heads != model.num_heads:
+        yield Violation(
+            ("model.num_kv_heads", "model.num_heads", "model.kv_lora_rank"),
+            f"model.num_kv_heads = {model.num_kv_heads} is not model.num_heads = {model.num_heads}, but latent "
+            f"attention (model.kv_lora_rank = {model.kv_lora_rank}) makes a key and a value for every head: "
+            f"use num_kv_heads = {model.num_heads}",
+        )
+    if not rope or rope % 2:
+        yield Violation(
+            ("model.qk_rope_head_dim", "model.kv_lora_rank"),
+            f"model.qk_rope_head_dim = {rope} gives latent attention no whole pairs for RoPE to turn: "
+            f"use an even number, such as {rope + 1 if rope else 64}",
+        )
+    if model.head_dim != nope + rope:
+        yield Violation(
+            ("model.head_dim", "model.qk_nope_head_dim", "model.qk_rope_head_dim"),
+            f"model.head_dim = {model.head_dim} is not the width of latent attention's queries and keys, "
+            f"model.qk_nope_head_dim + model.qk_rope_head_dim = {nope} + {rope}: use head_dim = {nope + rope}",
+        )
+    if not model.v_head_dim:
+        yield Violation(
+            ("model.v_head_dim", "model.kv_lora_rank"),
+            "model.v_head_dim = 0 gives latent attention no values: give a width, such as "
+            f"v_head_dim = {nope or model.head_dim}",
+        )
+    for name in ("qkv_bias", "qk_norm"):
+        if getattr(model, name):
+            yield Violation(
+                (f"model.{name}", "model.kv_lora_rank"),
+                f"model.{name} = true is of grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
+                f"asks for latent attention: set {name} = false, or kv_lora_rank = 0",
+            )
+
+
+def _not_latent(model: Model) -> Iterator[Violation]:
+    for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if value := getattr(model, name):
+            yield Violation(
+                (f"model.{name}", "model.kv_lora_rank"),
+                f"model.{name} = {value} is of latent attention, and model.kv_lora_rank = 0 asks for grouped-query "
+                f"attention: set kv_lora_rank, such as 512, or {name} = 0",
+            )
 
 
 def _rope(model: Model) -> Iterator[Violation]:

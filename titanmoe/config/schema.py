@@ -28,7 +28,7 @@ class Model:
     """The model: a family and a size give every other field its value; any of them can be overridden."""
 
     family: str = "mixtral"
-    """mixtral, qwen2_moe, qwen3_moe, llama3_moe. Sets switches such as qk_norm and norm_topk."""
+    """mixtral, qwen2_moe, qwen3_moe, llama3_moe, deepseek_v3. Sets switches such as qk_norm and norm_topk."""
     size: str = "debug"
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
     vocab_size: int = 320
@@ -47,6 +47,16 @@ class Model:
     """Bias on the query, key and value projections (Qwen2)."""
     qk_norm: bool = False
     """RMSNorm on each head's queries and keys before RoPE (Qwen3)."""
+    kv_lora_rank: int = 0
+    """Above 0: latent attention (MLA, arXiv 2405.04434). Keys and values of all heads come from one latent vector of this width (DeepSeek-V3: 512). Set num_kv_heads to num_heads, head_dim to the sum of the two widths below."""
+    q_lora_rank: int = 0
+    """Latent attention: queries come from a latent vector of this width too (DeepSeek-V3: 1536). 0: straight from the residual stream (Moonlight)."""
+    qk_nope_head_dim: int = 0
+    """Latent attention: width of the part of a head's query and key that RoPE leaves alone."""
+    qk_rope_head_dim: int = 0
+    """Latent attention: width of the part that RoPE turns; its key is one for all heads."""
+    v_head_dim: int = 0
+    """Latent attention: width of a head's value."""
     rope_theta: float = 1e6
     """RoPE base. Larger for longer contexts."""
     rope_scaling: Literal["none", "yarn"] = "none"
@@ -66,7 +76,7 @@ class Model:
     rope_mscale_all_dim: float = 0.0
     """yarn: the divisor above. Latent attention multiplies its scores by m(rope_mscale_all_dim)^2."""
     norm_eps: float = 1e-5
-    """Epsilon of every RMSNorm."""
+    """Epsilon of every RMSNorm but those of latent attention's latents, which is 1e-6 in all published models."""
     tie_embeddings: bool = False
     """One matrix for embedding and head. Saves vocab_size * dim weights; usual below about 2B parameters."""
     num_dense_layers: int = 0

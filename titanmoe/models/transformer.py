@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from titanmoe.config.schema import Config
 from titanmoe.models.attention import Attention
 from titanmoe.models.count import has_experts
+from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import FeedForward, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.moe.layer import MoE
@@ -24,7 +25,7 @@ class Block(nn.Module):
         super().__init__()
         model = config.model
         self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype)
-        self.attention = Attention(model, dtype)
+        self.attention = LatentAttention(model, dtype) if model.kv_lora_rank else Attention(model, dtype)
         self.ffn_norm = RMSNorm(model.dim, model.norm_eps, dtype)
         self.moe = self.ffn = None
         if has_experts(model, layer):
@@ -75,7 +76,8 @@ class Transformer(nn.Module):
         """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). Returns (B, s, D), loss or logits."""
         if self.embed is not None:
             x = self.embed(x)
-        rope = rope_angles(tokens.position_BS, self.shape, self.shape.head_dim, x.dtype)
+        turned = self.shape.qk_rope_head_dim or self.shape.head_dim
+        rope = rope_angles(tokens.position_BS, self.shape, turned, x.dtype)
         for block in self.layers.values():
             x = block(x, rope, tokens)
         return x if self.head is None else self.head(x, labels_BS)
