@@ -41,6 +41,8 @@ class Batch(NamedTuple):
 class StepResult:
     loss: float
     """Cross-entropy per token with a label; no balance terms."""
+    mtp: float
+    """Cross-entropy of the token after next, divided by the same number; 0 where it is not predicted."""
     total: float
     """What is differentiated: loss and balance terms with their coefficients."""
     aux: dict[str, float]
@@ -68,7 +70,15 @@ class Run:
 # ---------------------------------------------------------------------------------------------------- weights
 
 
+def blocks(model: Model) -> dict[int, str]:
+    """All blocks by number: the layers, and behind them that of multi-token prediction."""
+    out = {i: f"layers.{i}" for i in range(model.num_layers)}
+    return out | ({model.num_layers: "mtp.0.block"} if model.mtp_depth else {})
+
+
 def is_moe(model: Model, layer: int) -> bool:
+    if layer == model.num_layers:  # multi-token prediction's is like the last
+        layer -= 1
     past_dense = layer - model.num_dense_layers
     return past_dense >= 0 and (past_dense + 1) % model.moe_every == 0
 
@@ -76,8 +86,8 @@ def is_moe(model: Model, layer: int) -> bool:
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     dim, query, key_value = model.dim, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     out: dict[str, tuple[int, ...]] = {"embed.weight": (model.vocab_size, dim)}
-    for i in range(model.num_layers):
-        block, attention = f"layers.{i}", f"layers.{i}.attention"
+    for i, block in blocks(model).items():
+        attention = f"{block}.attention"
         out[f"{block}.attention_norm.weight"] = (dim,)
         if model.kv_lora_rank:
             out |= {f"{attention}.{name}.weight": shape for name, shape in _latent_shapes(model).items()}
@@ -102,6 +112,9 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
             out |= _ffn_shapes(f"{block}.moe.shared", dim, model.shared_hidden)
             if model.shared_gate:
                 out[f"{block}.moe.shared.gate.weight"] = (1, dim)
+    if model.mtp_depth:
+        out |= {f"mtp.0.{name}.weight": (dim,) for name in ("hidden_norm", "embed_norm", "norm")}
+        out["mtp.0.project.weight"] = (dim, 2 * dim)
     out["head.norm.weight"] = (dim,)
     if not model.tie_embeddings:
         out["head.weight"] = (model.vocab_size, dim)
@@ -143,8 +156,8 @@ def initial_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64)
 
 def initial_bias(model: Model) -> dict[str, Tensor]:
     return {
-        f"layers.{i}.moe.router.expert_bias": torch.zeros(model.num_experts)
-        for i in range(model.num_layers)
+        f"{block}.moe.router.expert_bias": torch.zeros(model.num_experts)
+        for i, block in blocks(model).items()
         if is_moe(model, i)
     }
 
@@ -468,7 +481,7 @@ def moe_layer(
     layer: int,
     slices: Slices,
 ) -> MoEResult:
-    model, name = config.model, f"layers.{layer}.moe"
+    model, name = config.model, f"{blocks(config.model)[layer]}.moe"
     routing = route(config, weights[f"{name}.router.weight"], bias_E, x_TD, tokens.valid_T, step_number, layer)
     kept_TK, drop_margin = keep(config, tokens, routing, slices)
     weights_TK = routing.weights_TK.to(x_TD.dtype)
@@ -502,36 +515,69 @@ def forward(
     bias: dict[str, Tensor],
     step_number: int = 1,
     slices: Slices = 1,
-) -> tuple[Tensor, dict[int, MoEResult]]:
-    """Logits (G, S, V), and what each MoE layer did."""
+) -> tuple[Tensor, Tensor | None, dict[int, MoEResult]]:
+    """Logits (G, S, V), those of the token after next where the model predicts it, and what each MoE layer did."""
     model = config.model
-    moe_results = {}
-    x_GSD = weights["embed.weight"][tokens.tokens_GS]
-    for i in range(model.num_layers):
-        block = f"layers.{i}"
+    moe_results: dict[int, MoEResult] = {}
+
+    def run(i: int, x_GSD: Tensor) -> Tensor:
+        block = blocks(model)[i]
         normed_GSD = rms_norm(x_GSD, weights[f"{block}.attention_norm.weight"], model.norm_eps)
         attend = latent_attention if model.kv_lora_rank else attention
         x_GSD = x_GSD + attend(model, weights, f"{block}.attention", normed_GSD, tokens.document_GS)
         normed_GSD = rms_norm(x_GSD, weights[f"{block}.ffn_norm.weight"], model.norm_eps)
-        if is_moe(model, i):
-            bias_E = bias[f"{block}.moe.router.expert_bias"]
-            moe_results[i] = moe_layer(
-                config, weights, bias_E, normed_GSD.flatten(0, 1), tokens, step_number, i, slices
-            )
-            x_GSD = x_GSD + moe_results[i].out_TD.view_as(x_GSD)
-        else:
-            x_GSD = x_GSD + named_swiglu(weights, f"{block}.ffn", normed_GSD)
-    x_GSD = rms_norm(x_GSD, weights["head.norm.weight"], model.norm_eps)
+        if not is_moe(model, i):
+            return x_GSD + named_swiglu(weights, f"{block}.ffn", normed_GSD)
+        bias_E = bias[f"{block}.moe.router.expert_bias"]
+        moe_results[i] = moe_layer(config, weights, bias_E, normed_GSD.flatten(0, 1), tokens, step_number, i, slices)
+        return x_GSD + moe_results[i].out_TD.view_as(x_GSD)
+
+    x_GSD = weights["embed.weight"][tokens.tokens_GS]
+    for i in range(model.num_layers):
+        x_GSD = run(i, x_GSD)
     head = weights["embed.weight" if model.tie_embeddings else "head.weight"]
-    return x_GSD @ head.T, moe_results
+    logits_GSV = rms_norm(x_GSD, weights["head.norm.weight"], model.norm_eps) @ head.T
+    if not model.mtp_depth:
+        return logits_GSV, None, moe_results
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, weights[f"mtp.0.{name}.weight"], model.norm_eps)
+
+    seen_GSD = normed(weights["embed.weight"][next_tokens(tokens)], "embed_norm")
+    for_seen, for_hidden = weights["mtp.0.project.weight"].chunk(2, dim=1)
+    y_GSD = seen_GSD @ for_seen.T + normed(x_GSD, "hidden_norm") @ for_hidden.T
+    return logits_GSV, normed(run(model.num_layers, y_GSD), "norm") @ head.T, moe_results
 
 
-def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor) -> Tensor:
-    """Sum over the labelled tokens, divided once by their number."""
+def next_tokens(tokens: Tokens) -> Tensor:
+    """Of the last position: its label, or itself where it has none."""
+    out_GS = tokens.tokens_GS.clone()
+    for sample, (ids, labels) in enumerate(zip(tokens.tokens_GS.tolist(), tokens.labels_GS.tolist(), strict=True)):
+        last = ids[-1] if labels[-1] == IGNORE else labels[-1]
+        out_GS[sample] = torch.tensor([*ids[1:], last])
+    return out_GS
+
+
+def later_labels(tokens: Tokens) -> Tensor:
+    """Of the token after next: the next position's label, if there is one and it is of the same document."""
+    out_GS = torch.full_like(tokens.labels_GS, IGNORE)
+    samples, positions = out_GS.shape
+    for sample in range(samples):
+        for s in range(positions - 1):
+            document = tokens.document_GS
+            if document is None or document[sample, s] == document[sample, s + 1]:
+                out_GS[sample, s] = tokens.labels_GS[sample, s + 1]
+    return out_GS
+
+
+def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor, number: Tensor | None = None) -> Tensor:
+    """Sum over the labelled tokens, divided once by their number, or by another."""
     wide = torch.promote_types(logits_GSV.dtype, torch.float32)
     log_p = logits_GSV.log_softmax(-1, dtype=wide)
     labelled = labels_GS != IGNORE
-    return -log_p[labelled].gather(-1, labels_GS[labelled][:, None]).sum() / labelled.sum()
+    return -log_p[labelled].gather(-1, labels_GS[labelled][:, None]).sum() / (
+        labelled.sum() if number is None else number
+    )
 
 
 def step(
@@ -550,11 +596,15 @@ def step(
     moe = config.moe
     weights = {name: value.detach().requires_grad_() for name, value in weights.items()}
     tokens = Tokens.of(step_batches)
-    logits_GSV, layers = forward(config, weights, tokens, bias or initial_bias(config.model), step_number, slices)
-    loss = cross_entropy(logits_GSV, tokens.labels_GS)
+    bias = bias or initial_bias(config.model)
+    logits_GSV, further_GSV, layers = forward(config, weights, tokens, bias, step_number, slices)
+    loss, mtp = cross_entropy(logits_GSV, tokens.labels_GS), torch.zeros(())
+    if further_GSV is not None:
+        mtp = cross_entropy(further_GSV, later_labels(tokens), (tokens.labels_GS != IGNORE).sum())
     aux = {term: sum((layer.terms[term] for layer in layers.values()), torch.zeros(())) for term in TERMS}
     total = (
         loss
+        + config.training.mtp_weight * mtp
         + moe.aux_loss_sequence * aux["seq"]
         + moe.aux_loss * aux["mb"]
         + moe.aux_loss_global * aux["glob"]
@@ -563,6 +613,7 @@ def step(
     grads = dict(zip(weights, torch.autograd.grad(total, list(weights.values()), materialize_grads=True), strict=True))
     return StepResult(
         loss=loss.item(),
+        mtp=mtp.item(),
         total=total.item(),
         aux={term: value.item() for term, value in aux.items()},
         grads=grads,
@@ -636,11 +687,8 @@ def clipped(grads: dict[str, Tensor], norm: float, max_norm: float) -> dict[str,
 def moved_bias(config: Config, bias: dict[str, Tensor], counts: dict[int, Tensor]) -> dict[str, Tensor]:
     """Up for experts with less than the average load, down for those with more."""
     rate = config.moe.bias_update_rate
-    return {
-        f"layers.{i}.moe.router.expert_bias": bias[f"layers.{i}.moe.router.expert_bias"]
-        + rate * torch.sign(count_E.mean() - count_E).float()
-        for i, count_E in counts.items()
-    }
+    name = {i: f"{block}.moe.router.expert_bias" for i, block in blocks(config.model).items()}
+    return {name[i]: bias[name[i]] + rate * torch.sign(E.mean() - E).float() for i, E in counts.items()}
 
 
 def train(

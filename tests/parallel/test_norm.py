@@ -44,7 +44,7 @@ def norms_of_ones(changes: dict[str, Any], max_norm: float) -> tuple[float, floa
         parameter.grad = torch.ones_like(parameter)
 
     def norm() -> torch.Tensor:
-        return grad_norm(trainer.parameters, trainer.meshes.world, trainer.tied.active)
+        return grad_norm(trainer.parameters, trainer.meshes.world, trainer.tied.names)
 
     before = norm()
     clip(trainer.parameters.values(), before, max_norm)

@@ -105,6 +105,8 @@ class Model:
     """Expert groups for group-limited routing; 1 for none."""
     top_groups: int = 1
     """Groups a token may choose its experts from."""
+    mtp_depth: int = 0
+    """1: a further block predicts the token after next (multi-token prediction, DeepSeek-V3), for a denser training signal and to draft from when decoding. It costs about a block and a head. 0 for none."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; projections back into the residual stream use init_std / sqrt(2 * num_layers)."""
 
@@ -139,6 +141,8 @@ class Training:
     """Gradients as reduced over data ranks. bfloat16 halves the traffic and loses bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU when there is one."""
+    mtp_weight: float = 0.3
+    """Factor on the loss of multi-token prediction, where model.mtp_depth is 1 (DeepSeek-V3: 0.3, late in training 0.1)."""
     seed: int = 0
     """Weights, data order and router noise are functions of it, alike under every mapping."""
     deterministic: bool = False

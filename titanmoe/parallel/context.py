@@ -304,5 +304,5 @@ KINDS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ul
 
 def context_parallel(model: Transformer, kind: str, placement: Placement, cp: Group) -> None:
     if cp.size > 1:
-        for block in model.layers.values():
+        for block in model.blocks().values():
             block.attention.attend = partial(KINDS[kind], placement=placement, group=cp)

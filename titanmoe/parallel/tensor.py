@@ -19,6 +19,7 @@ from titanmoe.comm import Group, all_reduce
 from titanmoe.models.attention import Attention
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import FeedForward, SharedExpert
+from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.parallel.norm import local_grad
 
@@ -42,7 +43,7 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> N
     setattr(owner, last, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, tp: Group) -> None:
+def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
     if tp.size == 1:
         return
     shard = {}
@@ -50,12 +51,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, tp: Group) -> None:
         if type(module) in PLAN:
             module.tp = tp
             shard |= {f"{path}.{name}": dim for name, dim in PLAN[type(module)].items()}
-    tied = model.embed is not None and model.head is not None and model.head.weight is model.embed.weight
     for name, _ in list(model.named_parameters()):
         if ".experts." not in name:
             place(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])
-    if tied:
-        model.head.weight = model.embed.weight
+    model.tie()
 
 
 @torch.no_grad()
