@@ -97,6 +97,7 @@ FEATURES = {
     "cp": CP_KINDS,
     "batch": BATCHES,
     "documents": {"no": {}, "yes": {}},
+    "mtp": {"no": {}, "mtp": {"model.mtp_depth": 1}},
 }
 
 

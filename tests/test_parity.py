@@ -153,6 +153,17 @@ NASTY = {
         "parallelism.tp": 2,
         "parallelism.experts.ep": 4,
     },
+    "multi-token prediction, tied, three copies on the two ranks of a V": {
+        "model.mtp_depth": 1,
+        "model.tie_embeddings": True,
+        "model.num_layers": 4,
+        "pipeline.schedule": "ZBVZeroBubble",
+        "parallelism.pp": 2,
+        "parallelism.cp": 2,
+        "parallelism.tp": 2,
+        "moe.bias_update_rate": 0.05,
+        "training.mtp_weight": 0.7,
+    },
     "grouped-query with fewer key heads than cp": {
         "parallelism.cp": 8,
         "parallelism.cp_kind": "ulysses",
@@ -191,6 +202,7 @@ def test_crowded_and_deserted_experts(dispatcher: str, crowd: str) -> None:
         ("loss_divided_by_local_tokens", {"parallelism.experts.ep": 2}),
         ("rope_offset_wrong", {"parallelism.cp": 2}),
         ("label_shifted_across_shard_edge", {"parallelism.cp": 2}),
+        ("next_token_within_a_shard", {"parallelism.cp": 2, "model.mtp_depth": 1}),
     ],
 )
 def test_the_oracle_catches(fault: str, case: dict[str, Any]) -> None:

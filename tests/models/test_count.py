@@ -86,7 +86,10 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
     shape = {"embed": (m.vocab_size, m.dim), "head.norm": (m.dim,)}
     if not m.tie_embeddings:
         shape["head"] = (m.vocab_size, m.dim)
-    for i in range(m.num_layers):
+    for i in range(m.num_layers + m.mtp_depth):
+        if i == m.num_layers:
+            shape |= {f"mtp.{name}_norm": (m.dim,) for name in ("hidden", "embed", "final")}
+            shape["mtp.project"] = (m.dim, 2 * m.dim)
         shape |= {f"{i}.attention_norm": (m.dim,), f"{i}.ffn_norm": (m.dim,)}
         if m.kv_lora_rank:
             value = m.num_heads * m.v_head_dim
@@ -105,7 +108,8 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
             shape |= {f"{i}.wq.bias": (query,), f"{i}.wk.bias": (key_value,), f"{i}.wv.bias": (key_value,)}
         if m.qk_norm:
             shape |= {f"{i}.q_norm": (m.head_dim,), f"{i}.k_norm": (m.head_dim,)}
-        if i < m.num_dense_layers or (i - m.num_dense_layers + 1) % m.moe_every:
+        like = min(i, m.num_layers - 1)
+        if like < m.num_dense_layers or (like - m.num_dense_layers + 1) % m.moe_every:
             shape |= {f"{i}.ffn.{w}": (m.dense_hidden, m.dim) for w in ("w1", "w2", "w3")}
             continue
         shape[f"{i}.router"] = (m.num_experts, m.dim)
@@ -124,7 +128,8 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
         {},
         dict(tie_embeddings=True),
         dict(num_layers=7, num_dense_layers=2, moe_every=2, dense_hidden=96),
-        dict(shared_hidden=48, shared_gate=False),
+        dict(num_layers=6, num_dense_layers=1, moe_every=2, dense_hidden=96, mtp_depth=1),
+        dict(shared_hidden=48, shared_gate=False, mtp_depth=1),
         dict(shared_hidden=0, shared_gate=True),
         dict(GROUPED_QUERIES, qkv_bias=True, qk_norm=True, num_kv_heads=2),
         dict(LATENT, q_lora_rank=24),
@@ -147,14 +152,17 @@ def test_the_parts_are_the_sums_of_the_shapes(family, overrides):
     assert count.experts == elements(r"\.experts")
     assert count.shared == elements(r"\.shared")
     assert count.norms == elements(r"norm$")
+    assert count.mtp == elements(r"\.project$")
     assert count.active_experts * m.num_experts == count.experts * m.top_k
     assert count.active == count.total - count.experts + count.active_experts
 
 
 def test_dense_blocks_lead_and_then_every_nth_has_experts():
-    m = replace(Model(), num_dense_layers=1, moe_every=2)
+    m = replace(Model(), num_layers=6, num_dense_layers=1, moe_every=2)
     assert [has_experts(m, layer) for layer in range(6)] == [False, False, True, False, True, False]
     assert all(has_experts(Model(), layer) for layer in range(4))
+    # The block of multi-token prediction, after the last layer, is like it.
+    assert not has_experts(m, 6) and has_experts(replace(m, num_layers=5), 5) and has_experts(Model(), 4)
 
 
 def test_flops_by_hand():
@@ -188,6 +196,18 @@ def test_flops_of_latent_attention_by_hand():
     assert layer_flops(m, 6) == ([2 * (weights - 40 - 12 - 3) + attention], 2 * 40)
     # A query latent of 7: 7x4, its norm, 12x7 in the place of 12x4.
     assert forward_flops_per_token(replace(m, q_lora_rank=7), 6) == 2 * (weights - 48 + 28 + 7 + 84) + attention
+
+
+def test_multi_token_prediction_costs_a_block_a_projection_and_a_head():
+    m = model("deepseek_v3", "671b")
+    more = replace(m, mtp_depth=1)
+    (*_, block), head = layer_flops(m, 4096)
+    norms = 2 * (2 * 7168 + 1536 + 512 + 3 * 7168)  # priced like matrix rows; layer_flops leaves them out
+    layers, behind = layer_flops(more, 4096)
+    assert (len(layers), behind - head) == (61, block + head + 2 * 2 * 7168 * 7168)
+    assert forward_flops_per_token(more, 4096) - forward_flops_per_token(m, 4096) == behind - head + norms
+    # README_WEIGHTS.md of the checkpoint: 11.5 billion beside the shared embedding and head.
+    assert abs((parameters(more).total - parameters(m).total) / 1e9 - 11.5) < 0.15
 
 
 def test_flops_of_mixtral_8x7b_by_hand():
