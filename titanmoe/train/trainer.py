@@ -167,9 +167,7 @@ class Trainer:
         labels, where = totals.labels.clamp(min=1), (self.meshes, self.placement, self.device)
         slices = [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
         loss = self.engine.run(slices, labels)
-        further = (
-            torch.zeros_like(loss) + sum(mtp.loss_M.sum() for part in self.parts for mtp in part.mtp or ()) / labels
-        )
+        further = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
         # One message: the losses, and whether any rank has been asked to stop.
         asked = torch.full_like(loss, self.wants_to_stop())
         loss, further, asked = all_reduce(torch.stack((loss, further, asked)), self.meshes.world)
