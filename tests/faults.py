@@ -99,6 +99,20 @@ def label_shifted_across_shard_edge() -> Callable[[], None]:
     return _patch(trainer, "cut", shifted)
 
 
+def next_token_within_a_shard() -> Callable[[], None]:
+    """What multi-token prediction sees, made of a rank's own ids: the last of each piece sees the piece's first."""
+    from titanmoe.train import trainer
+
+    def rolled(cut: Any) -> Any:
+        def run(*args: Any) -> Any:
+            piece = cut(*args)
+            return piece._replace(tokens=piece.tokens._replace(next_BS=piece.ids_BS.roll(-1, 1)))
+
+        return run
+
+    return _patch(trainer, "cut", rolled)
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -108,5 +122,6 @@ FAULTS = {
         loss_divided_by_local_tokens,
         rope_offset_wrong,
         label_shifted_across_shard_edge,
+        next_token_within_a_shard,
     )
 }

@@ -26,6 +26,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.route_scale": 2.5,
         "model.tie_embeddings": True,
     },
+    "deepseek_v3": {
+        "model.kv_lora_rank": 12,
+        "model.q_lora_rank": 8,
+        "model.qk_nope_head_dim": 2,
+        "model.qk_rope_head_dim": 4,
+        "model.head_dim": 6,
+        "model.v_head_dim": 4,
+        "model.rope_scaling": "yarn",
+        "model.rope_theta": 100.0,
+        "model.rope_factor": 4.0,
+        "model.rope_original_len": 64,
+        "model.rope_mscale": 1.0,
+        "model.rope_mscale_all_dim": 0.7,
+        "model.score_function": "sigmoid",
+        "model.num_groups": 4,
+        "model.top_groups": 2,
+        "model.route_scale": 2.5,
+        "model.shared_hidden": 16,
+        "model.num_dense_layers": 1,
+        "model.dense_hidden": 16,
+    },
     "after_topk": {"model.score_function": "softmax_after_topk", "model.moe_every": 2, "model.dense_hidden": 16},
 }
 DROPPING: dict[str, dict[str, Any]] = {"dropless": {}}
@@ -76,6 +97,7 @@ FEATURES = {
     "cp": CP_KINDS,
     "batch": BATCHES,
     "documents": {"no": {}, "yes": {}},
+    "mtp": {"no": {}, "mtp": {"model.mtp_depth": 1}},
 }
 
 

@@ -212,8 +212,8 @@ def measure(changes: dict[str, Any], documents: bool = False, fault: str = "", s
         trainer.check_finite = capture
         reports = [trainer.train_step() for _ in range(steps)]
         weights = whole(trainer.parameters, rank)
-        layers = trainer.moe_layers.items()
-        bias = {f"layers.{i}.moe.router.expert_bias": moe.router.expert_bias.clone() for i, moe in layers}
+        buffers = [item for part in trainer.parts for item in part.named_buffers()]
+        bias = {name: buffer.clone() for name, buffer in buffers if name.endswith("expert_bias")}
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, bias)
     finally:
@@ -222,9 +222,10 @@ def measure(changes: dict[str, Any], documents: bool = False, fault: str = "", s
             undo()
     if rank:
         return None
-    if config.model.tie_embeddings and "head.weight" in weights:  # the two ends of a pipeline hold one matrix
+    for copy in ("head.weight",) * config.model.tie_embeddings + ("embed_copy.weight",):
         for tensors in (grads[0], weights):
-            assert torch.equal(tensors.pop("head.weight"), tensors["embed.weight"]), "tied ends differ"
+            if copy in tensors:  # the two ends of a pipeline hold one matrix
+                assert torch.equal(tensors.pop(copy), tensors["embed.weight"]), "copies of the embedding differ"
     return Outcome(
         [r["loss"] for r in reports],
         [r["grad_norm"] for r in reports],
@@ -312,6 +313,9 @@ def compare(got: Outcome, want: reference.Run, config: Config, dtype: str = "flo
         if coefficient := getattr(config.moe, name):
             pairs = zip(got.reports, want.steps, strict=True)
             errors[name] = max(relative(r[name], coefficient * step.aux[term]) for r, step in pairs)
+    if config.model.mtp_depth:
+        pairs = zip(got.reports, want.steps, strict=True)
+        errors["mtp_loss"] = max(relative(report["mtp_loss"], step.mtp) for report, step in pairs)
     for report, step in zip(got.reports, want.steps, strict=True):
         for layer, fraction in step.dropped.items():
             reported = report[f"layers.{layer}.dropped_fraction"]

@@ -41,6 +41,8 @@ class Batch(NamedTuple):
 class StepResult:
     loss: float
     """Cross-entropy per token with a label; no balance terms."""
+    mtp: float
+    """Cross-entropy of the token after next, divided by the same number; 0 where it is not predicted."""
     total: float
     """What is differentiated: loss and balance terms with their coefficients."""
     aux: dict[str, float]
@@ -68,7 +70,15 @@ class Run:
 # ---------------------------------------------------------------------------------------------------- weights
 
 
+def blocks(model: Model) -> dict[int, str]:
+    """All blocks by number: the layers, and behind them that of multi-token prediction."""
+    out = {i: f"layers.{i}" for i in range(model.num_layers)}
+    return out | ({model.num_layers: "mtp.0.block"} if model.mtp_depth else {})
+
+
 def is_moe(model: Model, layer: int) -> bool:
+    if layer == model.num_layers:  # multi-token prediction's is like the last
+        layer -= 1
     past_dense = layer - model.num_dense_layers
     return past_dense >= 0 and (past_dense + 1) % model.moe_every == 0
 
@@ -76,14 +86,17 @@ def is_moe(model: Model, layer: int) -> bool:
 def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     dim, query, key_value = model.dim, model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     out: dict[str, tuple[int, ...]] = {"embed.weight": (model.vocab_size, dim)}
-    for i in range(model.num_layers):
-        block, attention = f"layers.{i}", f"layers.{i}.attention"
+    for i, block in blocks(model).items():
+        attention = f"{block}.attention"
         out[f"{block}.attention_norm.weight"] = (dim,)
-        for name, width in (("wq", query), ("wk", key_value), ("wv", key_value)):
-            out[f"{attention}.{name}.weight"] = (width, dim)
-            if model.qkv_bias:
-                out[f"{attention}.{name}.bias"] = (width,)
-        out[f"{attention}.wo.weight"] = (dim, query)
+        if model.kv_lora_rank:
+            out |= {f"{attention}.{name}.weight": shape for name, shape in _latent_shapes(model).items()}
+        else:
+            for name, width in (("wq", query), ("wk", key_value), ("wv", key_value)):
+                out[f"{attention}.{name}.weight"] = (width, dim)
+                if model.qkv_bias:
+                    out[f"{attention}.{name}.bias"] = (width,)
+            out[f"{attention}.wo.weight"] = (dim, query)
         if model.qk_norm:
             out[f"{attention}.q_norm.weight"] = (model.head_dim,)
             out[f"{attention}.k_norm.weight"] = (model.head_dim,)
@@ -99,10 +112,27 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
             out |= _ffn_shapes(f"{block}.moe.shared", dim, model.shared_hidden)
             if model.shared_gate:
                 out[f"{block}.moe.shared.gate.weight"] = (1, dim)
+    if model.mtp_depth:
+        out |= {f"mtp.0.{name}.weight": (dim,) for name in ("hidden_norm", "embed_norm", "norm")}
+        out["mtp.0.project.weight"] = (dim, 2 * dim)
     out["head.norm.weight"] = (dim,)
     if not model.tie_embeddings:
         out["head.weight"] = (model.vocab_size, dim)
     return out
+
+
+def _latent_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    dim, heads, rank = model.dim, model.num_heads, model.q_lora_rank
+    query = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
+    out: dict[str, tuple[int, ...]] = {"wq": (query, dim)}
+    if rank:
+        out = {"wq_a": (rank, dim), "q_norm": (rank,), "wq_b": (query, rank)}
+    return out | {
+        "wkv_a": (model.kv_lora_rank + model.qk_rope_head_dim, dim),
+        "kv_norm": (model.kv_lora_rank,),
+        "wkv_b": (heads * (model.qk_nope_head_dim + model.v_head_dim), model.kv_lora_rank),
+        "wo": (dim, heads * model.v_head_dim),
+    }
 
 
 def _ffn_shapes(name: str, dim: int, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -126,8 +156,8 @@ def initial_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64)
 
 def initial_bias(model: Model) -> dict[str, Tensor]:
     return {
-        f"layers.{i}.moe.router.expert_bias": torch.zeros(model.num_experts)
-        for i in range(model.num_layers)
+        f"{block}.moe.router.expert_bias": torch.zeros(model.num_experts)
+        for i, block in blocks(model).items()
         if is_moe(model, i)
     }
 
@@ -140,18 +170,42 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (wide / torch.sqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype) * weight
 
 
-def rope(x_GSHh: Tensor, theta: float) -> Tensor:
-    """Rotates the pair (x_i, x_{i + h/2}) of position s by the angle s * theta^(-2i/h)."""
+def yarn(model: Model, width: int) -> tuple[list[float], float]:
+    """Frequency of each pair, and the factor on queries and keys (Peng et al., arXiv 2309.00071, eq. 17 to 22)."""
+    plain = [model.rope_theta ** (-2 * i / width) for i in range(width // 2)]
+    if model.rope_scaling == "none":
+        return plain, 1.0
+    ends = []
+    for turns in (model.rope_beta_fast, model.rope_beta_slow):
+        # theta^(-2i/h) * length = turns * 2 pi, solved for i
+        ends.append(width / 2 * math.log(model.rope_original_len / (2 * math.pi * turns)) / math.log(model.rope_theta))
+    if model.rope_truncate:
+        ends = [math.floor(ends[0]), math.ceil(ends[1])]
+    low, high = max(0, ends[0]), min(width - 1, ends[1])
+    out = []
+    for i, frequency in enumerate(plain):
+        share = (i - low) / (high - low if high != low else 0.001)
+        share = min(1.0, max(0.0, share))
+        out.append((1 - share) * frequency + share * frequency / model.rope_factor)
+    grown = 0.1 * math.log(model.rope_factor)
+    if model.rope_mscale and model.rope_mscale_all_dim:
+        return out, (grown * model.rope_mscale + 1) / (grown * model.rope_mscale_all_dim + 1)
+    return out, grown + 1
+
+
+def rope(x_GSHh: Tensor, model: Model) -> Tensor:
+    """Rotates the pair (x_i, x_{i + h/2}) of position s by the angle s * its frequency; and scales it under YaRN."""
     positions, width = x_GSHh.shape[1], x_GSHh.shape[-1]
     wide = torch.promote_types(x_GSHh.dtype, torch.float32)
-    frequency = theta ** (-torch.arange(0, width, 2, dtype=wide) / width)
+    frequencies, scale = yarn(model, width)
+    frequency = torch.tensor(frequencies, dtype=wide)
     angle = (torch.arange(positions, dtype=wide)[:, None] * frequency)[None, :, None, :]
     first, second = x_GSHh.to(wide).chunk(2, dim=-1)
     turned = (
         first * angle.cos() - second * angle.sin(),
         second * angle.cos() + first * angle.sin(),
     )
-    return torch.cat(turned, dim=-1).to(x_GSHh.dtype)
+    return (torch.cat(turned, dim=-1) * scale).to(x_GSHh.dtype)
 
 
 def attention(
@@ -169,18 +223,53 @@ def attention(
     if model.qk_norm:
         q_GSHh = rms_norm(q_GSHh, weights[f"{name}.q_norm.weight"], model.norm_eps)
         k_GSHh = rms_norm(k_GSHh, weights[f"{name}.k_norm.weight"], model.norm_eps)
-    q_GSHh, k_GSHh = rope(q_GSHh, model.rope_theta), rope(k_GSHh, model.rope_theta)
+    q_GSHh, k_GSHh = rope(q_GSHh, model), rope(k_GSHh, model)
     of_query_head = torch.arange(model.num_heads) // (model.num_heads // model.num_kv_heads)
     k_GSHh, v_GSHh = k_GSHh[:, :, of_query_head], v_GSHh[:, :, of_query_head]
 
     scores = torch.einsum("gqhd,gkhd->ghqk", q_GSHh, k_GSHh) * model.head_dim**-0.5
+    shares = causal_softmax(scores, document_GS)
+    out = torch.einsum("ghqk,gkhd->gqhd", shares.to(v_GSHh.dtype), v_GSHh)
+    return out.reshape(samples, positions, -1) @ weights[f"{name}.wo.weight"].T
+
+
+def latent_attention(
+    model: Model, weights: dict[str, Tensor], name: str, x_GSD: Tensor, document_GS: Tensor | None = None
+) -> Tensor:
+    """arXiv 2405.04434, eq. 9 to 19, absorbed: keys and values are never made, heads look at the latent itself."""
+    heads, nope, value, rank = model.num_heads, model.qk_nope_head_dim, model.v_head_dim, model.kv_lora_rank
+
+    def matrix(part: str) -> Tensor:
+        return weights[f"{name}.{part}.weight"]
+
+    if model.q_lora_rank:
+        q_GSH = rms_norm(x_GSD @ matrix("wq_a").T, matrix("q_norm"), 1e-6) @ matrix("wq_b").T
+    else:
+        q_GSH = x_GSD @ matrix("wq").T
+    q_GSHh = q_GSH.unflatten(2, (heads, nope + model.qk_rope_head_dim))
+    down_GSR = x_GSD @ matrix("wkv_a").T
+    latent_GSR = rms_norm(down_GSR[..., :rank], matrix("kv_norm"), 1e-6)
+    turned_GSr = rope(down_GSR[..., None, rank:], model)[:, :, 0]
+    up_HhR = matrix("wkv_b").view(heads, nope + value, rank)
+
+    scores = torch.einsum("gqhn,hnr,gkr->ghqk", q_GSHh[..., :nope], up_HhR[:, :nope], latent_GSR)
+    scores = scores + torch.einsum("gqhp,gkp->ghqk", rope(q_GSHh[..., nope:], model), turned_GSr)
+    scores = scores / math.sqrt(nope + model.qk_rope_head_dim)
+    if model.rope_scaling == "yarn":
+        scores = scores * (0.1 * model.rope_mscale_all_dim * math.log(model.rope_factor) + 1) ** 2
+    shares = causal_softmax(scores, document_GS).to(latent_GSR.dtype)
+    seen_GSHR = torch.einsum("ghqk,gkr->gqhr", shares, latent_GSR)
+    out_GSHv = torch.einsum("gqhr,hvr->gqhv", seen_GSHR, up_HhR[:, nope:])
+    return out_GSHv.flatten(2) @ matrix("wo").T
+
+
+def causal_softmax(scores: Tensor, document_GS: Tensor | None) -> Tensor:
+    positions = scores.shape[-1]
     hidden = torch.ones(positions, positions, dtype=torch.bool).triu(1)
     if document_GS is not None:
         hidden = hidden | (document_GS[:, None, :, None] != document_GS[:, None, None, :])
     wide = torch.promote_types(scores.dtype, torch.float32)
-    shares = scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=wide).to(v_GSHh.dtype)
-    out = torch.einsum("ghqk,gkhd->gqhd", shares, v_GSHh)
-    return out.reshape(samples, positions, -1) @ weights[f"{name}.wo.weight"].T
+    return scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=wide)
 
 
 def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, scale: Tensor | float = 1.0) -> Tensor:
@@ -392,7 +481,7 @@ def moe_layer(
     layer: int,
     slices: Slices,
 ) -> MoEResult:
-    model, name = config.model, f"layers.{layer}.moe"
+    model, name = config.model, f"{blocks(config.model)[layer]}.moe"
     routing = route(config, weights[f"{name}.router.weight"], bias_E, x_TD, tokens.valid_T, step_number, layer)
     kept_TK, drop_margin = keep(config, tokens, routing, slices)
     weights_TK = routing.weights_TK.to(x_TD.dtype)
@@ -426,35 +515,69 @@ def forward(
     bias: dict[str, Tensor],
     step_number: int = 1,
     slices: Slices = 1,
-) -> tuple[Tensor, dict[int, MoEResult]]:
-    """Logits (G, S, V), and what each MoE layer did."""
+) -> tuple[Tensor, Tensor | None, dict[int, MoEResult]]:
+    """Logits (G, S, V), those of the token after next where the model predicts it, and what each MoE layer did."""
     model = config.model
-    moe_results = {}
+    moe_results: dict[int, MoEResult] = {}
+
+    def run(i: int, x_GSD: Tensor) -> Tensor:
+        block = blocks(model)[i]
+        normed_GSD = rms_norm(x_GSD, weights[f"{block}.attention_norm.weight"], model.norm_eps)
+        attend = latent_attention if model.kv_lora_rank else attention
+        x_GSD = x_GSD + attend(model, weights, f"{block}.attention", normed_GSD, tokens.document_GS)
+        normed_GSD = rms_norm(x_GSD, weights[f"{block}.ffn_norm.weight"], model.norm_eps)
+        if not is_moe(model, i):
+            return x_GSD + named_swiglu(weights, f"{block}.ffn", normed_GSD)
+        bias_E = bias[f"{block}.moe.router.expert_bias"]
+        moe_results[i] = moe_layer(config, weights, bias_E, normed_GSD.flatten(0, 1), tokens, step_number, i, slices)
+        return x_GSD + moe_results[i].out_TD.view_as(x_GSD)
+
     x_GSD = weights["embed.weight"][tokens.tokens_GS]
     for i in range(model.num_layers):
-        block = f"layers.{i}"
-        normed_GSD = rms_norm(x_GSD, weights[f"{block}.attention_norm.weight"], model.norm_eps)
-        x_GSD = x_GSD + attention(model, weights, f"{block}.attention", normed_GSD, tokens.document_GS)
-        normed_GSD = rms_norm(x_GSD, weights[f"{block}.ffn_norm.weight"], model.norm_eps)
-        if is_moe(model, i):
-            bias_E = bias[f"{block}.moe.router.expert_bias"]
-            moe_results[i] = moe_layer(
-                config, weights, bias_E, normed_GSD.flatten(0, 1), tokens, step_number, i, slices
-            )
-            x_GSD = x_GSD + moe_results[i].out_TD.view_as(x_GSD)
-        else:
-            x_GSD = x_GSD + named_swiglu(weights, f"{block}.ffn", normed_GSD)
-    x_GSD = rms_norm(x_GSD, weights["head.norm.weight"], model.norm_eps)
+        x_GSD = run(i, x_GSD)
     head = weights["embed.weight" if model.tie_embeddings else "head.weight"]
-    return x_GSD @ head.T, moe_results
+    logits_GSV = rms_norm(x_GSD, weights["head.norm.weight"], model.norm_eps) @ head.T
+    if not model.mtp_depth:
+        return logits_GSV, None, moe_results
+
+    def normed(x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, weights[f"mtp.0.{name}.weight"], model.norm_eps)
+
+    seen_GSD = normed(weights["embed.weight"][next_tokens(tokens)], "embed_norm")
+    for_seen, for_hidden = weights["mtp.0.project.weight"].chunk(2, dim=1)
+    y_GSD = seen_GSD @ for_seen.T + normed(x_GSD, "hidden_norm") @ for_hidden.T
+    return logits_GSV, normed(run(model.num_layers, y_GSD), "norm") @ head.T, moe_results
 
 
-def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor) -> Tensor:
-    """Sum over the labelled tokens, divided once by their number."""
+def next_tokens(tokens: Tokens) -> Tensor:
+    """Of the last position: its label, or itself where it has none."""
+    out_GS = tokens.tokens_GS.clone()
+    for sample, (ids, labels) in enumerate(zip(tokens.tokens_GS.tolist(), tokens.labels_GS.tolist(), strict=True)):
+        last = ids[-1] if labels[-1] == IGNORE else labels[-1]
+        out_GS[sample] = torch.tensor([*ids[1:], last])
+    return out_GS
+
+
+def later_labels(tokens: Tokens) -> Tensor:
+    """Of the token after next: the next position's label, if there is one and it is of the same document."""
+    out_GS = torch.full_like(tokens.labels_GS, IGNORE)
+    samples, positions = out_GS.shape
+    for sample in range(samples):
+        for s in range(positions - 1):
+            document = tokens.document_GS
+            if document is None or document[sample, s] == document[sample, s + 1]:
+                out_GS[sample, s] = tokens.labels_GS[sample, s + 1]
+    return out_GS
+
+
+def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor, number: Tensor | None = None) -> Tensor:
+    """Sum over the labelled tokens, divided once by their number, or by another."""
     wide = torch.promote_types(logits_GSV.dtype, torch.float32)
     log_p = logits_GSV.log_softmax(-1, dtype=wide)
     labelled = labels_GS != IGNORE
-    return -log_p[labelled].gather(-1, labels_GS[labelled][:, None]).sum() / labelled.sum()
+    return -log_p[labelled].gather(-1, labels_GS[labelled][:, None]).sum() / (
+        labelled.sum() if number is None else number
+    )
 
 
 def step(
@@ -473,11 +596,15 @@ def step(
     moe = config.moe
     weights = {name: value.detach().requires_grad_() for name, value in weights.items()}
     tokens = Tokens.of(step_batches)
-    logits_GSV, layers = forward(config, weights, tokens, bias or initial_bias(config.model), step_number, slices)
-    loss = cross_entropy(logits_GSV, tokens.labels_GS)
+    bias = bias or initial_bias(config.model)
+    logits_GSV, further_GSV, layers = forward(config, weights, tokens, bias, step_number, slices)
+    loss, mtp = cross_entropy(logits_GSV, tokens.labels_GS), torch.zeros(())
+    if further_GSV is not None:
+        mtp = cross_entropy(further_GSV, later_labels(tokens), (tokens.labels_GS != IGNORE).sum())
     aux = {term: sum((layer.terms[term] for layer in layers.values()), torch.zeros(())) for term in TERMS}
     total = (
         loss
+        + config.training.mtp_weight * mtp
         + moe.aux_loss_sequence * aux["seq"]
         + moe.aux_loss * aux["mb"]
         + moe.aux_loss_global * aux["glob"]
@@ -486,6 +613,7 @@ def step(
     grads = dict(zip(weights, torch.autograd.grad(total, list(weights.values()), materialize_grads=True), strict=True))
     return StepResult(
         loss=loss.item(),
+        mtp=mtp.item(),
         total=total.item(),
         aux={term: value.item() for term, value in aux.items()},
         grads=grads,
@@ -559,11 +687,8 @@ def clipped(grads: dict[str, Tensor], norm: float, max_norm: float) -> dict[str,
 def moved_bias(config: Config, bias: dict[str, Tensor], counts: dict[int, Tensor]) -> dict[str, Tensor]:
     """Up for experts with less than the average load, down for those with more."""
     rate = config.moe.bias_update_rate
-    return {
-        f"layers.{i}.moe.router.expert_bias": bias[f"layers.{i}.moe.router.expert_bias"]
-        + rate * torch.sign(count_E.mean() - count_E).float()
-        for i, count_E in counts.items()
-    }
+    name = {i: f"{block}.moe.router.expert_bias" for i, block in blocks(config.model).items()}
+    return {name[i]: bias[name[i]] + rate * torch.sign(E.mean() - E).float() for i, E in counts.items()}
 
 
 def train(

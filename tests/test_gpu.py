@@ -48,8 +48,10 @@ def test_grouped_product_equals_the_loop() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", ["causal", "full", "documents"])
-def test_attention_block_equals_the_reference(dtype: torch.dtype, mask: str) -> None:
-    q, k, v = (torch.randn(2, 4, 64, 32, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+@pytest.mark.parametrize("value_width", [32, 16])
+def test_attention_block_equals_the_reference(dtype: torch.dtype, mask: str, value_width: int) -> None:
+    widths = (32, 32, value_width)
+    q, k, v = (torch.randn(2, 4, 64, h, device="cuda", dtype=dtype, requires_grad=True) for h in widths)
     bias = None
     if mask == "documents":
         document = torch.arange(64, device="cuda") // 10

@@ -72,7 +72,7 @@ def test_smaller_worlds(size: int) -> None:
     parity.check(size, {"parallelism.experts.ep": size, "moe.aux_loss": 0.02, "moe.z_loss": 0.01})
 
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,6 +132,38 @@ NASTY = {
         "parallelism.experts.ep": 4,
     },
     "reshard never": {"parallelism.reshard_after_forward": "never", "parallelism.tp": 2, "parallelism.experts.ep": 4},
+    "yarn": {
+        "model.rope_scaling": "yarn",
+        "model.rope_factor": 4.0,
+        "model.rope_theta": 100.0,
+        "model.rope_original_len": 64,
+        "model.rope_beta_fast": 4.0,
+        "model.head_dim": 8,
+        "parallelism.cp": 2,
+        "parallelism.tp": 2,
+        "parallelism.pp": 2,
+    },
+    "latent attention without a query latent, values wider than keys": {
+        "model.kv_lora_rank": 12,
+        "model.qk_nope_head_dim": 2,
+        "model.qk_rope_head_dim": 4,
+        "model.head_dim": 6,
+        "model.v_head_dim": 8,
+        "parallelism.cp": 2,
+        "parallelism.tp": 2,
+        "parallelism.experts.ep": 4,
+    },
+    "multi-token prediction, tied, three copies on the two ranks of a V": {
+        "model.mtp_depth": 1,
+        "model.tie_embeddings": True,
+        "model.num_layers": 4,
+        "pipeline.schedule": "ZBVZeroBubble",
+        "parallelism.pp": 2,
+        "parallelism.cp": 2,
+        "parallelism.tp": 2,
+        "moe.bias_update_rate": 0.05,
+        "training.mtp_weight": 0.7,
+    },
     "grouped-query with fewer key heads than cp": {
         "parallelism.cp": 8,
         "parallelism.cp_kind": "ulysses",
@@ -170,6 +202,7 @@ def test_crowded_and_deserted_experts(dispatcher: str, crowd: str) -> None:
         ("loss_divided_by_local_tokens", {"parallelism.experts.ep": 2}),
         ("rope_offset_wrong", {"parallelism.cp": 2}),
         ("label_shifted_across_shard_edge", {"parallelism.cp": 2}),
+        ("next_token_within_a_shard", {"parallelism.cp": 2, "model.mtp_depth": 1}),
     ],
 )
 def test_the_oracle_catches(fault: str, case: dict[str, Any]) -> None:

@@ -27,3 +27,7 @@ class Tokens(NamedTuple):
     """Index of the microbatch within the step, a scalar."""
     document_BL: Tensor | None = None
     """Document of each position of the whole sequence; None when a sample is one document."""
+    next_BS: Tensor | None = None
+    """Id of the token after each of the attention slice; None unless the model predicts the one after that as well."""
+    later_BS: Tensor | None = None
+    """The label of that prediction."""

@@ -53,8 +53,8 @@ def go(folder: str, changes: dict[str, Any], until: int) -> Went:
         checkpoints.wait()
     went.loader = trainer.loader.state_dict()
     went.state = parity.whole(everything(trainer), dist.get_rank())
-    if trainer.config.model.tie_embeddings:
-        went.state = {name: tensor for name, tensor in went.state.items() if "head.weight" not in name}
+    copies = ("head.weight",) * trainer.config.model.tie_embeddings + ("embed_copy.weight",)
+    went.state = {name: tensor for name, tensor in went.state.items() if not name.endswith(copies)}
     return went
 
 

@@ -60,6 +60,14 @@ CASES = {
         (1, mapping() | FOUR | {"model.tie_embeddings": True}),
         (2, mapping() | V | {"model.tie_embeddings": True}),
     ),
+    "multi-token prediction beside an embedding of its own, tied, to a shared one": (
+        (4, mapping(pp=2, ep=2) | FOUR | {"model.tie_embeddings": True, "model.mtp_depth": 1}),
+        (2, mapping(tp=2, ep=2) | FOUR | {"model.tie_embeddings": True, "model.mtp_depth": 1}),
+    ),
+    "one rank with multi-token prediction to a V": (
+        (1, mapping() | FOUR | {"model.mtp_depth": 1}),
+        (2, mapping() | V | {"model.mtp_depth": 1}),
+    ),
     "V to interleaved, dispatcher": (
         (4, mapping(ep=2) | V),
         (4, mapping(cp=2, etp=2) | V | {"pipeline.schedule": "Interleaved1F1B", "moe.dispatcher": "allgather"}),

@@ -10,6 +10,14 @@ from titanmoe.config.laws import RANGES, Range, contradictions, out_of_range
 from titanmoe.config.schema import Config
 from titanmoe.models.families import names, preset
 
+LATENT = {
+    "model.kv_lora_rank": 16,
+    "model.qk_nope_head_dim": 6,
+    "model.qk_rope_head_dim": 2,
+    "model.v_head_dim": 4,
+}
+YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0}
+
 
 def test_every_number_has_a_range_which_holds_its_default():
     numbers = {path for path, field in fields().items() if (field.item or field.kind) in (int, float)}
@@ -122,6 +130,26 @@ def test_out_of_range(path, value):
             {"model.num_groups": 8, "model.top_groups": 1},
             "model.top_groups = 1 of 8 groups of 1 experts hold 1, fewer than model.top_k = 2: use at least 2",
         ),
+        (LATENT | {"model.num_kv_heads": 4}, "num_kv_heads = 4 is not model.num_heads = 8, .* use num_kv_heads = 8"),
+        (LATENT | {"model.qk_rope_head_dim": 3, "model.head_dim": 9}, "qk_rope_head_dim = 3 gives .* such as 4"),
+        (LATENT | {"model.qk_nope_head_dim": 8, "model.qk_rope_head_dim": 0}, "qk_rope_head_dim = 0 .* such as 64"),
+        (LATENT | {"model.head_dim": 8, "model.qk_nope_head_dim": 8}, r"8 \+ 2: use head_dim = 10"),
+        (LATENT | {"model.v_head_dim": 0}, "v_head_dim = 0 gives .* such as v_head_dim = 6"),
+        (LATENT | {"model.qkv_bias": True}, "qkv_bias = true .* set qkv_bias = false, or kv_lora_rank = 0"),
+        (LATENT | {"model.qk_norm": True}, "qk_norm = true .* set qk_norm = false, or kv_lora_rank = 0"),
+        (
+            {"model.q_lora_rank": 16},
+            "q_lora_rank = 16 is of latent .* set kv_lora_rank, such as 512, or q_lora_rank = 0",
+        ),
+        ({"model.v_head_dim": 16}, "v_head_dim = 16 is of latent attention"),
+        ({"model.rope_scaling": "yarn"}, "rope_factor = 1, which is not at all: give it, such as rope_factor = 4.0"),
+        (
+            {"model.rope_factor": 4.0},
+            'rope_factor = 4.0 is not used .* set rope_scaling = "yarn", or rope_factor = 1.0',
+        ),
+        (YARN | {"model.rope_theta": 1.0}, "model.rope_theta = 1.0 gives no slow frequencies .* more than 1"),
+        (YARN | {"model.rope_beta_fast": 1.0}, "rope_beta_fast = 1.0 must exceed model.rope_beta_slow = 1.0: .* 32.0"),
+        (YARN | {"model.rope_mscale": 1.0}, "rope_mscale = 1.0 and model.rope_mscale_all_dim = 0.0 .* give both, or"),
         ({"data.source": "text"}, "data.paths, which is empty: name files or folders"),
         ({"data.paths": ["a"]}, 'data.source = "stdlib" does not read data.paths'),
         (
@@ -150,6 +178,9 @@ def test_contradiction(values, says):
         {"model.num_dense_layers": 4, "model.dense_hidden": 64, "model.top_k": 1},
         {"model.moe_every": 4, "model.dense_hidden": 64},
         {"model.num_groups": 4, "model.top_groups": 1},
+        YARN | {"model.rope_mscale": 1.0, "model.rope_mscale_all_dim": 0.5},
+        LATENT,
+        LATENT | {"model.qk_nope_head_dim": 5, "model.head_dim": 7, "model.q_lora_rank": 8},
         {"moe.capacity_scope": "full_sequence", "moe.drop_policy": "position"},
         {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True},
         {"data.source": "synthetic", "data.paths": ["a"]},

@@ -54,6 +54,13 @@ def test_what_tp_cuts():
     ]
 
 
+def test_heads_of_latent_attention_are_told_once():
+    shape = dict(kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=8, num_kv_heads=8, vocab_size=96)
+    assert broken(3, Parallelism(tp=3, experts=Experts(edp_replicate=3)), Training(seq_len=63), **shape) == [
+        "parallelism.tp = 3 does not divide model.num_heads = 8 (8 % 3 = 2): use tp = 1"
+    ]
+
+
 def test_only_what_the_model_has_is_cut():
     # dense_hidden and shared_hidden are left over from another shape, and no layer uses them
     assert broken(2, Parallelism(tp=2), dense_hidden=7) == []

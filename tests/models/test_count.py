@@ -10,10 +10,15 @@ from pathlib import Path
 import pytest
 
 from titanmoe.config.schema import Model
-from titanmoe.models.count import flops_per_token, forward_flops_per_token, has_experts, parameters
+from titanmoe.models.count import flops_per_token, forward_flops_per_token, has_experts, layer_flops, parameters
 from titanmoe.models.families import names, preset
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
+
+
+LATENT = dict(qk_norm=False, qkv_bias=False)
+LATENT |= dict(kv_lora_rank=40, qk_nope_head_dim=6, qk_rope_head_dim=2, head_dim=8, v_head_dim=10)
+GROUPED_QUERIES = dict(kv_lora_rank=0, q_lora_rank=0, qk_nope_head_dim=0, qk_rope_head_dim=0, v_head_dim=0, head_dim=8)
 
 
 def model(family: str, size: str, **overrides) -> Model:
@@ -44,12 +49,20 @@ def test_total_is_the_published_checkpoints(family, size, total):
         ("qwen2_moe", "57b_a14b", 57.4, 14.2, 0.1),
         ("qwen3_moe", "30b_a3b", 30.5, 3.3, 0.1),
         ("qwen3_moe", "235b_a22b", 235, 22, 1),
+        ("deepseek_v3", "671b", 671, 37, 1),
     ],
 )
 def test_total_and_active_are_the_cards(family, size, total, active, unit):
     count = parameters(model(family, size))
     assert abs(count.total / 1e9 - total) < unit
     assert abs(count.active / 1e9 - active) < unit
+
+
+def test_moonlight_is_announced_without_embedding_and_head():
+    """arXiv 2502.16982: 15.29 and 2.24 billion."""
+    count = parameters(model("deepseek_v3", "16b"))
+    assert abs((count.total - count.embedding) / 1e9 - 15.29) < 0.005
+    assert abs((count.active - count.embedding) / 1e9 - 2.24) < 0.005
 
 
 def test_fine_grained_mixtral_keeps_the_experts_and_halves_what_a_token_visits():
@@ -73,15 +86,30 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
     shape = {"embed": (m.vocab_size, m.dim), "head.norm": (m.dim,)}
     if not m.tie_embeddings:
         shape["head"] = (m.vocab_size, m.dim)
-    for i in range(m.num_layers):
+    for i in range(m.num_layers + m.mtp_depth):
+        if i == m.num_layers:
+            shape |= {f"mtp.{name}_norm": (m.dim,) for name in ("hidden", "embed", "final")}
+            shape["mtp.project"] = (m.dim, 2 * m.dim)
         shape |= {f"{i}.attention_norm": (m.dim,), f"{i}.ffn_norm": (m.dim,)}
-        shape |= {f"{i}.wq": (query, m.dim), f"{i}.wk": (key_value, m.dim)}
-        shape |= {f"{i}.wv": (key_value, m.dim), f"{i}.wo": (m.dim, query)}
+        if m.kv_lora_rank:
+            value = m.num_heads * m.v_head_dim
+            shape |= {f"{i}.wkv_a": (m.kv_lora_rank + m.qk_rope_head_dim, m.dim), f"{i}.kv_norm": (m.kv_lora_rank,)}
+            shape[f"{i}.wkv_b"] = (m.num_heads * m.qk_nope_head_dim + value, m.kv_lora_rank)
+            shape[f"{i}.wo"] = (m.dim, value)
+            if m.q_lora_rank:
+                shape |= {f"{i}.wq_a": (m.q_lora_rank, m.dim), f"{i}.q_norm": (m.q_lora_rank,)}
+                shape[f"{i}.wq_b"] = (query, m.q_lora_rank)
+            else:
+                shape[f"{i}.wq"] = (query, m.dim)
+        else:
+            shape |= {f"{i}.wq": (query, m.dim), f"{i}.wk": (key_value, m.dim)}
+            shape |= {f"{i}.wv": (key_value, m.dim), f"{i}.wo": (m.dim, query)}
         if m.qkv_bias:
             shape |= {f"{i}.wq.bias": (query,), f"{i}.wk.bias": (key_value,), f"{i}.wv.bias": (key_value,)}
         if m.qk_norm:
             shape |= {f"{i}.q_norm": (m.head_dim,), f"{i}.k_norm": (m.head_dim,)}
-        if i < m.num_dense_layers or (i - m.num_dense_layers + 1) % m.moe_every:
+        like = min(i, m.num_layers - 1)
+        if like < m.num_dense_layers or (like - m.num_dense_layers + 1) % m.moe_every:
             shape |= {f"{i}.ffn.{w}": (m.dense_hidden, m.dim) for w in ("w1", "w2", "w3")}
             continue
         shape[f"{i}.router"] = (m.num_experts, m.dim)
@@ -100,9 +128,12 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
         {},
         dict(tie_embeddings=True),
         dict(num_layers=7, num_dense_layers=2, moe_every=2, dense_hidden=96),
-        dict(shared_hidden=48, shared_gate=False),
+        dict(num_layers=6, num_dense_layers=1, moe_every=2, dense_hidden=96, mtp_depth=1),
+        dict(shared_hidden=48, shared_gate=False, mtp_depth=1),
         dict(shared_hidden=0, shared_gate=True),
-        dict(qkv_bias=True, qk_norm=True, num_kv_heads=2),
+        dict(GROUPED_QUERIES, qkv_bias=True, qk_norm=True, num_kv_heads=2),
+        dict(LATENT, q_lora_rank=24),
+        dict(LATENT, q_lora_rank=0),
     ],
     ids=str,
 )
@@ -115,20 +146,23 @@ def test_the_parts_are_the_sums_of_the_shapes(family, overrides):
 
     assert count.total == elements("")
     assert count.embedding == elements(r"^embed$|^head$")
-    assert count.attention == elements(r"\.w[qkvo]")
+    assert count.attention == elements(r"\.w([qkvo]|kv)(_[ab])?$|\.bias$")
     assert count.dense == elements(r"\.ffn\.")
     assert count.router == elements(r"\.router")
     assert count.experts == elements(r"\.experts")
     assert count.shared == elements(r"\.shared")
     assert count.norms == elements(r"norm$")
+    assert count.mtp == elements(r"\.project$")
     assert count.active_experts * m.num_experts == count.experts * m.top_k
     assert count.active == count.total - count.experts + count.active_experts
 
 
 def test_dense_blocks_lead_and_then_every_nth_has_experts():
-    m = replace(Model(), num_dense_layers=1, moe_every=2)
+    m = replace(Model(), num_layers=6, num_dense_layers=1, moe_every=2)
     assert [has_experts(m, layer) for layer in range(6)] == [False, False, True, False, True, False]
     assert all(has_experts(Model(), layer) for layer in range(4))
+    # The block of multi-token prediction, after the last layer, is like it.
+    assert not has_experts(m, 6) and has_experts(replace(m, num_layers=5), 5) and has_experts(Model(), 4)
 
 
 def test_flops_by_hand():
@@ -150,6 +184,30 @@ def test_flops_by_hand():
     assert flops_per_token(m, 6) == 3 * 392
     # A tied head is multiplied all the same.
     assert flops_per_token(replace(m, tie_embeddings=True), 6) == 3 * 392
+
+
+def test_flops_of_latent_attention_by_hand():
+    m = Model(vocab_size=10, dim=4, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=6, num_experts=3, top_k=1)
+    m = replace(m, expert_hidden=5, kv_lora_rank=3, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=8)
+    # wq 12x4, wkv_a 5x4, its norm, wkv_b 24x3, wo 4x16; router 3x4; one expert 3x(5x4); three norms of 4; head 10x4
+    weights = 48 + 20 + 3 + 72 + 64 + 12 + 60 + 12 + 40
+    attention = 2 * (2 * 6 + 2 * 8) * 6 // 2  # 2 FLOPs x (scores 12 wide, values 16 wide) x half of 6 positions
+    assert forward_flops_per_token(m, 6) == 2 * weights + attention
+    assert layer_flops(m, 6) == ([2 * (weights - 40 - 12 - 3) + attention], 2 * 40)
+    # A query latent of 7: 7x4, its norm, 12x7 in the place of 12x4.
+    assert forward_flops_per_token(replace(m, q_lora_rank=7), 6) == 2 * (weights - 48 + 28 + 7 + 84) + attention
+
+
+def test_multi_token_prediction_costs_a_block_a_projection_and_a_head():
+    m = model("deepseek_v3", "671b")
+    more = replace(m, mtp_depth=1)
+    (*_, block), head = layer_flops(m, 4096)
+    norms = 2 * (2 * 7168 + 1536 + 512 + 3 * 7168)  # priced like matrix rows; layer_flops leaves them out
+    layers, behind = layer_flops(more, 4096)
+    assert (len(layers), behind - head) == (61, block + head + 2 * 2 * 7168 * 7168)
+    assert forward_flops_per_token(more, 4096) - forward_flops_per_token(m, 4096) == behind - head + norms
+    # README_WEIGHTS.md of the checkpoint: 11.5 billion beside the shared embedding and head.
+    assert abs((parameters(more).total - parameters(m).total) / 1e9 - 11.5) < 0.15
 
 
 def test_flops_of_mixtral_8x7b_by_hand():

@@ -15,10 +15,15 @@ from titanmoe.models.vocabulary import cross_entropy_sum
 from titanmoe.tokens import IGNORE
 
 SIZES = [(family, size) for family, sizes in names().items() for size in sizes]
+LATENT = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 10}
 ODD = {
     "tied": {"tie_embeddings": True},
     "dense": {"num_dense_layers": 1, "moe_every": 2, "dense_hidden": 24, "num_layers": 5},
     "everything": {"qkv_bias": True, "qk_norm": True, "shared_hidden": 8, "shared_gate": True, "num_kv_heads": 2},
+    "multi-token": {"mtp_depth": 1, "tie_embeddings": True},
+    "multi-token after a dense layer": {"mtp_depth": 1, "moe_every": 2, "num_layers": 3, "dense_hidden": 24},
+    "latent": {"kv_lora_rank": 40, "q_lora_rank": 24} | LATENT,
+    "latent without a query latent": {"kv_lora_rank": 40} | LATENT,
     "ungated": {"shared_hidden": 8, "shared_gate": False},
 }
 
@@ -35,12 +40,25 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
     out = {"embed.weight": (model.vocab_size, D), "head.norm.weight": (D,)}
     if not model.tie_embeddings:
         out["head.weight"] = (model.vocab_size, D)
-    for i in range(model.num_layers):
-        layer = {"attention_norm.weight": (D,), "ffn_norm.weight": (D,), "attention.wo.weight": (D, query)}
-        for w, width in (("wq", query), ("wk", key), ("wv", key)):
-            layer[f"attention.{w}.weight"] = (width, D)
-            if model.qkv_bias:
-                layer[f"attention.{w}.bias"] = (width,)
+    for i in range(model.num_layers + model.mtp_depth):
+        layer = {"attention_norm.weight": (D,), "ffn_norm.weight": (D,)}
+        if model.kv_lora_rank:
+            latent, value = model.kv_lora_rank, model.num_heads * model.v_head_dim
+            layer["attention.wkv_a.weight"] = (latent + model.qk_rope_head_dim, D)
+            layer["attention.kv_norm.weight"] = (latent,)
+            layer["attention.wkv_b.weight"] = (model.num_heads * model.qk_nope_head_dim + value, latent)
+            layer["attention.wo.weight"] = (D, value)
+            if rank := model.q_lora_rank:
+                layer |= {"attention.wq_a.weight": (rank, D), "attention.q_norm.weight": (rank,)}
+                layer["attention.wq_b.weight"] = (query, rank)
+            else:
+                layer["attention.wq.weight"] = (query, D)
+        else:
+            layer["attention.wo.weight"] = (D, query)
+            for w, width in (("wq", query), ("wk", key), ("wv", key)):
+                layer[f"attention.{w}.weight"] = (width, D)
+                if model.qkv_bias:
+                    layer[f"attention.{w}.bias"] = (width,)
         if model.qk_norm:
             layer |= {"attention.q_norm.weight": (h,), "attention.k_norm.weight": (h,)}
         if has_experts(model, i):
@@ -55,7 +73,11 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
         else:
             layer |= {f"ffn.{w}.weight": (model.dense_hidden, D) for w in ("w1", "w3")}
             layer["ffn.w2.weight"] = (D, model.dense_hidden)
-        out |= {f"layers.{i}.{name}": shape for name, shape in layer.items()}
+        block = f"layers.{i}" if i < model.num_layers else "mtp.0.block"
+        out |= {f"{block}.{name}": shape for name, shape in layer.items()}
+    if model.mtp_depth:
+        out |= {f"mtp.0.{name}.weight": (D,) for name in ("hidden_norm", "embed_norm", "norm")}
+        out["mtp.0.project.weight"] = (D, 2 * D)
     return out
 
 
@@ -65,6 +87,8 @@ def check(model: Model) -> None:
     assert {name: tuple(p.shape) for name, p in built.named_parameters()} == shapes(model)
     saved = set(built.state_dict()) - set(dict(built.named_parameters()))
     biases = {f"layers.{i}.moe.router.expert_bias" for i in range(model.num_layers) if has_experts(model, i)}
+    if model.mtp_depth and has_experts(model, model.num_layers):
+        biases.add("mtp.0.block.moe.router.expert_bias")
     assert saved == biases | ({"head.weight"} if model.tie_embeddings else set())
 
 
@@ -79,12 +103,13 @@ def test_every_switch_is_built_as_counted(changes: dict[str, object]) -> None:
 
 
 def test_stages_share_the_parameters_out_under_the_same_names() -> None:
-    model = Model(num_layers=4)
+    model = Model(num_layers=4, mtp_depth=1)
     parts = [build(model, range(1), True, False), build(model, range(1, 3), False, False)]
     parts.append(build(model, range(3, 4), False, True))
     together = [(name, tuple(p.shape)) for part in parts for name, p in part.named_parameters()]
-    assert len(together) == len(dict(together)) and dict(together) == shapes(model)
-    assert sorted(i for part in parts for i in part.moe_layers()) == [0, 1, 2, 3]
+    copy = {"embed_copy.weight": (model.vocab_size, model.dim)}
+    assert len(together) == len(dict(together)) and dict(together) == shapes(model) | copy
+    assert sorted(i for part in parts for i in part.moe_layers()) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

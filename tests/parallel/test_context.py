@@ -81,6 +81,23 @@ def test_a_block_takes_fewer_key_heads(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [WIDTH - 5, WIDTH + 8])
+@pytest.mark.parametrize("kind", ["whole", "causal", "bias"])
+def test_a_block_takes_values_of_another_width(kind: str, width: int, dtype: torch.dtype) -> None:
+    (q, k, _), v = qkv(dtype), random(B, H, C, width, dtype=dtype, seed=5).requires_grad_()
+    bias, causal = masked(dtype, lonely=False) if kind == "bias" else None, kind == "causal"
+    want, want_lse = block_reference(q, k, v, bias, causal)
+    with torch.no_grad():
+        out, lse = _block(q, k, v, bias, causal)
+    close(out, want)
+    close(lse, want_lse)
+    cotangent = random(*out.shape, dtype=dtype, seed=9)
+    got = _block_backward(cotangent, q.detach(), k.detach(), v.detach(), bias, out, lse, causal)
+    for grad, wanted in zip(got, torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
+        close(grad, wanted)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_a_query_without_a_key_weighs_nothing(dtype: torch.dtype) -> None:
     q, k, v = (x.detach() for x in qkv(dtype))
     bias = masked(dtype, lonely=True)

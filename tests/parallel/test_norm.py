@@ -22,6 +22,8 @@ MAPPINGS: dict[str, dict[str, Any]] = {
     },
     "replicate2_edp4": {"parallelism.dp_replicate": 2, "model.shared_hidden": 16, "model.shared_gate": True},
     "pp2_tied": {"parallelism.pp": 2, "model.tie_embeddings": True},
+    "pp2_mtp": {"parallelism.pp": 2, "model.mtp_depth": 1},
+    "pp2_tied_mtp": {"parallelism.pp": 2, "model.tie_embeddings": True, "model.mtp_depth": 1},
     "pp2_tp2_tied": {"parallelism.pp": 2, "parallelism.tp": 2, "model.tie_embeddings": True},
 }
 
@@ -44,7 +46,7 @@ def norms_of_ones(changes: dict[str, Any], max_norm: float) -> tuple[float, floa
         parameter.grad = torch.ones_like(parameter)
 
     def norm() -> torch.Tensor:
-        return grad_norm(trainer.parameters, trainer.meshes.world, trainer.tied.active)
+        return grad_norm(trainer.parameters, trainer.meshes.world, trainer.tied.names)
 
     before = norm()
     clip(trainer.parameters.values(), before, max_norm)

@@ -245,7 +245,7 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
         assert all(p.grad is None for p in trainer.parameters.values()), "a gradient without backward"
     alone, again = (all_reduce(loss, trainer.meshes.world) / trainer.meshes.tp.size for loss in losses)
     assert torch.equal(alone, again)
-    training = trainer.forward_backward(batches, totals)
+    training, _ = trainer.forward_backward(batches, totals)
     trainer.finish_gradients()
     grads = parity.whole({name: p.grad for name, p in trainer.parameters.items()}, rank)
     return alone.item(), training.item(), grads, trainer.engine.bubble

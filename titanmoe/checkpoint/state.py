@@ -21,16 +21,11 @@ from titanmoe.checkpoint.folder import Piece
 from titanmoe.config.fields import flat, toml_value
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.parallel.materialize import piece
+from titanmoe.parallel.materialize import piece, stored_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Targets = dict[str, tuple[str, Piece]]
 """By a name of this rank's own: the stored tensor's name, and the piece of it that this rank holds."""
-
-
-def stored_name(name: str, tied: bool) -> str:
-    """The two ends of a tied embedding are one logical tensor."""
-    return "embed.weight" if tied and name == "head.weight" else name
 
 
 def targets(
@@ -53,7 +48,7 @@ def targets(
 
 
 def pieces(found: Targets) -> dict[str, Piece]:
-    """To save: of a tied embedding, the first end."""
+    """To save: of an embedding with copies, the first."""
     return {stored: piece for name, (stored, piece) in found.items() if name == stored}
 
 

@@ -53,7 +53,18 @@ RANGES = {
     "model.num_heads": COUNT,
     "model.num_kv_heads": COUNT,
     "model.head_dim": Range(2),
+    "model.kv_lora_rank": NOT_NEGATIVE,
+    "model.q_lora_rank": NOT_NEGATIVE,
+    "model.qk_nope_head_dim": NOT_NEGATIVE,
+    "model.qk_rope_head_dim": NOT_NEGATIVE,
+    "model.v_head_dim": NOT_NEGATIVE,
     "model.rope_theta": POSITIVE,
+    "model.rope_factor": COUNT,
+    "model.rope_original_len": COUNT,
+    "model.rope_beta_fast": POSITIVE,
+    "model.rope_beta_slow": POSITIVE,
+    "model.rope_mscale": NOT_NEGATIVE,
+    "model.rope_mscale_all_dim": NOT_NEGATIVE,
     "model.norm_eps": POSITIVE,
     "model.num_dense_layers": NOT_NEGATIVE,
     "model.dense_hidden": NOT_NEGATIVE,
@@ -65,11 +76,13 @@ RANGES = {
     "model.route_scale": POSITIVE,
     "model.num_groups": COUNT,
     "model.top_groups": COUNT,
+    "model.mtp_depth": Range(0, 1),
     "model.init_std": POSITIVE,
     "training.steps": COUNT,
     "training.seq_len": COUNT,
     "training.local_batch_size": COUNT,
     "training.global_batch_size": DERIVED,
+    "training.mtp_weight": NOT_NEGATIVE,
     "training.seed": NOT_NEGATIVE,
     "training.gc_every": COUNT,
     "training.first_step_timeout_s": COUNT,
@@ -134,6 +147,8 @@ def contradictions(config: Config) -> list[Violation]:
     return [
         *_job(config.job),
         *_shape(config.model),
+        *(_latent(config.model) if config.model.kv_lora_rank else _not_latent(config.model)),
+        *_rope(config.model),
         *_routing(config.model),
         *_data(config.data),
         *_precision(config.training),
@@ -159,7 +174,7 @@ def _shape(model: Model) -> Iterator[Violation]:
             f"model.num_heads = {heads} is not a multiple of model.num_kv_heads = {kv_heads} "
             f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads {_divisors(heads, kv_heads)}",
         )
-    if model.head_dim % 2:
+    if model.head_dim % 2 and not model.kv_lora_rank:
         yield Violation(
             ("model.head_dim",),
             f"model.head_dim = {model.head_dim} is odd, and RoPE turns pairs: "
@@ -188,6 +203,86 @@ def _shape(model: Model) -> Iterator[Violation]:
             ("model.shared_gate", "model.shared_hidden"),
             "model.shared_gate = true gates a shared expert, but model.shared_hidden = 0 makes none: "
             f"give its width, such as shared_hidden = {model.expert_hidden}, or set shared_gate = false",
+        )
+
+
+def _latent(model: Model) -> Iterator[Violation]:
+    nope, rope = model.qk_nope_head_dim, model.qk_rope_head_dim
+    if model.num_kv_heads != model.num_heads:
+        yield Violation(
+            ("model.num_kv_heads", "model.num_heads", "model.kv_lora_rank"),
+            f"model.num_kv_heads = {model.num_kv_heads} is not model.num_heads = {model.num_heads}, but latent "
+            f"attention (model.kv_lora_rank = {model.kv_lora_rank}) makes a key and a value for every head: "
+            f"use num_kv_heads = {model.num_heads}",
+        )
+    if not rope or rope % 2:
+        yield Violation(
+            ("model.qk_rope_head_dim", "model.kv_lora_rank"),
+            f"model.qk_rope_head_dim = {rope} gives latent attention no whole pairs for RoPE to turn: "
+            f"use an even number, such as {rope + 1 if rope else 64}",
+        )
+    if model.head_dim != nope + rope:
+        yield Violation(
+            ("model.head_dim", "model.qk_nope_head_dim", "model.qk_rope_head_dim"),
+            f"model.head_dim = {model.head_dim} is not the width of latent attention's queries and keys, "
+            f"model.qk_nope_head_dim + model.qk_rope_head_dim = {nope} + {rope}: use head_dim = {nope + rope}",
+        )
+    if not model.v_head_dim:
+        yield Violation(
+            ("model.v_head_dim", "model.kv_lora_rank"),
+            "model.v_head_dim = 0 gives latent attention no values: give a width, such as "
+            f"v_head_dim = {nope or model.head_dim}",
+        )
+    for name in ("qkv_bias", "qk_norm"):
+        if getattr(model, name):
+            yield Violation(
+                (f"model.{name}", "model.kv_lora_rank"),
+                f"model.{name} = true is of grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
+                f"asks for latent attention: set {name} = false, or kv_lora_rank = 0",
+            )
+
+
+def _not_latent(model: Model) -> Iterator[Violation]:
+    for name in ("q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+        if value := getattr(model, name):
+            yield Violation(
+                (f"model.{name}", "model.kv_lora_rank"),
+                f"model.{name} = {value} is of latent attention, and model.kv_lora_rank = 0 asks for grouped-query "
+                f"attention: set kv_lora_rank, such as 512, or {name} = 0",
+            )
+
+
+def _rope(model: Model) -> Iterator[Violation]:
+    yarn, factor = model.rope_scaling == "yarn", model.rope_factor
+    if yarn and factor == 1:
+        yield Violation(
+            ("model.rope_scaling", "model.rope_factor"),
+            'model.rope_scaling = "yarn" stretches by model.rope_factor = 1, which is not at all: give it, such as '
+            'rope_factor = 4.0, or set rope_scaling = "none"',
+        )
+    if not yarn and factor != 1:
+        yield Violation(
+            ("model.rope_scaling", "model.rope_factor"),
+            f'model.rope_factor = {factor} is not used with model.rope_scaling = "{model.rope_scaling}": '
+            'set rope_scaling = "yarn", or rope_factor = 1.0',
+        )
+    if yarn and model.rope_theta <= 1:
+        yield Violation(
+            ("model.rope_theta", "model.rope_scaling"),
+            f"model.rope_theta = {model.rope_theta} gives no slow frequencies that yarn could stretch: "
+            "use more than 1, such as the checkpoint's",
+        )
+    if yarn and model.rope_beta_fast <= model.rope_beta_slow:
+        yield Violation(
+            ("model.rope_beta_fast", "model.rope_beta_slow"),
+            f"model.rope_beta_fast = {model.rope_beta_fast} must exceed model.rope_beta_slow = {model.rope_beta_slow}: "
+            "use the usual 32.0 and 1.0",
+        )
+    if bool(model.rope_mscale) != bool(model.rope_mscale_all_dim):
+        yield Violation(
+            ("model.rope_mscale", "model.rope_mscale_all_dim"),
+            f"model.rope_mscale = {model.rope_mscale} and model.rope_mscale_all_dim = {model.rope_mscale_all_dim} are "
+            "the two halves of one ratio: give both, or set both to 0.0",
         )
 
 

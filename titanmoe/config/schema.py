@@ -28,7 +28,7 @@ class Model:
     """The model: a family and a size give every other field its value; any of them can be overridden."""
 
     family: str = "mixtral"
-    """mixtral, qwen2_moe, qwen3_moe, llama3_moe. Sets switches such as qk_norm and norm_topk."""
+    """mixtral, qwen2_moe, qwen3_moe, llama3_moe, deepseek_v3. Sets switches such as qk_norm and norm_topk."""
     size: str = "debug"
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
     vocab_size: int = 320
@@ -47,10 +47,36 @@ class Model:
     """Bias on the query, key and value projections (Qwen2)."""
     qk_norm: bool = False
     """RMSNorm on each head's queries and keys before RoPE (Qwen3)."""
+    kv_lora_rank: int = 0
+    """Above 0: latent attention (MLA, arXiv 2405.04434). Keys and values of all heads come from one latent vector of this width (DeepSeek-V3: 512). Set num_kv_heads to num_heads, head_dim to the sum of the two widths below."""
+    q_lora_rank: int = 0
+    """Latent attention: queries come from a latent vector of this width too (DeepSeek-V3: 1536). 0: straight from the residual stream (Moonlight)."""
+    qk_nope_head_dim: int = 0
+    """Latent attention: width of the part of a head's query and key that RoPE leaves alone."""
+    qk_rope_head_dim: int = 0
+    """Latent attention: width of the part that RoPE turns; its key is one for all heads."""
+    v_head_dim: int = 0
+    """Latent attention: width of a head's value."""
     rope_theta: float = 1e6
     """RoPE base. Larger for longer contexts."""
+    rope_scaling: Literal["none", "yarn"] = "none"
+    """yarn (arXiv 2309.00071) stretches the slow frequencies: to go on with a checkpoint of a shorter context, or with one that was published stretched."""
+    rope_factor: float = 1.0
+    """yarn: how many times longer the context becomes (DeepSeek-V3: 40). Above 1 with yarn, else 1."""
+    rope_original_len: int = 4096
+    """yarn: the context the unstretched frequencies were trained for."""
+    rope_beta_fast: float = 32.0
+    """yarn: a pair that turns more often than this in the original context keeps its frequency."""
+    rope_beta_slow: float = 1.0
+    """yarn: a pair that turns less often than this is slowed by the whole factor; those between, by a part of it."""
+    rope_truncate: bool = True
+    """yarn: round the ends of that ramp outward to whole pairs. false only for checkpoints made so (gpt-oss)."""
+    rope_mscale: float = 0.0
+    """yarn: queries and keys are scaled by m(rope_mscale) / m(rope_mscale_all_dim) each, m(s) = 1 + 0.1 * s * ln(rope_factor). 0 for both: by m(1). DeepSeek-V3: 1 for both."""
+    rope_mscale_all_dim: float = 0.0
+    """yarn: the divisor above. Latent attention multiplies its scores by m(rope_mscale_all_dim)^2."""
     norm_eps: float = 1e-5
-    """Epsilon of every RMSNorm."""
+    """Epsilon of every RMSNorm but those of latent attention's latents, which is 1e-6 in all published models."""
     tie_embeddings: bool = False
     """One matrix for embedding and head. Saves vocab_size * dim weights; usual below about 2B parameters."""
     num_dense_layers: int = 0
@@ -79,6 +105,8 @@ class Model:
     """Expert groups for group-limited routing; 1 for none."""
     top_groups: int = 1
     """Groups a token may choose its experts from."""
+    mtp_depth: int = 0
+    """1: a further block predicts the token after next (multi-token prediction, DeepSeek-V3), for a denser training signal and to draft from when decoding. It costs about a block and a head. 0 for none."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; projections back into the residual stream use init_std / sqrt(2 * num_layers)."""
 
@@ -113,6 +141,8 @@ class Training:
     """Gradients as reduced over data ranks. bfloat16 halves the traffic and loses bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto takes a GPU when there is one."""
+    mtp_weight: float = 0.3
+    """Factor on the loss of multi-token prediction, where model.mtp_depth is 1 (DeepSeek-V3: 0.3, late in training 0.1)."""
     seed: int = 0
     """Weights, data order and router noise are functions of it, alike under every mapping."""
     deterministic: bool = False

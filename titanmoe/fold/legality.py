@@ -76,7 +76,7 @@ def divided_fields(model: Model) -> dict[str, dict[str, int]]:
     cut = {
         "tp": {
             "model.num_heads": model.num_heads,
-            "model.num_kv_heads": model.num_kv_heads,
+            "model.num_kv_heads": 0 if model.kv_lora_rank else model.num_kv_heads,  # latent: that is num_heads
             "model.vocab_size": model.vocab_size,
         }
     }

@@ -6,13 +6,15 @@ the routed experts it does not visit. Like the published model cards, both figur
 
 FLOPs, per token, a multiplication and an addition being two:
 
-    forward  = 2 * N + 2 * L * H * h * S        training = 3 * forward, the backward pass being two forwards
+    forward  = 2 * N + L * H * (h + v) * S        training = 3 * forward, the backward pass being two forwards
 
 N is the active parameters with the head but without the embedding, which is looked up and not multiplied (a tied
-matrix counts once, as the head). L layers, H query heads, h their width, S the sequence length. The second term is
-causal attention: scores and weighted values cost 2 * 2 * H * h per token and position, and a token sees S/2 positions
-on average. In N, norms and biases (less than 0.01 % of a real model) are priced like matrix rows. Softmax, RoPE and
-activations are not counted, nor is recomputation: this is the work of the model (MFU), not of the hardware (HFU).
+matrix counts once, as the head). L layers, H query heads, h the width of their queries and v of their values (the same
+but in latent attention), S the sequence length. The second term is causal attention: scores and weighted values cost
+2 * H * (h + v) per token and position, and a token sees S/2 positions on average. In N, norms and biases (less than
+0.01 % of a real model) are priced like matrix rows. Softmax, RoPE and activations are not counted, nor is
+recomputation: this is the work of the model (MFU), not of the hardware (HFU).
+With multi-token prediction L counts its block too, and the head is multiplied twice.
 Tokens that a capacity factor drops are counted as if they were computed.
 """
 
@@ -39,11 +41,14 @@ class Parameters:
     shared: int
     """Shared experts and their gates."""
     norms: int
-    """Of the blocks, of queries and keys, and the final one."""
+    """Of the blocks, of queries and keys or their latents, and the final ones."""
+    mtp: int
+    """The projection of multi-token prediction. Its block is counted like the others, and is active in training."""
 
     @property
     def total(self) -> int:
-        return self.embedding + self.attention + self.dense + self.router + self.experts + self.shared + self.norms
+        blocks = self.attention + self.dense + self.router + self.experts + self.shared + self.norms
+        return self.embedding + blocks + self.mtp
 
     @property
     def active(self) -> int:
@@ -51,45 +56,68 @@ class Parameters:
 
 
 def has_experts(model: Model, layer: int) -> bool:
-    """Whether a block has experts rather than a dense feed-forward network."""
+    """Whether a block has experts rather than a dense feed-forward network. That of multi-token prediction, which comes
+    after the last layer, is as the last."""
+    layer = min(layer, model.num_layers - 1)
     return layer >= model.num_dense_layers and (layer - model.num_dense_layers + 1) % model.moe_every == 0
 
 
+def _projections(model: Model) -> int:
+    """Entries of the matrices of one block's attention."""
+    dim, heads = model.dim, model.num_heads
+    query, key_value = heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if not model.kv_lora_rank:
+        return 2 * dim * (query + key_value)
+    down, up, out = model.kv_lora_rank, model.qk_nope_head_dim + model.v_head_dim, heads * model.v_head_dim
+    to_query = model.q_lora_rank * (dim + query) if model.q_lora_rank else dim * query
+    return to_query + dim * (down + model.qk_rope_head_dim) + down * heads * up + out * dim
+
+
+def _scores_and_values(model: Model, seq_len: int) -> int:
+    """Forward FLOPs per token of one block's attention but its projections."""
+    return model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim)) * seq_len
+
+
 def parameters(model: Model) -> Parameters:
-    layers, dim = model.num_layers, model.dim
+    layers, dim = model.num_layers + model.mtp_depth, model.dim
     moe_layers = sum(has_experts(model, layer) for layer in range(layers))
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    biases = model.qkv_bias * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    inner_norms = model.qk_norm * 2 * model.head_dim + model.q_lora_rank + model.kv_lora_rank
 
     def swiglu(hidden: int) -> int:
         return 3 * dim * hidden
 
     return Parameters(
         embedding=(1 if model.tie_embeddings else 2) * model.vocab_size * dim,
-        attention=layers * (2 * dim * (query + key_value) + model.qkv_bias * (query + 2 * key_value)),
+        attention=layers * (_projections(model) + biases),
         dense=(layers - moe_layers) * swiglu(model.dense_hidden),
         router=moe_layers * model.num_experts * dim,
         experts=moe_layers * model.num_experts * swiglu(model.expert_hidden),
         active_experts=moe_layers * model.top_k * swiglu(model.expert_hidden),
         shared=moe_layers * (swiglu(model.shared_hidden) + (dim if model.shared_hidden and model.shared_gate else 0)),
-        norms=layers * (2 * dim + model.qk_norm * 2 * model.head_dim) + dim,
+        norms=layers * (2 * dim + inner_norms) + (1 + 3 * model.mtp_depth) * dim,
+        mtp=model.mtp_depth * 2 * dim * dim,
     )
 
 
 def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
-    """Forward FLOPs per token of each block, and of the head: what a pipeline stage costs."""
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    attention = 2 * 2 * model.dim * (query + key_value) + 2 * query * seq_len
+    """Forward FLOPs per token of each block, and of what comes after them: what a pipeline stage costs."""
+    attention = 2 * _projections(model) + _scores_and_values(model, seq_len)
     dense = 2 * 3 * model.dim * model.dense_hidden
     experts = 2 * model.dim * (model.num_experts + 3 * (model.top_k * model.expert_hidden + model.shared_hidden))
-    layers = [attention + (experts if has_experts(model, i) else dense) for i in range(model.num_layers)]
-    return layers, 2 * model.vocab_size * model.dim
+    blocks = [
+        attention + (experts if has_experts(model, i) else dense) for i in range(model.num_layers + model.mtp_depth)
+    ]
+    layers, further = blocks[: model.num_layers], blocks[model.num_layers :]
+    head = (1 + model.mtp_depth) * 2 * model.vocab_size * model.dim
+    return layers, head + sum(further) + model.mtp_depth * 2 * 2 * model.dim**2
 
 
 def forward_flops_per_token(model: Model, seq_len: int) -> int:
     """FLOPs of one token's forward pass, averaged over a sequence of seq_len."""
     count = parameters(model)
-    multiplied = count.active - count.embedding + model.vocab_size * model.dim
-    return 2 * multiplied + 2 * model.num_layers * model.num_heads * model.head_dim * seq_len
+    multiplied = count.active - count.embedding + (1 + model.mtp_depth) * model.vocab_size * model.dim
+    return 2 * multiplied + (model.num_layers + model.mtp_depth) * _scores_and_values(model, seq_len)
 
 
 def flops_per_token(model: Model, seq_len: int) -> int:

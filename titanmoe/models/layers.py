@@ -6,11 +6,14 @@ A module with a `tp` group takes and returns the tokens that this rank owns and 
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe.comm import ALONE, gather, local, scatter_sum
+from titanmoe.config.schema import Model
 
 
 def promote(x: Tensor) -> Tensor:
@@ -70,13 +73,46 @@ class SharedExpert(FeedForward):
         return y_BsD if self.gate is None else y_BsD * torch.sigmoid(self.gate(x_BsD))
 
 
-def rope_angles(position_BS: Tensor, head_dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin, (B, S, 1, h), of position * theta^(-2i/h); both halves of a head turn by the same angles."""
+def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Angle per position of each pair of a head's `width` dims: theta^(-2i/h), slowed where YaRN says so."""
+    pair = torch.arange(0, width, 2, device=device, dtype=dtype)
+    frequency = model.rope_theta ** -(pair / width)
+    if model.rope_scaling == "none":
+        return frequency
+
+    def pair_that_turns(times: float) -> float:
+        """The pair, a fraction perhaps, that turns so often in the original context (arXiv 2309.00071, section 3.2)."""
+        return width * math.log(model.rope_original_len / (times * 2 * math.pi)) / (2 * math.log(model.rope_theta))
+
+    low, high = pair_that_turns(model.rope_beta_fast), pair_that_turns(model.rope_beta_slow)
+    if model.rope_truncate:
+        low, high = math.floor(low), math.ceil(high)
+    # The published models clamp to the number of dims, not of pairs.
+    low, high = max(low, 0), min(high, width - 1)
+    slowed = ((pair / 2 - low) / (high - low or 0.001)).clamp(0, 1)
+    return frequency * (1 - slowed + slowed / model.rope_factor)
+
+
+def yarn_mscale(model: Model, scale: float) -> float:
+    """m(s) = 1 + 0.1 s ln(factor): how much sharper attention is made over a longer context."""
+    return 1 + 0.1 * scale * math.log(model.rope_factor)
+
+
+def rope_scale(model: Model) -> float:
+    """The factor on cos and sin, so on queries and keys each."""
+    if model.rope_scaling == "none":
+        return 1.0
+    if model.rope_mscale and model.rope_mscale_all_dim:
+        return yarn_mscale(model, model.rope_mscale) / yarn_mscale(model, model.rope_mscale_all_dim)
+    return yarn_mscale(model, 1)
+
+
+def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin, (B, S, 1, h), of position * frequency; both halves of a head turn by the same angles."""
     wide = torch.promote_types(dtype, torch.float32)
-    exponent = torch.arange(0, head_dim, 2, device=position_BS.device, dtype=wide) / head_dim
-    angle = position_BS.unsqueeze(-1).to(wide) * theta**-exponent
-    angle = torch.cat((angle, angle), -1).unsqueeze(2)
-    return angle.cos(), angle.sin()
+    angle = position_BS.unsqueeze(-1).to(wide) * rope_frequencies(model, width, wide, position_BS.device)
+    angle, scale = torch.cat((angle, angle), -1).unsqueeze(2), rope_scale(model)
+    return angle.cos() * scale, angle.sin() * scale
 
 
 def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

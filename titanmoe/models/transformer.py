@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from titanmoe.config.schema import Config
 from titanmoe.models.attention import Attention
 from titanmoe.models.count import has_experts
+from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import FeedForward, RMSNorm, SharedExpert, rope_angles
+from titanmoe.models.multi_token import MultiToken
 from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.moe.layer import MoE
 from titanmoe.tokens import Tokens
@@ -24,7 +26,7 @@ class Block(nn.Module):
         super().__init__()
         model = config.model
         self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype)
-        self.attention = Attention(model, dtype)
+        self.attention = LatentAttention(model, dtype) if model.kv_lora_rank else Attention(model, dtype)
         self.ffn_norm = RMSNorm(model.dim, model.norm_eps, dtype)
         self.moe = self.ffn = None
         if has_experts(model, layer):
@@ -68,17 +70,44 @@ class Transformer(nn.Module):
             }
         )
         self.head = Head(model.vocab_size, model.dim, model.norm_eps, dtype) if last else None
-        if model.tie_embeddings and first and last:
-            self.head.weight = self.embed.weight
+        self.mtp = self.embed_copy = None
+        if last and model.mtp_depth:
+            block = Block(config, model.num_layers, microbatches, dtype)
+            self.mtp = nn.ModuleList([MultiToken(config, block, microbatches, dtype)])
+            if not first:
+                self.embed_copy = Embedding(model.vocab_size, model.dim, dtype)
+        self.tie()
 
     def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:
         """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). Returns (B, s, D), loss or logits."""
-        if self.embed is not None:
+        further = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
+        if self.embed is not None and further:  # at once, as the weights are gathered for each call
+            x, next_BsD = self.embed(torch.cat((x, tokens.next_BS))).chunk(2)
+        elif self.embed is not None:
             x = self.embed(x)
-        rope = rope_angles(tokens.position_BS, self.shape.head_dim, self.shape.rope_theta, x.dtype)
+        elif further:
+            next_BsD = self.embed_copy(tokens.next_BS)
+        turned = self.shape.qk_rope_head_dim or self.shape.head_dim
+        rope = rope_angles(tokens.position_BS, self.shape, turned, x.dtype)
         for block in self.layers.values():
             x = block(x, rope, tokens)
-        return x if self.head is None else self.head(x, labels_BS)
+        if self.head is None:
+            return x
+        if not further:
+            return self.head(x, labels_BS)
+        (mtp,) = self.mtp
+        loss, own = self.head(x, labels_BS, (mtp(x, next_BsD, rope, tokens), tokens.later_BS))
+        return mtp.beside(loss, own, tokens.microbatch)
+
+    def tie(self) -> None:
+        """One parameter where embedding and head of one stage are one matrix."""
+        if self.shape.tie_embeddings and self.embed is not None and self.head is not None:
+            self.head.weight = self.embed.weight
+
+    def blocks(self) -> dict[int, Block]:
+        """By number; that of multi-token prediction comes after the last layer."""
+        found = {int(i): block for i, block in self.layers.items()}
+        return found if self.mtp is None else found | {self.shape.num_layers: self.mtp[0].block}
 
     def moe_layers(self) -> dict[int, MoE]:
-        return {int(i): block.moe for i, block in self.layers.items() if block.moe is not None}
+        return {i: block.moe for i, block in self.blocks().items() if block.moe is not None}

@@ -62,7 +62,10 @@ def cross_entropy_sum(logits_TV: Tensor, label_T: Tensor, tp: Group) -> Tensor:
 
 
 class Head(nn.Module):
-    """Final norm, projection to the vocabulary, loss. With labels: the sum of the cross-entropy; without: logits."""
+    """Final norm, projection to the vocabulary, loss. With labels: the sum of the cross-entropy; without: logits.
+
+    further: hidden states with a final norm of their own, and their labels; their loss comes second.
+    """
 
     def __init__(self, vocab_size: int, dim: int, eps: float, dtype: torch.dtype | None = None):
         super().__init__()
@@ -70,9 +73,17 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         self.tp = ALONE
 
-    def forward(self, x_BsD: Tensor, labels_BS: Tensor | None = None) -> Tensor:
-        x_BSD = gather(self.norm(x_BsD), 1, self.tp)
-        logits_BSV = F.linear(x_BSD, local(self.weight))
+    def forward(
+        self, x_BsD: Tensor, labels_BS: Tensor | None = None, further: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        logits_BSV = self.logits(self.norm(x_BsD))
         if labels_BS is None:
             return all_gather(logits_BSV, 2, self.tp)
-        return cross_entropy_sum(logits_BSV.flatten(0, 1), labels_BS.flatten(), self.tp)
+        loss = cross_entropy_sum(logits_BSV.flatten(0, 1), labels_BS.flatten(), self.tp)
+        if further is None:
+            return loss
+        y_BsD, later_BS = further
+        return loss, cross_entropy_sum(self.logits(y_BsD).flatten(0, 1), later_BS.flatten(), self.tp)
+
+    def logits(self, normed_BsD: Tensor) -> Tensor:
+        return F.linear(gather(normed_BsD, 1, self.tp), local(self.weight))

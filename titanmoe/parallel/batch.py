@@ -11,13 +11,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm import all_gather
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.context import Placement
-from titanmoe.tokens import Tokens
+from titanmoe.tokens import IGNORE, Tokens
 
 
 class Slice(NamedTuple):
@@ -26,7 +27,24 @@ class Slice(NamedTuple):
     labels_BS: Tensor
 
 
-def cut(batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device) -> Slice:
+def shifted(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Each position's next token, and its label for the token after: of the whole samples, before anything is cut.
+
+    Without label where a sample ends, or where the next token begins another document.
+    """
+    ids, labels, _, document = batch
+    beyond = labels[:, -1:].where(labels[:, -1:] != IGNORE, ids[:, -1:])
+    later = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
+    if document is not None:
+        later = later.where(document == torch.cat((document[:, 1:], document[:, -1:]), 1), IGNORE)
+    return torch.cat((ids[:, 1:], beyond), 1), later
+
+
+def cut(
+    batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, further: bool = False
+) -> Slice:
+    """further: with what multi-token prediction needs."""
+    next_BL, later_BL = shifted(batch) if further else (None, None)
     ids, labels, valid, document = (x if x is None else x.to(device, non_blocking=True) for x in batch)
     samples, length = ids.shape
     position = torch.arange(length, device=device).expand(samples, length)
@@ -35,7 +53,7 @@ def cut(batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, dev
     index = (first + sample) * length + position
 
     def over_cp(x: Tensor) -> Tensor:
-        return placement.cut(x, meshes.cp.rank)
+        return placement.cut(x.to(device, non_blocking=True), meshes.cp.rank).contiguous()
 
     def owned(x: Tensor) -> Tensor:
         return over_cp(x).chunk(meshes.tp.size, 1)[meshes.tp.rank].flatten()
@@ -47,8 +65,10 @@ def cut(batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, dev
         valid_T=owned(valid),
         microbatch=torch.tensor(microbatch, device=device),
         document_BL=document,
+        next_BS=over_cp(next_BL) if further else None,
+        later_BS=over_cp(later_BL) if further else None,
     )
-    return Slice(over_cp(ids).contiguous(), tokens, over_cp(labels).contiguous())
+    return Slice(over_cp(ids), tokens, over_cp(labels))
 
 
 def check_alike(batches: list[Batch], meshes: Meshes, device: torch.device) -> None:

@@ -19,7 +19,7 @@ def compile_parts(model: Transformer, options: Compile, compute: torch.dtype, ru
         # Zero-bubble schedules come back for the weight gradients: what backward saved must outlive its first use.
         torch._functorch.config.donated_buffer = False
     parts = [model.head]
-    for block in model.layers.values():
+    for block in model.blocks().values():
         parts += [block.attention_norm, block.attention, block.ffn_norm, block.ffn]
         if block.moe is not None:
             parts.append(block.moe.shared)

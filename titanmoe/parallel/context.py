@@ -11,7 +11,7 @@ Ring and allgather do their work in `_forward_pairs` and `_backward_pairs`, on p
 later key chunk is skipped, the same one is causal, an earlier one is seen whole (document masks apply to both).
 
 Shapes: B samples, L sequence, S = L / cp positions of this rank, c chunk, H query heads and G key heads of this rank,
-h head width.
+h head width; of values it may be another.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm import Group, _ops, all_to_all, gather
@@ -79,7 +80,7 @@ def placement(config: Config) -> Placement:
 
 
 def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """In plain operations; (B, H, c, h) all."""
+    """In plain operations; (B, H, c, .) all."""
     scores = promote(q) @ promote(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
     if causal:
         scores = scores.masked_fill(
@@ -92,9 +93,18 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
     return (weights @ promote(v)).to(q.dtype), lse
 
 
+def _padded(width: int, *xs: Tensor) -> list[Tensor]:
+    """The CPU kernels want queries, keys and values equally wide: zeros add nothing to a score."""
+    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
+
+
 def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=bias)
+        scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+            *_padded(width, q, k, v), 0.0, causal, attn_mask=bias, scale=scale
+        )
+        out = out[..., : v.shape[-1]]
     else:
         out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[:2]
         lse = lse[..., : q.shape[2]]  # padded to the kernel's tile
@@ -106,9 +116,12 @@ def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
 
 def _block_backward(grad, q, k, v, bias, out, lse, causal):
     if q.device.type == "cpu":
-        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal, attn_mask=bias
+        scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
+        grad, *qkv, out = _padded(width, grad, q, k, v, out)
+        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, *qkv, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
+        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     mask = [True, True, True, False]
     return _aten._scaled_dot_product_efficient_attention_backward(
@@ -171,13 +184,20 @@ def _wide_zeros(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
+def _start(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to nothing yet, (B, H, S, .): output and log-sum-exp."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
+    return out, torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+
+
 class _Gathered(torch.autograd.Function):
     """Attention of this rank's query chunks to all key chunks, which lie here in the order of the sequence."""
 
     @staticmethod
     def forward(ctx, q, k, v, placement, rank, document):
         mine, theirs = placement.held(rank), list(range(placement.chunks))
-        out, lse = _wide_zeros(q), torch.full_like(_wide_zeros(q[..., 0]), -torch.inf)
+        out, lse = _start(q, v)
         _forward_pairs(q, k, v, mine, theirs, document, out, lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, document)
@@ -199,18 +219,28 @@ def _pass_on(x: Tensor, group: Group) -> Tensor:
     return _ops.all_to_all_single(x, receive, send, group.name)
 
 
+def _pack(k: Tensor, v: Tensor) -> Tensor:
+    """One message."""
+    return torch.cat((k.flatten(), v.flatten()))
+
+
+def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """In the shapes of k and v."""
+    return kv[: k.numel()].view(k.shape), kv[k.numel() :].view(v.shape)
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, placement, group, document):
         mine = placement.held(group.rank)
-        out, lse = _wide_zeros(q), torch.full_like(_wide_zeros(q[..., 0]), -torch.inf)
-        kv = torch.stack((k, v))
+        out, lse = _start(q, v)
+        kv = _pack(k, v)
         for hop in range(group.size):
-            coming = _pass_on(kv.flatten(), group) if hop < group.size - 1 else None
+            coming = _pass_on(kv, group) if hop < group.size - 1 else None
             theirs = placement.held((group.rank - hop) % group.size)
-            _forward_pairs(q, kv[0], kv[1], mine, theirs, document, out, lse)
+            _forward_pairs(q, *_unpack(kv, k, v), mine, theirs, document, out, lse)
             if coming is not None:
-                kv = _ops.wait_tensor(coming).view_as(kv)
+                kv = _ops.wait_tensor(coming)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, document)
         ctx.placement, ctx.group = placement, group
@@ -220,19 +250,18 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, out, lse, document = ctx.saved_tensors
         placement, group = ctx.placement, ctx.group
-        dq, kv = _wide_zeros(q), torch.stack((k, v))
+        dq, kv = _wide_zeros(q), _pack(k, v)
         dkv = _wide_zeros(kv)
         for hop in range(group.size):
-            coming = _pass_on(kv.flatten(), group) if hop < group.size - 1 else None
+            coming = _pass_on(kv, group) if hop < group.size - 1 else None
             theirs = placement.held((group.rank - hop) % group.size)
-            _backward_pairs(
-                grad, q, kv[0], kv[1], placement.held(group.rank), theirs, document, out, lse, dq, dkv[0], dkv[1]
-            )
+            there, grads = _unpack(kv, k, v), _unpack(dkv, k, v)
+            _backward_pairs(grad, q, *there, placement.held(group.rank), theirs, document, out, lse, dq, *grads)
             # The gradients follow their keys; after the last hop they are home.
-            dkv = _ops.wait_tensor(_pass_on(dkv.flatten(), group)).view_as(dkv)
+            dkv = _ops.wait_tensor(_pass_on(dkv, group))
             if coming is not None:
-                kv = _ops.wait_tensor(coming).view_as(kv)
-        dk, dv = dkv.to(k.dtype)
+                kv = _ops.wait_tensor(coming)
+        dk, dv = _unpack(dkv.to(k.dtype), k, v)
         return dq.to(q.dtype), dk, dv, None, None, None
 
 
@@ -246,7 +275,7 @@ def _heads_first(*xs: Tensor) -> list[Tensor]:
 
 def ring_attention(q_BSHh, k_BSGh, v_BSGh, document_BL, *, placement: Placement, group: Group) -> Tensor:
     q, k, v = _heads_first(q_BSHh, k_BSGh, v_BSGh)
-    return _Ring.apply(q, k.contiguous(), v.contiguous(), placement, group, document_BL).transpose(1, 2)
+    return _Ring.apply(q, k, v, placement, group, document_BL).transpose(1, 2)
 
 
 def allgather_attention(q_BSHh, k_BSGh, v_BSGh, document_BL, *, placement: Placement, group: Group) -> Tensor:
@@ -275,5 +304,5 @@ KINDS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ul
 
 def context_parallel(model: Transformer, kind: str, placement: Placement, cp: Group) -> None:
     if cp.size > 1:
-        for block in model.layers.values():
+        for block in model.blocks().values():
             block.attention.attend = partial(KINDS[kind], placement=placement, group=cp)

@@ -15,6 +15,11 @@ from titanmoe.models.transformer import Transformer
 INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 
 
+def stored_name(name: str, tied: bool) -> str:
+    """The copies of the embedding on a pipeline's other end are one logical tensor with it."""
+    return "embed.weight" if name == "embed_copy.weight" or (tied and name == "head.weight") else name
+
+
 def piece(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """This rank's part of a tensor and where it starts in the whole."""
     if not isinstance(tensor, DTensor):
@@ -38,8 +43,7 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
         elif name.endswith("bias"):
             part.zero_()
         else:
-            if name == "head.weight" and model.shape.tie_embeddings:
-                name = "embed.weight"  # the same matrix on the other end of the pipeline
+            name = stored_name(name, model.shape.tie_embeddings)
             std = model.shape.init_std
             if name.endswith(INTO_RESIDUAL):
                 std /= math.sqrt(2 * model.shape.num_layers)

@@ -26,16 +26,13 @@ def local_grad(parameter: nn.Parameter) -> Tensor:
 
 
 @torch.no_grad()
-def grad_norm(parameters: dict[str, nn.Parameter], world: Group, ends_apart: bool = False) -> Tensor:
+def grad_norm(parameters: dict[str, nn.Parameter], world: Group, copies: tuple[str, ...] = ()) -> Tensor:
     """Each rank adds its pieces' squares, divided by how many hold the same piece: one sum over the world.
 
-    ends_apart: embedding and head are copies of one matrix on different stages.
+    copies: names of one matrix, on different stages.
     """
     norms = torch._foreach_norm([local_grad(p) for p in parameters.values()], 2, dtype=torch.float64)
-    share = [
-        1 / (replicas(p) * (2 if ends_apart and name in ("embed.weight", "head.weight") else 1))
-        for name, p in parameters.items()
-    ]
+    share = [1 / (replicas(p) * (len(copies) if name in copies else 1)) for name, p in parameters.items()]
     squares = torch.stack(norms).square() * torch.tensor(share, dtype=torch.float64, device=norms[0].device)
     return all_reduce(squares.sum(), world).sqrt()
 

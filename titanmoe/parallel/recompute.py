@@ -35,8 +35,8 @@ def _selective(block: Block) -> None:
 
 
 def recompute(model: Transformer, options: ActivationCheckpoint) -> None:
-    for number, block in model.layers.items():
-        if options.mode == "none" or int(number) % options.every:
+    for number, block in model.blocks().items():
+        if options.mode == "none" or number % options.every:
             continue
         if options.mode == "selective":
             _selective(block)

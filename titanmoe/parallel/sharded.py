@@ -41,7 +41,7 @@ def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
     options = {"mesh": meshes.dense_data, "reshard_after_forward": reshard(config)}
 
     on_model_dim = shard_experts_on_model_dim(config.model.num_experts, meshes.fold.ep, meshes.fold.edp)
-    for block in model.layers.values():
+    for block in model.blocks().values():
         if block.moe is not None:
             if block.moe.router.weight.dtype != param:
                 fully_shard(block.moe.router, **options, mp_policy=keep_wide)
@@ -52,10 +52,9 @@ def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
                 shard_placement_fn=_model_dim(block.moe.experts) if on_model_dim else None,
             )
         fully_shard(block, **options, mp_policy=policy)
-    if not config.model.tie_embeddings:
-        for end in (model.embed, model.head):
-            if end is not None:
-                fully_shard(end, **options, mp_policy=policy)
+    for end in (model.embed_copy,) if config.model.tie_embeddings else (model.embed, model.embed_copy, model.head):
+        if end is not None:
+            fully_shard(end, **options, mp_policy=policy)
     fully_shard(model, **options, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -17,7 +17,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from titanmoe.comm import Group, all_reduce
 from titanmoe.models.attention import Attention
+from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import FeedForward, SharedExpert
+from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.parallel.norm import local_grad
 
@@ -25,6 +27,7 @@ FFN = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
 PLAN: dict[type[nn.Module], dict[str, int]] = {
     Embedding: {"weight": 0},
     Attention: {f"{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")} | {"wo.weight": 1},
+    LatentAttention: {"wq.weight": 0, "wq_b.weight": 0, "wkv_b.weight": 0, "wo.weight": 1},
     FeedForward: FFN,
     SharedExpert: FFN,
     Head: {"weight": 0},
@@ -40,7 +43,7 @@ def place(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> N
     setattr(owner, last, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
 
-def tensor_parallel(model: nn.Module, mesh: DeviceMesh, tp: Group) -> None:
+def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
     if tp.size == 1:
         return
     shard = {}
@@ -48,12 +51,10 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, tp: Group) -> None:
         if type(module) in PLAN:
             module.tp = tp
             shard |= {f"{path}.{name}": dim for name, dim in PLAN[type(module)].items()}
-    tied = model.embed is not None and model.head is not None and model.head.weight is model.embed.weight
     for name, _ in list(model.named_parameters()):
         if ".experts." not in name:
             place(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])
-    if tied:
-        model.head.weight = model.embed.weight
+    model.tie()
 
 
 @torch.no_grad()

@@ -143,34 +143,37 @@ class Trainer:
         batches = self.loader.next_step()
         totals = self.count(batches)
 
-        loss = self.forward_backward(batches, totals)
+        loss, further = self.forward_backward(batches, totals)
         self.finish_gradients()
-        norm = grad_norm(self.parameters, self.meshes.world, self.tied.active)
+        norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
         self.check_finite(loss, norm)
         if self.config.optimizer.max_grad_norm > 0:
             clip(self.parameters.values(), norm, self.config.optimizer.max_grad_norm)
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
         self.optimizer.step(lr)
         self.tokens += totals.tokens.item()
-        return self.report(loss, norm, lr, totals, self.finish_experts())
+        return self.report(loss, further, norm, lr, totals, self.finish_experts())
 
     def count(self, batches: list[Batch]) -> Totals:
         mine = torch.tensor([[(b.labels_BS != IGNORE).sum(), b.valid_BS.sum()] for b in batches], dtype=torch.float64)
         labels, tokens = all_reduce(mine.sum(0).to(self.device), self.meshes.data)
         return Totals(labels, tokens)
 
-    def forward_backward(self, batches: list[Batch], totals: Totals) -> Tensor:
-        """Gradients of the whole step on every rank's shards; returns the global loss."""
+    def forward_backward(self, batches: list[Batch], totals: Totals) -> tuple[Tensor, Tensor]:
+        """Gradients of the whole step on every rank's shards; returns the global loss, and multi-token prediction's."""
         for moe in self.moe_layers.values():
             moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
         # The one division: sums over labels by their global count. Every reduction is a sum.
-        slices = [cut(batch, m, self.meshes, self.placement, self.device) for m, batch in enumerate(batches)]
-        loss = self.engine.run(slices, totals.labels.clamp(min=1))
-        # One message: the loss, and whether any rank has been asked to stop.
+        labels, where = totals.labels.clamp(min=1), (self.meshes, self.placement, self.device)
+        slices = [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
+        loss = self.engine.run(slices, labels)
+        further = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
+        # One message: the losses, and whether any rank has been asked to stop.
         asked = torch.full_like(loss, self.wants_to_stop())
-        loss, asked = all_reduce(torch.stack((loss, asked)), self.meshes.world)
+        loss, further, asked = all_reduce(torch.stack((loss, further, asked)), self.meshes.world)
         self.stopping = bool(asked)
-        return loss / self.meshes.tp.size  # only ranks of the last stage have one, and those of a tp group equal ones
+        # Only ranks of the last stage have them, and those of a tp group equal ones.
+        return loss / self.meshes.tp.size, further / self.meshes.tp.size
 
     def finish_gradients(self) -> None:
         """What backward left in pieces that FSDP does not know of."""
@@ -179,7 +182,7 @@ class Trainer:
 
     def finish_experts(self) -> dict[int, dict[str, float]]:
         model, rate = self.config.model, self.config.moe.bias_update_rate
-        numbers = [i for i in range(model.num_layers) if has_experts(model, i)]
+        numbers = [i for i in range(model.num_layers + model.mtp_depth) if has_experts(model, i)]
         if not numbers:
             return {}
         return finish_step(self.moe_layers, numbers, model.num_experts, self.meshes.world, rate, self.device)
@@ -199,9 +202,17 @@ class Trainer:
         )
 
     def report(
-        self, loss: Tensor, norm: Tensor, lr: float, totals: Totals, layers: dict[int, dict[str, float]]
+        self,
+        loss: Tensor,
+        further: Tensor,
+        norm: Tensor,
+        lr: float,
+        totals: Totals,
+        layers: dict[int, dict[str, float]],
     ) -> dict[str, float]:
         values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "tokens": totals.tokens.item()}
+        if self.config.model.mtp_depth:
+            values["mtp_loss"] = further.item()
         if layers:
             for name in AUX:
                 if getattr(self.config.moe, name):

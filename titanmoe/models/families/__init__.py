@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from titanmoe.models.families import llama3_moe, mixtral, qwen2_moe, qwen3_moe
+from titanmoe.models.families import deepseek_v3, llama3_moe, mixtral, qwen2_moe, qwen3_moe
 
 FAMILIES: dict[str, dict[str, dict[str, object]]] = {
     "mixtral": mixtral.SIZES,
     "qwen2_moe": qwen2_moe.SIZES,
     "qwen3_moe": qwen3_moe.SIZES,
     "llama3_moe": llama3_moe.SIZES,
+    "deepseek_v3": deepseek_v3.SIZES,
 }
 
 

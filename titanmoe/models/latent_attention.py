@@ -1,0 +1,73 @@
+"""Multi-head latent attention: keys and values of all heads are made of one narrow latent vector per token.
+
+arXiv 2405.04434, section 2.1, and arXiv 2412.19437. A head's query and key have a part without positions, made of the
+latents, and a part that RoPE turns; the turned key is made straight of the residual stream, one for all heads.
+
+    wq_a, q_norm, wq_b      residual stream -> query latent -> queries, (num_heads, nope + rope) rows
+    wq                      in their place, where there is no query latent
+    wkv_a, kv_norm          residual stream -> key-value latent (normalised), then rope rows: the turned key
+    wkv_b                   key-value latent -> keys without positions and values, (num_heads, nope + v) rows
+
+RoPE turns pairs of two halves, (i, i + rope / 2), as everywhere here. DeepSeek's checkpoints turn neighbours,
+(2i, 2i + 1): of every head's last `rope` rows of wq_b (or wq), and of the last `rope` rows of wkv_a, row j here is row
+2j there, and row rope / 2 + j here is row 2j + 1 there.
+
+Shapes: B samples, L sequence, S positions of the attention slice, s owned positions (S over tp), D model, r a latent,
+H heads of this rank, h query and key width, n its part without positions, p its part with, v value width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from titanmoe.comm import ALONE, gather, scatter_sum
+from titanmoe.config.schema import Model
+from titanmoe.models.attention import causal_attention
+from titanmoe.models.layers import Linear, RMSNorm, rotate, yarn_mscale
+
+LATENT_EPS = 1e-6
+"""The published code leaves the latents' norms at this whatever the model's own epsilon (Moonlight: 1e-5)."""
+
+
+class LatentAttention(nn.Module):
+    def __init__(self, model: Model, dtype):
+        super().__init__()
+        heads, latent = model.num_heads, model.kv_lora_rank
+        queries = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
+        self.wq = self.wq_a = self.q_norm = self.wq_b = None
+        if model.q_lora_rank:
+            self.wq_a = Linear(model.dim, model.q_lora_rank, dtype=dtype)
+            self.q_norm = RMSNorm(model.q_lora_rank, LATENT_EPS, dtype)
+            self.wq_b = Linear(model.q_lora_rank, queries, dtype=dtype)
+        else:
+            self.wq = Linear(model.dim, queries, dtype=dtype)
+        self.wkv_a = Linear(model.dim, latent + model.qk_rope_head_dim, dtype=dtype)
+        self.kv_norm = RMSNorm(latent, LATENT_EPS, dtype)
+        self.wkv_b = Linear(latent, heads * (model.qk_nope_head_dim + model.v_head_dim), dtype=dtype)
+        self.wo = Linear(heads * model.v_head_dim, model.dim, dtype=dtype)
+        self.latent = [latent, model.qk_rope_head_dim]
+        self.query = [model.qk_nope_head_dim, model.qk_rope_head_dim]
+        self.key_value = [model.qk_nope_head_dim, model.v_head_dim]
+        # On queries alone: attention itself divides by sqrt(h), however it is done.
+        self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim) ** 2
+        self.tp = ALONE
+        self.attend = causal_attention
+
+    def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
+        # Latents are made of the rank's own tokens and gathered over tp: they are narrower than the residual stream.
+        latent_Bsr, key_Bsp = self.wkv_a(x_BsD).split(self.latent, -1)
+        both_BSr = gather(torch.cat((self.kv_norm(latent_Bsr), key_Bsp), -1), 1, self.tp)
+        latent_BSr, key_BSp = both_BSr.split(self.latent, -1)
+        if self.wq is None:
+            q_BSHh = self.wq_b(gather(self.q_norm(self.wq_a(x_BsD)), 1, self.tp))
+        else:
+            q_BSHh = self.wq(gather(x_BsD, 1, self.tp))
+        q_BSHn, q_BSHp = q_BSHh.unflatten(-1, (-1, sum(self.query))).split(self.query, -1)
+        k_BSHn, v_BSHv = self.wkv_b(latent_BSr).unflatten(-1, (-1, sum(self.key_value))).split(self.key_value, -1)
+        k_BSHp = rotate(key_BSp.unsqueeze(2), rope).expand(-1, -1, k_BSHn.shape[2], -1)
+        q_BSHh = torch.cat((q_BSHn, rotate(q_BSHp, rope)), -1)
+        if self.sharpen != 1:
+            q_BSHh = q_BSHh * self.sharpen
+        out_BSHv = self.attend(q_BSHh, torch.cat((k_BSHn, k_BSHp), -1), v_BSHv, document_BL)
+        return scatter_sum(self.wo(out_BSHv.flatten(2)), 1, self.tp)
