@@ -168,6 +168,11 @@ def crc32(file: Path) -> int:
     return crc
 
 
+def files(folder: Path) -> dict[str, Path]:
+    """Those that lie in it, if it is there."""
+    return {file.name: file for file in sorted(folder.iterdir()) if file.is_file()} if folder.is_dir() else {}
+
+
 # ---- writing
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
 import threading
 import time
@@ -88,8 +89,24 @@ class Saver:
 
     def _write(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
         target = self.folder / layout.name_of(step)
-        save(target, pieces, lambda sums: Manifest(step, layout.next_number(self.folder), sums, record), self.group)
+        save(
+            target,
+            pieces,
+            lambda sums: Manifest(step, layout.next_number(self.folder), sums, record),
+            self.group,
+            layout.files(self.folder / layout.CARRIED),
+        )
         together(self.group, lambda: self._settle(target) if self.first else None)
+
+    def carry(self, files: Mapping[str, Path]) -> None:
+        """Config and tokenizer of the model that the run began from: every checkpoint holds a copy."""
+
+        def copy() -> None:
+            for name, file in files.items():
+                (self.folder / layout.CARRIED).mkdir(exist_ok=True)
+                shutil.copyfile(file, self.folder / layout.CARRIED / name)
+
+        together(self.group, lambda: copy() if self.first else None)
 
     def _settle(self, target: Path) -> None:
         layout.point(self.folder, target.name)

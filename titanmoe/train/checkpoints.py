@@ -52,13 +52,28 @@ class Checkpoints:
         for line in beginning.said:
             say(f"checkpoint: {line}")
         if beginning.path is None:
-            return {}
+            return self._begin_from_hf() if self.options.initial_hf else {}
+        if self.saver:
+            self.saver.carry(layout.files(beginning.path / layout.CARRIED))
         changes = self.load(beginning.path, beginning.model_only)
         step = self.trainer.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it lies there already
         told = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
         return {"begins from": told} | ({"changed since": "\n".join(changes)} if changes else {})
+
+    def _begin_from_hf(self) -> dict[str, str]:
+        from titanmoe.checkpoint.hf.files import companions
+        from titanmoe.checkpoint.hf.source import open_hf
+
+        folder = Path(self.options.initial_hf)
+        source = open_hf(folder, self.config.model)
+        source.check()
+        for name, (_, piece) in self._targets(with_moments=False).items():
+            piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
+        if self.saver:
+            self.saver.carry(companions(folder))
+        return {"begins from": "\n".join([f"weights of {folder}", *source.notes])}
 
     def _choose(self) -> Beginning:
         """Rank 0 looks, so that all agree; sums of files are shared out, because reading them all takes time."""
