@@ -72,7 +72,7 @@ def test_smaller_worlds(size: int) -> None:
     parity.check(size, {"parallelism.experts.ep": size, "moe.aux_loss": 0.02, "moe.z_loss": 0.01})
 
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3", "olmoe", "gpt_oss")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -132,6 +132,13 @@ NASTY = {
         "parallelism.experts.ep": 4,
     },
     "reshard never": {"parallelism.reshard_after_forward": "never", "parallelism.tp": 2, "parallelism.experts.ep": 4},
+    "one norm over the heads of all ranks": {
+        "model.qk_norm": "full",
+        "model.num_heads": 16,
+        "parallelism.tp": 4,
+        "parallelism.cp": 2,
+        "parallelism.experts.ep": 8,
+    },
     "yarn": {
         "model.rope_scaling": "yarn",
         "model.rope_factor": 4.0,
@@ -200,6 +207,7 @@ def test_crowded_and_deserted_experts(dispatcher: str, crowd: str) -> None:
         ("router_not_reduced_over_tp", {"parallelism.tp": 2}),
         ("norm_without_experts", {"parallelism.experts.ep": 2}),
         ("loss_divided_by_local_tokens", {"parallelism.experts.ep": 2}),
+        ("norm_of_own_heads_only", {"parallelism.tp": 2, "model.qk_norm": "full"}),
         ("rope_offset_wrong", {"parallelism.cp": 2}),
         ("label_shifted_across_shard_edge", {"parallelism.cp": 2}),
         ("next_token_within_a_shard", {"parallelism.cp": 2, "model.mtp_depth": 1}),

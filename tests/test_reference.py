@@ -27,7 +27,7 @@ TINY = Model(
 EVERYTHING = replace(
     TINY,
     qkv_bias=True,
-    qk_norm=True,
+    qk_norm="head",
     num_layers=3,
     num_dense_layers=1,
     dense_hidden=6,
@@ -90,7 +90,7 @@ def test_parameter_counts_are_the_published_ones():
         num_heads=32,
         num_kv_heads=4,
         head_dim=128,
-        qk_norm=True,
+        qk_norm="head",
         num_experts=128,
         expert_hidden=768,
     )
@@ -123,8 +123,9 @@ def test_initial_weights():
 # ------------------------------------------------------------------------------------------------ transformer
 
 
-def test_attention_is_a_loop_over_positions():
-    model = replace(TINY, qkv_bias=True, qk_norm=True, rope_theta=100.0, num_layers=1)
+@pytest.mark.parametrize("qk_norm", ["head", "full"])
+def test_attention_is_a_loop_over_positions(qk_norm):
+    model = replace(TINY, qkv_bias=True, qk_norm=qk_norm, rope_theta=100.0, num_layers=1)
     weights = reference.initial_weights(model, seed=0)
     for value in weights.values():
         if value.dim() == 1:
@@ -139,7 +140,13 @@ def test_attention_is_a_loop_over_positions():
 
     def normed_and_turned(part, x, head, position):
         v = projected(part, x, head)
-        v = v / (v.square().mean() + model.norm_eps).sqrt() * weights[f"{name}.{part[1]}_norm.weight"]
+        norm, rows = weights[f"{name}.{part[1]}_norm.weight"], slice(None)
+        squares = [v.square().mean()]
+        if qk_norm == "full":
+            heads = {"wq": 4, "wk": 2}[part]
+            squares = [projected(part, x, other).square().mean() for other in range(heads)]
+            rows = slice(head * width, (head + 1) * width)
+        v = v / (sum(squares) / len(squares) + model.norm_eps).sqrt() * norm[rows]
         # RoPE as it is usually derived: pair i is one complex number, turned by position * theta^(-2i/h).
         pairs = [complex(v[i], v[i + width // 2]) for i in range(width // 2)]
         pairs = [z * cmath.exp(1j * position * 100.0 ** (-2 * i / width)) for i, z in enumerate(pairs)]

@@ -9,7 +9,7 @@ both have, is a matter of training: it moves by `moe.bias_update_rate`.
 
 SWITCHES = dict(
     qkv_bias=False,
-    qk_norm=False,
+    qk_norm="none",
     tie_embeddings=False,
     shared_gate=False,
     score_function="sigmoid",

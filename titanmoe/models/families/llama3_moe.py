@@ -7,7 +7,7 @@ upcycling recipe cited there.
 
 SWITCHES = dict(
     qkv_bias=False,
-    qk_norm=False,
+    qk_norm="none",
     rope_theta=5e5,
     norm_eps=1e-5,
     tie_embeddings=False,

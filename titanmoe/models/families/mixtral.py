@@ -6,7 +6,7 @@ granularity 8, top 8, that is each expert split into 8 of an eighth of the width
 
 SWITCHES = dict(
     qkv_bias=False,
-    qk_norm=False,
+    qk_norm="none",
     rope_theta=1e6,
     norm_eps=1e-5,
     tie_embeddings=False,

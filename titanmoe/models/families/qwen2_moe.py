@@ -5,7 +5,7 @@ The debug size has a dense first block, so that dense and expert blocks meet in 
 
 SWITCHES = dict(
     qkv_bias=True,
-    qk_norm=False,
+    qk_norm="none",
     rope_theta=1e6,
     norm_eps=1e-6,
     tie_embeddings=False,

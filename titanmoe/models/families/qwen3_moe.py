@@ -6,7 +6,7 @@ later ones (2507) have a larger rope_theta.
 
 SWITCHES = dict(
     qkv_bias=False,
-    qk_norm=True,
+    qk_norm="head",
     rope_theta=1e6,
     norm_eps=1e-6,
     tie_embeddings=False,
