@@ -182,7 +182,7 @@ def test_attention_is_a_loop_over_positions(qk_norm):
 
 
 def test_which_layers_are_narrow():
-    model = replace(TINY, sliding_window=4, full_attention_every=3)
+    model = replace(TINY, num_layers=6, sliding_window=4, full_attention_every=3)
     assert [reference.window(model, i) for i in range(6)] == [4, 4, None, 4, 4, None]
     assert [reference.window(replace(model, full_attention_every=0), i) for i in range(2)] == [4, 4]
     assert reference.window(TINY, 0) is None
