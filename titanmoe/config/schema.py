@@ -54,7 +54,7 @@ class Model:
     full_attention_every: int = 1
     """With sliding_window: every n-th block sees the whole sequence, the others before it the window (gpt-oss: 2). 0: all blocks are narrow."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm on queries and keys before RoPE, to steady their products. head: each head for itself (Qwen3). full: over all heads together (OLMoE), which under tp takes one small message more."""
+    """RMSNorm on queries and keys before RoPE, to steady their products. head: each head for itself (Qwen3). full: over all heads together (OLMoE), which under tp takes two small messages more."""
     kv_lora_rank: int = 0
     """Above 0: latent attention (MLA, arXiv 2405.04434). Keys and values of all heads come from one latent vector of this width (DeepSeek-V3: 512). Set num_kv_heads to num_heads, head_dim to the sum of the two widths below."""
     q_lora_rank: int = 0

@@ -8,15 +8,14 @@ FLOPs, per token, a multiplication and an addition being two:
 
     forward  = 2 * N + L * H * (h + v) * S        training = 3 * forward, the backward pass being two forwards
 
-N is the active parameters with the head but without the embedding, which is looked up and not multiplied (a tied
-matrix counts once, as the head). L layers, H query heads, h the width of their queries and v of their values (the same
-but in latent attention), S the sequence length. The second term is causal attention: scores and weighted values cost
-2 * H * (h + v) per token and position, and a token sees S/2 positions on average; W - W^2 / 2S in a block with a
-sliding window of W. In N, norms and biases (less than
-0.01 % of a real model) are priced like matrix rows. Softmax, RoPE and activations are not counted, nor is
-recomputation: this is the work of the model (MFU), not of the hardware (HFU).
-With multi-token prediction L counts its block too, and the head is multiplied twice.
-Tokens that a capacity factor drops are counted as if they were computed.
+N is the active parameters with the head but without the embedding, which is looked up and not multiplied (a tied matrix
+counts once, as the head). L layers, H query heads, h the width of their queries and v of their values (the same but in
+latent attention), S the sequence length. The second term is causal attention: scores and weighted values cost 2 * H *
+(h + v) per token and position, and a token sees S/2 positions on average; W - W^2 / 2S in a block with a sliding window
+of W. In N, norms and biases (less than 0.1 % of a real model) are priced like matrix rows. Softmax, RoPE and
+activations are not counted, nor is recomputation: this is the work of the model (MFU), not of the hardware (HFU). With
+multi-token prediction L counts its block too, and the head is multiplied twice. Tokens that a capacity factor drops are
+counted as if they were computed.
 """
 
 from __future__ import annotations
