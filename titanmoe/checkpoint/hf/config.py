@@ -26,6 +26,8 @@ ASIDE = {
 }
 
 
+OF_ANY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+"""What goes over from a config.json of another model_type."""
 FOLLOWS = ("num_kv_heads", "head_dim")
 """Fields that follow from others when config.json does not have them."""
 
@@ -195,12 +197,14 @@ def write(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int
     carried: that of the checkpoint the model came from. What it says of other things (special tokens, context) stays.
     """
     hf = HUGGING_FACE[model.family]
+    other = carried
     if carried is not None and carried.get("model_type") != hf.model_type:
         carried = None
-    keep = dict(carried or {"max_position_embeddings": _context(model, seq_len)})
-    for key in ("torch_dtype", "dtype", "quantization_config", "num_nextn_predict_layers", "architectures"):
-        keep.pop(key, None)
-    said = {"architectures": [hf.architecture], "model_type": hf.model_type, "torch_dtype": dtype}
+    keep = {"architectures": [], "model_type": "", "max_position_embeddings": _context(model, seq_len)}
+    keep |= carried or {key: value for key, value in (other or {}).items() if key in OF_ANY}
+    keep.pop("quantization_config", None)
+    kind = "dtype" if "dtype" in keep else "torch_dtype"
+    said = {"architectures": [hf.architecture], "model_type": hf.model_type, kind: dtype}
     if carried is None or differences(model, _interpreted(carried, hf)):
         spelt = {name: next((key for key in keys if key in keep), keys[0]) for name, keys in hf.fields.items()}
         for key in (key for special in hf.special for key in special.keys):
