@@ -50,9 +50,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", dict(intermediate_size=48, rms_norm_eps=1e-5)),
-    "qwen2": ("Qwen2", dict(intermediate_size=48)),
-    "qwen3": ("Qwen3", dict(intermediate_size=48, head_dim=8, tie_word_embeddings=True)),
+    "llama": ("Llama", dict(intermediate_size=64, rms_norm_eps=1e-5)),
+    "qwen2": ("Qwen2", dict(intermediate_size=64)),
+    "qwen3": ("Qwen3", dict(intermediate_size=64, head_dim=8, tie_word_embeddings=True)),
 }
 
 

@@ -9,13 +9,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanmoe.checkpoint.folder import open_checkpoint
 from titanmoe.checkpoint.hf.config import describe
 from titanmoe.checkpoint.hf.source import open_hf
 from titanmoe.checkpoint.state import persistent_buffers
-from titanmoe.config.schema import Config, Experts, Parallelism, Training
+from titanmoe.config.schema import Config, Experts, Model, Parallelism, Training
 from titanmoe.data.batch import Batch
 from titanmoe.fold.degrees import derive
 from titanmoe.parallel.materialize import piece
+
+
+class Saved:
+    """A checkpoint of ours, read as a source."""
+
+    def __init__(self, path: str):
+        self.saved = open_checkpoint(path)
+        self.model = Model(**self.saved.record["config"]["model"])
+
+    def read(self, name: str, offset: Any, shape: Any, dtype: torch.dtype) -> torch.Tensor:
+        return self.saved.read(f"model.{name}", offset, shape).to(dtype)
+
+
+def open_any(path: str) -> Any:
+    if (Path(path) / "manifest.json").exists():
+        return Saved(path)
+    source = open_hf(path, describe(Path(path)).model)
+    source.check()
+    return source
 
 
 def load(part: Any, source: Any) -> None:
@@ -34,15 +54,14 @@ def logits(folder: str, ids_BL: torch.Tensor, degrees: dict[str, Any], experts: 
     from titanmoe.parallel.batch import cut
     from titanmoe.parallel.context import placement
 
-    model = describe(Path(folder)).model
+    source = open_any(folder)
+    model = source.model
     training = Training(seq_len=ids_BL.shape[1], mixed_precision_param="float32", device="cpu")
     wish = Parallelism(**degrees, experts=Experts(**experts))
     fold = derive(dist.get_world_size(), wish)
     config = Config(model=model, training=training, parallelism=dataclasses.replace(wish, dp_shard=fold.dp_shard))
     meshes = build_meshes(fold, "cpu")
     (part,) = build(config, meshes, 1, torch.device("cpu"))
-    source = open_hf(folder, model)
-    source.check()
     load(part, source)
     mine = ids_BL.chunk(meshes.data.size)[meshes.data.rank]
     batch = Batch(mine, mine, torch.ones_like(mine, dtype=torch.bool))

@@ -42,6 +42,13 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     writing.add_argument("--max-shard-gb", type=float, metavar="GB", help="size of a file (default 5)")
     writing.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, if the checkpoint has none")
     writing.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the files (default as in the checkpoint)")
+    making = convert.add_argument_group("with --upcycle")
+    making.add_argument("--experts", type=int, metavar="N", help="experts of a block, all pieces counted (default 8)")
+    making.add_argument("--top-k", type=int, metavar="N", help="experts a token visits (default 2)")
+    making.add_argument(
+        "--granularity", type=int, metavar="G", help="pieces each copy of the FFN is cut into (default 1)"
+    )
+    making.add_argument("--seed", type=int, metavar="N", help="of the routers' random weights (default 0)")
 
 
 def run_convert(args: argparse.Namespace) -> int:
@@ -74,7 +81,8 @@ def run_convert(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Options that have nothing to do with what was asked for."""
-    of = {"--max-shard-gb": "to_hf", "--tokenizer": "to_hf", "--dtype": "to_hf", "--drop": "from_hf"}
+    of = dict.fromkeys(("--max-shard-gb", "--tokenizer", "--dtype"), "to_hf") | {"--drop": "from_hf"}
+    of |= dict.fromkeys(("--experts", "--top-k", "--granularity", "--seed"), "upcycle")
     problems = [
         f"{option} is an option of --{kind.replace('_', '-')}: leave it out"
         for option, kind in of.items()
@@ -100,6 +108,7 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
 
     from titanmoe.checkpoint.hf import config, convert
     from titanmoe.checkpoint.hf.source import Source
+    from titanmoe.checkpoint.hf.upcycle import Upcycled
 
     if args.to_hf:
         dtype = getattr(torch, args.dtype) if args.dtype else None
@@ -110,12 +119,17 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         if not any(name.startswith("tokenizer") for name in os.listdir(args.out)):
             lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
         return lines
-    described = config.describe(args.source)
-    source = Source(args.source, described, described.model, tuple(args.drop))
-    source.check()
-    size = convert.write_ours(args.out, source, args.source, "converted from", args.overwrite, group)
-    lines = [f"{args.out}: {len(source.tensors)} tensors, {_gb(size)}", *(f"note: {note}" for note in source.notes)]
-    return [*lines, *_recipe(args.out, source.model)]
+    if args.upcycle:
+        options = {"experts": 8, "top_k": 2, "granularity": 1, "seed": 0}
+        given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
+        weights, how = Upcycled(args.source, **options | given), "upcycled from"
+    else:
+        described = config.describe(args.source)
+        weights, how = Source(args.source, described, described.model, tuple(args.drop)), "converted from"
+        weights.check()
+    size = convert.write_ours(args.out, weights, args.source, how, args.overwrite, group)
+    lines = [f"{args.out}: {len(weights.tensors)} tensors, {_gb(size)}", *(f"note: {note}" for note in weights.notes)]
+    return [*lines, *_recipe(args.out, weights.model)]
 
 
 def _recipe(out: Path, model: object) -> list[str]:

@@ -211,8 +211,11 @@ def write(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int
             keep.pop(key, None)
         said |= {key: value for key, value in hf.fixed.items() if key not in keep}
         said |= {key: getattr(model, name) for name, key in spelt.items()}
-        for special in hf.special:
-            said |= special.write(model)
+        try:
+            for special in hf.special:
+                said |= special.write(model)
+        except Unrepresentable as error:
+            raise ConfigError([f"transformers' {hf.model_type} {error}: it cannot be written for it"]) from None
         if "dense_hidden" in hf.fields and not has_dense(model):
             key = spelt["dense_hidden"]
             said[key] = keep.get(key, model.expert_hidden)

@@ -42,6 +42,7 @@ class Special:
     read: Callable[[Json], dict[str, object]]
     """Fields from config.json; raises Unrepresentable."""
     write: Callable[[Model], dict[str, object]]
+    """The other way; raises it too."""
 
 
 @dataclass(frozen=True)
@@ -217,3 +218,12 @@ NO_WINDOWS = Special(
     _read_windows,
     lambda model: {"use_sliding_window": False},
 )
+
+
+def _write_shared(model: Model) -> dict[str, object]:
+    if not model.shared_hidden:
+        raise Unrepresentable("has a shared expert in every block, model.shared_hidden = 0 has none")
+    return {}
+
+
+SHARED = Special((), lambda config: {}, _write_shared)

@@ -51,7 +51,7 @@ HF = hf.HuggingFace(
         "dense_hidden": ("intermediate_size",),
         "norm_topk": ("norm_topk_prob",),
     },
-    special=(hf.ROPE, hf.QWEN_BLOCKS, hf.NO_WINDOWS),
+    special=(hf.ROPE, hf.QWEN_BLOCKS, hf.NO_WINDOWS, hf.SHARED),
     absent=hf.ABSENT | {"qkv_bias": True, "norm_topk_prob": False},
     fixed=hf.FIXED,
 )
