@@ -83,16 +83,18 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
         for key, value in hf.fixed.items()
         if key in config and config[key] != value
     ]
+    problems += _mistyped(values, source)
     if not problems:
         values.setdefault("num_kv_heads", values["num_heads"])
-        values.setdefault("head_dim", values["dim"] // values["num_heads"])
+        values.setdefault("head_dim", values["dim"] // max(1, values["num_heads"]))
         for special in hf.special:
             try:
                 values |= special.read(config)
             except Unrepresentable as error:
                 problems.append(f"{source} {error}")
-            except (TypeError, ValueError, KeyError) as error:
+            except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
                 problems.append(f"{source} has {', '.join(special.keys)} that cannot be read: {error!r}")
+        problems += _mistyped(values, source)
     if problems:
         raise ConfigError(problems)
     model = _model(hf, values, source)
@@ -113,16 +115,18 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
     raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(own)}{hint}"])
 
 
-def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
+def _mistyped(values: dict[str, Any], source: str) -> list[str]:
+    """Makes whole numbers floats where a float is wanted; lists what is of another type altogether."""
     kinds = {f.name: type(getattr(Model(), f.name)) for f in fields(Model)}
-    problems = []
-    for name, value in values.items():
-        if kinds[name] is float and type(value) is int:
-            values[name] = float(value)
-        elif type(value) is not kinds[name]:
-            problems.append(f"{source} gives model.{name} = {value!r}, which is no {kinds[name].__name__}")
-    if problems:
-        raise ConfigError(problems)
+    values |= {n: float(v) for n, v in values.items() if kinds[n] is float and type(v) is int}
+    return [
+        f"{source} gives model.{name} = {value!r}, which is no {kinds[name].__name__}"
+        for name, value in values.items()
+        if type(value) is not kinds[name]
+    ]
+
+
+def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
     model = Model(**{**hf.switches, **values, "family": hf.family})
     if hf.dense:
         model = replace(model, num_dense_layers=model.num_layers)
