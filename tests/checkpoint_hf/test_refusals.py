@@ -1,6 +1,7 @@
 """What cannot be converted is told in clear lines, all of them, and nothing is written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from titanmoe.checkpoint.hf.config import describe, write
 from titanmoe.checkpoint.hf.source import compressed, open_hf
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
+from titanmoe.config.schema import Model
+from titanmoe.models.families import preset
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +117,6 @@ def test_yarn_is_read_and_written(copy, old):
 
 def test_published_configs_are_the_presets(tmp_path):
     """The shapes of Mixtral-8x7B-v0.1 and Qwen3-30B-A3B as their config.json state them."""
-    from titanmoe.config.schema import Model
-    from titanmoe.models.families import preset
-
     published = {
         ("mixtral", "8x7b"): dict(
             model_type="mixtral", vocab_size=32000, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
@@ -180,8 +180,6 @@ def test_experts_of_different_dtypes(copy, capsys):
 
 def test_another_model_than_asked_for(mixtral):
     model = describe(mixtral).model
-    from dataclasses import replace
-
     for changes, lines in (
         ({"vocab_size": 320}, ["model.vocab_size = 320, but"]),
         ({"family": "qwen3_moe"}, ["model.family = 'qwen3_moe', but"]),

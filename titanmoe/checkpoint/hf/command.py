@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,6 +127,8 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     else:
         described = config.describe(args.source)
         weights, how = Source(args.source, described, described.model, tuple(args.drop)), "converted from"
+        if weights.has_mtp and "mtp" not in args.drop:
+            weights = Source(args.source, described, replace(described.model, mtp_depth=1))
         weights.check()
     size = convert.write_ours(args.out, weights, args.source, how, args.overwrite, group)
     lines = [f"{args.out}: {len(weights.tensors)} tensors, {_gb(size)}", *(f"note: {note}" for note in weights.notes)]

@@ -154,7 +154,7 @@ def nearest_size(model: Model) -> str:
 
 # ---- what two models differ in
 
-NOT_THE_MODEL = ("family", "size", "init_std", "moe_every")
+NOT_THE_MODEL = ("family", "size", "init_std", "moe_every", "mtp_depth")
 _YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
 
 
@@ -207,6 +207,8 @@ def write(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int
     keep = {"architectures": [], "model_type": "", "max_position_embeddings": _context(model, seq_len)}
     keep |= carried or {key: value for key, value in (other or {}).items() if key in OF_ANY}
     keep.pop("quantization_config", None)
+    if hf.copies:
+        keep["num_nextn_predict_layers"] = model.mtp_depth
     kind = "dtype" if "dtype" in keep else "torch_dtype"
     said = {"architectures": [hf.architecture], "model_type": hf.model_type, kind: dtype}
     if carried is None or differences(model, _interpreted(carried, hf)):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families.huggingface import Home, HuggingFace
 from titanmoe.models.transformer import Transformer
@@ -50,18 +51,29 @@ class Map:
         """Of each of our tensors; none for an expert bias that the family does not have."""
         self.parts: dict[str, list[Place]] = {}
         """Of each of theirs."""
+        self.copies: dict[str, str] = {}
+        """Of theirs, those that repeat another."""
+        homeless = [name for name, places in self.places.items() if not places and not name.endswith(BIAS)]
+        if homeless:
+            raise ConfigError([f"{hf.model_type} models of transformers have no {name}" for name in homeless])
         for place in (place for places in self.places.values() for place in places):
-            self.theirs[place.theirs] = self._their_shape(place)
-            self.parts.setdefault(place.theirs, []).append(place)
+            self._add(place)
+        if model.mtp_depth:
+            self.copies = {copy.replace("{last}", str(model.num_layers)): of for copy, of in hf.copies.items()}
+        for copy, of in self.copies.items():
+            for place in self.parts[of]:
+                self._add(place._replace(theirs=copy))
+
+    def _add(self, place: Place) -> None:
+        self.theirs[place.theirs] = self._their_shape(place)
+        self.parts.setdefault(place.theirs, []).append(place)
 
     def _places(self, name: str) -> Iterator[Place]:
         number = re.match(r"layers\.(\d+)\.", name)
         home = self.hf.homes.get(re.sub(r"^layers\.\d+\.", "layers.{layer}.", name))
         if home is None:
-            if not name.endswith(BIAS):
-                raise KeyError(f"{self.hf.model_type} has no home for {name}")
             return
-        their = home.name.replace("{layer}", number[1] if number else "")
+        their = home.name.replace("{layer}", number[1] if number else "").replace("{last}", str(self.model.num_layers))
         if "{expert}" not in their:
             yield Place(name, their, None, home)
             return

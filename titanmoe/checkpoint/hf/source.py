@@ -18,6 +18,9 @@ from titanmoe.checkpoint.state import FREE
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.models.families import HUGGING_FACE
+from titanmoe.parallel.materialize import stored_name
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class Source:
@@ -39,8 +42,7 @@ class Source:
 
     def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
         """A block of one of our tensors; dtype: as in the files."""
-        if self.model.tie_embeddings and name == "head.weight":
-            name = "embed.weight"
+        name = stored_name(name, self.model.tie_embeddings)
         stored = self._dtype(name)
         return self.map.read(name, offset, shape, stored, self.weights.read).to(dtype or stored)
 
@@ -87,9 +89,12 @@ class Source:
             dtypes = {str(self.weights.tensors[p.theirs][1])[6:] for p in places if p.theirs in self.weights.tensors}
             if len(dtypes) > 1:
                 wrong.setdefault(f"experts of different dtypes, {', '.join(sorted(dtypes))}", []).append(name)
+        for copy, of in self.map.copies.items():
+            if have.get(copy) == want[copy] and have.get(of) == want[of] and not self._equal(copy, of):
+                wrong.setdefault(f"not equal to {of}, which it repeats", []).append(copy)
         hint = "not of this model"
         if any(self._of_mtp(name) for name in extra):
-            hint += " (drop mtp leaves multi-token prediction out)"
+            hint += " (drop mtp leaves multi-token prediction out, model.mtp_depth = 1 takes it in)"
         kinds = {"missing": want.keys() - have.keys(), hint: extra, **wrong}
         return [f"{name}: {what}" for what, names in kinds.items() for name in compressed(names)]
 
@@ -109,29 +114,32 @@ class Source:
                 reasons[name] = "they follow from config.json"
             elif "mtp" in self.drop and self._of_mtp(name):
                 reasons[name] = "multi-token prediction, dropped"
-            elif self.model.tie_embeddings and name == "lm_head.weight" and self._tied():
+            elif self.model.tie_embeddings and name == "lm_head.weight" and self._equal(name, EMBEDDING):
                 reasons[name] = "the embedding once more, which is tied"
         self.skipped = {}
         for name, reason in sorted(reasons.items()):
             self.skipped.setdefault(reason, []).append(name)
         return names - reasons.keys()
 
+    @property
+    def has_mtp(self) -> bool:
+        return any(self._of_mtp(name) for name in self.weights.tensors)
+
     def _of_mtp(self, name: str) -> bool:
-        """DeepSeek-V3 stores them as further blocks."""
+        """DeepSeek-V3 stores multi-token prediction as further blocks."""
         number = re.match(r"model\.layers\.(\d+)\.", name)
         first, count = self.model.num_layers, self.described.json.get("num_nextn_predict_layers") or 0
         return number is not None and first <= int(number[1]) < first + count
 
-    def _tied(self) -> bool:
-        rows, dim = shape = self.map.ours["embed.weight"]
-        if self.weights.tensors["lm_head.weight"][0] != shape:
+    def _equal(self, one: str, other: str) -> bool:
+        """Two matrices, compared in blocks of rows."""
+        tensors = self.weights.tensors
+        if tensors[one] != tensors[other]:
             return False
+        rows, dim = tensors[one][0]
         step = max(1, (1 << 24) // dim)
-        blocks = ((first, min(step, rows - first)) for first in range(0, rows, step))
-        ends = ("lm_head.weight", "model.embed_tokens.weight")
-        return all(
-            torch.equal(*(self.weights.read(end, (first, 0), (count, dim)) for end in ends)) for first, count in blocks
-        )
+        blocks = [((first, 0), (min(step, rows - first), dim)) for first in range(0, rows, step)]
+        return all(torch.equal(self.weights.read(one, *at), self.weights.read(other, *at)) for at in blocks)
 
 
 def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> Source:

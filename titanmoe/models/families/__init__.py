@@ -22,6 +22,7 @@ HUGGING_FACE: dict[str, HuggingFace] = {
     "qwen2_moe": qwen2_moe.HF,
     "qwen3_moe": qwen3_moe.HF,
     "llama3_moe": llama3_moe.HF,
+    "deepseek_v3": deepseek_v3.HF,
 }
 """How each family is written for transformers."""
 

@@ -1,12 +1,13 @@
 """How a family looks on Hugging Face: the names of its tensors and the fields of its config.json. No torch here.
 
-Names of tensors hold {layer} and {expert}. Ours are those of titanmoe.models.transformer.
+Names of tensors hold {layer}, {expert} and, for the block of multi-token prediction, {last}, the number of layers. Ours
+are those of titanmoe.models.transformer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanmoe.config.schema import Model
@@ -62,20 +63,18 @@ class HuggingFace:
     """What it means when a key is left out; other keys of `fields` must be there."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Keys that have one value we can represent, which is also what leaving them out means."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors that repeat another, by its name, where there is multi-token prediction."""
     derived: tuple[str, ...] = ()
     """Ends of names of tensors that old files hold though they follow from config.json."""
     dense: bool = False
     """No experts: only to be upcycled."""
 
 
-def layer(homes: Mapping[str, str | Home]) -> dict[str, Home]:
+def layer(homes: Mapping[str, str | Home], ours: str = "layers.{layer}", theirs: str = "{layer}") -> dict[str, Home]:
     """Homes in a block, by names within the block."""
-
-    def at(home: str | Home) -> Home:
-        home = Home(home) if isinstance(home, str) else home
-        return Home(f"model.layers.{{layer}}.{home.name}", home.transposed, home.stride, home.phase, home.turned)
-
-    return {f"layers.{{layer}}.{name}": at(home) for name, home in homes.items()}
+    whole = {name: Home(home) if isinstance(home, str) else home for name, home in homes.items()}
+    return {f"{ours}.{name}": replace(home, name=f"model.layers.{theirs}.{home.name}") for name, home in whole.items()}
 
 
 def swiglu(
@@ -218,6 +217,9 @@ NO_WINDOWS = Special(
     _read_windows,
     lambda model: {"use_sliding_window": False},
 )
+
+
+# ---- the rest
 
 
 def _write_shared(model: Model) -> dict[str, object]:
