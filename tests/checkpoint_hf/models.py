@@ -76,6 +76,27 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         ),
     ),
+    "olmoe": ("Olmoe", dict(intermediate_size=24, num_experts=8, num_experts_per_tok=3)),
+    "gpt_oss": (
+        "GptOss",
+        dict(
+            head_dim=8,
+            num_hidden_layers=3,
+            intermediate_size=32,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            sliding_window=7,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=1.5e5,
+                factor=4.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=32,
+            ),
+        ),
+    ),
 }
 DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", dict(intermediate_size=64, rms_norm_eps=1e-5)),

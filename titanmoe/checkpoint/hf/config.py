@@ -22,7 +22,7 @@ ASIDE = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
     *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "max_position_embeddings"),
     *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "pretraining_tp", "quantization_config"),
-    *("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers"),
+    *("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "initial_context_length"),
 }
 
 
@@ -167,6 +167,8 @@ def meaning(model: Model) -> dict[str, Any]:
         unused += ["top_groups"]
     if not model.shared_hidden:
         unused += ["shared_gate"]
+    if not model.sliding_window:
+        unused += ["full_attention_every"]
     if not has_dense(model):
         unused += ["dense_hidden"]
     values = asdict(model) | {name: getattr(Model(), name) for name in unused}

@@ -23,6 +23,8 @@ HUGGING_FACE: dict[str, HuggingFace] = {
     "qwen3_moe": qwen3_moe.HF,
     "llama3_moe": llama3_moe.HF,
     "deepseek_v3": deepseek_v3.HF,
+    "olmoe": olmoe.HF,
+    "gpt_oss": gpt_oss.HF,
 }
 """How each family is written for transformers."""
 

@@ -4,6 +4,10 @@ The sizes are the published checkpoints' (arXiv 2508.10925), which YaRN takes fr
 is over the chosen experts only, so their weights sum to one as they are.
 """
 
+from titanmoe.config.schema import Model
+from titanmoe.models.count import window
+from titanmoe.models.families import huggingface as hf
+
 SWITCHES = dict(
     qkv_bias=True,
     out_bias=True,
@@ -40,3 +44,65 @@ SIZES: dict[str, dict[str, object]] = {
     "20b": _PUBLISHED | dict(num_layers=24, num_experts=32),
     "120b": _PUBLISHED | dict(num_layers=36, num_experts=128),
 }
+
+
+NARROW, WHOLE = "sliding_attention", "full_attention"
+
+
+def _kinds(every: int, layers: int) -> list[str]:
+    narrow = Model(sliding_window=1, full_attention_every=every)
+    return [NARROW if window(narrow, i) else WHOLE for i in range(layers)]
+
+
+def _read_kinds(config: hf.Json) -> dict[str, object]:
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or _kinds(2, layers)
+    if kinds == [WHOLE] * layers:
+        return {"sliding_window": 0, "full_attention_every": 1}
+    for every in range(layers + 1):
+        if kinds == _kinds(every, layers):
+            return {"full_attention_every": every}
+    raise hf.Unrepresentable(
+        f"has the layer_types {kinds}: with model.full_attention_every = n the n-th, 2n-th, ... are {WHOLE}, the "
+        f"others {NARROW}"
+    )
+
+
+def _write_kinds(model: Model) -> dict[str, object]:
+    return {"layer_types": _kinds(model.full_attention_every if model.sliding_window else 1, model.num_layers)}
+
+
+HF = hf.HuggingFace(
+    model_type="gpt_oss",
+    architecture="GptOssForCausalLM",
+    family="gpt_oss",
+    switches=SWITCHES,
+    # Experts in one tensor, input dim first; gate and up take turns in its columns.
+    homes=hf.ENDS
+    | hf.layer(
+        hf.NORMS
+        | hf.ATTENTION
+        | {
+            "attention.sinks": "self_attn.sinks",
+            "moe.router.weight": "mlp.router.weight",
+            "moe.router.bias": "mlp.router.bias",
+            "moe.experts.w1": hf.Home("mlp.experts.gate_up_proj", transposed=True, stride=2, phase=0),
+            "moe.experts.w3": hf.Home("mlp.experts.gate_up_proj", transposed=True, stride=2, phase=1),
+            "moe.experts.w2": hf.Home("mlp.experts.down_proj", transposed=True),
+            "moe.experts.w1_bias": hf.Home("mlp.experts.gate_up_proj_bias", stride=2, phase=0),
+            "moe.experts.w3_bias": hf.Home("mlp.experts.gate_up_proj_bias", stride=2, phase=1),
+            "moe.experts.w2_bias": "mlp.experts.down_proj_bias",
+        }
+    ),
+    fields=hf.SHAPE
+    | hf.HEADS
+    | {
+        "num_experts": ("num_local_experts", "num_experts"),
+        "top_k": ("num_experts_per_tok", "experts_per_token"),
+        "expert_hidden": ("intermediate_size",),
+        "sliding_window": ("sliding_window",),
+    },
+    special=(hf.ROPE, hf.Special(("layer_types",), _read_kinds, _write_kinds)),
+    absent=hf.ABSENT,
+    fixed=hf.FIXED | {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
+)

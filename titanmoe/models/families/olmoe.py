@@ -3,6 +3,8 @@
 7b_a1b is OLMoE-1B-7B of September 2024 (arXiv 2409.02060), named for 1.3B active and 6.9B parameters in all.
 """
 
+from titanmoe.models.families import huggingface as hf
+
 SWITCHES = dict(
     qkv_bias=False,
     qk_norm="full",
@@ -23,3 +25,22 @@ SIZES: dict[str, dict[str, object]] = {
     | dict(vocab_size=50304, dim=2048, num_layers=16, num_heads=16, num_kv_heads=16, head_dim=128)
     | dict(num_experts=64, top_k=8, expert_hidden=1024),
 }
+
+HF = hf.HuggingFace(
+    model_type="olmoe",
+    architecture="OlmoeForCausalLM",
+    family="olmoe",
+    switches=SWITCHES,
+    homes=hf.ENDS | hf.layer(hf.NORMS | hf.ATTENTION | hf.EXPERTS),
+    fields=hf.SHAPE
+    | hf.HEADS
+    | {
+        "num_experts": ("num_experts", "num_local_experts"),
+        "top_k": ("num_experts_per_tok",),
+        "expert_hidden": ("intermediate_size",),
+        "norm_topk": ("norm_topk_prob",),
+    },
+    special=(hf.ROPE,),
+    absent=hf.ABSENT | {"norm_topk_prob": False},
+    fixed=hf.FIXED | {"attention_bias": False, "clip_qkv": None},
+)
