@@ -138,6 +138,20 @@ def test_published_configs_are_the_presets(tmp_path):
         assert describe(tmp_path).unknown == []
 
 
+@pytest.mark.parametrize(
+    "alone, step, dense, every",
+    [([], 1, 0, 1), ([0, 1], 1, 2, 1), ([], 2, 0, 2), ([], 3, 0, 3), ([0, 1, 2, 4, 6], 1, 2, 2)],
+)
+def test_which_blocks_of_qwen_are_dense(tmp_path, alone, step, dense, every):
+    config = models.make("qwen2_moe").config.to_dict()
+    config |= {"num_hidden_layers": 8, "mlp_only_layers": alone, "decoder_sparse_step": step, "layer_types": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = describe(tmp_path).model
+    assert (model.num_dense_layers, model.moe_every) == (dense, every)
+    written = write(model, None, "float32", 64)
+    assert written["mlp_only_layers"] == [i for i in range(8) if i in alone or (i + 1) % step]
+
+
 # ---- tensors
 
 

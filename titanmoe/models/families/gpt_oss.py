@@ -50,7 +50,7 @@ NARROW, WHOLE = "sliding_attention", "full_attention"
 
 
 def _kinds(every: int, layers: int) -> list[str]:
-    narrow = Model(sliding_window=1, full_attention_every=every)
+    narrow = Model(num_layers=layers, sliding_window=1, full_attention_every=every)
     return [NARROW if window(narrow, i) else WHOLE for i in range(layers)]
 
 

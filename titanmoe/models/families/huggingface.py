@@ -180,7 +180,7 @@ def dense_blocks(sparse: list[bool]) -> dict[str, object]:
     """num_dense_layers and moe_every, from which blocks have experts."""
     for every in range(1, len(sparse) + 1):
         for dense in range(len(sparse) + 1):
-            model = Model(num_dense_layers=dense, moe_every=every)
+            model = Model(num_layers=len(sparse), num_dense_layers=dense, moe_every=every)
             if [has_experts(model, i) for i in range(len(sparse))] == sparse:
                 return {"num_dense_layers": dense, "moe_every": every}
     raise Unrepresentable(
