@@ -1,5 +1,7 @@
 """`titanmoe convert` in both directions: bytes, files, ranks, memory."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -122,30 +124,36 @@ def _on_ranks(folder, tmp):
         command._join, torch.distributed.destroy_process_group = join, destroy
 
 
-def test_a_failing_rank_ends_all_and_leaves_nothing(qwen, tmp_path):
+@pytest.mark.parametrize("part", ["plan", "write_file"])
+def test_a_failing_rank_ends_all_and_leaves_nothing(qwen, tmp_path, part):
     assert convert("--from-hf", qwen, tmp_path / "two") == 0
-    codes = world.run(2, _failing, str(tmp_path))
-    assert codes == [2, 2]
+    codes, told = zip(*world.run(2, _failing, str(tmp_path), part), strict=True)
+    assert codes == (2, 2)
+    assert told[0] == "error: writing: No space left on device\n" and told[1] == ""
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.partial"))
 
 
-def _failing(tmp):
+def _failing(tmp, part):
+    """Rank 1 alone fails, as a full disk of its own machine would make it."""
     from titanmoe.checkpoint.hf import command, convert
 
-    write, join, destroy = convert.write_file, command._join, torch.distributed.destroy_process_group
+    healthy, join, destroy = getattr(convert, part), command._join, torch.distributed.destroy_process_group
     command._join = lambda: torch.distributed.group.WORLD
     torch.distributed.destroy_process_group = lambda: None
 
-    def full(file, *rest):
+    def full(*args):
         if torch.distributed.get_rank() == 1:
-            raise OSError(28, "No space left on device", str(file))
-        write(file, *rest)
+            raise OSError(28, "No space left on device")
+        return healthy(*args)
 
-    convert.write_file = full
+    setattr(convert, part, full)
     try:
-        return main(["convert", "--to-hf", f"{tmp}/two", f"{tmp}/out", "--max-shard-gb", "0.000016"])
+        with contextlib.redirect_stderr(io.StringIO()) as stderr:
+            code = main(["convert", "--to-hf", f"{tmp}/two", f"{tmp}/out", "--max-shard-gb", "0.000016"])
+        return code, stderr.getvalue()
     finally:
-        convert.write_file, command._join, torch.distributed.destroy_process_group = write, join, destroy
+        setattr(convert, part, healthy)
+        command._join, torch.distributed.destroy_process_group = join, destroy
 
 
 MEASURE = """

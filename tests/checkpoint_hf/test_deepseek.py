@@ -101,6 +101,9 @@ def test_a_model_without_the_block_says_what_to_do(with_mtp, plain):
     with pytest.raises(ConfigError, match="drop mtp leaves multi-token prediction out"):
         open_hf(folder, describe(folder).model).check()
     open_hf(folder, describe(folder).model, drop=("mtp",)).check()
+    assert open_hf(plain, describe(plain).model, drop=("mtp",)).notes == [
+        f"{plain} has no multi-token prediction to drop"
+    ]
     model = replace(describe(folder).model, mtp_depth=1)
     source = open_hf(folder, model)
     source.check()

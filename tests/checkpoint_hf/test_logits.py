@@ -7,8 +7,12 @@ from tests import world
 from tests.checkpoint_hf import models, ours
 
 FOLDED = [
+    ("mixtral", dict(dp_replicate=2, cp=2), dict(etp=4)),
     ("qwen2_moe", dict(tp=2), dict(ep=2, etp=2)),
     ("qwen3_moe", dict(tp=2, cp=2), dict(ep=4)),
+    ("olmoe", dict(tp=4), dict(ep=2)),
+    ("deepseek_v3", dict(tp=2, cp=2, cp_kind="ulysses"), dict(ep=2, etp=2)),
+    ("gpt_oss", dict(tp=2, cp=2), dict(ep=2, etp=2)),
 ]
 
 

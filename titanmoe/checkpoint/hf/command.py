@@ -68,8 +68,6 @@ def run_convert(args: argparse.Namespace) -> int:
         text = layout(error.problems, error.source)
     except CheckpointError as error:
         text = layout([str(error)])
-    except OSError as error:
-        text = layout([f"{error.filename}: {error.strerror}"])
     finally:
         if group is not None:
             import torch.distributed as dist
@@ -114,25 +112,31 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     if args.to_hf:
         dtype = getattr(torch, args.dtype) if args.dtype else None
         limit = int((args.max_shard_gb or 5) * 10**9)
-        export, files = convert.to_hf(args.source, args.out, limit, args.tokenizer, dtype, args.overwrite, group)
-        count, size = sum(len(file.sizes) for file in files.values()), sum(file.bytes for file in files.values())
-        lines = [f"{args.out}: {export.map.hf.architecture}, {count} tensors in {len(files)} files, {_gb(size)}"]
-        if not any(name.startswith("tokenizer") for name in os.listdir(args.out)):
+        made = convert.to_hf(args.source, args.out, limit, args.tokenizer, dtype, args.overwrite, group)
+        count, size = sum(len(f.sizes) for f in made.files.values()), sum(f.bytes for f in made.files.values())
+        lines = [
+            f"{args.out}: {made.export.map.hf.architecture}, {count} tensors in {len(made.files)} files, {_gb(size)}"
+        ]
+        if not any(name.startswith(("tokenizer", "tokenization")) for name in made.others):
             lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
         return lines
-    if args.upcycle:
-        options = {"experts": 8, "top_k": 2, "granularity": 1, "seed": 0}
-        given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
-        weights, how = Upcycled(args.source, **options | given), "upcycled from"
-    else:
+
+    def weights() -> Source | Upcycled:
+        if args.upcycle:
+            options = {"experts": 8, "top_k": 2, "granularity": 1, "seed": 0}
+            given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
+            return Upcycled(args.source, **options | given)
         described = config.describe(args.source)
-        weights, how = Source(args.source, described, described.model, tuple(args.drop)), "converted from"
-        if weights.has_mtp and "mtp" not in args.drop:
-            weights = Source(args.source, described, replace(described.model, mtp_depth=1))
-        weights.check()
-    size = convert.write_ours(args.out, weights, args.source, how, args.overwrite, group)
-    lines = [f"{args.out}: {len(weights.tensors)} tensors, {_gb(size)}", *(f"note: {note}" for note in weights.notes)]
-    return [*lines, *_recipe(args.out, weights.model)]
+        source = Source(args.source, described, described.model, tuple(args.drop))
+        if source.has_mtp and "mtp" not in args.drop:
+            source = Source(args.source, described, replace(described.model, mtp_depth=1))
+        source.check()
+        return source
+
+    found, how = convert.agreed(group, weights), "upcycled from" if args.upcycle else "converted from"
+    size = convert.write_ours(args.out, found, args.source, how, args.overwrite, group)
+    lines = [f"{args.out}: {len(found.tensors)} tensors, {_gb(size)}", *(f"note: {note}" for note in found.notes)]
+    return [*lines, *_recipe(args.out, found.model)]
 
 
 def _recipe(out: Path, model: object) -> list[str]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.models.families import HUGGING_FACE
 
+T = TypeVar("T")
 MODEL = "model."
 PARTIAL = ".partial"
 GENERATION = "generation_config.json"
@@ -61,7 +62,7 @@ def free(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
 
 def write_ours(out: Path, weights: Weights, origin: Path, how: str, overwrite: bool, group: Group) -> int:
     """A checkpoint at step 0 with the weights alone; returns their bytes."""
-    free(out, overwrite, (layout.MANIFEST,))
+    agreed(group, lambda: free(out, overwrite, (layout.MANIFEST,)))
     mine = shared_out({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
     pieces = {
         MODEL + name: Lazy(shape, dtype, partial(weights.read, name, (0,) * len(shape), shape))
@@ -81,7 +82,7 @@ def write_ours(out: Path, weights: Weights, origin: Path, how: str, overwrite: b
 
 def shared_out(sizes: Mapping[str, int], group: Group) -> set[str]:
     """This rank's share of them, even in bytes."""
-    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+    ranks, rank = _place(group)
     loads, mine = [0] * ranks, set()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
         least = loads.index(min(loads))
@@ -126,7 +127,7 @@ class Export:
         if problems:
             raise ConfigError(problems, str(path))
 
-    @property
+    @cached_property
     def sizes(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """Of their tensors, ordered so that those made from the same of ours follow each other."""
         return {name: (shape, self._dtype(name)) for name, shape in self.map.theirs.items()}
@@ -161,6 +162,42 @@ def _model(record: dict[str, Any], path: Path) -> Model:
         raise ConfigError([f"{path / layout.MANIFEST} has no [model] of this version: {error}"]) from None
 
 
+class Plan(NamedTuple):
+    """What a folder of theirs will hold."""
+
+    export: Export
+    files: dict[str, Tensors]
+    config: dict[str, Any]
+    others: dict[str, Path]
+    """Files to copy."""
+
+    def write(self, folder: Path, files: Sequence[str]) -> None:
+        for name in files:
+            write_file(folder / name, self.files[name], self.export.make)
+
+    def complete(self, folder: Path) -> None:
+        layout.write(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
+        if len(self.files) > 1:
+            layout.write(folder / INDEX, json.dumps(index(self.files), indent=2) + "\n")
+        for name, file in self.others.items():
+            shutil.copyfile(file, folder / name)
+        layout.sync(folder)
+
+
+def plan(
+    path: Path, out: Path, shard_bytes: int, tokenizer: Path | None, dtype: torch.dtype | None, overwrite: bool
+) -> Plan:
+    free(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
+    export = Export(path, dtype)
+    others = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
+    if tokenizer is not None:
+        found = {n: file for n, file in companions(tokenizer).items() if n not in (configs.CONFIG, GENERATION)}
+        if not found:
+            raise ConfigError([f"--tokenizer {tokenizer} holds no tokenizer files: name a folder with tokenizer.json"])
+        others = {name: file for name, file in others.items() if name == GENERATION} | found
+    return Plan(export, shards(export.sizes, shard_bytes), export.config(), others)
+
+
 def to_hf(
     path: Path,
     out: Path,
@@ -169,63 +206,67 @@ def to_hf(
     dtype: torch.dtype | None,
     overwrite: bool,
     group: Group,
-) -> tuple[Export, dict[str, Tensors]]:
-    free(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
-    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+) -> Plan:
+    ranks, rank = _place(group)
+    whole = agreed(group, lambda: plan(path, out, shard_bytes, tokenizer, dtype, overwrite))
     names = sorted(layout.read_manifest(path).files)
     if broken := [line for lines in together(group, lambda: layout.damage(path, names[rank::ranks])) for line in lines]:
         raise ConfigError(broken, str(path))
-    export = Export(path, dtype)
-    config, files = export.config(), shards(export.sizes, shard_bytes)
-    others = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
-    if tokenizer is not None:
-        found = {n: file for n, file in companions(tokenizer).items() if n not in (configs.CONFIG, GENERATION)}
-        if not found:
-            raise ConfigError([f"--tokenizer {tokenizer} holds no tokenizer files: name a folder with tokenizer.json"])
-        others = {name: file for name, file in others.items() if name == GENERATION} | found
-
+    # Whole files in a row: neighbours are often made from the same tensor of ours.
+    per_rank = -(-len(whole.files) // ranks)
+    mine = list(whole.files)[rank * per_rank : (rank + 1) * per_rank]
     aside = out.with_name(out.name + PARTIAL)
-
-    def write() -> None:
-        # Whole files in a row: neighbours are often made from the same tensor of ours.
-        per_rank = -(-len(files) // ranks)
-        for name in list(files)[rank * per_rank : (rank + 1) * per_rank]:
-            write_file(aside / name, files[name], export.make)
-
-    def finish() -> None:
-        layout.write(aside / configs.CONFIG, json.dumps(config, indent=2) + "\n")
-        if len(files) > 1:
-            layout.write(aside / INDEX, json.dumps(index(files), indent=2) + "\n")
-        for name, file in others.items():
-            shutil.copyfile(file, aside / name)
-        layout.sync(aside)
-        if out.exists():
-            shutil.rmtree(out)
-        os.rename(aside, out)
-        layout.sync(out.absolute().parent)
-
     try:
         _on_first(group, lambda: layout.begin(aside))
-        together(group, _told(write))
-        _on_first(group, finish)
+        agreed(group, lambda: whole.write(aside, mine))
+        _on_first(group, lambda: _publish(whole, aside, out))
     except BaseException:
         if rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         raise
-    return export, files
+    return whole
+
+
+def _publish(whole: Plan, aside: Path, out: Path) -> None:
+    whole.complete(aside)
+    before = out.with_name(out.name + layout.REMOVING)
+    if out.exists():
+        os.rename(out, before)
+    os.rename(aside, out)
+    layout.sync(out.absolute().parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+# ---- all ranks of a group
+
+
+def _place(group: Group) -> tuple[int, int]:
+    """How many ranks there are, and which this is."""
+    return (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+
+
+def agreed(group: Group, work: Callable[[], T]) -> T:
+    """What work gives on this rank; ConfigError on all of them if anything a user can mend goes wrong on any."""
+    problems: list[str] = []
+    source = ""
+    result: Any = None
+    try:
+        result = work()
+    except ConfigError as error:
+        problems, source = error.problems, error.source
+    except CheckpointError as error:
+        problems = [str(error)]
+    except OSError as error:
+        problems = [f"{error.filename or 'writing'}: {error.strerror}"]
+    told = [(problems, source)]
+    if group is not None:
+        told *= dist.get_world_size(group)
+        dist.all_gather_object(told, (problems, source), group)
+    if any(theirs for theirs, _ in told):
+        everyone = dict.fromkeys(problem for theirs, _ in told for problem in theirs)
+        raise ConfigError(list(everyone), next((source for _, source in told if source), ""))
+    return result
 
 
 def _on_first(group: Group, work: Callable[[], None]) -> None:
-    together(group, work if group is None or dist.get_rank(group) == 0 else lambda: None)
-
-
-def _told(work: Callable[[], None]) -> Callable[[], None]:
-    """What goes wrong on one rank, as all ranks are told of it."""
-
-    def tell() -> None:
-        try:
-            work()
-        except ConfigError as error:
-            raise CheckpointError("; ".join(error.problems)) from None
-
-    return tell
+    agreed(group, work if _place(group)[1] == 0 else lambda: None)

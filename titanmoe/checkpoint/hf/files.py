@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import json
+import os
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +30,9 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+OPEN = 4
+
+
 class Stored(NamedTuple):
     file: Path
     shape: Shape
@@ -39,6 +43,7 @@ class Folder:
     def __init__(self, path: Path):
         self.path = path
         self.tensors: dict[str, Stored] = {}
+        self._opened: dict[Path, Any] = {}
         problems: list[str] = []
         for file in self._files(problems):
             try:
@@ -76,10 +81,13 @@ class Folder:
                 else:
                     self.tensors[name] = Stored(file, tuple(view.get_shape()), DTYPES[dtype])
 
-    # Few at a time: an open file is mapped into memory.
-    @functools.lru_cache(maxsize=4)  # noqa: B019 (a folder lives as long as the conversion)
     def _open(self, file: Path) -> Any:
-        return safe_open(file, "pt")
+        """Few at a time: an open file is mapped into memory."""
+        if file not in self._opened:
+            if len(self._opened) == OPEN:
+                del self._opened[next(iter(self._opened))]
+            self._opened[file] = safe_open(file, "pt")
+        return self._opened[file]
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         block = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
@@ -103,7 +111,7 @@ class Tensors(NamedTuple):
 
 
 def nbytes(shape: Shape, dtype: torch.dtype) -> int:
-    return functools.reduce(lambda n, side: n * side, shape, 1) * dtype.itemsize
+    return prod(shape) * dtype.itemsize
 
 
 def shards(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int) -> dict[str, Tensors]:
@@ -153,6 +161,7 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> N
                 raise RuntimeError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}, planned {tensors.sizes[name]}")
             stream.write(tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
         stream.flush()
+        os.fsync(stream.fileno())
 
 
 # ---- what else a model's folder holds

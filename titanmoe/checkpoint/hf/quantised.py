@@ -62,6 +62,9 @@ class Weights:
                 self.tensors[name] = shape, dtype
         if problems:
             raise ConfigError(problems, str(folder.path))
+        used = {part for name, kind in self.quantised.items() for part in _parts(name, kind)}
+        self.unused = stored.keys() - self.tensors.keys() - used
+        """Scales without what they scale."""
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         kind = self.quantised.get(name)
@@ -92,6 +95,10 @@ class Weights:
         values = torch.ldexp(values, power.unsqueeze(-1)).flatten(-2)
         start = first - group * GROUP
         return values[..., start : start + length].transpose(-1, -2)
+
+
+def _parts(name: str, kind: str) -> tuple[str, ...]:
+    return (name + SCALE,) if kind == "FP8" else (name + BLOCKS, name + SCALES)
 
 
 def _block(config: dict[str, Any], folder: Folder) -> tuple[int, int]:

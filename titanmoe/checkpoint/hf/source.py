@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cached_property
 from math import prod
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.checkpoint.hf import config as configs
-from titanmoe.checkpoint.hf.files import Folder
+from titanmoe.checkpoint.hf.files import Folder, Stored
 from titanmoe.checkpoint.hf.maps import Map, Shape
 from titanmoe.checkpoint.hf.quantised import Weights
 from titanmoe.checkpoint.state import FREE
@@ -31,7 +32,7 @@ class Source:
         self.skipped: dict[str, list[str]] = {}
         """Tensors that are left out knowingly, by the reason; known once checked."""
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
         """Shape and dtype of each of our tensors, as they are in the files."""
         return {name: (shape, self._dtype(name)) for name, shape in self.map.ours.items()}
@@ -56,6 +57,8 @@ class Source:
         """What a person should know though nothing is wrong."""
         file, said = self.path / configs.CONFIG, self.described.model
         notes = [f"left out {len(names)} tensors: {reason}" for reason, names in self.skipped.items()]
+        if "mtp" in self.drop and not self.has_mtp:
+            notes.append(f"{self.path} has no multi-token prediction to drop")
         if self.described.unknown:
             notes.append(f"{file} has keys that are not known and were left aside: {', '.join(self.described.unknown)}")
         for name in configs.differences(self.model, said):
@@ -98,13 +101,9 @@ class Source:
         kinds = {"missing": want.keys() - have.keys(), hint: extra, **wrong}
         return [f"{name}: {what}" for what, names in kinds.items() for name in compressed(names)]
 
-    def _unused_parts(self):
+    def _unused_parts(self) -> dict[str, Stored]:
         """Scales without what they scale, and the like."""
-        weights, stored = self.weights, self.weights.folder.tensors
-        used = set(weights.tensors)
-        for name, kind in weights.quantised.items():
-            used |= {f"{name}_scale_inv"} if kind == "FP8" else {f"{name}_blocks", f"{name}_scales"}
-        return {name: stored[name] for name in stored.keys() - used}
+        return {name: self.weights.folder.tensors[name] for name in self.weights.unused}
 
     def _skip(self, names: set[str]) -> set[str]:
         """Those that are not left out knowingly."""

@@ -18,6 +18,7 @@ the normalisation the weights would sum to something else for every token, so th
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -46,7 +47,7 @@ class Upcycled:
     def notes(self) -> list[str]:
         return self.dense.notes
 
-    @property
+    @cached_property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
         dense = self.dense.tensors
         return {
