@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint_hf import models
+from titanmoe.checkpoint.folder import Lazy, open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf.config import describe, write
 from titanmoe.checkpoint.hf.source import compressed, open_hf
 from titanmoe.cli import main
@@ -318,3 +319,24 @@ def test_a_damaged_checkpoint_is_not_written_on(mixtral, tmp_path, capsys):
     file.write_bytes(data)
     assert main(["convert", "--to-hf", str(ours), str(tmp_path / "out")]) == 2
     assert "its contents have changed" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name, change, reason",
+    [
+        ("layers.1.moe.router.expert_bias", lambda t: t + 1, "is not zero, and mixtral models have no such bias"),
+        ("head.norm.weight", lambda t: None, "head.norm.weight is missing"),
+        ("head.norm.weight", lambda t: t[:-1], "head.norm.weight has shape (31,), not (32,)"),
+        ("layers.2.ffn_norm.weight", lambda t: torch.zeros(32), "layers.2.ffn_norm.weight is not of this model"),
+    ],
+)
+def test_a_checkpoint_that_is_not_its_model(mixtral, tmp_path, capsys, name, change, reason):
+    assert main(["convert", "--from-hf", str(mixtral), str(tmp_path / "ours")]) == 0
+    saved = open_checkpoint(tmp_path / "ours")
+    tensors = {name: saved.read(name) for name in saved.tensors}
+    tensors[f"model.{name}"] = change(tensors.get(f"model.{name}"))
+    pieces = {name: Lazy(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items() if t is not None}
+    write_checkpoint(tmp_path / "other", pieces, saved.record)
+    capsys.readouterr()
+    assert main(["convert", "--to-hf", str(tmp_path / "other"), str(tmp_path / "out")]) == 2
+    assert reason in capsys.readouterr().err and not (tmp_path / "out").exists()
