@@ -1,11 +1,15 @@
 """Read from a Hugging Face folder, a model computes what transformers computes; on one rank and folded."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests import world
 from tests.checkpoint_hf import models, ours
 
+ROOT = Path(__file__).parents[2]
 FOLDED = [
     ("mixtral", dict(dp_replicate=2, cp=2), dict(etp=4)),
     ("qwen2_moe", dict(tp=2), dict(ep=2, etp=2)),
@@ -44,3 +48,13 @@ def test_logits_of_a_folded_model(folders, name, degrees, experts):
     folder, want = folders(name)
     got = ours.whole(world.run(4, ours.logits, folder, models.ids(), degrees, experts), models.ids())
     torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+
+
+def test_the_page_reads_what_it_says(folders):
+    folder, _ = folders("qwen3_moe")
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "huggingface.md").read_text(), re.DOTALL)
+    names = {"folder": Path(folder)}
+    exec(code, names)
+    theirs = models.tensors(Path(folder))
+    want = [theirs[f"model.layers.0.mlp.experts.{expert}.gate_proj.weight"] for expert in (4, 5)]
+    assert torch.equal(names["two"], torch.stack(want))
