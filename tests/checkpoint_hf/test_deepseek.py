@@ -113,6 +113,13 @@ def test_a_model_without_the_block_says_what_to_do(with_mtp, plain):
         open_hf(plain, model).check()
 
 
+def test_a_tied_head_is_not_repeated(tmp_path):
+    folder = models.save(models.make("deepseek_v3", tie_word_embeddings=True), tmp_path / "in")
+    source = open_hf(folder, replace(describe(folder).model, mtp_depth=1))
+    assert list(source.map.copies) == [f"model.layers.{LAYERS}.embed_tokens.weight"]
+    assert "lm_head.weight" not in source.map.theirs
+
+
 def test_a_copy_that_is_none_is_told(with_mtp, tmp_path, capsys):
     folder = with_mtp(lambda tensors: tensors[f"model.layers.{LAYERS}.embed_tokens.weight"].neg_())
     assert convert("--from-hf", folder, tmp_path / "ours") == 2

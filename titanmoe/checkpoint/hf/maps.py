@@ -59,7 +59,9 @@ class Map:
         for place in (place for places in self.places.values() for place in places):
             self._add(place)
         if model.mtp_depth:
-            self.copies = {copy.replace("{last}", str(model.num_layers)): of for copy, of in hf.copies.items()}
+            last = str(model.num_layers)
+            # a tied model has no head of its own to repeat
+            self.copies = {copy.replace("{last}", last): of for copy, of in hf.copies.items() if of in self.parts}
         for copy, of in self.copies.items():
             for place in self.parts[of]:
                 self._add(place._replace(theirs=copy))
