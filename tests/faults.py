@@ -68,6 +68,13 @@ def loss_divided_by_local_tokens() -> Callable[[], None]:
     return _patch(trainer.Trainer, "count", local)
 
 
+def norm_of_own_heads_only() -> Callable[[], None]:
+    """The mean of squares over the heads of one tp rank."""
+    from titanmoe.models import layers
+
+    return _patch(layers, "sum_over", lambda sum_over: lambda x, group: x * group.size)
+
+
 def rope_offset_wrong() -> Callable[[], None]:
     """Each cp rank counts positions from its own start."""
     from titanmoe.train import trainer
@@ -120,6 +127,7 @@ FAULTS = {
         router_not_reduced_over_tp,
         norm_without_experts,
         loss_divided_by_local_tokens,
+        norm_of_own_heads_only,
         rope_offset_wrong,
         label_shifted_across_shard_edge,
         next_token_within_a_shard,

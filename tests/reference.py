@@ -97,17 +97,27 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
                 if model.qkv_bias:
                     out[f"{attention}.{name}.bias"] = (width,)
             out[f"{attention}.wo.weight"] = (dim, query)
-        if model.qk_norm:
-            out[f"{attention}.q_norm.weight"] = (model.head_dim,)
-            out[f"{attention}.k_norm.weight"] = (model.head_dim,)
+        if model.out_bias:
+            out[f"{attention}.wo.bias"] = (dim,)
+        if model.attention_sinks:
+            out[f"{attention}.sinks"] = (model.num_heads,)
+        if model.qk_norm != "none":
+            whole = model.qk_norm == "full"
+            out[f"{attention}.q_norm.weight"] = (query if whole else model.head_dim,)
+            out[f"{attention}.k_norm.weight"] = (key_value if whole else model.head_dim,)
         out[f"{block}.ffn_norm.weight"] = (dim,)
         if not is_moe(model, i):
             out |= _ffn_shapes(f"{block}.ffn", dim, model.dense_hidden)
             continue
         out[f"{block}.moe.router.weight"] = (model.num_experts, dim)
+        if model.router_bias:
+            out[f"{block}.moe.router.bias"] = (model.num_experts,)
         out[f"{block}.moe.experts.w1"] = (model.num_experts, model.expert_hidden, dim)
         out[f"{block}.moe.experts.w2"] = (model.num_experts, dim, model.expert_hidden)
         out[f"{block}.moe.experts.w3"] = (model.num_experts, model.expert_hidden, dim)
+        if model.expert_biases:
+            for w, width in (("w1", model.expert_hidden), ("w2", dim), ("w3", model.expert_hidden)):
+                out[f"{block}.moe.experts.{w}_bias"] = (model.num_experts, width)
         if model.shared_hidden:
             out |= _ffn_shapes(f"{block}.moe.shared", dim, model.shared_hidden)
             if model.shared_gate:
@@ -145,7 +155,7 @@ def initial_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64)
         leaf = name.removesuffix(".weight").split(".")[-1]
         if leaf.endswith("norm"):
             weights[name] = torch.ones(shape, dtype=dtype)
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             weights[name] = torch.zeros(shape, dtype=dtype)
         else:
             std = model.init_std / math.sqrt(2 * model.num_layers) if leaf in ("wo", "w2") else model.init_std
@@ -208,8 +218,20 @@ def rope(x_GSHh: Tensor, model: Model) -> Tensor:
     return (torch.cat(turned, dim=-1) * scale).to(x_GSHh.dtype)
 
 
+def window(model: Model, layer: int) -> int | None:
+    """Every n-th block sees the whole sequence, the others a window; what follows the last is like it."""
+    every, layer = model.full_attention_every, min(layer, model.num_layers - 1)
+    sees_all = not model.sliding_window or (every > 0 and layer % every == every - 1)
+    return None if sees_all else model.sliding_window
+
+
 def attention(
-    model: Model, weights: dict[str, Tensor], name: str, x_GSD: Tensor, document_GS: Tensor | None = None
+    model: Model,
+    weights: dict[str, Tensor],
+    name: str,
+    x_GSD: Tensor,
+    document_GS: Tensor | None = None,
+    narrow: int | None = None,
 ) -> Tensor:
     samples, positions, _ = x_GSD.shape
 
@@ -217,10 +239,12 @@ def attention(
         out = x_GSD @ weights[f"{name}.{part}.weight"].T
         if model.qkv_bias:
             out = out + weights[f"{name}.{part}.bias"]
+        if model.qk_norm == "full" and part != "wv":
+            out = rms_norm(out, weights[f"{name}.{part[1]}_norm.weight"], model.norm_eps)
         return out.view(samples, positions, -1, model.head_dim)
 
     q_GSHh, k_GSHh, v_GSHh = heads("wq"), heads("wk"), heads("wv")
-    if model.qk_norm:
+    if model.qk_norm == "head":
         q_GSHh = rms_norm(q_GSHh, weights[f"{name}.q_norm.weight"], model.norm_eps)
         k_GSHh = rms_norm(k_GSHh, weights[f"{name}.k_norm.weight"], model.norm_eps)
     q_GSHh, k_GSHh = rope(q_GSHh, model), rope(k_GSHh, model)
@@ -228,9 +252,10 @@ def attention(
     k_GSHh, v_GSHh = k_GSHh[:, :, of_query_head], v_GSHh[:, :, of_query_head]
 
     scores = torch.einsum("gqhd,gkhd->ghqk", q_GSHh, k_GSHh) * model.head_dim**-0.5
-    shares = causal_softmax(scores, document_GS)
+    shares = causal_softmax(scores, document_GS, narrow, weights.get(f"{name}.sinks"))
     out = torch.einsum("ghqk,gkhd->gqhd", shares.to(v_GSHh.dtype), v_GSHh)
-    return out.reshape(samples, positions, -1) @ weights[f"{name}.wo.weight"].T
+    out = out.reshape(samples, positions, -1) @ weights[f"{name}.wo.weight"].T
+    return out + weights[f"{name}.wo.bias"] if model.out_bias else out
 
 
 def latent_attention(
@@ -263,18 +288,43 @@ def latent_attention(
     return out_GSHv.flatten(2) @ matrix("wo").T
 
 
-def causal_softmax(scores: Tensor, document_GS: Tensor | None) -> Tensor:
+def causal_softmax(
+    scores: Tensor, document_GS: Tensor | None, narrow: int | None = None, sinks_H: Tensor | None = None
+) -> Tensor:
+    """Shares of the keys; a sink, a logit without a value, takes its part of the whole."""
     positions = scores.shape[-1]
     hidden = torch.ones(positions, positions, dtype=torch.bool).triu(1)
+    if narrow is not None:
+        position = torch.arange(positions)
+        hidden = hidden | (position[:, None] - position[None, :] >= narrow)
     if document_GS is not None:
         hidden = hidden | (document_GS[:, None, :, None] != document_GS[:, None, None, :])
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return scores.masked_fill(hidden, -torch.inf).softmax(-1, dtype=wide)
+    scores = scores.masked_fill(hidden, -torch.inf).to(wide)
+    top = scores.amax(-1, keepdim=True).detach()
+    parts = (scores - top).exp()
+    total = parts.sum(-1, keepdim=True)
+    if sinks_H is not None:
+        total = total + (sinks_H.to(wide)[:, None, None] - top).exp()
+    return parts / total
 
 
-def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor, scale: Tensor | float = 1.0) -> Tensor:
+def swiglu(x: Tensor, w1: Tensor, w2: Tensor, w3: Tensor) -> Tensor:
     gate = x @ w1.T
-    return (gate * torch.sigmoid(gate) * (x @ w3.T) * scale) @ w2.T
+    return (gate * torch.sigmoid(gate) * (x @ w3.T)) @ w2.T
+
+
+def expert(model: Model, weights: dict[str, Tensor], name: str, e: int, x: Tensor) -> Tensor:
+    def project(w: str, x: Tensor) -> Tensor:
+        out = x @ weights[f"{name}.{w}"][e].T
+        return out + weights[f"{name}.{w}_bias"][e] if model.expert_biases else out
+
+    gate, up = project("w1", x), project("w3", x)
+    if model.expert_activation == "swiglu":
+        return project("w2", gate * torch.sigmoid(gate) * up)
+    gate = torch.where(gate > 7, 7.0, gate)
+    up = torch.where(up > 7, 7.0, torch.where(up < -7, -7.0, up))
+    return project("w2", gate * torch.sigmoid(1.702 * gate) * (up + 1))
 
 
 def named_swiglu(weights: dict[str, Tensor], name: str, x: Tensor) -> Tensor:
@@ -331,9 +381,19 @@ class Routing:
 
 
 def route(
-    config: Config, weight_ED: Tensor, bias_E: Tensor, x_TD: Tensor, valid_T: Tensor, step_number: int, layer: int
+    config: Config,
+    weight_ED: Tensor,
+    bias_E: Tensor,
+    x_TD: Tensor,
+    valid_T: Tensor,
+    step_number: int,
+    layer: int,
+    logit_bias_E: Tensor | None = None,
 ) -> Routing:
-    """Padding tokens are routed here like any other; whoever uses the result leaves them out."""
+    """bias_E moves the choice alone, logit_bias_E is a weight like any other.
+
+    Padding tokens are routed here like any other; whoever uses the result leaves them out.
+    """
     model, moe = config.model, config.moe
     wide = torch.promote_types(x_TD.dtype, getattr(torch, moe.router_dtype))
     x_TD = x_TD.to(wide)
@@ -342,6 +402,8 @@ def route(
         noise_TD = counted.uniform(noise_key, torch.arange(x_TD.numel()).view(x_TD.shape), wide)
         x_TD = x_TD * (1 + moe.jitter * (2 * noise_TD - 1))
     logits_TE = x_TD @ weight_ED.to(wide).T
+    if logit_bias_E is not None:
+        logits_TE = logits_TE + logit_bias_E.to(wide)
     scores_TE = torch.sigmoid(logits_TE) if model.score_function == "sigmoid" else torch.softmax(logits_TE, -1)
 
     if moe.force_balance:
@@ -482,15 +544,16 @@ def moe_layer(
     slices: Slices,
 ) -> MoEResult:
     model, name = config.model, f"{blocks(config.model)[layer]}.moe"
-    routing = route(config, weights[f"{name}.router.weight"], bias_E, x_TD, tokens.valid_T, step_number, layer)
+    router = (weights[f"{name}.router.weight"], bias_E, x_TD, tokens.valid_T, step_number, layer)
+    routing = route(config, *router, weights.get(f"{name}.router.bias"))
     kept_TK, drop_margin = keep(config, tokens, routing, slices)
     weights_TK = routing.weights_TK.to(x_TD.dtype)
 
     out_TD = torch.zeros_like(x_TD)
     for e in range(model.num_experts):
         token, slot = ((routing.chosen_TK == e) & kept_TK).nonzero(as_tuple=True)
-        w1, w2, w3 = (weights[f"{name}.experts.{w}"][e] for w in ("w1", "w2", "w3"))
-        out_TD = out_TD.index_add(0, token, swiglu(x_TD[token], w1, w2, w3, weights_TK[token, slot, None]))
+        y = expert(model, weights, f"{name}.experts", e, x_TD[token])
+        out_TD = out_TD.index_add(0, token, y * weights_TK[token, slot, None])
     if model.shared_hidden:
         shared_TD = named_swiglu(weights, f"{name}.shared", x_TD)
         if model.shared_gate:
@@ -523,8 +586,9 @@ def forward(
     def run(i: int, x_GSD: Tensor) -> Tensor:
         block = blocks(model)[i]
         normed_GSD = rms_norm(x_GSD, weights[f"{block}.attention_norm.weight"], model.norm_eps)
-        attend = latent_attention if model.kv_lora_rank else attention
-        x_GSD = x_GSD + attend(model, weights, f"{block}.attention", normed_GSD, tokens.document_GS)
+        given = model, weights, f"{block}.attention", normed_GSD, tokens.document_GS
+        out_GSD = latent_attention(*given) if model.kv_lora_rank else attention(*given, window(model, i))
+        x_GSD = x_GSD + out_GSD
         normed_GSD = rms_norm(x_GSD, weights[f"{block}.ffn_norm.weight"], model.norm_eps)
         if not is_moe(model, i):
             return x_GSD + named_swiglu(weights, f"{block}.ffn", normed_GSD)
@@ -653,7 +717,7 @@ def schedule(options: LRSchedule, step_number: int, steps: int) -> float:
 
 
 def decays(name: str, weight: Tensor, decay_all: bool) -> bool:
-    spared = weight.dim() < 2 or name.endswith((".router.weight", ".shared.gate.weight"))
+    spared = weight.dim() < 2 or name.endswith((".router.weight", ".shared.gate.weight", "_bias"))
     return decay_all or not spared
 
 

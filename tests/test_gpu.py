@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from titanmoe.models.attention import causal_attention
 from titanmoe.moe.experts import can_group, grouped_loop, grouped_product
-from titanmoe.parallel.context import _block, _block_backward, block_reference
+from titanmoe.parallel.context import _block, _block_backward, alone, block_reference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,3 +69,20 @@ def test_attention_block_equals_the_reference(dtype: torch.dtype, mask: str, val
     torch.testing.assert_close(lse, want_lse, rtol=1e-2, atol=1e-2)
     for got, expected in zip(grads, want_grads, strict=True):
         torch.testing.assert_close(got, expected, **close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 16])
+@pytest.mark.parametrize("documents", [False, True])
+def test_windows_and_sinks_by_chunks_are_the_plain_ones(dtype: torch.dtype, window: int, documents: bool) -> None:
+    """128 positions; the window cuts them into chunks of 64."""
+    q, k, v = (torch.randn(2, 128, heads, 32, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.randn(4, device="cuda", dtype=dtype, requires_grad=True)
+    document = torch.stack([torch.arange(128, device="cuda") // n for n in (10, 50)]) if documents else None
+    want, got = (attend(q, k, v, document, window, sinks) for attend in (causal_attention, alone))
+    close = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
+    torch.testing.assert_close(got, want, **close)
+    grad = torch.randn_like(want)
+    grads = zip(*(torch.autograd.grad(out, (q, k, v, sinks), grad) for out in (got, want)), strict=True)
+    for mine, expected in grads:
+        torch.testing.assert_close(mine, expected, **close)

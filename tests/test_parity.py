@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests import faults, parity, world
-from tests.features import DISPATCHERS, FEATURES, changes
+from tests.features import CP_KINDS, DISPATCHERS, FEATURES, MODELS, changes
 from tests.mappings import all_folds, cover, named, one_or_more
 from titanmoe.fold.degrees import Fold
 
@@ -72,7 +72,7 @@ def test_smaller_worlds(size: int) -> None:
     parity.check(size, {"parallelism.experts.ep": size, "moe.aux_loss": 0.02, "moe.z_loss": 0.01})
 
 
-FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3")
+FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3", "olmoe", "gpt_oss")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -90,8 +90,11 @@ def test_debug_sizes_of_every_family(family: str) -> None:
         {"parallelism.tp": 2, "parallelism.experts.ep": 4},
         {"parallelism.cp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
         {"parallelism.pp": 2, "parallelism.experts.etp": 2, "moe.grouped_mm": "loop"},
+        MODELS["gpt_oss"]
+        | {"parallelism.cp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
+        | {"training.global_batch_size": 4},
     ],
-    ids=str,
+    ids=["tp", "cp", "pp", "gpt_oss"],
 )
 def test_float32_with_frozen_margins(case: dict[str, Any]) -> None:
     single = {f"training.{key}": "float32" for key in ("dtype", "mixed_precision_param", "mixed_precision_reduce")}
@@ -132,6 +135,13 @@ NASTY = {
         "parallelism.experts.ep": 4,
     },
     "reshard never": {"parallelism.reshard_after_forward": "never", "parallelism.tp": 2, "parallelism.experts.ep": 4},
+    "one norm over the heads of all ranks": {
+        "model.qk_norm": "full",
+        "model.num_heads": 16,
+        "parallelism.tp": 4,
+        "parallelism.cp": 2,
+        "parallelism.experts.ep": 8,
+    },
     "yarn": {
         "model.rope_scaling": "yarn",
         "model.rope_factor": 4.0,
@@ -164,6 +174,15 @@ NASTY = {
         "moe.bias_update_rate": 0.05,
         "training.mtp_weight": 0.7,
     },
+    "biases in slices, on etp and over data ranks": MODELS["gpt_oss"]
+    | {
+        "model.num_experts": 2,
+        "model.top_k": 2,
+        "parallelism.experts.ep": 2,
+        "parallelism.experts.etp": 2,
+    },
+    "fewer sinks than ranks to shard them": MODELS["gpt_oss"]
+    | {"model.num_heads": 4, "model.num_kv_heads": 2, "parallelism.tp": 2, "parallelism.experts.ep": 4},
     "grouped-query with fewer key heads than cp": {
         "parallelism.cp": 8,
         "parallelism.cp_kind": "ulysses",
@@ -177,6 +196,15 @@ def test_nasty_cases(case: str) -> None:
     parity.check(8, NASTY[case])
 
 
+@pytest.mark.parametrize("kind", ["ring-contiguous", "ulysses-zigzag", "allgather-zigzag"])
+def test_windows_and_sinks_across_the_pieces_of_a_sequence(kind: str) -> None:
+    """With documents. A window of 5 over pieces of 4 or 8, or one of 2 over pieces of 16 or 32, which it cuts finer."""
+    case = {"parallelism.cp": 4, "model.sliding_window": 5}
+    if kind.endswith("zigzag"):
+        case = {"parallelism.cp": 2, "parallelism.tp": 2, "model.sliding_window": 2, "training.seq_len": 64}
+    parity.check(4, MODELS["gpt_oss"] | CP_KINDS[kind] | {"training.seq_len": 32} | case, documents=True)
+
+
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("crowd", ["all to one expert", "none to half of them"])
 def test_crowded_and_deserted_experts(dispatcher: str, crowd: str) -> None:
@@ -188,6 +216,8 @@ def test_crowded_and_deserted_experts(dispatcher: str, crowd: str) -> None:
         "parallelism.experts.etp": 2,
         "model.top_k": 1 if crowd == "all to one expert" else 2,
         "model.norm_topk": crowd != "all to one expert",
+        "model.router_bias": True,
+        "model.expert_biases": True,
     }
     errors = parity.check_biased(4, case, [1e6] + [0.0] * 7 if crowd == "all to one expert" else [0.0] * 4 + [-1e6] * 4)
     assert errors["deserted"] == 0.0
@@ -200,6 +230,7 @@ def test_crowded_and_deserted_experts(dispatcher: str, crowd: str) -> None:
         ("router_not_reduced_over_tp", {"parallelism.tp": 2}),
         ("norm_without_experts", {"parallelism.experts.ep": 2}),
         ("loss_divided_by_local_tokens", {"parallelism.experts.ep": 2}),
+        ("norm_of_own_heads_only", {"parallelism.tp": 2, "model.qk_norm": "full"}),
         ("rope_offset_wrong", {"parallelism.cp": 2}),
         ("label_shifted_across_shard_edge", {"parallelism.cp": 2}),
         ("next_token_within_a_shard", {"parallelism.cp": 2, "model.mtp_depth": 1}),

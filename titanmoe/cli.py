@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from titanmoe.checkpoint.command import add_checkpoint
+from titanmoe.checkpoint.hf.command import add_convert
 from titanmoe.config.load import ConfigError, layout, load
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_fold(commands)
     add_checkpoint(commands)
+    add_convert(commands)
     args = parser.parse_args(argv)
     try:
         code = args.run(args)

@@ -87,6 +87,17 @@ class _ScatterSum(torch.autograd.Function):
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_reduce(grad, ctx.group), None
+
+
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, receive, group):
@@ -106,6 +117,11 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
     """A summand of the whole on every rank -> the sum's own piece along dim. Backward gathers the pieces' gradients."""
     return x if group.size == 1 else _ScatterSum.apply(x, dim, group)
+
+
+def sum_over(x: Tensor, group: Group) -> Tensor:
+    """A summand on every rank -> the sum on every rank, which each uses otherwise: backward sums what comes back."""
+    return x if group.size == 1 else _SumOver.apply(x, group)
 
 
 def all_to_all(x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:

@@ -11,9 +11,12 @@ import torch
 from tests import parity, world
 from tests.checkpoint import runs
 from tests.checkpoint.runs import LAST, SAVED
+from tests.features import MODELS
 
 PP = {"parallelism.pp": 4, "model.num_layers": 4, "training.global_batch_size": 8}
 FOUR = {"model.num_layers": 4}
+BIASED = MODELS["gpt_oss"] | {"model.num_experts": 2, "model.top_k": 2, "model.num_kv_heads": 2}
+BIASED |= {"model.num_heads": 4, "model.qk_norm": "full"}
 V = {"pipeline.schedule": "DualPipeV", "parallelism.pp": 2, "model.num_layers": 4}
 
 
@@ -75,6 +78,10 @@ CASES = {
     "model dim of experts to their number": (
         (8, mapping(ep=2) | {"model.num_experts": 4}),
         (4, mapping(ep=4) | {"model.num_experts": 4}),
+    ),
+    "biases sliced over data ranks and etp, few sinks, a norm over all heads": (
+        (8, mapping(tp=2, ep=2, etp=2) | BIASED),
+        (2, mapping(tp=2) | BIASED),
     ),
     "full-sequence dropping": (
         (4, mapping(tp=4, ep=4) | {"moe.capacity_factor": 1.0, "moe.capacity_scope": "full_sequence"}),

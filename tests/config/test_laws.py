@@ -136,7 +136,21 @@ def test_out_of_range(path, value):
         (LATENT | {"model.head_dim": 8, "model.qk_nope_head_dim": 8}, r"8 \+ 2: use head_dim = 10"),
         (LATENT | {"model.v_head_dim": 0}, "v_head_dim = 0 gives .* such as v_head_dim = 6"),
         (LATENT | {"model.qkv_bias": True}, "qkv_bias = true .* set qkv_bias = false, or kv_lora_rank = 0"),
-        (LATENT | {"model.qk_norm": True}, "qk_norm = true .* set qk_norm = false, or kv_lora_rank = 0"),
+        (LATENT | {"model.qk_norm": "head"}, 'qk_norm = "head" .* set qk_norm = "none", or kv_lora_rank = 0'),
+        (LATENT | {"model.attention_sinks": True}, "attention_sinks = true .* set attention_sinks = false, or kv_lora"),
+        (
+            LATENT | {"model.sliding_window": 8, "model.full_attention_every": 0},
+            "sliding_window = 8 is of grouped-query .* set sliding_window = 0, or kv_lora_rank = 0",
+        ),
+        (LATENT | {"model.out_bias": True}, "out_bias = true .* set out_bias = false, or kv_lora_rank = 0"),
+        (
+            {"model.sliding_window": 128},
+            "sliding_window = 128 is not used with .* set full_attention_every = 2 .* or sliding_window = 0",
+        ),
+        (
+            {"model.full_attention_every": 0},
+            "full_attention_every = 0 makes blocks narrow, but .* such as sliding_window = 128, or set full_attention_",
+        ),
         (
             {"model.q_lora_rank": 16},
             "q_lora_rank = 16 is of latent .* set kv_lora_rank, such as 512, or q_lora_rank = 0",
@@ -179,6 +193,8 @@ def test_contradiction(values, says):
         {"model.moe_every": 4, "model.dense_hidden": 64},
         {"model.num_groups": 4, "model.top_groups": 1},
         YARN | {"model.rope_mscale": 1.0, "model.rope_mscale_all_dim": 0.5},
+        {"model.sliding_window": 8, "model.full_attention_every": 0},
+        {"model.sliding_window": 8, "model.full_attention_every": 2, "model.attention_sinks": True},
         LATENT,
         LATENT | {"model.qk_nope_head_dim": 5, "model.head_dim": 7, "model.q_lora_rank": 8},
         {"moe.capacity_scope": "full_sequence", "moe.drop_policy": "position"},

@@ -21,7 +21,7 @@ from titanmoe.config.recipe import toml
 from titanmoe.config.schema import Model
 
 ROOT = Path(__file__).parents[2]
-SHAPES = {"small": {"num_layers": 2, "top_k": 3}, "large": {"num_layers": 60, "num_experts": 64, "qk_norm": True}}
+SHAPES = {"small": {"num_layers": 2, "top_k": 3}, "large": {"num_layers": 60, "num_experts": 64, "qk_norm": "head"}}
 
 
 def preset(family, size):
@@ -99,12 +99,12 @@ def test_override(argv, path, value):
 
 
 def test_family_and_size_lie_under_the_recipe_and_that_under_the_overrides(recipe):
-    assert read("--model.size", "large").model == Model(size="large", num_layers=60, num_experts=64, qk_norm=True)
+    assert read("--model.size", "large").model == Model(size="large", num_layers=60, num_experts=64, qk_norm="head")
     argv = recipe('[model]\nsize = "large"\nnum_layers = 8\nnum_experts = 16\n')
     model = read(*argv, "--model.num_experts", "32").model
-    assert (model.num_layers, model.num_experts, model.qk_norm) == (8, 32, True)
+    assert (model.num_layers, model.num_experts, model.qk_norm) == (8, 32, "head")
     model = read(*argv, "--model.size", "small").model
-    assert (model.num_layers, model.num_experts, model.top_k, model.qk_norm) == (8, 16, 3, False)
+    assert (model.num_layers, model.num_experts, model.top_k, model.qk_norm) == (8, 16, 3, "none")
 
 
 def test_resolve_comes_last_and_only_when_all_is_well():
@@ -171,6 +171,7 @@ def test_problems_of_every_source_come_together(recipe):
             2,
             'moe.dispatcher = "all2all" is not one of alltoall, allgather: did you mean alltoall?',
         ),
+        ("[model]\nqk_norm = true\n", 2, "model.qk_norm = true is not one of none, head, full"),
         ("[moe]\ndispatcher = 2\n", 2, "moe.dispatcher = 2 is not one of alltoall, allgather"),
         ('[training]\ndtype = "float16"\n', 2, 'training.dtype = "float16" is not one of float32, bfloat16, float64'),
         ('a = """\n[training]\nsteps = 3"""\n[training]\nsteps = 0\n', 5, "training.steps = 0 is out of range"),

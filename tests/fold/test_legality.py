@@ -101,6 +101,27 @@ def test_expert_weights_are_shared_out_evenly_over_edp():
     assert broken(8, dim=62) == []
 
 
+def test_biases_of_experts_are_cut_by_etp_and_shared_out_in_slices():
+    biased = dict(expert_biases=True, expert_hidden=126)
+    assert broken(8, Parallelism(experts=Experts(etp=4)), dim=66, **biased | {"expert_hidden": 128}) == [
+        "parallelism.experts.etp = 4 does not divide model.dim = 66 (66 % 4 = 2): use etp in 1, 2"
+    ]
+    assert broken(8, Parallelism(experts=Experts(etp=4)), dim=66) == []
+    # 8 experts over 8 ranks go round; 2 experts over 4 do not, and every width must be a multiple of 4, or 4 * etp
+    assert broken(8, **biased) == []
+    assert broken(8, Parallelism(experts=Experts(ep=2)), num_experts=4, dim=66, **biased) == [
+        "parallelism.experts.edp = 4 ranks cannot share the weights of 2 experts (model.num_experts 4 / ep 2) evenly, "
+        "neither whole experts (2 % 4 = 2) nor model.dim = 66 (66 % 4 = 2) and model.expert_hidden = 126 "
+        "(126 % 4 = 2): use edp_replicate in 2, 4"
+    ]
+    assert broken(16, Parallelism(experts=Experts(ep=4, etp=2)), num_experts=4, dim=66, **biased) == [
+        "parallelism.experts.edp = 2 ranks cannot share the weights of 1 experts (model.num_experts 4 / ep 4) evenly, "
+        "neither whole experts (1 % 2 = 1) nor model.dim = 66 (66 % 4 = 2) and model.expert_hidden = 126 "
+        "(126 % 4 = 2): use edp_replicate = 2"
+    ]
+    assert broken(16, Parallelism(experts=Experts(ep=4, etp=2)), num_experts=4, dim=66, expert_hidden=126) == []
+
+
 def test_layers_and_stages():
     assert broken(8, Parallelism(pp=8)) == [
         "parallelism.pp = 8 is more than model.num_layers = 4, and a stage has a layer at least: use pp of 4 or less"

@@ -10,13 +10,20 @@ from pathlib import Path
 import pytest
 
 from titanmoe.config.schema import Model
-from titanmoe.models.count import flops_per_token, forward_flops_per_token, has_experts, layer_flops, parameters
+from titanmoe.models.count import (
+    flops_per_token,
+    forward_flops_per_token,
+    has_experts,
+    layer_flops,
+    parameters,
+    window,
+)
 from titanmoe.models.families import names, preset
 
 DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 
 
-LATENT = dict(qk_norm=False, qkv_bias=False)
+LATENT = dict(qk_norm="none", qkv_bias=False)
 LATENT |= dict(kv_lora_rank=40, qk_nope_head_dim=6, qk_rope_head_dim=2, head_dim=8, v_head_dim=10)
 GROUPED_QUERIES = dict(kv_lora_rank=0, q_lora_rank=0, qk_nope_head_dim=0, qk_rope_head_dim=0, v_head_dim=0, head_dim=8)
 
@@ -34,6 +41,9 @@ def model(family: str, size: str, **overrides) -> Model:
         ("qwen2_moe", "57b_a14b", 57_408_658_944),
         ("qwen3_moe", "30b_a3b", 30_532_122_624),
         ("qwen3_moe", "235b_a22b", 235_093_634_560),
+        ("olmoe", "7b_a1b", 6_919_161_856),
+        ("gpt_oss", "20b", 20_914_757_184),
+        ("gpt_oss", "120b", 116_829_156_672),
     ],
 )
 def test_total_is_the_published_checkpoints(family, size, total):
@@ -50,6 +60,7 @@ def test_total_is_the_published_checkpoints(family, size, total):
         ("qwen3_moe", "30b_a3b", 30.5, 3.3, 0.1),
         ("qwen3_moe", "235b_a22b", 235, 22, 1),
         ("deepseek_v3", "671b", 671, 37, 1),
+        ("olmoe", "7b_a1b", 6.92, 1.28, 0.01),
     ],
 )
 def test_total_and_active_are_the_cards(family, size, total, active, unit):
@@ -63,6 +74,15 @@ def test_moonlight_is_announced_without_embedding_and_head():
     count = parameters(model("deepseek_v3", "16b"))
     assert abs((count.total - count.embedding) / 1e9 - 15.29) < 0.005
     assert abs((count.active - count.embedding) / 1e9 - 2.24) < 0.005
+
+
+@pytest.mark.parametrize("size, total, active", [("20b", 20.91, 3.61), ("120b", 116.83, 5.13)])
+def test_gpt_oss_is_its_card(size, total, active):
+    """Which does not count the embedding among what is active (arXiv 2508.10925, table 1)."""
+    m = model("gpt_oss", size)
+    count = parameters(m)
+    assert abs(count.total / 1e9 - total) < 0.01
+    assert abs((count.active - m.vocab_size * m.dim) / 1e9 - active) < 0.01
 
 
 def test_fine_grained_mixtral_keeps_the_experts_and_halves_what_a_token_visits():
@@ -106,14 +126,24 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
             shape |= {f"{i}.wv": (key_value, m.dim), f"{i}.wo": (m.dim, query)}
         if m.qkv_bias:
             shape |= {f"{i}.wq.bias": (query,), f"{i}.wk.bias": (key_value,), f"{i}.wv.bias": (key_value,)}
-        if m.qk_norm:
-            shape |= {f"{i}.q_norm": (m.head_dim,), f"{i}.k_norm": (m.head_dim,)}
+        if m.out_bias:
+            shape[f"{i}.wo.bias"] = (m.dim,)
+        if m.attention_sinks:
+            shape[f"{i}.sinks"] = (m.num_heads,)
+        if m.qk_norm != "none":
+            q, k = {"head": (m.head_dim, m.head_dim), "full": (query, key_value)}[m.qk_norm]
+            shape |= {f"{i}.q_norm": (q,), f"{i}.k_norm": (k,)}
         like = min(i, m.num_layers - 1)
         if like < m.num_dense_layers or (like - m.num_dense_layers + 1) % m.moe_every:
             shape |= {f"{i}.ffn.{w}": (m.dense_hidden, m.dim) for w in ("w1", "w2", "w3")}
             continue
         shape[f"{i}.router"] = (m.num_experts, m.dim)
         shape |= {f"{i}.experts.{w}": (m.num_experts, m.expert_hidden, m.dim) for w in ("w1", "w2", "w3")}
+        if m.router_bias:
+            shape[f"{i}.router.bias"] = (m.num_experts,)
+        if m.expert_biases:
+            widths = {"w1": m.expert_hidden, "w2": m.dim, "w3": m.expert_hidden}
+            shape |= {f"{i}.experts.{w}_bias": (m.num_experts, width) for w, width in widths.items()}
         if m.shared_hidden:
             shape |= {f"{i}.shared.{w}": (m.shared_hidden, m.dim) for w in ("w1", "w2", "w3")}
             if m.shared_gate:
@@ -131,7 +161,9 @@ def shapes(m: Model) -> dict[str, tuple[int, ...]]:
         dict(num_layers=6, num_dense_layers=1, moe_every=2, dense_hidden=96, mtp_depth=1),
         dict(shared_hidden=48, shared_gate=False, mtp_depth=1),
         dict(shared_hidden=0, shared_gate=True),
-        dict(GROUPED_QUERIES, qkv_bias=True, qk_norm=True, num_kv_heads=2),
+        dict(GROUPED_QUERIES, qkv_bias=True, qk_norm="head", num_kv_heads=2),
+        dict(GROUPED_QUERIES, qk_norm="full", num_kv_heads=2),
+        dict(GROUPED_QUERIES, out_bias=True, attention_sinks=True, router_bias=True, expert_biases=True),
         dict(LATENT, q_lora_rank=24),
         dict(LATENT, q_lora_rank=0),
     ],
@@ -146,7 +178,7 @@ def test_the_parts_are_the_sums_of_the_shapes(family, overrides):
 
     assert count.total == elements("")
     assert count.embedding == elements(r"^embed$|^head$")
-    assert count.attention == elements(r"\.w([qkvo]|kv)(_[ab])?$|\.bias$")
+    assert count.attention == elements(r"\.w([qkvo]|kv)(_[ab])?$|\.w[qkvo]\.bias$|\.sinks$")
     assert count.dense == elements(r"\.ffn\.")
     assert count.router == elements(r"\.router")
     assert count.experts == elements(r"\.experts")
@@ -208,6 +240,18 @@ def test_multi_token_prediction_costs_a_block_a_projection_and_a_head():
     assert forward_flops_per_token(more, 4096) - forward_flops_per_token(m, 4096) == behind - head + norms
     # README_WEIGHTS.md of the checkpoint: 11.5 billion beside the shared embedding and head.
     assert abs((parameters(more).total - parameters(m).total) / 1e9 - 11.5) < 0.15
+
+
+def test_flops_of_a_window_by_hand():
+    """Every other block sees 6 of 18 positions: on average 6 less the corner's 6 * 6 / 2 / 18 = 5, not 18 / 2 = 9."""
+    m = model("mixtral", "debug", num_layers=4)
+    narrow = replace(m, sliding_window=6, full_attention_every=2)
+    saved = 2 * (9 - 5) * 2 * 2 * m.num_heads * m.head_dim  # blocks, positions, scores and values, 2 FLOPs each
+    assert forward_flops_per_token(m, 18) - forward_flops_per_token(narrow, 18) == saved
+    assert sum(layer_flops(m, 18)[0]) - sum(layer_flops(narrow, 18)[0]) == saved
+    assert [window(narrow, layer) for layer in range(4)] == [6, 0, 6, 0]
+    assert [window(replace(narrow, full_attention_every=0), layer) for layer in range(4)] == [6] * 4
+    assert forward_flops_per_token(replace(narrow, sliding_window=99), 18) == forward_flops_per_token(m, 18)
 
 
 def test_flops_of_mixtral_8x7b_by_hand():

@@ -19,7 +19,8 @@ LATENT = {"qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 10}
 ODD = {
     "tied": {"tie_embeddings": True},
     "dense": {"num_dense_layers": 1, "moe_every": 2, "dense_hidden": 24, "num_layers": 5},
-    "everything": {"qkv_bias": True, "qk_norm": True, "shared_hidden": 8, "shared_gate": True, "num_kv_heads": 2},
+    "everything": {"qkv_bias": True, "qk_norm": "head", "shared_hidden": 8, "shared_gate": True, "num_kv_heads": 2},
+    "norms over all heads": {"qk_norm": "full", "num_kv_heads": 2},
     "multi-token": {"mtp_depth": 1, "tie_embeddings": True},
     "multi-token after a dense layer": {"mtp_depth": 1, "moe_every": 2, "num_layers": 3, "dense_hidden": 24},
     "latent": {"kv_lora_rank": 40, "q_lora_rank": 24} | LATENT,
@@ -59,12 +60,21 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
                 layer[f"attention.{w}.weight"] = (width, D)
                 if model.qkv_bias:
                     layer[f"attention.{w}.bias"] = (width,)
-        if model.qk_norm:
-            layer |= {"attention.q_norm.weight": (h,), "attention.k_norm.weight": (h,)}
+        if model.out_bias:
+            layer["attention.wo.bias"] = (D,)
+        if model.attention_sinks:
+            layer["attention.sinks"] = (model.num_heads,)
+        if model.qk_norm != "none":
+            q, k = {"head": (h, h), "full": (query, key)}[model.qk_norm]
+            layer |= {"attention.q_norm.weight": (q,), "attention.k_norm.weight": (k,)}
         if has_experts(model, i):
             E, width = model.num_experts, model.expert_hidden
             layer["moe.router.weight"] = (E, D)
             layer |= {f"moe.experts.{w}": (E, width, D) for w in ("w1", "w3")} | {"moe.experts.w2": (E, D, width)}
+            if model.router_bias:
+                layer["moe.router.bias"] = (E,)
+            if model.expert_biases:
+                layer |= {f"moe.experts.{w}_bias": (E, width) for w in ("w1", "w3")} | {"moe.experts.w2_bias": (E, D)}
             if model.shared_hidden:
                 layer |= {f"moe.shared.{w}.weight": (model.shared_hidden, D) for w in ("w1", "w3")}
                 layer["moe.shared.w2.weight"] = (D, model.shared_hidden)

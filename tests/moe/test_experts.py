@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -68,8 +70,8 @@ def test_the_grouped_product_takes_whole_16_byte_units_and_no_float64(
     assert can_group(torch.empty(1, widths[0], dtype=dtype), *widths) == can
 
 
-def experts(kind: str, dtype: torch.dtype, hidden: int = HIDDEN) -> Experts:
-    out = Experts(Model(num_experts=4, dim=D, expert_hidden=hidden), MoE(grouped_mm=kind), dtype)
+def experts(kind: str, dtype: torch.dtype, hidden: int = HIDDEN, **switches: Any) -> Experts:
+    out = Experts(Model(num_experts=4, dim=D, expert_hidden=hidden, **switches), MoE(grouped_mm=kind), dtype)
     for seed, weight in enumerate(out.parameters()):
         torch.nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(seed))
     return out
@@ -105,3 +107,73 @@ def test_widths_that_cannot_be_grouped_take_the_loop() -> None:
     x_RD, weight_R1 = random(9, D, dtype=torch.float32, seed=5), random(9, 1, dtype=torch.float32, seed=6)
     auto, loop = (made[kind](x_RD, weight_R1, torch.tensor([2, 0, 6, 1])) for kind in ("auto", "loop"))
     assert torch.equal(auto, loop)
+
+
+GPT_OSS = {"expert_biases": True, "expert_activation": "clamped_swiglu"}
+
+
+def biased_row(made: Experts, e: int, x_D: Tensor) -> Tensor:
+    """One token through one expert, as it is published."""
+    gate, up = made.w1[e] @ x_D + made.w1_bias[e], made.w3[e] @ x_D + made.w3_bias[e]
+    gate, up = torch.minimum(gate, gate.new_tensor(7.0)), torch.minimum(up, up.new_tensor(7.0))
+    up = torch.maximum(up, up.new_tensor(-7.0))
+    return made.w2[e] @ (gate * torch.sigmoid(1.702 * gate) * (up + 1)) + made.w2_bias[e]
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
+@pytest.mark.parametrize("kind, dtype", [("loop", torch.float64), ("grouped", torch.float32)])
+def test_biases_and_the_clamp_row_by_row(kind: str, dtype: torch.dtype, counts: list[int]) -> None:
+    """Inputs so large that gates and ups meet the clamp from every side; idle experts' gradients are exact zeros."""
+    made = experts(kind, dtype, **GPT_OSS)
+    assert len(list(made.parameters())) == 6
+    x_RD, weight_R1 = random(sum(counts), D, dtype=dtype, seed=5), random(sum(counts), 1, dtype=dtype, seed=6)
+    x_RD = (x_RD * 6).detach().requires_grad_()
+    y_RD = made(x_RD, weight_R1, torch.tensor(counts))
+    of = torch.arange(4).repeat_interleave(torch.tensor(counts)).tolist()
+    inputs = [x_RD, weight_R1, *made.parameters()]
+    cotangent = random(sum(counts), D, dtype=dtype, seed=7).detach()
+    grads = torch.autograd.grad(y_RD, inputs, cotangent)  # raises where a parameter took no part
+    for grad in grads[2:]:
+        assert all(torch.equal(grad[e], torch.zeros_like(grad[e])) for e, n in enumerate(counts) if n == 0)
+    if not of:
+        return
+    rows = torch.stack([biased_row(made, e, x) for e, x in zip(of, x_RD, strict=True)]) * weight_R1
+    if len(of) > 10:
+        up_RF = torch.stack([made.w3[e] @ x for e, x in zip(of, x_RD, strict=True)])
+        assert (up_RF > 9).any() and (up_RF < -9).any(), "the clamp is not met"
+    torch.testing.assert_close(y_RD, rows, rtol=1e-4, atol=1e-4)
+    for grad, want in zip(grads, torch.autograd.grad(rows, inputs, cotangent), strict=True):
+        torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-3)
+
+
+def test_the_etp_ranks_of_a_biased_expert_add_up() -> None:
+    """Each has a part of the hidden width and adds the last bias to columns of its own."""
+    whole = experts("loop", torch.float64, **GPT_OSS)
+    x_RD, weight_R1 = random(18, D, dtype=torch.float64, seed=5), random(18, 1, dtype=torch.float64, seed=6)
+    counts, total = torch.tensor([0, 7, 0, 11]), torch.zeros(18, D, dtype=torch.float64)
+    for rank in range(2):
+        part = experts("loop", torch.float64, HIDDEN // 2, **GPT_OSS)
+        part.lay(rank)
+        for name, cut in {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}.items():
+            setattr(part, name, torch.nn.Parameter(getattr(whole, name).detach().chunk(2, cut)[rank]))
+        total = total + part(x_RD, weight_R1, counts)
+    torch.testing.assert_close(total, whole(x_RD, weight_R1, counts), rtol=1e-12, atol=1e-12)
+
+
+def test_the_rows_of_padded_bins_give_biases_no_gradient() -> None:
+    """A padded row is a zero token with weight 0, and nothing comes back to it."""
+    made = experts("loop", torch.float64, **GPT_OSS)
+    x_RD, weight_R1 = (random(9, n, dtype=torch.float64, seed=n).detach() for n in (D, 1))
+    cotangent = random(9, D, dtype=torch.float64, seed=7).detach()
+    kept = torch.tensor([0, 1, 2, 5, 6])  # of bins of 3 rows
+    parameters = list(made.parameters())
+    want = torch.autograd.grad(
+        made(x_RD[kept], weight_R1[kept], torch.tensor([3, 2, 0, 0])), parameters, cotangent[kept]
+    )
+    padding = torch.ones(9, 1, dtype=torch.float64).index_fill(0, kept, 0)
+    padded = (x * (1 - padding) for x in (x_RD, weight_R1, cotangent))
+    x_RD, weight_R1, cotangent = padded
+    bins = torch.tensor([3, 4, 2, 0])  # rows 3, 4 before and 7, 8 after the second expert's are empty
+    got = torch.autograd.grad(made(x_RD, weight_R1, bins), parameters, cotangent)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

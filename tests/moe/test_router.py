@@ -180,3 +180,20 @@ def test_gating_promotes_and_never_demotes(
     assert {logits_TE.dtype, scores_TE.dtype, weights_TK.dtype} == {wide}
     want = x_TD.double() @ made.weight.double().t()
     torch.testing.assert_close(logits_TE.double(), want, rtol=0, atol=1e-14 if wide == torch.float64 else 1e-5)
+
+
+def test_the_router_bias_is_a_weight_and_not_the_selection_bias() -> None:
+    made = router(6, router_bias=True, score_function="softmax_after_topk", norm_topk=False)
+    with torch.no_grad():
+        made.bias.copy_(torch.linspace(-3, 3, 8))
+    x_TD = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    logits_TE, _, weights_TK, chosen_TK = made(x_TD, tokens(5))
+    want_TE = x_TD @ made.weight.t() + made.bias
+    torch.testing.assert_close(logits_TE, want_TE)
+    top = want_TE.topk(2)
+    assert torch.equal(chosen_TK, top.indices)
+    torch.testing.assert_close(weights_TK, top.values.softmax(-1))
+    cotangent = torch.randn(5, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    got, want = (torch.autograd.grad(w, made.bias, cotangent)[0] for w in (weights_TK, top.values.softmax(-1)))
+    torch.testing.assert_close(got, want)
+    assert (got != 0).any()

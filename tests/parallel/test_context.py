@@ -11,13 +11,17 @@ from torch import Tensor
 
 from tests import world
 from titanmoe.comm import Group
+from titanmoe.models.attention import causal_attention
 from titanmoe.parallel.context import (
     Placement,
     _backward_pairs,
+    _bias,
     _block,
     _block_backward,
     _forward_pairs,
+    _pairs,
     _swap,
+    alone,
     block_reference,
 )
 
@@ -154,6 +158,71 @@ def test_blocks_merge_to_the_whole(
             dv[:, :, there] += part_v[:, :, here]
     for grad, wanted in zip((dq, dk, dv), torch.autograd.grad(want, (q, k, v), cotangent), strict=True):
         close(grad, wanted)
+
+
+@given(st.integers(1, 3), st.integers(1, 24), st.integers(0, 30), st.booleans())
+def test_the_pairs_see_what_the_window_and_causality_let_them(size: int, chunk: int, window: int, cut: bool) -> None:
+    """Every (query, key) of all ranks exactly once where it is to be seen, whatever chunks are skipped or cut finer."""
+    placement = Placement(size, zigzag=True)
+    length = placement.chunks * chunk
+    document = (torch.arange(length) // 5).unsqueeze(0) if cut else None
+    everything = list(range(placement.chunks))
+    seen = torch.zeros(length, length)
+    for rank in range(size):
+        mine = placement.held(rank)
+        where = torch.cat([torch.arange(c * chunk, (c + 1) * chunk) for c in mine])
+        for i, rows, j, keys in _pairs(len(where), mine, everything, window):
+            step = rows.stop - rows.start
+            bias = _bias(document, i, j, step, window, torch.zeros(1))
+            allowed = torch.ones(step, step) if bias is None else (bias[0, 0] == 0).float()
+            if bias is None and i == j:
+                allowed = allowed.tril()  # what the kernel is told
+            assert cut or allowed.any(), "a pair that could have been skipped"
+            seen[where[rows].unsqueeze(1), torch.arange(keys.start, keys.stop)] += allowed
+    apart = torch.arange(length).unsqueeze(1) - torch.arange(length)
+    want = (apart >= 0) & (apart < (window or length))
+    if document is not None:
+        want = want & (document[0].unsqueeze(1) == document[0])
+    assert torch.equal(seen, want.float())
+
+
+def test_a_narrow_window_leaves_out_most_pairs() -> None:
+    """4096 positions, a window of 128: 8 chunks of 512, each with itself and the one before."""
+    pairs = _pairs(4096, [0], [0], 128)
+    assert [(i, j) for i, _, j, _ in pairs] == [(i, j) for i in range(8) for j in (i - 1, i) if j >= 0]
+    assert {rows.stop - rows.start for _, rows, _, _ in pairs} == {512}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("window", [0, 1, 3, 40])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_attention_by_chunks_is_the_plain_one(sinks: bool, window: int, documents: bool, dtype: torch.dtype) -> None:
+    """Outputs and gradients, those of the sinks too, from none to overwhelming; four query heads over two key heads."""
+    length = 24
+    q = random(B, length, H, WIDTH, dtype=dtype, seed=0).requires_grad_()
+    k, v = (random(B, length, 2, WIDTH, dtype=dtype, seed=s).requires_grad_() for s in (1, 2))
+    inputs, sinks_H = [q, k, v], None
+    if sinks:
+        sinks_H = torch.tensor([-1e4, 0.0, 2.5, 60.0], dtype=dtype, requires_grad=True)
+        inputs.append(sinks_H)
+    document = torch.stack([torch.arange(length) // n for n in (5, 11)]) if documents else None
+    want, got = (attend(q, k, v, document, window, sinks_H) for attend in (causal_attention, alone))
+    close(got, want)
+    cotangent = random(*want.shape, dtype=dtype, seed=9)
+    grads = zip(*(torch.autograd.grad(out, inputs, cotangent) for out in (got, want)), strict=True)
+    for grad, wanted in grads:
+        assert grad.isfinite().all()
+        close(grad, wanted)
+
+
+def test_a_sink_is_a_share_that_goes_nowhere() -> None:
+    q, k, v = (random(1, 5, 2, WIDTH, dtype=torch.float64, seed=s) for s in range(3))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / WIDTH**0.5
+    lse = scores.masked_fill(~torch.ones(5, 5, dtype=torch.bool).tril(), -torch.inf).logsumexp(-1)
+    sinks = torch.tensor([0.3, -2.0], dtype=torch.float64)
+    kept = lse.exp() / (lse.exp() + sinks.exp().unsqueeze(1))
+    close(alone(q, k, v, None, 0, sinks), causal_attention(q, k, v) * kept.transpose(1, 2).unsqueeze(-1))
 
 
 @given(st.integers(1, 6), st.booleans(), st.integers(1, 3))

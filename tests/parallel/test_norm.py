@@ -18,7 +18,7 @@ MAPPINGS: dict[str, dict[str, Any]] = {
         "parallelism.dp_replicate": 2,
         "parallelism.experts.ep": 2,
         "parallelism.experts.etp": 2,
-        "model.qk_norm": True,
+        "model.qk_norm": "head",
     },
     "replicate2_edp4": {"parallelism.dp_replicate": 2, "model.shared_hidden": 16, "model.shared_gate": True},
     "pp2_tied": {"parallelism.pp": 2, "model.tie_embeddings": True},

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests import parity, world
+from tests.features import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -51,6 +52,7 @@ def test_mixed_precision_keeps_router_and_sums_wide(stored: str) -> None:
     "mapping",
     [
         {"parallelism.tp": 2, "parallelism.experts.ep": 2},
+        MODELS["gpt_oss"] | {"parallelism.tp": 2, "parallelism.experts.etp": 2, "model.qk_norm": "full"},
         pytest.param(
             {"parallelism.pp": 2, "pipeline.schedule": "DualPipeV", "model.num_layers": 4}, marks=pytest.mark.slow
         ),

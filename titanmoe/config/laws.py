@@ -5,6 +5,7 @@ What depends on the world size is the mapping's affair (`titanmoe.fold`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -53,6 +54,8 @@ RANGES = {
     "model.num_heads": COUNT,
     "model.num_kv_heads": COUNT,
     "model.head_dim": Range(2),
+    "model.sliding_window": NOT_NEGATIVE,
+    "model.full_attention_every": NOT_NEGATIVE,
     "model.kv_lora_rank": NOT_NEGATIVE,
     "model.q_lora_rank": NOT_NEGATIVE,
     "model.qk_nope_head_dim": NOT_NEGATIVE,
@@ -148,6 +151,7 @@ def contradictions(config: Config) -> list[Violation]:
         *_job(config.job),
         *_shape(config.model),
         *(_latent(config.model) if config.model.kv_lora_rank else _not_latent(config.model)),
+        *_window(config.model),
         *_rope(config.model),
         *_routing(config.model),
         *_data(config.data),
@@ -233,12 +237,13 @@ def _latent(model: Model) -> Iterator[Violation]:
             "model.v_head_dim = 0 gives latent attention no values: give a width, such as "
             f"v_head_dim = {nope or model.head_dim}",
         )
-    for name in ("qkv_bias", "qk_norm"):
-        if getattr(model, name):
+    for name in ("qkv_bias", "out_bias", "attention_sinks", "sliding_window", "qk_norm"):
+        value, without = (json.dumps(getattr(m, name)) for m in (model, Model()))
+        if value != without:
             yield Violation(
                 (f"model.{name}", "model.kv_lora_rank"),
-                f"model.{name} = true is of grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
-                f"asks for latent attention: set {name} = false, or kv_lora_rank = 0",
+                f"model.{name} = {value} is of grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
+                f"asks for latent attention: set {name} = {without}, or kv_lora_rank = 0",
             )
 
 
@@ -250,6 +255,23 @@ def _not_latent(model: Model) -> Iterator[Violation]:
                 f"model.{name} = {value} is of latent attention, and model.kv_lora_rank = 0 asks for grouped-query "
                 f"attention: set kv_lora_rank, such as 512, or {name} = 0",
             )
+
+
+def _window(model: Model) -> Iterator[Violation]:
+    window, every = model.sliding_window, model.full_attention_every
+    if window and every == 1:
+        yield Violation(
+            ("model.sliding_window", "model.full_attention_every"),
+            f"model.sliding_window = {window} is not used with model.full_attention_every = 1, by which every block "
+            "sees the whole sequence: set full_attention_every = 2 for every other block or 0 for none, "
+            "or sliding_window = 0",
+        )
+    if not window and every != 1:
+        yield Violation(
+            ("model.full_attention_every", "model.sliding_window"),
+            f"model.full_attention_every = {every} makes blocks narrow, but model.sliding_window = 0 is no width: "
+            "give it, such as sliding_window = 128, or set full_attention_every = 1",
+        )
 
 
 def _rope(model: Model) -> Iterator[Violation]:

@@ -28,7 +28,7 @@ class Model:
     """The model: a family and a size give every other field its value; any of them can be overridden."""
 
     family: str = "mixtral"
-    """mixtral, qwen2_moe, qwen3_moe, llama3_moe, deepseek_v3. Sets switches such as qk_norm and norm_topk."""
+    """mixtral, qwen2_moe, qwen3_moe, llama3_moe, deepseek_v3, olmoe, gpt_oss. Sets switches such as qk_norm and norm_topk."""
     size: str = "debug"
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
     vocab_size: int = 320
@@ -45,8 +45,16 @@ class Model:
     """Width of one head; num_heads * head_dim need not equal dim."""
     qkv_bias: bool = False
     """Bias on the query, key and value projections (Qwen2)."""
-    qk_norm: bool = False
-    """RMSNorm on each head's queries and keys before RoPE (Qwen3)."""
+    out_bias: bool = False
+    """Bias on attention's output projection (gpt-oss)."""
+    attention_sinks: bool = False
+    """One learned logit per head beside the keys' in the softmax, so that a head may attend to nothing (gpt-oss)."""
+    sliding_window: int = 0
+    """Positions that a block of narrow attention sees, its own counted (gpt-oss: 128); 0: no block is narrow. Which are: full_attention_every."""
+    full_attention_every: int = 1
+    """With sliding_window: every n-th block sees the whole sequence, the others before it the window (gpt-oss: 2). 0: all blocks are narrow."""
+    qk_norm: Literal["none", "head", "full"] = "none"
+    """RMSNorm on queries and keys before RoPE, to steady their products. head: each head for itself (Qwen3). full: over all heads together (OLMoE), which under tp takes two small messages more."""
     kv_lora_rank: int = 0
     """Above 0: latent attention (MLA, arXiv 2405.04434). Keys and values of all heads come from one latent vector of this width (DeepSeek-V3: 512). Set num_kv_heads to num_heads, head_dim to the sum of the two widths below."""
     q_lora_rank: int = 0
@@ -91,12 +99,18 @@ class Model:
     """Experts a token visits."""
     expert_hidden: int = 128
     """Hidden width of one expert; a multiple of etp."""
+    expert_biases: bool = False
+    """Biases on the three projections of every routed expert (gpt-oss). Then dim must be a multiple of etp too."""
+    expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
+    """Of routed experts. swiglu: silu(gate) * up. clamped_swiglu: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within 7 of 0 (gpt-oss)."""
     shared_hidden: int = 0
     """Hidden width of the shared expert that every token visits; 0 for none."""
     shared_gate: bool = False
     """Scale the shared expert by a learned sigmoid gate (Qwen2-MoE)."""
     score_function: Literal["softmax", "softmax_after_topk", "sigmoid"] = "softmax"
     """softmax over all experts and then top-k, softmax over the chosen ones only, or independent sigmoids (DeepSeek-V3)."""
+    router_bias: bool = False
+    """A learned bias on the router's logits (gpt-oss). Unlike bias_update_rate's, it has a gradient and enters the weights."""
     norm_topk: bool = True
     """Scale the chosen weights of a token to sum to one."""
     route_scale: float = 1.0

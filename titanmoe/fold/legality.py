@@ -53,16 +53,16 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
                     f"(model.num_dense_layers = {model.num_dense_layers}, model.moe_every = {model.moe_every}): "
                     f"use {name} = 1"
                 )
-    elif {"ep", "edp"} <= degrees.keys() and not experts_shard(model, degrees["ep"], degrees["edp"]):
-        ep, edp = degrees["ep"], degrees["edp"]
+    elif {"ep", "edp", "etp"} <= degrees.keys() and not experts_shard(model, *_held(degrees)):
+        ep, edp, etp = _held(degrees)
         held = model.num_experts // ep
         total = edp * degrees["edp_replicate"]
-        fits = [total // n for n in divisors(total) if experts_shard(model, ep, n)]
+        fits = [total // n for n in divisors(total) if experts_shard(model, ep, n, etp)]
         fix = choices("edp_replicate", fits, degrees["edp_replicate"])
         yield (
             f"{KEYS['edp']} = {edp} ranks cannot share the weights of {held} experts (model.num_experts "
             f"{model.num_experts} / ep {ep}) evenly, neither whole experts ({held} % {edp} = {held % edp}) nor "
-            f"model.dim = {model.dim} ({model.dim} % {edp} = {model.dim % edp}): use {fix}"
+            f"{' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
         )
 
 
@@ -86,13 +86,26 @@ def divided_fields(model: Model) -> dict[str, dict[str, int]]:
     if moe > 0:
         cut["tp"]["model.shared_hidden"] = model.shared_hidden
         cut["ep"] = {"model.num_experts": model.num_experts}
-        cut["etp"] = {"model.expert_hidden": model.expert_hidden}
+        cut["etp"] = {"model.expert_hidden": model.expert_hidden, "model.dim": model.dim if model.expert_biases else 0}
     return cut
 
 
-def experts_shard(model: Model, ep: int, edp: int) -> bool:
-    """Whole experts over edp if they go round, else slices of the model dim; FSDP would pad anything uneven."""
-    return model.num_experts % ep != 0 or model.num_experts // ep % edp == 0 or model.dim % edp == 0
+def _held(degrees: Mapping[str, int]) -> tuple[int, int, int]:
+    """What decides the shape of a rank's experts."""
+    return degrees["ep"], degrees["edp"], degrees["etp"]
+
+
+def experts_shard(model: Model, ep: int, edp: int, etp: int) -> bool:
+    """Whole experts over edp if they go round, else slices of their widths; FSDP would pad anything uneven."""
+    return model.num_experts % ep != 0 or model.num_experts // ep % edp == 0 or not _uneven_widths(model, edp, etp)
+
+
+def _uneven_widths(model: Model, edp: int, etp: int) -> list[str]:
+    """Matrices are sliced along the model dim, which etp leaves whole, biases along their width, which etp cuts too."""
+    widths, parts = {"model.dim": model.dim}, edp
+    if model.expert_biases:
+        widths, parts = widths | {"model.expert_hidden": model.expert_hidden}, edp * etp
+    return [f"{name} = {n} ({n} % {parts} = {n % parts})" for name, n in widths.items() if n % parts]
 
 
 def _divides(degrees: Mapping[str, int], name: str, fields: Mapping[str, int]) -> Iterator[str]:

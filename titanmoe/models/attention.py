@@ -6,43 +6,80 @@ G key heads of this rank, h head width.
 
 from __future__ import annotations
 
+import math
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm import ALONE, gather, scatter_sum
+from titanmoe.comm import ALONE, gather, local, scatter_sum
 from titanmoe.config.schema import Model
-from titanmoe.models.layers import Linear, RMSNorm, rotate
+from titanmoe.models.count import window
+from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate
 
 
-def causal_attention(q_BSHh: Tensor, k_BSGh: Tensor, v_BSGh: Tensor, document_BS: Tensor | None = None) -> Tensor:
-    """Every position sees itself and those before it of its own document; query head i uses key head i // (H / G)."""
+def causal_attention(
+    q_BSHh: Tensor,
+    k_BSGh: Tensor,
+    v_BSGh: Tensor,
+    document_BS: Tensor | None = None,
+    window: int = 0,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Every position sees itself and those before it of its own document; query head i uses key head i // (H / G).
+
+    window: of those only the last so many, its own counted. sinks_H: the logit of one more key, whose value is zero.
+    Windows and sinks are here in plain operations; `titanmoe.parallel.context` lays the fast ones in their place.
+    """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
     mask = None
     if document_BS is not None:
         mask = (document_BS.unsqueeze(2) == document_BS.unsqueeze(1)).tril().unsqueeze(1)
+    if window:
+        near = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        mask = near if mask is None else mask & near
     grouped = q.shape[1] != k.shape[1]
+    if sinks_H is not None:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        scores = promote(q) @ promote(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
+        if mask is None:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        sinks = promote(sinks_H).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        shares = torch.cat((scores.masked_fill(~mask, -torch.inf), sinks), -1).softmax(-1)[..., :-1]
+        return (shares @ promote(v)).to(q.dtype).transpose(1, 2)
     out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=grouped)
     return out.transpose(1, 2)
 
 
 class Attention(nn.Module):
-    def __init__(self, model: Model, dtype):
+    def __init__(self, model: Model, layer: int, dtype: torch.dtype):
         super().__init__()
         width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self.wq = Linear(model.dim, width, bias=model.qkv_bias, dtype=dtype)
         self.wk = Linear(model.dim, kv_width, bias=model.qkv_bias, dtype=dtype)
         self.wv = Linear(model.dim, kv_width, bias=model.qkv_bias, dtype=dtype)
-        self.wo = Linear(width, model.dim, dtype=dtype)
-        self.q_norm = RMSNorm(model.head_dim, model.norm_eps, dtype) if model.qk_norm else None
-        self.k_norm = RMSNorm(model.head_dim, model.norm_eps, dtype) if model.qk_norm else None
+        self.wo = Linear(width, model.dim, bias=model.out_bias, dtype=dtype)
+        self.sinks = nn.Parameter(torch.empty(model.num_heads, dtype=dtype)) if model.attention_sinks else None
+        self.window = window(model, layer)
+        self.qk_norm, self.q_norm, self.k_norm = model.qk_norm, None, None
+        if model.qk_norm == "head":
+            self.q_norm, self.k_norm = (RMSNorm(model.head_dim, model.norm_eps, dtype) for _ in "qk")
+        elif model.qk_norm == "full":
+            self.q_norm, self.k_norm = (SplitRMSNorm(w, model.norm_eps, dtype) for w in (width, kv_width))
         self.head_dim = model.head_dim
         self.tp = ALONE
         self.attend = causal_attention
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
         x_BSD = gather(x_BsD, 1, self.tp)
-        q, k, v = (w(x_BSD).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
-        if self.q_norm is not None:
+        q, k, v = self.wq(x_BSD), self.wk(x_BSD), self.wv(x_BSD)
+        if self.qk_norm == "full":
             q, k = self.q_norm(q), self.k_norm(k)
-        out_BSHh = self.attend(rotate(q, rope), rotate(k, rope), v, document_BL)
-        return scatter_sum(self.wo(out_BSHh.flatten(2)), 1, self.tp)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in (q, k, v))
+        if self.qk_norm == "head":
+            q, k = self.q_norm(q), self.k_norm(k)
+        sinks_H = None if self.sinks is None else local(self.sinks)
+        out_BSHh = self.attend(rotate(q, rope), rotate(k, rope), v, document_BL, self.window, sinks_H)
+        y_BsD = scatter_sum(F.linear(out_BSHh.flatten(2), local(self.wo.weight)), 1, self.tp)
+        # Once, to the tokens this rank owns: in the product every tp rank would add it.
+        return y_BsD if self.wo.bias is None else y_BsD + local(self.wo.bias)

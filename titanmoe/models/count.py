@@ -8,14 +8,14 @@ FLOPs, per token, a multiplication and an addition being two:
 
     forward  = 2 * N + L * H * (h + v) * S        training = 3 * forward, the backward pass being two forwards
 
-N is the active parameters with the head but without the embedding, which is looked up and not multiplied (a tied
-matrix counts once, as the head). L layers, H query heads, h the width of their queries and v of their values (the same
-but in latent attention), S the sequence length. The second term is causal attention: scores and weighted values cost
-2 * H * (h + v) per token and position, and a token sees S/2 positions on average. In N, norms and biases (less than
-0.01 % of a real model) are priced like matrix rows. Softmax, RoPE and activations are not counted, nor is
-recomputation: this is the work of the model (MFU), not of the hardware (HFU).
-With multi-token prediction L counts its block too, and the head is multiplied twice.
-Tokens that a capacity factor drops are counted as if they were computed.
+N is the active parameters with the head but without the embedding, which is looked up and not multiplied (a tied matrix
+counts once, as the head). L layers, H query heads, h the width of their queries and v of their values (the same but in
+latent attention), S the sequence length. The second term is causal attention: scores and weighted values cost 2 * H *
+(h + v) per token and position, and a token sees S/2 positions on average; W - W^2 / 2S in a block with a sliding window
+of W. In N, norms and biases (less than 0.1 % of a real model) are priced like matrix rows. Softmax, RoPE and
+activations are not counted, nor is recomputation: this is the work of the model (MFU), not of the hardware (HFU). With
+multi-token prediction L counts its block too, and the head is multiplied twice. Tokens that a capacity factor drops are
+counted as if they were computed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Parameters:
     embedding: int
     """Both ends: embedding and head; one matrix when tied."""
     attention: int
-    """Projections and their biases."""
+    """Projections, their biases, and sinks."""
     dense: int
     """Feed-forward networks of the blocks without experts."""
     router: int
@@ -73,27 +73,40 @@ def _projections(model: Model) -> int:
     return to_query + dim * (down + model.qk_rope_head_dim) + down * heads * up + out * dim
 
 
-def _scores_and_values(model: Model, seq_len: int) -> int:
+def window(model: Model, layer: int) -> int:
+    """Positions that a token of the block sees, its own counted; 0: all before it. What follows the last is like it."""
+    every, layer = model.full_attention_every, min(layer, model.num_layers - 1)
+    return 0 if every and (layer + 1) % every == 0 else model.sliding_window
+
+
+def _scores_and_values(model: Model, layer: int, seq_len: int) -> int:
     """Forward FLOPs per token of one block's attention but its projections."""
-    return model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim)) * seq_len
+    width = min(window(model, layer) or seq_len, seq_len)
+    twice_seen = 2 * width - width * width // seq_len  # positions, on average: a triangle's, its far corner cut off
+    return model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim)) * twice_seen
 
 
 def parameters(model: Model) -> Parameters:
     layers, dim = model.num_layers + model.mtp_depth, model.dim
     moe_layers = sum(has_experts(model, layer) for layer in range(layers))
-    biases = model.qkv_bias * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    inner_norms = model.qk_norm * 2 * model.head_dim + model.q_lora_rank + model.kv_lora_rank
+    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    qk_norm = {"none": 0, "head": 2 * model.head_dim, "full": query + key_value}[model.qk_norm]
+    inner_norms = qk_norm + model.q_lora_rank + model.kv_lora_rank
+    biases = model.qkv_bias * (query + 2 * key_value) + model.out_bias * dim
+    sinks = model.attention_sinks * model.num_heads
 
     def swiglu(hidden: int) -> int:
         return 3 * dim * hidden
 
+    expert = swiglu(model.expert_hidden) + model.expert_biases * (2 * model.expert_hidden + dim)
+
     return Parameters(
         embedding=(1 if model.tie_embeddings else 2) * model.vocab_size * dim,
-        attention=layers * (_projections(model) + biases),
+        attention=layers * (_projections(model) + biases + sinks),
         dense=(layers - moe_layers) * swiglu(model.dense_hidden),
-        router=moe_layers * model.num_experts * dim,
-        experts=moe_layers * model.num_experts * swiglu(model.expert_hidden),
-        active_experts=moe_layers * model.top_k * swiglu(model.expert_hidden),
+        router=moe_layers * model.num_experts * (dim + model.router_bias),
+        experts=moe_layers * model.num_experts * expert,
+        active_experts=moe_layers * model.top_k * expert,
         shared=moe_layers * (swiglu(model.shared_hidden) + (dim if model.shared_hidden and model.shared_gate else 0)),
         norms=layers * (2 * dim + inner_norms) + (1 + 3 * model.mtp_depth) * dim,
         mtp=model.mtp_depth * 2 * dim * dim,
@@ -102,11 +115,11 @@ def parameters(model: Model) -> Parameters:
 
 def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
     """Forward FLOPs per token of each block, and of what comes after them: what a pipeline stage costs."""
-    attention = 2 * _projections(model) + _scores_and_values(model, seq_len)
     dense = 2 * 3 * model.dim * model.dense_hidden
     experts = 2 * model.dim * (model.num_experts + 3 * (model.top_k * model.expert_hidden + model.shared_hidden))
     blocks = [
-        attention + (experts if has_experts(model, i) else dense) for i in range(model.num_layers + model.mtp_depth)
+        2 * _projections(model) + _scores_and_values(model, i, seq_len) + (experts if has_experts(model, i) else dense)
+        for i in range(model.num_layers + model.mtp_depth)
     ]
     layers, further = blocks[: model.num_layers], blocks[model.num_layers :]
     head = (1 + model.mtp_depth) * 2 * model.vocab_size * model.dim
@@ -117,7 +130,8 @@ def forward_flops_per_token(model: Model, seq_len: int) -> int:
     """FLOPs of one token's forward pass, averaged over a sequence of seq_len."""
     count = parameters(model)
     multiplied = count.active - count.embedding + (1 + model.mtp_depth) * model.vocab_size * model.dim
-    return 2 * multiplied + (model.num_layers + model.mtp_depth) * _scores_and_values(model, seq_len)
+    blocks = range(model.num_layers + model.mtp_depth)
+    return 2 * multiplied + sum(_scores_and_values(model, i, seq_len) for i in blocks)
 
 
 def flops_per_token(model: Model, seq_len: int) -> int:

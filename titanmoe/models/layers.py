@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm import ALONE, gather, local, scatter_sum
+from titanmoe.comm import ALONE, gather, local, scatter_sum, sum_over
 from titanmoe.config.schema import Model
 
 
@@ -39,8 +39,22 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = promote(x)
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        normed = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
         return normed.to(x.dtype) * local(self.weight)
+
+    def mean_square(self, wide: Tensor) -> Tensor:
+        return wide.square().mean(-1, keepdim=True)
+
+
+class SplitRMSNorm(RMSNorm):
+    """Over a width that is shared out over tp, as the heads are."""
+
+    def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None):
+        super().__init__(dim, eps, dtype)
+        self.tp = ALONE
+
+    def mean_square(self, wide: Tensor) -> Tensor:
+        return sum_over(super().mean_square(wide), self.tp) / self.tp.size
 
 
 class FeedForward(nn.Module):

@@ -26,7 +26,7 @@ class Block(nn.Module):
         super().__init__()
         model = config.model
         self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype)
-        self.attention = LatentAttention(model, dtype) if model.kv_lora_rank else Attention(model, dtype)
+        self.attention = LatentAttention(model, dtype) if model.kv_lora_rank else Attention(model, layer, dtype)
         self.ffn_norm = RMSNorm(model.dim, model.norm_eps, dtype)
         self.moe = self.ffn = None
         if has_experts(model, layer):

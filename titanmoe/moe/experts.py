@@ -1,4 +1,4 @@
-"""The experts of this rank: a grouped SwiGLU.
+"""The experts of this rank: a grouped SwiGLU, with biases where the family has them.
 
 Shapes: R routed rows sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
 """
@@ -38,6 +38,18 @@ def can_group(x: Tensor, *widths: int) -> bool:
     return True
 
 
+def rows_of(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+    """(R, e): 1 where the row is the expert's. Times biases: each row's own. Transposed, it adds up their gradients."""
+    row_R1, end_e = torch.arange(rows, device=count_e.device).unsqueeze(1), count_e.cumsum(0)
+    return ((row_R1 >= end_e - count_e) & (row_R1 < end_e)).to(dtype)
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's: linear in an up projection around 1, both within 7 of what they are at rest."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
 class Experts(nn.Module):
     def __init__(self, model: Model, options: MoEOptions, dtype: torch.dtype):
         super().__init__()
@@ -45,7 +57,17 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1], dtype=dtype))
+        self.w1_bias = self.w3_bias = self.w2_bias = None
+        if model.expert_biases:
+            self.w1_bias, self.w3_bias = (nn.Parameter(torch.empty(shape[:2], dtype=dtype)) for _ in range(2))
+            self.w2_bias = nn.Parameter(torch.empty(shape[0], shape[2], dtype=dtype))
+        self.clamped = model.expert_activation == "clamped_swiglu"
         self.grouped_mm = options.grouped_mm
+        self.lay(0)
+
+    def lay(self, etp_rank: int) -> None:
+        """Which columns this rank adds the last bias to; called when the model is laid on the meshes."""
+        self.etp_rank = etp_rank
 
     def forward(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
@@ -53,11 +75,22 @@ class Experts(nn.Module):
         if self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:]):
             product = grouped_product
         gate_RF, up_RF = product(x_RD, w1_eFD, count_e), product(x_RD, w3_eFD, count_e)
-        return self.down(product, gate_RF, up_RF, weight_R1, w2_eDF, count_e)
+        if self.w1_bias is None:
+            return self.down(product, gate_RF, up_RF, weight_R1, w2_eDF, count_e)
+        of_Re = rows_of(count_e, x_RD.shape[0], gate_RF.dtype)
+        gate_RF = torch.addmm(gate_RF, of_Re, local(self.w1_bias))
+        up_RF = torch.addmm(up_RF, of_Re, local(self.w3_bias))
+        y_RD = self.down(product, gate_RF, up_RF, weight_R1, w2_eDF, count_e)
+        # The etp ranks of an expert return summands: each adds the bias to columns of its own.
+        bias_ed = local(self.w2_bias)
+        before = self.etp_rank * bias_ed.shape[1]
+        bias_eD = F.pad(bias_ed, (before, y_RD.shape[1] - before - bias_ed.shape[1]))
+        return torch.addmm(y_RD, (of_Re * weight_R1).to(y_RD.dtype), bias_eD)
 
     def down(
         self, product: Product, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, w2_eDF: Tensor, count_e: Tensor
     ) -> Tensor:
         # The routing weight enters before the down projection, so that backward need not keep the experts' outputs.
-        h_RF = (F.silu(gate_RF) * up_RF * weight_R1).to(w2_eDF.dtype)
+        h_RF = clamped_swiglu(gate_RF, up_RF) if self.clamped else F.silu(gate_RF) * up_RF
+        h_RF = (h_RF * weight_R1).to(w2_eDF.dtype)
         return product(h_RF, w2_eDF, count_e)

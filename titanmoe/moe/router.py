@@ -21,9 +21,9 @@ class Router(nn.Module):
         super().__init__()
         self.model, self.options, self.seed, self.layer = model, options, seed, layer
         self.wide = getattr(torch, options.router_dtype)
-        self.weight = nn.Parameter(
-            torch.empty(model.num_experts, model.dim, dtype=torch.promote_types(dtype, torch.float32))
-        )
+        stored = torch.promote_types(dtype, torch.float32)
+        self.weight = nn.Parameter(torch.empty(model.num_experts, model.dim, dtype=stored))
+        self.bias = nn.Parameter(torch.empty(model.num_experts, dtype=stored)) if model.router_bias else None
         # Added to the scores for the choice only; moved by titanmoe.moe.balance.update_bias, not by a gradient.
         self.register_buffer("expert_bias", torch.zeros(model.num_experts, dtype=torch.float32))
         self.register_buffer("jitter_key", torch.zeros((), dtype=torch.int64), persistent=False)
@@ -38,7 +38,8 @@ class Router(nn.Module):
         x_TD = x_TD.to(wide)
         if self.options.jitter:
             x_TD = x_TD * self._jitter(tokens.index_T, wide)
-        logits_TE = F.linear(x_TD, local(self.weight).to(wide))
+        bias_E = None if self.bias is None else local(self.bias).to(wide)
+        logits_TE = F.linear(x_TD, local(self.weight).to(wide), bias_E)
         scores_TE = torch.sigmoid(logits_TE) if model.score_function == "sigmoid" else logits_TE.softmax(-1)
 
         chosen_TK = self._choose(scores_TE.detach(), tokens.index_T)

@@ -8,7 +8,12 @@ chunks r and 2n-1-r, so that all ranks see equally many (query, key) pairs under
     ulysses     an all-to-all turns sequence shards into head shards and back; attention itself is the ordinary one
 
 Ring and allgather do their work in `_forward_pairs` and `_backward_pairs`, on pairs of a query chunk and a key chunk: a
-later key chunk is skipped, the same one is causal, an earlier one is seen whole (document masks apply to both).
+later key chunk is skipped, the same one is causal, an earlier one is seen whole (document masks apply to both). Under a
+sliding window chunks are cut finer, and pairs that are too far apart are skipped as well.
+
+A sink is one more key of value zero, whose logit is given: the log-sum-exp begins with it instead of with -inf, and
+merging does the rest. Backward needs nothing of it but the final log-sum-exp. Without context parallel, blocks with a
+window or sinks attend the same way, as allgather on one rank: no mask of the whole sequence, no scores kept.
 
 Shapes: B samples, L sequence, S = L / cp positions of this rank, c chunk, H query heads and G key heads of this rank,
 h head width; of values it may be another.
@@ -24,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import Group, _ops, all_to_all, gather
+from titanmoe.comm import ALONE, Group, _ops, all_to_all, gather
 from titanmoe.config.schema import Config
-from titanmoe.models.attention import causal_attention
+from titanmoe.models.attention import Attention, causal_attention
 from titanmoe.models.layers import promote
 from titanmoe.models.transformer import Transformer
 
@@ -129,28 +134,47 @@ def _block_backward(grad, q, k, v, bias, out, lse, causal):
     )[:3]
 
 
-def _bias(document_BL: Tensor | None, i: int, j: int, length: int, causal: bool, dtype: torch.dtype) -> Tensor | None:
-    """(B, 1, c, c): 0 where query chunk i may look at key chunk j, else -inf; None when it may everywhere."""
-    if document_BL is None:
+def _bias(document_BL: Tensor | None, i: int, j: int, length: int, window: int, like: Tensor) -> Tensor | None:
+    """(B, 1, c, c): 0 where query chunk i may look at key chunk j, else -inf; None when only causality forbids."""
+    beyond = window and (i - j + 1) * length > window  # the first key is so far from the last query
+    if document_BL is None and not beyond:
         return None
-    query, key = (document_BL[:, n * length : (n + 1) * length] for n in (i, j))
-    allowed = query.unsqueeze(2) == key.unsqueeze(1)
-    if causal:
-        allowed = allowed.tril()
-    return torch.zeros(allowed.shape, dtype=dtype, device=query.device).masked_fill(~allowed, -torch.inf).unsqueeze(1)
+    place = torch.arange(length, device=like.device)
+    apart = (i - j) * length + place.unsqueeze(1) - place
+    allowed = (apart >= 0) & (apart < window) if beyond else apart >= 0
+    if document_BL is not None:
+        query, key = (document_BL[:, n * length : (n + 1) * length] for n in (i, j))
+        allowed = allowed & (query.unsqueeze(2) == key.unsqueeze(1))
+    bias = torch.zeros(allowed.shape, dtype=like.dtype, device=like.device).masked_fill(~allowed, -torch.inf)
+    return bias.expand(like.shape[0], length, length).unsqueeze(1)
 
 
-def _pairs(mine: list[int], theirs: list[int]) -> list[tuple[int, int, int, int]]:
-    """(place of the query chunk, of the key chunk, their numbers), without those the causal mask hides."""
-    return [(a, b, i, j) for a, i in enumerate(mine) for b, j in enumerate(theirs) if j <= i]
+def _finer(held: list[int], length: int, window: int) -> list[int]:
+    """Chunks of `length` as several shorter ones each, of four windows at least: fewer would be mostly mask."""
+    parts = max(n for n in range(1, max(1, length // (4 * window)) + 1) if length % n == 0)
+    return [chunk * parts + part for chunk in held for part in range(parts)]
 
 
-def _forward_pairs(q, k, v, mine, theirs, document, out, lse) -> None:
+def _pairs(length: int, mine: list[int], theirs: list[int], window: int) -> list[tuple[int, slice, int, slice]]:
+    """(query chunk, its rows, key chunk, its rows), without pairs that the causal mask or the window hides.
+
+    length: rows of all query chunks together.
+    """
+    if window:
+        mine, theirs = (_finer(held, length // len(mine), window) for held in (mine, theirs))
+    size = length // len(mine)
+    return [
+        (i, slice(a * size, (a + 1) * size), j, slice(b * size, (b + 1) * size))
+        for a, i in enumerate(mine)
+        for b, j in enumerate(theirs)
+        if j <= i and not (window and (i - j - 1) * size + 1 >= window)
+    ]
+
+
+def _forward_pairs(q, k, v, mine, theirs, document, out, lse, window=0) -> None:
     """Merge attention to the given key chunks into out (wide) and lse, both (B, H, S, .)."""
-    length = q.shape[2] // len(mine)
-    for a, b, i, j in _pairs(mine, theirs):
-        rows, keys = slice(a * length, (a + 1) * length), slice(b * length, (b + 1) * length)
-        bias = _bias(document, i, j, length, i == j, q.dtype)
+    for i, rows, j, keys in _pairs(q.shape[2], mine, theirs, window):
+        bias = _bias(document, i, j, rows.stop - rows.start, window, q)
         o, s = _block(q[:, :, rows], k[:, :, keys], v[:, :, keys], bias, i == j and bias is None)
         before = lse[:, :, rows]
         after = torch.logaddexp(before, s)
@@ -159,12 +183,10 @@ def _forward_pairs(q, k, v, mine, theirs, document, out, lse) -> None:
         lse[:, :, rows] = after
 
 
-def _backward_pairs(grad, q, k, v, mine, theirs, document, out, lse, dq, dk, dv) -> None:
+def _backward_pairs(grad, q, k, v, mine, theirs, document, out, lse, dq, dk, dv, window=0) -> None:
     """Add the gradients through the given key chunks to dq, dk, dv (wide)."""
-    length = q.shape[2] // len(mine)
-    for a, b, i, j in _pairs(mine, theirs):
-        rows, keys = slice(a * length, (a + 1) * length), slice(b * length, (b + 1) * length)
-        bias = _bias(document, i, j, length, i == j, q.dtype)
+    for i, rows, j, keys in _pairs(q.shape[2], mine, theirs, window):
+        bias = _bias(document, i, j, rows.stop - rows.start, window, q)
         gq, gk, gv = _block_backward(
             grad[:, :, rows].contiguous(),
             q[:, :, rows],
@@ -184,32 +206,42 @@ def _wide_zeros(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
 
 
-def _start(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention to nothing yet, (B, H, S, .): output and log-sum-exp."""
+def _start(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention to nothing yet, but to a sink if there is one, (B, H, S, .): output and log-sum-exp."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
-    return out, torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+    return out, lse if sinks is None else lse.copy_(sinks.view(-1, 1))
+
+
+def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor | None:
+    """The softmax's backward at the sink's logit s: share * (0 - grad . out), its share being exp(s - lse)."""
+    if sinks is None:
+        return None
+    share = torch.exp(promote(sinks).view(-1, 1) - lse)
+    return -(share * (promote(grad) * out).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
 class _Gathered(torch.autograd.Function):
     """Attention of this rank's query chunks to all key chunks, which lie here in the order of the sequence."""
 
     @staticmethod
-    def forward(ctx, q, k, v, placement, rank, document):
+    def forward(ctx, q, k, v, sinks, placement, rank, document, window):
         mine, theirs = placement.held(rank), list(range(placement.chunks))
-        out, lse = _start(q, v)
-        _forward_pairs(q, k, v, mine, theirs, document, out, lse)
+        out, lse = _start(q, v, sinks)
+        _forward_pairs(q, k, v, mine, theirs, document, out, lse, window)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, document)
-        ctx.mine, ctx.theirs = mine, theirs
+        ctx.save_for_backward(q, k, v, sinks, out, lse, document)
+        ctx.mine, ctx.theirs, ctx.window = mine, theirs, window
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, lse, document = ctx.saved_tensors
+        q, k, v, sinks, out, lse, document = ctx.saved_tensors
         dq, dk, dv = _wide_zeros(q), _wide_zeros(k), _wide_zeros(v)
-        _backward_pairs(grad, q, k, v, ctx.mine, ctx.theirs, document, out, lse, dq, dk, dv)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+        _backward_pairs(grad, q, k, v, ctx.mine, ctx.theirs, document, out, lse, dq, dk, dv, ctx.window)
+        dsinks = _sinks_grad(grad, out, lse, sinks)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None, None, None, None
 
 
 def _pass_on(x: Tensor, group: Group) -> Tensor:
@@ -231,38 +263,39 @@ def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, placement, group, document):
+    def forward(ctx, q, k, v, sinks, placement, group, document, window):
         mine = placement.held(group.rank)
-        out, lse = _start(q, v)
+        out, lse = _start(q, v, sinks)
         kv = _pack(k, v)
         for hop in range(group.size):
             coming = _pass_on(kv, group) if hop < group.size - 1 else None
             theirs = placement.held((group.rank - hop) % group.size)
-            _forward_pairs(q, *_unpack(kv, k, v), mine, theirs, document, out, lse)
+            _forward_pairs(q, *_unpack(kv, k, v), mine, theirs, document, out, lse, window)
             if coming is not None:
                 kv = _ops.wait_tensor(coming)
         out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse, document)
-        ctx.placement, ctx.group = placement, group
+        ctx.save_for_backward(q, k, v, sinks, out, lse, document)
+        ctx.placement, ctx.group, ctx.window = placement, group, window
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        q, k, v, out, lse, document = ctx.saved_tensors
+        q, k, v, sinks, out, lse, document = ctx.saved_tensors
         placement, group = ctx.placement, ctx.group
+        mine = placement.held(group.rank)
         dq, kv = _wide_zeros(q), _pack(k, v)
         dkv = _wide_zeros(kv)
         for hop in range(group.size):
             coming = _pass_on(kv, group) if hop < group.size - 1 else None
             theirs = placement.held((group.rank - hop) % group.size)
             there, grads = _unpack(kv, k, v), _unpack(dkv, k, v)
-            _backward_pairs(grad, q, *there, placement.held(group.rank), theirs, document, out, lse, dq, *grads)
+            _backward_pairs(grad, q, *there, mine, theirs, document, out, lse, dq, *grads, ctx.window)
             # The gradients follow their keys; after the last hop they are home.
             dkv = _ops.wait_tensor(_pass_on(dkv, group))
             if coming is not None:
                 kv = _ops.wait_tensor(coming)
         dk, dv = _unpack(dkv.to(k.dtype), k, v)
-        return dq.to(q.dtype), dk, dv, None, None, None
+        return dq.to(q.dtype), dk, dv, _sinks_grad(grad, out, lse, sinks), None, None, None, None
 
 
 def _heads_first(*xs: Tensor) -> list[Tensor]:
@@ -273,24 +306,36 @@ def _heads_first(*xs: Tensor) -> list[Tensor]:
     return [x.repeat_interleave(xs[0].shape[1] // x.shape[1], 1) for x in xs]
 
 
-def ring_attention(q_BSHh, k_BSGh, v_BSGh, document_BL, *, placement: Placement, group: Group) -> Tensor:
+def ring_attention(
+    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, placement: Placement, group: Group
+) -> Tensor:
     q, k, v = _heads_first(q_BSHh, k_BSGh, v_BSGh)
-    return _Ring.apply(q, k, v, placement, group, document_BL).transpose(1, 2)
+    return _Ring.apply(q, k, v, sinks_H, placement, group, document_BL, window).transpose(1, 2)
 
 
-def allgather_attention(q_BSHh, k_BSGh, v_BSGh, document_BL, *, placement: Placement, group: Group) -> Tensor:
+def allgather_attention(
+    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, placement: Placement, group: Group
+) -> Tensor:
     k, v = (placement.natural(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
     q, k, v = _heads_first(q_BSHh, k, v)
-    return _Gathered.apply(q, k, v, placement, group.rank, document_BL).transpose(1, 2)
+    return _Gathered.apply(q, k, v, sinks_H, placement, group.rank, document_BL, window).transpose(1, 2)
 
 
-def ulysses_attention(q_BSHh, k_BSGh, v_BSGh, document_BL, *, placement: Placement, group: Group) -> Tensor:
+def ulysses_attention(
+    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, placement: Placement, group: Group
+) -> Tensor:
     # Key heads that cp cannot share out evenly are repeated until it can.
     heads = math.lcm(k_BSGh.shape[2], group.size)
     k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k_BSGh, v_BSGh))
     q, k, v = (placement.natural(_swap(x, 2, 1, group), 1) for x in (q_BSHh, k, v))
-    out = causal_attention(q, k, v, document_BL)
+    if sinks_H is not None:
+        sinks_H = sinks_H.chunk(group.size)[group.rank]
+    out = (alone if window or sinks_H is not None else causal_attention)(q, k, v, document_BL, window, sinks_H)
     return _swap(placement.by_rank(out, 1), 1, 2, group)
+
+
+alone = partial(allgather_attention, placement=Placement(1, zigzag=False), group=ALONE)
+"""The whole sequence on this rank, chunk by chunk."""
 
 
 def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
@@ -303,6 +348,9 @@ KINDS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ul
 
 
 def context_parallel(model: Transformer, kind: str, placement: Placement, cp: Group) -> None:
-    if cp.size > 1:
-        for block in model.blocks().values():
-            block.attention.attend = partial(KINDS[kind], placement=placement, group=cp)
+    for block in model.blocks().values():
+        attention = block.attention
+        if cp.size > 1:
+            attention.attend = partial(KINDS[kind], placement=placement, group=cp)
+        elif isinstance(attention, Attention) and (attention.window or attention.sinks is not None):
+            attention.attend = alone

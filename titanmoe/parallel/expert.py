@@ -8,7 +8,8 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.tensor import place
 
-HIDDEN = {"w1": 1, "w3": 1, "w2": 2}  # the hidden dim of (E, F, D), (E, F, D), (E, D, F)
+# The dim that lies on etp: hidden, but the model dim of the last, (E, D), which every etp rank would add otherwise.
+CUT = {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}
 
 
 def expert_parallel(model: Transformer, meshes: Meshes) -> None:
@@ -18,5 +19,6 @@ def expert_parallel(model: Transformer, meshes: Meshes) -> None:
         if moe.capacity is not None:
             moe.capacity.sequence = meshes.sequence
         if meshes.dispatch.size > 1:
-            for name, hidden in HIDDEN.items():
-                place(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), Shard(hidden)])
+            moe.experts.lay(meshes.dispatch.rank % meshes.fold.etp)
+            for name, _ in list(moe.experts.named_parameters()):
+                place(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), Shard(CUT[name])])

@@ -28,7 +28,7 @@ def _again(owner: nn.Module, name: str) -> None:
 
 def _selective(block: Block) -> None:
     for module in block.modules():
-        if isinstance(module, RMSNorm):
+        if type(module) is RMSNorm:  # one over split heads would send its message again
             _again(module, "forward")
         elif isinstance(module, (FeedForward, Experts)):
             _again(module, "down")

@@ -19,7 +19,7 @@ from titanmoe.moe.experts import Experts
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
-    """Uneven pieces of the expert dim would be padded, up to edp times the bytes; the model dim is even by law."""
+    """Uneven pieces of the expert dim would be padded, up to edp times the bytes; the widths are even by law."""
     return num_experts // ep % edp != 0
 
 
@@ -29,7 +29,8 @@ def reshard(config: Config) -> bool:
 
 
 def _model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
-    return lambda parameter: Shard(1 if parameter is experts.w2 else 2)  # D of (E, D, F) and of (E, F, D)
+    # D of (E, F, D) for two; D of (E, D, F); the one width of a bias
+    return lambda parameter: Shard(2 if parameter is experts.w1 or parameter is experts.w3 else 1)
 
 
 def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:

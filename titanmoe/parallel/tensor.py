@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from titanmoe.comm import Group, all_reduce
 from titanmoe.models.attention import Attention
 from titanmoe.models.latent_attention import LatentAttention
-from titanmoe.models.layers import FeedForward, SharedExpert
+from titanmoe.models.layers import FeedForward, SharedExpert, SplitRMSNorm
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.parallel.norm import local_grad
@@ -26,8 +26,10 @@ from titanmoe.parallel.norm import local_grad
 FFN = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
 PLAN: dict[type[nn.Module], dict[str, int]] = {
     Embedding: {"weight": 0},
-    Attention: {f"{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")} | {"wo.weight": 1},
+    Attention: {f"{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")}
+    | {"wo.weight": 1, "sinks": 0},
     LatentAttention: {"wq.weight": 0, "wq_b.weight": 0, "wkv_b.weight": 0, "wo.weight": 1},
+    SplitRMSNorm: {"weight": 0},
     FeedForward: FFN,
     SharedExpert: FFN,
     Head: {"weight": 0},

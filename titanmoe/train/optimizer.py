@@ -12,7 +12,7 @@ from titanmoe.parallel.norm import local_grad
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
     """Norms, biases and gates (router, shared expert) are spared: they are no feature matrices."""
-    return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight"))
+    return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight", "bias"))
 
 
 class Optimizer:

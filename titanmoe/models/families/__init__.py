@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from titanmoe.models.families import deepseek_v3, llama3_moe, mixtral, qwen2_moe, qwen3_moe
+from titanmoe.models.families import deepseek_v3, gpt_oss, llama3_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
+from titanmoe.models.families.huggingface import HuggingFace
 
 FAMILIES: dict[str, dict[str, dict[str, object]]] = {
     "mixtral": mixtral.SIZES,
@@ -13,7 +14,19 @@ FAMILIES: dict[str, dict[str, dict[str, object]]] = {
     "qwen3_moe": qwen3_moe.SIZES,
     "llama3_moe": llama3_moe.SIZES,
     "deepseek_v3": deepseek_v3.SIZES,
+    "olmoe": olmoe.SIZES,
+    "gpt_oss": gpt_oss.SIZES,
 }
+HUGGING_FACE: dict[str, HuggingFace] = {
+    "mixtral": mixtral.HF,
+    "qwen2_moe": qwen2_moe.HF,
+    "qwen3_moe": qwen3_moe.HF,
+    "llama3_moe": llama3_moe.HF,
+    "deepseek_v3": deepseek_v3.HF,
+    "olmoe": olmoe.HF,
+    "gpt_oss": gpt_oss.HF,
+}
+"""How each family is written for transformers."""
 
 
 def names() -> dict[str, list[str]]:

@@ -7,9 +7,12 @@ rope_theta and norm_eps. Several shared experts of one width are one of their su
 both have, is a matter of training: it moves by `moe.bias_update_rate`.
 """
 
+from titanmoe.config.schema import Model
+from titanmoe.models.families import huggingface as hf
+
 SWITCHES = dict(
     qkv_bias=False,
-    qk_norm=False,
+    qk_norm="none",
     tie_embeddings=False,
     shared_gate=False,
     score_function="sigmoid",
@@ -40,3 +43,98 @@ SIZES: dict[str, dict[str, object]] = {
     | dict(num_experts=256, top_k=8, expert_hidden=2048, shared_hidden=2048)
     | dict(num_groups=8, top_groups=4, route_scale=2.5),
 }
+
+
+def _queries(model: Model) -> tuple[int, int]:
+    return model.qk_nope_head_dim + model.qk_rope_head_dim, model.qk_rope_head_dim
+
+
+def _latents(model: Model) -> tuple[int, int]:
+    return model.kv_lora_rank + model.qk_rope_head_dim, model.qk_rope_head_dim
+
+
+def _read(config: hf.Json) -> dict[str, object]:
+    return {
+        "q_lora_rank": config["q_lora_rank"] or 0,
+        "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+        "shared_hidden": (config["n_shared_experts"] or 0) * config["moe_intermediate_size"],
+    }
+
+
+def _write(model: Model) -> dict[str, object]:
+    shared, rest = divmod(model.shared_hidden, model.expert_hidden)
+    if rest:
+        raise hf.Unrepresentable(
+            f"has shared experts of the others' width, {model.expert_hidden}, and model.shared_hidden = "
+            f"{model.shared_hidden} is no multiple of it"
+        )
+    return {
+        "q_lora_rank": model.q_lora_rank or None,
+        "n_shared_experts": shared or None,
+        "qk_head_dim": model.head_dim,
+        "head_dim": model.qk_rope_head_dim,
+    }
+
+
+_BLOCK = (
+    hf.NORMS
+    | {
+        "attention.wq.weight": hf.Home("self_attn.q_proj.weight", turned=_queries),
+        "attention.wq_a.weight": "self_attn.q_a_proj.weight",
+        "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
+        "attention.wq_b.weight": hf.Home("self_attn.q_b_proj.weight", turned=_queries),
+        "attention.wkv_a.weight": hf.Home("self_attn.kv_a_proj_with_mqa.weight", turned=_latents),
+        "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
+        "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
+        "attention.wo.weight": "self_attn.o_proj.weight",
+        "moe.router.expert_bias": "mlp.gate.e_score_correction_bias",
+    }
+    | hf.DENSE
+    | hf.EXPERTS
+    | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_experts.{w}.weight")
+)
+_MTP = {
+    "hidden_norm.weight": "hnorm.weight",
+    "embed_norm.weight": "enorm.weight",
+    "project.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
+} | {f"block.{name}": home for name, home in _BLOCK.items()}
+
+HF = hf.HuggingFace(
+    model_type="deepseek_v3",
+    architecture="DeepseekV3ForCausalLM",
+    family="deepseek_v3",
+    switches=SWITCHES,
+    homes=hf.ENDS | hf.layer(_BLOCK) | hf.layer(_MTP, "mtp.0", "{last}"),
+    fields=hf.SHAPE
+    | {
+        "num_kv_heads": ("num_key_value_heads",),
+        "kv_lora_rank": ("kv_lora_rank",),
+        "qk_nope_head_dim": ("qk_nope_head_dim",),
+        "qk_rope_head_dim": ("qk_rope_head_dim",),
+        "v_head_dim": ("v_head_dim",),
+        "num_experts": ("n_routed_experts", "num_local_experts"),
+        "top_k": ("num_experts_per_tok",),
+        "expert_hidden": ("moe_intermediate_size",),
+        "dense_hidden": ("intermediate_size",),
+        "num_dense_layers": ("first_k_dense_replace",),
+        "num_groups": ("n_group",),
+        "top_groups": ("topk_group",),
+        "norm_topk": ("norm_topk_prob",),
+        "route_scale": ("routed_scaling_factor",),
+    },
+    special=(hf.ROPE, hf.Special(("q_lora_rank", "n_shared_experts", "qk_head_dim", "head_dim"), _read, _write)),
+    absent=hf.ABSENT,
+    fixed=hf.FIXED
+    | {
+        "attention_bias": False,
+        "rope_interleave": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
+    copies={
+        "model.layers.{last}.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.{last}.shared_head.head.weight": "lm_head.weight",
+    },
+)

@@ -5,9 +5,13 @@ The softmax is over the chosen experts only, so their weights sum to one and equ
 upcycling recipe cited there.
 """
 
+from dataclasses import replace
+
+from titanmoe.models.families import mixtral
+
 SWITCHES = dict(
     qkv_bias=False,
-    qk_norm=False,
+    qk_norm="none",
     rope_theta=5e5,
     norm_eps=1e-5,
     tie_embeddings=False,
@@ -25,3 +29,6 @@ SIZES: dict[str, dict[str, object]] = {
     | dict(vocab_size=128256, dim=8192, num_layers=80, num_heads=64, num_kv_heads=8, head_dim=128)
     | dict(num_experts=8, top_k=2, expert_hidden=28672),
 }
+
+# To transformers it is a Mixtral: the softmax over the chosen experts is the softmax over all, scaled to sum to one.
+HF = replace(mixtral.HF, family="llama3_moe", switches=SWITCHES)

@@ -4,9 +4,11 @@
 granularity 8, top 8, that is each expert split into 8 of an eighth of the width, 8 of the 64 chosen.
 """
 
+from titanmoe.models.families import huggingface as hf
+
 SWITCHES = dict(
     qkv_bias=False,
-    qk_norm=False,
+    qk_norm="none",
     rope_theta=1e6,
     norm_eps=1e-5,
     tie_embeddings=False,
@@ -28,3 +30,27 @@ SIZES: dict[str, dict[str, object]] = {
     "8x22b": _8X22B | dict(num_experts=8, top_k=2, expert_hidden=16384),
     "8x22b_g8t8": _8X22B | dict(num_experts=64, top_k=8, expert_hidden=2048),
 }
+
+HF = hf.HuggingFace(
+    model_type="mixtral",
+    architecture="MixtralForCausalLM",
+    family="mixtral",
+    switches=SWITCHES,
+    homes=hf.ENDS
+    | hf.layer(
+        hf.NORMS
+        | hf.ATTENTION
+        | {"moe.router.weight": "block_sparse_moe.gate.weight"}
+        | hf.swiglu("moe.experts.{w}", "block_sparse_moe.experts.{expert}.{w}.weight", ("w1", "w3", "w2"))
+    ),
+    fields=hf.SHAPE
+    | hf.HEADS
+    | {
+        "num_experts": ("num_local_experts", "num_experts"),
+        "top_k": ("num_experts_per_tok",),
+        "expert_hidden": ("intermediate_size",),
+    },
+    special=(hf.ROPE,),
+    absent=hf.ABSENT,
+    fixed=hf.FIXED | {"sliding_window": None},
+)

@@ -3,9 +3,11 @@
 The debug size has a dense first block, so that dense and expert blocks meet in one model.
 """
 
+from titanmoe.models.families import huggingface as hf
+
 SWITCHES = dict(
     qkv_bias=True,
-    qk_norm=False,
+    qk_norm="none",
     rope_theta=1e6,
     norm_eps=1e-6,
     tie_embeddings=False,
@@ -23,3 +25,33 @@ SIZES: dict[str, dict[str, object]] = {
     | dict(vocab_size=151936, dim=3584, num_layers=28, num_heads=28, num_kv_heads=4, head_dim=128)
     | dict(num_experts=64, top_k=8, expert_hidden=2560, shared_hidden=20480),
 }
+
+HF = hf.HuggingFace(
+    model_type="qwen2_moe",
+    architecture="Qwen2MoeForCausalLM",
+    family="qwen2_moe",
+    switches=SWITCHES,
+    homes=hf.ENDS
+    | hf.layer(
+        hf.NORMS
+        | hf.ATTENTION
+        | hf.DENSE
+        | hf.EXPERTS
+        | hf.swiglu("moe.shared.{w}.weight", "mlp.shared_expert.{w}.weight")
+        | {"moe.shared.gate.weight": "mlp.shared_expert_gate.weight"}
+    ),
+    fields=hf.SHAPE
+    | hf.HEADS
+    | {
+        "qkv_bias": ("qkv_bias",),
+        "num_experts": ("num_experts", "num_local_experts"),
+        "top_k": ("num_experts_per_tok",),
+        "expert_hidden": ("moe_intermediate_size",),
+        "shared_hidden": ("shared_expert_intermediate_size",),
+        "dense_hidden": ("intermediate_size",),
+        "norm_topk": ("norm_topk_prob",),
+    },
+    special=(hf.ROPE, hf.QWEN_BLOCKS, hf.NO_WINDOWS, hf.SHARED),
+    absent=hf.ABSENT | {"qkv_bias": True, "norm_topk_prob": False},
+    fixed=hf.FIXED,
+)

@@ -4,9 +4,11 @@ Heads are 128 wide whatever the model's width, so num_heads * head_dim is not di
 later ones (2507) have a larger rope_theta.
 """
 
+from titanmoe.models.families import huggingface as hf
+
 SWITCHES = dict(
     qkv_bias=False,
-    qk_norm=True,
+    qk_norm="head",
     rope_theta=1e6,
     norm_eps=1e-6,
     tie_embeddings=False,
@@ -27,3 +29,23 @@ SIZES: dict[str, dict[str, object]] = {
     | dict(vocab_size=151936, dim=4096, num_layers=94, num_heads=64, num_kv_heads=4, head_dim=128)
     | dict(num_experts=128, top_k=8, expert_hidden=1536),
 }
+
+HF = hf.HuggingFace(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    family="qwen3_moe",
+    switches=SWITCHES,
+    homes=hf.ENDS | hf.layer(hf.NORMS | hf.ATTENTION | hf.DENSE | hf.EXPERTS),
+    fields=hf.SHAPE
+    | hf.HEADS
+    | {
+        "num_experts": ("num_experts", "num_local_experts"),
+        "top_k": ("num_experts_per_tok",),
+        "expert_hidden": ("moe_intermediate_size",),
+        "dense_hidden": ("intermediate_size",),
+        "norm_topk": ("norm_topk_prob",),
+    },
+    special=(hf.ROPE, hf.QWEN_BLOCKS, hf.NO_WINDOWS),
+    absent=hf.ABSENT | {"norm_topk_prob": False},
+    fixed=hf.FIXED | {"attention_bias": False},
+)

@@ -1,0 +1,143 @@
+"""Small random models of transformers, saved as they are published, and what they compute."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+transformers = pytest.importorskip("transformers")
+
+BASE: dict[str, Any] = dict(
+    vocab_size=64,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=None,
+)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", dict(intermediate_size=24, num_local_experts=4, num_experts_per_tok=2)),
+    "qwen2_moe": (
+        "Qwen2Moe",
+        dict(
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=40,
+            num_experts=8,
+            num_experts_per_tok=3,
+            mlp_only_layers=[0],
+        ),
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        dict(
+            head_dim=8,
+            moe_intermediate_size=24,
+            num_experts=8,
+            num_experts_per_tok=3,
+            norm_topk_prob=True,
+            intermediate_size=48,
+        ),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3",
+        dict(
+            num_key_value_heads=8,
+            num_hidden_layers=3,
+            q_lora_rank=16,
+            kv_lora_rank=24,
+            qk_nope_head_dim=8,
+            qk_rope_head_dim=4,
+            v_head_dim=12,
+            first_k_dense_replace=1,
+            intermediate_size=48,
+            moe_intermediate_size=24,
+            n_shared_experts=2,
+            n_routed_experts=8,
+            num_experts_per_tok=3,
+            n_group=4,
+            topk_group=2,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=1e4,
+                factor=4.0,
+                original_max_position_embeddings=16,
+                mscale=1.0,
+                mscale_all_dim=1.0,
+            ),
+        ),
+    ),
+    "olmoe": ("Olmoe", dict(intermediate_size=24, num_experts=8, num_experts_per_tok=3)),
+    "gpt_oss": (
+        "GptOss",
+        dict(
+            head_dim=8,
+            num_hidden_layers=3,
+            intermediate_size=32,
+            num_local_experts=8,
+            num_experts_per_tok=3,
+            sliding_window=7,
+            rope_parameters=dict(
+                rope_type="yarn",
+                rope_theta=1.5e5,
+                factor=4.0,
+                beta_fast=32.0,
+                beta_slow=1.0,
+                truncate=False,
+                original_max_position_embeddings=32,
+            ),
+        ),
+    ),
+}
+DENSE: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", dict(intermediate_size=64, rms_norm_eps=1e-5)),
+    "qwen2": ("Qwen2", dict(intermediate_size=64)),
+    "qwen3": ("Qwen3", dict(intermediate_size=64, head_dim=8, tie_word_embeddings=True)),
+}
+
+
+def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """The model, every parameter random: what a new model has as ones or zeros could be left out unseen."""
+    kind, options = (FAMILIES | DENSE)[name]
+    config = getattr(transformers, f"{kind}Config")(**{**BASE, **options, **changes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(len(name))
+    with torch.no_grad():
+        for parameter in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction_bias" in n)]:
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * noise if parameter.dim() == 1 and parameter.std() == 0 else 0.3 * noise)
+    return model.to(dtype)
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def ids(vocab_size: int = 64, samples: int = 2, length: int = 32) -> torch.Tensor:
+    return torch.randint(0, vocab_size, (samples, length), generator=torch.Generator().manual_seed(1))
+
+
+@torch.no_grad()
+def logits(model: Any, ids_BL: torch.Tensor) -> torch.Tensor:
+    return model(ids_BL).logits
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All of a folder's, read by the library."""
+    out: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as handle:
+            for name in handle.keys():  # noqa: SIM118
+                assert name not in out
+                out[name] = handle.get_tensor(name)
+    return out

@@ -1,0 +1,249 @@
+"""config.json to [model] and back."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanmoe.config import laws
+from titanmoe.config.fields import toml_value
+from titanmoe.config.load import ConfigError
+from titanmoe.config.schema import Config, Model
+from titanmoe.models.count import has_experts
+from titanmoe.models.families import FAMILIES, HUGGING_FACE, preset
+from titanmoe.models.families.dense import DENSE
+from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
+
+CONFIG = "config.json"
+# Keys that change no logit, or that other code here reads.
+ASIDE = {
+    *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "max_position_embeddings"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "pretraining_tp", "quantization_config"),
+    *("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "initial_context_length"),
+}
+
+
+OF_ANY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
+"""What goes over from a config.json of another model_type."""
+FOLLOWS = ("num_kv_heads", "head_dim")
+"""Fields that follow from others when config.json does not have them."""
+
+
+class Described(NamedTuple):
+    """What a config.json says."""
+
+    hf: HuggingFace
+    model: Model
+    json: dict[str, Any]
+    unknown: list[str]
+    """Keys that were left aside without knowing what they mean."""
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        where = file.parent if file.parent.is_dir() else f"{file.parent}, which is no folder"
+        raise ConfigError([f"no {file.name} in {where}: name the folder of a Hugging Face model"]) from None
+    except OSError as error:
+        raise ConfigError([f"{file} cannot be read: {error.strerror}"]) from None
+    except ValueError as error:
+        raise ConfigError([f"{file} is not JSON: {error}"]) from None
+    if not isinstance(data, dict):
+        raise ConfigError([f"{file} holds a {type(data).__name__}, not an object"])
+    return data
+
+
+def describe(folder: Path, dense: bool = False) -> Described:
+    """The [model] that a folder's config.json stands for; ConfigError with all that no [model] can say.
+
+    dense: a model without experts, to be upcycled.
+    """
+    file = folder / CONFIG
+    return interpret(read_json(file), str(file), dense)
+
+
+def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Described:
+    hf = _type_of(config, source, dense)
+    values: dict[str, Any] = {}
+    problems: list[str] = []
+    for name, keys in hf.fields.items():
+        key = next((key for key in keys if config.get(key) is not None), None)
+        if key is not None:
+            values[name] = config[key]
+        elif keys[0] in hf.absent:
+            values[name] = hf.absent[keys[0]]
+        elif name not in FOLLOWS:
+            problems.append(f"{source} has no {keys[0]}, which gives model.{name}")
+    problems += [
+        f"{source} has {key} = {config[key]!r}, titanmoe's {hf.family} has {json.dumps(value)} only"
+        for key, value in hf.fixed.items()
+        if key in config and config[key] != value
+    ]
+    problems += _mistyped(values, source)
+    if not problems:
+        values.setdefault("num_kv_heads", values["num_heads"])
+        values.setdefault("head_dim", values["dim"] // max(1, values["num_heads"]))
+        for special in hf.special:
+            try:
+                values |= special.read(config)
+            except Unrepresentable as error:
+                problems.append(f"{source} {error}")
+            except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
+                problems.append(f"{source} has {', '.join(special.keys)} that cannot be read: {error!r}")
+        problems += _mistyped(values, source)
+    if problems:
+        raise ConfigError(problems)
+    model = _model(hf, values, source)
+    known = ASIDE.union(hf.absent, hf.fixed, *hf.fields.values(), *(special.keys for special in hf.special))
+    return Described(hf, model, config, sorted(config.keys() - known))
+
+
+def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
+    kind = config.get("model_type")
+    types = {hf.model_type: hf for hf in reversed(HUGGING_FACE.values())}
+    plain = {hf.model_type: hf for hf in DENSE}
+    own, other = (plain, types) if dense else (types, plain)
+    if kind in own:
+        return own[kind]
+    hint = ""
+    if kind in other:
+        hint = ": it has experts, --from-hf converts it" if dense else ": it is dense, --upcycle gives it experts"
+    raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(own)}{hint}"])
+
+
+def _mistyped(values: dict[str, Any], source: str) -> list[str]:
+    """Makes whole numbers floats where a float is wanted; lists what is of another type altogether."""
+    kinds = {f.name: type(getattr(Model(), f.name)) for f in fields(Model)}
+    values |= {n: float(v) for n, v in values.items() if kinds[n] is float and type(v) is int}
+    return [
+        f"{source} gives model.{name} = {value!r}, which is no {kinds[name].__name__}"
+        for name, value in values.items()
+        if type(value) is not kinds[name]
+    ]
+
+
+def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
+    model = Model(**{**hf.switches, **values, "family": hf.family})
+    if hf.dense:
+        model = replace(model, num_dense_layers=model.num_layers)
+    if not has_dense(model):
+        model = replace(model, dense_hidden=0)
+    found = laws.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
+    found = found or list(laws.contradictions(Config(model=model)))
+    if found:
+        raise ConfigError([violation.text for violation in found], source)
+    return replace(model, size=nearest_size(model))
+
+
+def has_dense(model: Model) -> bool:
+    return not all(has_experts(model, i) for i in range(model.num_layers))
+
+
+def nearest_size(model: Model) -> str:
+    """The size of its family that has most of its shapes, to be named in a recipe."""
+
+    def apart(size: str) -> int:
+        return len(differences(model, Model(**preset(model.family, size))))
+
+    return min(FAMILIES[model.family], key=apart)
+
+
+# ---- what two models differ in
+
+NOT_THE_MODEL = ("family", "size", "init_std", "moe_every", "mtp_depth")
+_YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
+
+
+def meaning(model: Model) -> dict[str, Any]:
+    """What the model computes: fields that are not used have their defaults, equal ways to route one name."""
+    unused: list[str] = []
+    if model.rope_scaling == "none":
+        unused += _YARN
+    if model.num_groups == 1:
+        unused += ["top_groups"]
+    if not model.shared_hidden:
+        unused += ["shared_gate"]
+    if not model.sliding_window:
+        unused += ["full_attention_every"]
+    if not has_dense(model):
+        unused += ["dense_hidden"]
+    values = asdict(model) | {name: getattr(Model(), name) for name in unused}
+    if model.score_function == "softmax_after_topk":
+        # the softmax over the chosen is the softmax over all, scaled to sum to one
+        values |= {"score_function": "softmax", "norm_topk": True}
+    values["num_dense_layers"] = [i for i in range(model.num_layers) if not has_experts(model, i)]
+    return {name: value for name, value in values.items() if name not in NOT_THE_MODEL}
+
+
+def differences(a: Model, b: Model) -> list[str]:
+    """Fields in which two models are not the same computation."""
+    left, right = meaning(a), meaning(b)
+    return [name for name in left if left[name] != right[name]]
+
+
+def table(model: Model) -> str:
+    """[model] as a recipe needs it: family and size, then what is not that size's."""
+    base = preset(model.family, model.size)
+    names = [f.name for f in fields(Model) if f.name not in ("family", "size")]
+    apart = [n for n in names if getattr(model, n) != base.get(n, getattr(Model(), n))]
+    lines = [f"{n} = {toml_value(getattr(model, n))}" for n in ("family", "size", *apart)]
+    return "\n".join(["[model]", *lines])
+
+
+# ---- [model] to config.json
+
+
+def write(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int) -> dict[str, Any]:
+    """A config.json that transformers loads; ConfigError where there is none that says the same.
+
+    carried: that of the checkpoint the model came from. What it says of other things (special tokens, context) stays.
+    """
+    hf = HUGGING_FACE[model.family]
+    other = carried
+    if carried is not None and carried.get("model_type") != hf.model_type:
+        carried = None
+    keep = {"architectures": [], "model_type": "", "max_position_embeddings": _context(model, seq_len)}
+    keep |= carried or {key: value for key, value in (other or {}).items() if key in OF_ANY}
+    keep.pop("quantization_config", None)
+    if hf.copies:
+        keep["num_nextn_predict_layers"] = model.mtp_depth
+    kind = "dtype" if "dtype" in keep else "torch_dtype"
+    said = {"architectures": [hf.architecture], "model_type": hf.model_type, kind: dtype}
+    if carried is None or differences(model, _interpreted(carried, hf)):
+        spelt = {name: next((key for key in keys if key in keep), keys[0]) for name, keys in hf.fields.items()}
+        for key in (key for special in hf.special for key in special.keys):
+            keep.pop(key, None)
+        said |= {key: value for key, value in hf.fixed.items() if key not in keep}
+        said |= {key: getattr(model, name) for name, key in spelt.items()}
+        try:
+            for special in hf.special:
+                said |= special.write(model)
+        except Unrepresentable as error:
+            raise ConfigError([f"transformers' {hf.model_type} {error}: it cannot be written for it"]) from None
+        if "dense_hidden" in hf.fields and not has_dense(model):
+            key = spelt["dense_hidden"]
+            said[key] = keep.get(key, model.expert_hidden)
+    config = keep | said
+    back = _interpreted(config, hf)
+    if apart := differences(model, back):
+        raise ConfigError(
+            [
+                f"model.{name} = {getattr(model, name)!r}, but a {hf.model_type} of transformers has "
+                f"{getattr(back, name)!r} only"
+                for name in apart
+            ],
+            "the checkpoint's [model]",
+        )
+    return config
+
+
+def _interpreted(config: dict[str, Any], hf: HuggingFace) -> Model:
+    return interpret(config, "the config.json to write").model
+
+
+def _context(model: Model, seq_len: int) -> int:
+    return int(model.rope_original_len * model.rope_factor) if model.rope_scaling == "yarn" else seq_len

@@ -1,0 +1,272 @@
+"""Between folders of Hugging Face's and checkpoints of ours: a few tensors in memory at a time, on one rank or many."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import titanmoe
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.folder import Checkpoint, Group, Lazy, open_checkpoint, together, write_checkpoint
+from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf.files import INDEX, SINGLE, Tensors, companions, index, nbytes, shards, write_file
+from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
+from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.config.load import ConfigError
+from titanmoe.config.schema import Model
+from titanmoe.models.families import HUGGING_FACE
+
+T = TypeVar("T")
+MODEL = "model."
+PARTIAL = ".partial"
+GENERATION = "generation_config.json"
+
+
+class Weights(Protocol):
+    """A model's weights by our names, from wherever."""
+
+    model: Model
+
+    @property
+    def tensors(self) -> Mapping[str, tuple[Shape, torch.dtype]]: ...
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor: ...
+
+
+def free(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
+    """ConfigError unless a folder may be made there. Only what is like it, or empty, is ever written over."""
+    if not out.exists():
+        if not out.absolute().parent.is_dir():
+            raise ConfigError(
+                [f"{out.absolute().parent} is no folder: make it, or choose another place for {out.name}"]
+            )
+        return
+    if not overwrite:
+        raise ConfigError([f"{out} exists: choose another folder, or give --overwrite"])
+    if not out.is_dir() or (not any((out / mark).exists() for mark in marks) and any(out.iterdir())):
+        raise ConfigError([f"{out} holds none of {', '.join(marks)}: --overwrite is not for it, choose another folder"])
+
+
+# ---- to ours
+
+
+def write_ours(out: Path, weights: Weights, origin: Path, how: str, overwrite: bool, group: Group) -> int:
+    """A checkpoint at step 0 with the weights alone; returns their bytes."""
+    agreed(group, lambda: free(out, overwrite, (layout.MANIFEST,)))
+    mine = shared_out({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
+    pieces = {
+        MODEL + name: Lazy(shape, dtype, partial(weights.read, name, (0,) * len(shape), shape))
+        for name, (shape, dtype) in weights.tensors.items()
+        if name in mine
+    }
+    record = {
+        "step": 0,
+        "tokens": 0,
+        "config": {"model": asdict(weights.model)},
+        "made": f"{how} {origin.absolute()}",
+        "versions": {"titanmoe": titanmoe.__version__, "torch": torch.__version__},
+    }
+    write_checkpoint(out, pieces, record, overwrite, companions(origin), group)
+    return sum(nbytes(*size) for size in weights.tensors.values())
+
+
+def shared_out(sizes: Mapping[str, int], group: Group) -> set[str]:
+    """This rank's share of them, even in bytes."""
+    ranks, rank = _place(group)
+    loads, mine = [0] * ranks, set()
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name]
+        if least == rank:
+            mine.add(name)
+    return mine
+
+
+# ---- to theirs
+
+
+class Export:
+    """A checkpoint of ours as a folder of Hugging Face's."""
+
+    def __init__(self, path: Path, dtype: torch.dtype | None = None):
+        self.saved: Checkpoint = open_checkpoint(path)
+        self.record = self.saved.record
+        self.model = _model(self.record, path)
+        self.carried = companions(path / layout.CARRIED)
+        self.map = Map(self.model, HUGGING_FACE[self.model.family])
+        self.stored = {n.removeprefix(MODEL): size for n, size in self.saved.tensors.items() if n.startswith(MODEL)}
+        self.dtype = dtype
+        self._whole: dict[str, Tensor] = {}
+        self._check(path)
+
+    def _check(self, path: Path) -> None:
+        problems = [f"{name} is missing" for name in self.map.ours if name not in self.stored]
+        problems += [f"{name} is not of this model" for name in self.stored if name not in self.map.ours]
+        problems += [
+            f"{name} has shape {self.stored[name][0]}, not {shape}"
+            for name, shape in self.map.ours.items()
+            if name in self.stored and self.stored[name][0] != shape
+        ]
+        if not problems:
+            # What a family has no place for must have no effect.
+            problems = [
+                f"{name} is not zero, and {self.map.hf.model_type} models have no such bias"
+                for name, places in self.map.places.items()
+                if not places and self.saved.read(MODEL + name).any()
+            ]
+        if problems:
+            raise ConfigError(problems, str(path))
+
+    @cached_property
+    def sizes(self) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Of their tensors, ordered so that those made from the same of ours follow each other."""
+        return {name: (shape, self._dtype(name)) for name, shape in self.map.theirs.items()}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        ours = self.map.parts[name][0].ours
+        return self.stored[ours][1] if self.dtype is None or ours.endswith(BIAS) else self.dtype
+
+    def make(self, name: str) -> Tensor:
+        """One of theirs. Keeps what it read of ours until something else is needed: a stack of experts is read once."""
+        needed = {place.ours for place in self.map.parts[name]}
+        self._whole = {ours: tensor for ours, tensor in self._whole.items() if ours in needed}
+        for ours in needed - self._whole.keys():
+            self._whole[ours] = self.saved.read(MODEL + ours)
+        return self.map.write(name, self._dtype(name), self._block)
+
+    def _block(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        return self._whole[name][tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
+
+    def config(self) -> dict[str, Any]:
+        carried = configs.read_json(self.carried[configs.CONFIG]) if configs.CONFIG in self.carried else None
+        dtype = str(self.sizes["model.embed_tokens.weight"][1]).removeprefix("torch.")
+        seq_len = self.record.get("config", {}).get("training", {}).get("seq_len", 4096)
+        return configs.write(self.model, carried, dtype, seq_len)
+
+
+def _model(record: dict[str, Any], path: Path) -> Model:
+    table = record.get("config", {}).get("model")
+    try:
+        return Model(**table)
+    except TypeError as error:
+        raise ConfigError([f"{path / layout.MANIFEST} has no [model] of this version: {error}"]) from None
+
+
+class Plan(NamedTuple):
+    """What a folder of theirs will hold."""
+
+    export: Export
+    files: dict[str, Tensors]
+    config: dict[str, Any]
+    others: dict[str, Path]
+    """Files to copy."""
+
+    def write(self, folder: Path, files: Sequence[str]) -> None:
+        for name in files:
+            write_file(folder / name, self.files[name], self.export.make)
+
+    def complete(self, folder: Path) -> None:
+        layout.write(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
+        if len(self.files) > 1:
+            layout.write(folder / INDEX, json.dumps(index(self.files), indent=2) + "\n")
+        for name, file in self.others.items():
+            shutil.copyfile(file, folder / name)
+        layout.sync(folder)
+
+
+def plan(
+    path: Path, out: Path, shard_bytes: int, tokenizer: Path | None, dtype: torch.dtype | None, overwrite: bool
+) -> Plan:
+    free(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
+    export = Export(path, dtype)
+    others = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
+    if tokenizer is not None:
+        found = {n: file for n, file in companions(tokenizer).items() if n not in (configs.CONFIG, GENERATION)}
+        if not found:
+            raise ConfigError([f"--tokenizer {tokenizer} holds no tokenizer files: name a folder with tokenizer.json"])
+        others = {name: file for name, file in others.items() if name == GENERATION} | found
+    return Plan(export, shards(export.sizes, shard_bytes), export.config(), others)
+
+
+def to_hf(
+    path: Path,
+    out: Path,
+    shard_bytes: int,
+    tokenizer: Path | None,
+    dtype: torch.dtype | None,
+    overwrite: bool,
+    group: Group,
+) -> Plan:
+    ranks, rank = _place(group)
+    whole = agreed(group, lambda: plan(path, out, shard_bytes, tokenizer, dtype, overwrite))
+    names = sorted(layout.read_manifest(path).files)
+    if broken := [line for lines in together(group, lambda: layout.damage(path, names[rank::ranks])) for line in lines]:
+        raise ConfigError(broken, str(path))
+    # Whole files in a row: neighbours are often made from the same tensor of ours.
+    per_rank = -(-len(whole.files) // ranks)
+    mine = list(whole.files)[rank * per_rank : (rank + 1) * per_rank]
+    aside = out.with_name(out.name + PARTIAL)
+    try:
+        _on_first(group, lambda: layout.begin(aside))
+        agreed(group, lambda: whole.write(aside, mine))
+        _on_first(group, lambda: _publish(whole, aside, out))
+    except BaseException:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return whole
+
+
+def _publish(whole: Plan, aside: Path, out: Path) -> None:
+    whole.complete(aside)
+    before = out.with_name(out.name + layout.REMOVING)
+    if out.exists():
+        os.rename(out, before)
+    os.rename(aside, out)
+    layout.sync(out.absolute().parent)
+    shutil.rmtree(before, ignore_errors=True)
+
+
+# ---- all ranks of a group
+
+
+def _place(group: Group) -> tuple[int, int]:
+    """How many ranks there are, and which this is."""
+    return (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+
+
+def agreed(group: Group, work: Callable[[], T]) -> T:
+    """What work gives on this rank; ConfigError on all of them if anything a user can mend goes wrong on any."""
+    problems: list[str] = []
+    source = ""
+    result: Any = None
+    try:
+        result = work()
+    except ConfigError as error:
+        problems, source = error.problems, error.source
+    except CheckpointError as error:
+        problems = [str(error)]
+    except OSError as error:
+        problems = [f"{error.filename or 'writing'}: {error.strerror}"]
+    told = [(problems, source)]
+    if group is not None:
+        told *= dist.get_world_size(group)
+        dist.all_gather_object(told, (problems, source), group)
+    if any(theirs for theirs, _ in told):
+        everyone = dict.fromkeys(problem for theirs, _ in told for problem in theirs)
+        raise ConfigError(list(everyone), next((source for _, source in told if source), ""))
+    return result
+
+
+def _on_first(group: Group, work: Callable[[], None]) -> None:
+    agreed(group, work if _place(group)[1] == 0 else lambda: None)

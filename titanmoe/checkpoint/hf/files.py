@@ -1,0 +1,178 @@
+"""A folder of safetensors files: what tensors it holds, blocks of them, and writing such a folder tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from titanmoe.checkpoint.hf.config import read_json
+from titanmoe.checkpoint.hf.maps import Shape
+from titanmoe.config.load import ConfigError
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "U8": torch.uint8,
+}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+OPEN = 4
+
+
+class Stored(NamedTuple):
+    file: Path
+    shape: Shape
+    dtype: torch.dtype
+
+
+class Folder:
+    def __init__(self, path: Path):
+        self.path = path
+        self.tensors: dict[str, Stored] = {}
+        self._opened: dict[Path, Any] = {}
+        problems: list[str] = []
+        for file in self._files(problems):
+            try:
+                self._add(file, problems)
+            except (SafetensorError, OSError) as error:
+                problems.append(f"{file} is damaged or cut off: {error}")
+        if problems:
+            raise ConfigError(problems)
+
+    def _files(self, problems: list[str]) -> list[Path]:
+        index = self.path / INDEX
+        if not index.exists():
+            if (self.path / SINGLE).exists():
+                return [self.path / SINGLE]
+            others = sorted(file.name for file in self.path.glob("*.bin")) + sorted(
+                file.name for file in self.path.glob("*.safetensors")
+            )
+            seen = f": it holds {', '.join(others[:4])}, which cannot be read without an index" if others else ""
+            raise ConfigError([f"{self.path} has neither {SINGLE} nor {INDEX}{seen}"])
+        names = read_json(index).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ConfigError([f"{index} has no weight_map"])
+        files = [self.path / name for name in sorted(set(map(str, names.values())))]
+        problems += [f"{file} is missing, {INDEX} names it" for file in files if not file.exists()]
+        return [file for file in files if file.exists()]
+
+    def _add(self, file: Path, problems: list[str]) -> None:
+        with safe_open(file, "pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 (not a mapping)
+                view = handle.get_slice(name)
+                if (dtype := view.get_dtype()) not in DTYPES:
+                    problems.append(f"{file} has {name} of dtype {dtype}, known are {', '.join(DTYPES)}")
+                elif name in self.tensors:
+                    problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
+                else:
+                    self.tensors[name] = Stored(file, tuple(view.get_shape()), DTYPES[dtype])
+
+    def _open(self, file: Path) -> Any:
+        """Few at a time: an open file is mapped into memory."""
+        if file not in self._opened:
+            if len(self._opened) == OPEN:
+                del self._opened[next(iter(self._opened))]
+            self._opened[file] = safe_open(file, "pt")
+        return self._opened[file]
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        block = tuple(slice(start, start + length) for start, length in zip(offset, shape, strict=True))
+        try:
+            return self._open(self.tensors[name].file).get_slice(name)[block]
+        except SafetensorError as error:
+            raise ConfigError([f"{self.tensors[name].file}: {name} cannot be read: {error}"]) from None
+
+
+# ---- writing
+
+
+class Tensors(NamedTuple):
+    """What a file will hold: shape and dtype by name."""
+
+    sizes: dict[str, tuple[Shape, torch.dtype]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(nbytes(*size) for size in self.sizes.values())
+
+
+def nbytes(shape: Shape, dtype: torch.dtype) -> int:
+    return prod(shape) * dtype.itemsize
+
+
+def shards(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int) -> dict[str, Tensors]:
+    """Tensors by file, in the order given; a file is no larger than the limit unless one tensor alone is."""
+    groups: list[dict[str, tuple[Shape, torch.dtype]]] = [{}]
+    room = limit
+    for name, size in sizes.items():
+        if nbytes(*size) > room and groups[-1]:
+            groups.append({})
+            room = limit
+        groups[-1][name] = size
+        room -= nbytes(*size)
+    if len(groups) == 1:
+        return {SINGLE: Tensors(groups[0])}
+    return {f"model-{n:05}-of-{len(groups):05}.safetensors": Tensors(group) for n, group in enumerate(groups, 1)}
+
+
+def index(files: Mapping[str, Tensors]) -> dict[str, Any]:
+    return {
+        "metadata": {"total_size": sum(tensors.bytes for tensors in files.values())},
+        "weight_map": {name: file for file, tensors in files.items() for name in sorted(tensors.sizes)},
+    }
+
+
+def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> None:
+    """A safetensors file, written one tensor after the other: the library's own writer wants all of them at once.
+
+    The format: 8 bytes with the length of a JSON header, the header, the data. Wide dtypes first, so that all lie
+    aligned.
+    """
+    order = sorted(tensors.sizes, key=lambda name: -tensors.sizes[name][1].itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name in order:
+        shape, dtype = tensors.sizes[name]
+        end = at + nbytes(shape, dtype)
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(file, "wb") as stream:
+        stream.write(struct.pack("<Q", len(text)))
+        stream.write(text)
+        for name in order:
+            tensor = make(name).contiguous()
+            if (tuple(tensor.shape), tensor.dtype) != tensors.sizes[name]:
+                raise RuntimeError(f"{name}: {tuple(tensor.shape)} {tensor.dtype}, planned {tensors.sizes[name]}")
+            stream.write(tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else b"")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+# ---- what else a model's folder holds
+
+CARRIED = (
+    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    *("chat_template.json", "*.tiktoken", "tokenization_*.py"),
+)
+
+
+def companions(folder: Path, patterns: Iterable[str] = CARRIED) -> dict[str, Path]:
+    """Config and tokenizer files, by name."""
+    return {file.name: file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()}

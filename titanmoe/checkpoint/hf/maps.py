@@ -1,0 +1,149 @@
+"""Which part of which of our tensors lies in which Hugging Face tensor, for one model; and moving blocks between them.
+
+Ours: names of titanmoe.models.transformer, experts stacked. Theirs: published names. Every element of theirs is one of
+ours and the other way round, so that both directions are plain copies, bit by bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe.config.load import ConfigError
+from titanmoe.config.schema import Config, Model
+from titanmoe.models.families.huggingface import Home, HuggingFace
+from titanmoe.models.transformer import Transformer
+
+Shape = tuple[int, ...]
+Read = Callable[[str, Shape, Shape], Tensor]
+"""A block of a tensor: name, offset, shape."""
+BIAS = ".expert_bias"
+"""Of a router: all zeros in families whose files have none."""
+
+
+class Place(NamedTuple):
+    """A Hugging Face tensor, or a part of its last dim, that is one of our tensors, or one expert of it."""
+
+    ours: str
+    theirs: str
+    expert: int | None
+    home: Home
+
+
+def our_shapes(model: Model) -> dict[str, Shape]:
+    """Parameters and expert biases by name; of a tied embedding, one end."""
+    with torch.device("meta"):
+        whole = Transformer(Config(model=model), 1, torch.float32)
+    shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
+    return shapes | {name: tuple(b.shape) for name, b in whole.named_buffers() if name.endswith(BIAS)}
+
+
+class Map:
+    def __init__(self, model: Model, hf: HuggingFace):
+        self.model, self.hf = model, hf
+        self.ours = our_shapes(model)
+        self.theirs: dict[str, Shape] = {}
+        self.places: dict[str, list[Place]] = {name: list(self._places(name)) for name in self.ours}
+        """Of each of our tensors; none for an expert bias that the family does not have."""
+        self.parts: dict[str, list[Place]] = {}
+        """Of each of theirs."""
+        self.copies: dict[str, str] = {}
+        """Of theirs, those that repeat another."""
+        homeless = [name for name, places in self.places.items() if not places and not name.endswith(BIAS)]
+        if homeless:
+            raise ConfigError([f"{hf.model_type} models of transformers have no {name}" for name in homeless])
+        for place in (place for places in self.places.values() for place in places):
+            self._add(place)
+        if model.mtp_depth:
+            last = str(model.num_layers)
+            # a tied model has no head of its own to repeat
+            self.copies = {copy.replace("{last}", last): of for copy, of in hf.copies.items() if of in self.parts}
+        for copy, of in self.copies.items():
+            for place in self.parts[of]:
+                self._add(place._replace(theirs=copy))
+
+    def _add(self, place: Place) -> None:
+        self.theirs[place.theirs] = self._their_shape(place)
+        self.parts.setdefault(place.theirs, []).append(place)
+
+    def _places(self, name: str) -> Iterator[Place]:
+        number = re.match(r"layers\.(\d+)\.", name)
+        home = self.hf.homes.get(re.sub(r"^layers\.\d+\.", "layers.{layer}.", name))
+        if home is None:
+            return
+        their = home.name.replace("{layer}", number[1] if number else "").replace("{last}", str(self.model.num_layers))
+        if "{expert}" not in their:
+            yield Place(name, their, None, home)
+            return
+        for expert in range(self.ours[name][0]):
+            yield Place(name, their.replace("{expert}", str(expert)), expert, home)
+
+    def _their_shape(self, place: Place) -> Shape:
+        shape = self.ours[place.ours]
+        shape = shape if place.expert is None else shape[1:]
+        if place.home.transposed:
+            shape = (*shape[:-2], shape[-1], shape[-2])
+        return (*shape[:-1], shape[-1] * place.home.stride)
+
+    # ---- theirs to ours
+
+    def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: Read) -> Tensor:
+        """A block of one of our tensors, by reading no more than it needs of theirs."""
+        places = self.places[name]
+        if not places:
+            return torch.zeros(shape, dtype=dtype)
+        if places[0].expert is None:
+            return self._take(places[0], offset, shape, read).to(dtype)
+        out = torch.empty(shape, dtype=dtype)
+        for row, place in enumerate(places[offset[0] : offset[0] + shape[0]]):
+            out[row] = self._take(place, offset[1:], shape[1:], read)
+        return out
+
+    def _take(self, place: Place, offset: Shape, shape: Shape, read: Read) -> Tensor:
+        home = place.home
+        if home.turned is not None:
+            rows = torch.tensor([self._turned(home, row) for row in range(offset[0], offset[0] + shape[0])])
+            if not len(rows):
+                return torch.empty(shape)
+            low, high = int(rows.min()), int(rows.max()) + 1
+            return read(place.theirs, (low, *offset[1:]), (high - low, *shape[1:]))[rows - low]
+        if home.transposed:
+            offset, shape = (*offset[:-2], offset[-1], offset[-2]), (*shape[:-2], shape[-1], shape[-2])
+        if home.stride > 1:
+            offset = (*offset[:-1], offset[-1] * home.stride)
+            shape = (*shape[:-1], shape[-1] * home.stride)
+        block = read(place.theirs, offset, shape)[..., home.phase :: home.stride]
+        return block.transpose(-1, -2) if home.transposed else block
+
+    def _turned(self, home: Home, row: int) -> int:
+        """The row there of a row of ours."""
+        width, turned = home.turned(self.model)
+        head, i = divmod(row, width)
+        i -= width - turned
+        if i < 0:
+            return row
+        half = turned // 2
+        return head * width + width - turned + (2 * i if i < half else 2 * (i - half) + 1)
+
+    # ---- ours to theirs
+
+    def write(self, name: str, dtype: torch.dtype, read: Read) -> Tensor:
+        """One of their tensors, from ours."""
+        out = torch.empty(self.theirs[name], dtype=dtype)
+        for place in self.parts[name]:
+            whole = self.ours[place.ours]
+            if place.expert is None:
+                part = read(place.ours, (0,) * len(whole), whole)
+            else:
+                part = read(place.ours, (place.expert,) + (0,) * (len(whole) - 1), (1, *whole[1:]))[0]
+            if place.home.turned is not None:
+                out[torch.tensor([self._turned(place.home, row) for row in range(whole[0])])] = part.to(dtype)
+            else:
+                out[..., place.home.phase :: place.home.stride] = (
+                    part.transpose(-1, -2) if place.home.transposed else part
+                )
+        return out

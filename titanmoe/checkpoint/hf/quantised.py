@@ -1,0 +1,120 @@
+"""Published low-precision weights, read as the bfloat16 they stand for.
+
+FP8 (DeepSeek-V3): NAME in e4m3 and NAME_scale_inv in float32, a factor for each block of 128 x 128.
+MXFP4 (gpt-oss): NAME_blocks, 16 bytes of two e2m1 numbers each per 32 values, low half first, and NAME_scales, their
+common power of two (e8m0, biased by 127). The last dim of the blocks is the first of the two dims that NAME has.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmoe.checkpoint.hf.files import Folder
+from titanmoe.checkpoint.hf.maps import Shape
+from titanmoe.config.load import ConfigError
+
+SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+GROUP = 32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Weights:
+    """A folder's tensors as a model knows them."""
+
+    def __init__(self, folder: Folder, config: dict[str, Any]):
+        self.folder, self.block = folder, _block(config, folder)
+        self.tensors: dict[str, tuple[Shape, torch.dtype]] = {}
+        self.quantised: dict[str, str] = {}
+        """How each quantised tensor is stored."""
+        problems: list[str] = []
+        stored = folder.tensors
+        for name, (file, shape, dtype) in stored.items():
+            if name.endswith(SCALE) and stored.get(name.removesuffix(SCALE)):
+                continue
+            if name.endswith(SCALES) and name.removesuffix(SCALES) + BLOCKS in stored:
+                continue
+            if name.endswith(BLOCKS) and (scales := stored.get(name.removesuffix(BLOCKS) + SCALES)):
+                base = name.removesuffix(BLOCKS)
+                if dtype != torch.uint8 or shape[-1:] != (GROUP // 2,) or scales.shape != shape[:-1] or len(shape) < 3:
+                    problems.append(f"{file.name}: {name} {shape} with scales {scales.shape} is not MXFP4")
+                    continue
+                *outer, rows, groups, _ = shape
+                self.tensors[base] = (*outer, groups * GROUP, rows), torch.bfloat16
+                self.quantised[base] = "MXFP4"
+            elif dtype == torch.float8_e4m3fn:
+                scale = stored.get(name + SCALE)
+                blocks = tuple(-(-side // size) for side, size in zip(shape, self.block, strict=False))
+                if scale is None:
+                    problems.append(f"{file.name}: {name} is e4m3 without {name}{SCALE}")
+                elif len(shape) != 2 or scale.shape != blocks:
+                    problems.append(
+                        f"{file.name}: {name} {shape} has scales {scale.shape}, blocks of {self.block} make {blocks}"
+                    )
+                else:
+                    self.tensors[name] = shape, torch.bfloat16
+                    self.quantised[name] = "FP8"
+            elif dtype == torch.uint8:
+                problems.append(f"{file.name}: {name} is U8, which only MXFP4 blocks and scales are here")
+            else:
+                self.tensors[name] = shape, dtype
+        if problems:
+            raise ConfigError(problems, str(folder.path))
+        used = {part for name, kind in self.quantised.items() for part in _parts(name, kind)}
+        self.unused = stored.keys() - self.tensors.keys() - used
+        """Scales without what they scale."""
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        kind = self.quantised.get(name)
+        if kind is None:
+            return self.folder.read(name, offset, shape)
+        return self._fp8(name, offset, shape) if kind == "FP8" else self._mxfp4(name, offset, shape)
+
+    def _fp8(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        weight = self.folder.read(name, offset, shape).float()
+        first = tuple(start // size for start, size in zip(offset, self.block, strict=True))
+        ends = (-(-(start + n) // size) for start, n, size in zip(offset, shape, self.block, strict=True))
+        counts = tuple(max(0, end - begin) for begin, end in zip(first, ends, strict=True))
+        scale = self.folder.read(name + SCALE, first, counts).float()
+        for dim, size in enumerate(self.block):
+            place = torch.arange(offset[dim], offset[dim] + shape[dim]) // size - first[dim]
+            scale = scale.index_select(dim, place)
+        return (weight * scale).to(torch.bfloat16)
+
+    def _mxfp4(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        *outer, first, row = offset
+        *outer_shape, length, rows = shape
+        group, end = first // GROUP, -(-(first + length) // GROUP)
+        at, size = (*outer, row, group), (*outer_shape, rows, max(0, end - group))
+        packed = self.folder.read(name + BLOCKS, (*at, 0), (*size, GROUP // 2))
+        power = self.folder.read(name + SCALES, at, size).to(torch.int32) - 127
+        table = torch.tensor([*E2M1, *(-x for x in E2M1)], dtype=torch.bfloat16)
+        values = torch.stack((table[(packed & 15).int()], table[(packed >> 4).int()]), -1).flatten(-2)
+        values = torch.ldexp(values, power.unsqueeze(-1)).flatten(-2)
+        start = first - group * GROUP
+        return values[..., start : start + length].transpose(-1, -2)
+
+
+def _parts(name: str, kind: str) -> tuple[str, ...]:
+    return (name + SCALE,) if kind == "FP8" else (name + BLOCKS, name + SCALES)
+
+
+def _block(config: dict[str, Any], folder: Folder) -> tuple[int, int]:
+    """The FP8 block; ConfigError for kinds of quantisation that are not known."""
+    given = config.get("quantization_config")
+    if given is None:
+        return 128, 128
+    kind = given.get("quant_method")
+    if kind == "mxfp4":
+        return 128, 128
+    form, block = given.get("fmt", "e4m3"), given.get("weight_block_size")
+    if kind != "fp8" or form != "e4m3" or not isinstance(block, list) or len(block) != 2:
+        raise ConfigError(
+            [
+                f"{folder.path} is quantised by {kind} ({form}, blocks {block}): known are fp8 in e4m3 "
+                "with weight_block_size, and mxfp4; use the unquantised model"
+            ]
+        )
+    return block[0], block[1]

@@ -1,0 +1,179 @@
+"""A folder of a Hugging Face model, read as a model of ours: any block of any tensor, and nothing more."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf.files import Folder, Stored
+from titanmoe.checkpoint.hf.maps import Map, Shape
+from titanmoe.checkpoint.hf.quantised import Weights
+from titanmoe.checkpoint.state import FREE
+from titanmoe.config.load import ConfigError
+from titanmoe.config.schema import Model
+from titanmoe.models.families import HUGGING_FACE
+from titanmoe.parallel.materialize import stored_name
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+class Source:
+    def __init__(self, path: Path, described: configs.Described, model: Model, drop: tuple[str, ...] = ()):
+        self.path, self.described, self.model, self.drop = path, described, model, drop
+        self.weights = Weights(Folder(path), described.json)
+        self.map = Map(model, described.hf)
+        self.skipped: dict[str, list[str]] = {}
+        """Tensors that are left out knowingly, by the reason; known once checked."""
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
+        """Shape and dtype of each of our tensors, as they are in the files."""
+        return {name: (shape, self._dtype(name)) for name, shape in self.map.ours.items()}
+
+    def _dtype(self, name: str) -> torch.dtype:
+        places = self.map.places[name]
+        return self.weights.tensors[places[0].theirs][1] if places else torch.float32
+
+    def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
+        """A block of one of our tensors; dtype: as in the files."""
+        name = stored_name(name, self.model.tie_embeddings)
+        stored = self._dtype(name)
+        return self.map.read(name, offset, shape, stored, self.weights.read).to(dtype or stored)
+
+    def check(self) -> None:
+        """ConfigError that lists every missing, unexpected and wrongly shaped tensor."""
+        if problems := self._other_model() or self._tensors():
+            raise ConfigError(problems, str(self.path))
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know though nothing is wrong."""
+        file, said = self.path / configs.CONFIG, self.described.model
+        notes = [f"left out {len(names)} tensors: {reason}" for reason, names in self.skipped.items()]
+        if "mtp" in self.drop and not self.has_mtp:
+            notes.append(f"{self.path} has no multi-token prediction to drop")
+        if self.described.unknown:
+            notes.append(f"{file} has keys that are not known and were left aside: {', '.join(self.described.unknown)}")
+        for name in configs.differences(self.model, said):
+            notes.append(f"model.{name} = {getattr(self.model, name)!r}, {file} says {getattr(said, name)!r}")
+        if quantised := self.weights.quantised:
+            kinds = " and ".join(sorted(set(quantised.values())))
+            notes.append(f"{len(quantised)} tensors of {kinds} read as bfloat16")
+        return notes
+
+    def _other_model(self) -> list[str]:
+        """Fields that decide which tensors there are: a line each, in place of one for each tensor."""
+        file, said = self.path / configs.CONFIG, self.described.model
+        if HUGGING_FACE[self.model.family].model_type != HUGGING_FACE[said.family].model_type:
+            return [f"model.family = {self.model.family!r}, but {file} has model_type {self.described.hf.model_type!r}"]
+        return [
+            f"model.{name} = {getattr(self.model, name)!r}, but {file} gives {getattr(said, name)!r}: use that"
+            for name in configs.differences(self.model, said)
+            if name not in FREE and not name.startswith("rope_")
+        ]
+
+    def _tensors(self) -> list[str]:
+        have = {name: shape for name, (shape, _) in self.weights.tensors.items()}
+        have |= {name: stored.shape for name, stored in self._unused_parts().items()}
+        want = self.map.theirs
+        extra = self._skip(have.keys() - want.keys())
+        wrong: dict[str, list[str]] = {}
+        for name, shape in want.items():
+            if name in have and have[name] != shape:
+                wrong.setdefault(f"shape {have[name]} in the files, {shape} in this model", []).append(name)
+        for name, places in self.map.places.items():
+            dtypes = {str(self.weights.tensors[p.theirs][1])[6:] for p in places if p.theirs in self.weights.tensors}
+            if len(dtypes) > 1:
+                wrong.setdefault(f"experts of different dtypes, {', '.join(sorted(dtypes))}", []).append(name)
+        for copy, of in self.map.copies.items():
+            if have.get(copy) == want[copy] and have.get(of) == want[of] and not self._equal(copy, of):
+                wrong.setdefault(f"not equal to {of}, which it repeats", []).append(copy)
+        hint = "not of this model"
+        if any(self._of_mtp(name) for name in extra):
+            hint += " (drop mtp leaves multi-token prediction out, model.mtp_depth = 1 takes it in)"
+        kinds = {"missing": want.keys() - have.keys(), hint: extra, **wrong}
+        return [f"{name}: {what}" for what, names in kinds.items() for name in compressed(names)]
+
+    def _unused_parts(self) -> dict[str, Stored]:
+        """Scales without what they scale, and the like."""
+        return {name: self.weights.folder.tensors[name] for name in self.weights.unused}
+
+    def _skip(self, names: set[str]) -> set[str]:
+        """Those that are not left out knowingly."""
+        reasons = {}
+        for name in names:
+            if self.described.hf.derived and name.endswith(self.described.hf.derived):
+                reasons[name] = "they follow from config.json"
+            elif "mtp" in self.drop and self._of_mtp(name):
+                reasons[name] = "multi-token prediction, dropped"
+            elif self.model.tie_embeddings and name == "lm_head.weight" and self._equal(name, EMBEDDING):
+                reasons[name] = "the embedding once more, which is tied"
+        self.skipped = {}
+        for name, reason in sorted(reasons.items()):
+            self.skipped.setdefault(reason, []).append(name)
+        return names - reasons.keys()
+
+    @property
+    def has_mtp(self) -> bool:
+        return any(self._of_mtp(name) for name in self.weights.tensors)
+
+    def _of_mtp(self, name: str) -> bool:
+        """DeepSeek-V3 stores multi-token prediction as further blocks."""
+        number = re.match(r"model\.layers\.(\d+)\.", name)
+        first, count = self.model.num_layers, self.described.json.get("num_nextn_predict_layers") or 0
+        return number is not None and first <= int(number[1]) < first + count
+
+    def _equal(self, one: str, other: str) -> bool:
+        """Two matrices, compared in blocks of rows."""
+        tensors = self.weights.tensors
+        if tensors[one] != tensors[other]:
+            return False
+        rows, dim = tensors[one][0]
+        step = max(1, (1 << 24) // dim)
+        blocks = [((first, 0), (min(step, rows - first), dim)) for first in range(0, rows, step)]
+        return all(torch.equal(self.weights.read(one, *at), self.weights.read(other, *at)) for at in blocks)
+
+
+def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> Source:
+    """The source of a run's first weights. drop = ("mtp",) leaves a checkpoint's multi-token prediction out."""
+    path = Path(folder)
+    return Source(path, configs.describe(path), model, drop)
+
+
+def compressed(names: Iterable[str]) -> list[str]:
+    """Every name, those that differ in numbers only on one line where they are all combinations of some numbers."""
+    groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+    for name in names:
+        texts, numbers = re.split(r"\d+", name), re.findall(r"\d+", name)
+        groups.setdefault(tuple(texts), []).append(tuple(map(int, numbers)))
+    lines = []
+    for texts, rows in sorted(groups.items()):
+        columns = [sorted(set(column)) for column in zip(*rows, strict=True)]
+        if prod(map(len, columns)) == len(rows):
+            lines.append(_join(texts, [_ranges(column) for column in columns]))
+        else:
+            lines += [_join(texts, list(map(str, row))) for row in sorted(rows)]
+    return lines
+
+
+def _join(texts: tuple[str, ...], numbers: list[str]) -> str:
+    return "".join(text + number for text, number in zip(texts, [*numbers, ""], strict=True))
+
+
+def _ranges(numbers: list[int]) -> str:
+    if len(numbers) == 1:
+        return str(numbers[0])
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return "{" + ",".join(str(a) if a == b else f"{a}-{b}" for a, b in spans) + "}"

@@ -1,0 +1,129 @@
+"""A dense model's weights as those of a model with experts that computes the same.
+
+Each block's feed-forward network, y = W2 (silu(W1 x) * W3 x), becomes E experts. With granularity G the hidden width is
+cut into G pieces, whose outputs y_g add up to y; the experts are E/G copies of the G pieces, those of a copy side by
+side (fine-grained upcycling: arXiv 2410.07524; the G8T8 of arXiv 2504.14960 is G = 8, top 8 of 64).
+
+The router's rows are random for each copy and the same for all pieces of it (virtual groups of arXiv 2410.07524), so
+the pieces of a copy have equal scores. Where T experts are chosen and T is a multiple of G, they are therefore T/G
+whole copies: equal scores of two copies do not mix them either, as the lower expert numbers win. Weights of the chosen
+that sum to one are w_c / G for each piece of copy c, with the sum of w_c one, and
+
+    sum over copies c, pieces g of  w_c / G * (G * y_g)  =  sum over c of w_c * y  =  y
+
+whatever the router says, if W2 of each piece is multiplied by G. A power of two does that without rounding. Without
+the normalisation the weights would sum to something else for every token, so that no factor could make up for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titanmoe import counted
+from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf.maps import BIAS, Shape, our_shapes
+from titanmoe.checkpoint.hf.source import Source
+from titanmoe.config import laws
+from titanmoe.config.load import ConfigError
+from titanmoe.config.schema import Config, Model
+from titanmoe.parallel.materialize import fill_normal
+
+
+class Upcycled:
+    def __init__(self, folder: Path, experts: int, top_k: int, granularity: int, seed: int):
+        described = configs.describe(folder, dense=True)
+        self.dense = Source(folder, described, described.model)
+        self.dense.check()
+        self.granularity, self.seed = granularity, seed
+        self.model = upcycled(described.model, experts, top_k, granularity)
+        self.shapes = our_shapes(self.model)
+
+    @property
+    def notes(self) -> list[str]:
+        return self.dense.notes
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
+        dense = self.dense.tensors
+        return {
+            name: (shape, torch.float32 if name.endswith(BIAS) else dense[self._origin(name)][1])
+            for name, shape in self.shapes.items()
+        }
+
+    def _origin(self, name: str) -> str:
+        """The dense tensor that gives this one its values, or a router its dtype."""
+        block, moe, rest = name.partition(".moe.")
+        if not moe:
+            return name
+        return f"{block}.ffn.{rest.removeprefix('experts.') if rest.startswith('experts.') else 'w1'}.weight"
+
+    def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        dtype = self.tensors[name][1]
+        if name.endswith(BIAS):
+            return torch.zeros(shape)
+        if name.endswith(".router.weight"):
+            return self._router(name, offset, shape).to(dtype)
+        origin = self._origin(name)
+        if origin == name:
+            return self.dense.read(name, offset, shape)
+        out = torch.empty(shape, dtype=dtype)
+        hidden, down = self.model.expert_hidden, name.endswith(".w2")
+        for row in range(shape[0]):
+            start = (offset[0] + row) % self.granularity * hidden
+            at = (offset[1], offset[2] + start) if down else (offset[1] + start, offset[2])
+            piece = self.dense.read(origin, at, shape[1:])
+            out[row] = piece * self.granularity if down else piece
+        return out
+
+    def _router(self, name: str, offset: Shape, shape: Shape) -> Tensor:
+        copy = torch.arange(offset[0], offset[0] + shape[0]) // self.granularity
+        first, last = int(copy[0]), int(copy[-1])
+        rows = torch.empty(last - first + 1, shape[1])
+        whole = torch.Size((self.model.num_experts // self.granularity, self.model.dim))
+        fill_normal(rows, (first, offset[1]), whole, counted.key("weight", self.seed, name), self.model.init_std)
+        return rows[copy - first]
+
+
+def upcycled(dense: Model, experts: int, top_k: int, granularity: int) -> Model:
+    """The model with experts; ConfigError with all reasons why it would not compute what the dense one does."""
+    hidden = dense.dense_hidden
+    problems = [
+        f"--{name} = {value} is not a number of at least 1"
+        for name, value in (("experts", experts), ("top-k", top_k), ("granularity", granularity))
+        if value < 1
+    ]
+    if problems:
+        raise ConfigError(problems)
+    if granularity & (granularity - 1):
+        problems.append(
+            f"--granularity = {granularity} is not a power of two: the down projections are multiplied by it, which "
+            "would round them; use 1, 2, 4, 8, ..."
+        )
+    if hidden % granularity:
+        problems.append(
+            f"--granularity = {granularity} does not cut the hidden width {hidden} into equal pieces "
+            f"({hidden} % {granularity} = {hidden % granularity}): use a divisor of it"
+        )
+    if experts % granularity:
+        problems.append(
+            f"--experts = {experts} is not a multiple of --granularity = {granularity}, the pieces of each copy: "
+            f"use {-(-experts // granularity) * granularity}"
+        )
+    if top_k % granularity:
+        problems.append(
+            f"--top-k = {top_k} is not a multiple of --granularity = {granularity}, so a token would visit some pieces "
+            f"of a copy and not the others, and the output would not be the dense one: use "
+            f"{-(-top_k // granularity) * granularity}"
+        )
+    if problems:
+        raise ConfigError(problems)
+    shape = dict(num_dense_layers=0, dense_hidden=0, moe_every=1)
+    model = replace(dense, num_experts=experts, top_k=top_k, expert_hidden=hidden // granularity, **shape)
+    if broken := list(laws.contradictions(Config(model=model))):
+        raise ConfigError([violation.text for violation in broken])
+    return replace(model, size=configs.nearest_size(model))

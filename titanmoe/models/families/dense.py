@@ -1,0 +1,49 @@
+"""Dense models that can be upcycled: each becomes a model of the family named, with experts in place of its FFN."""
+
+from __future__ import annotations
+
+from titanmoe.models.families import huggingface as hf
+from titanmoe.models.families import llama3_moe, qwen2_moe, qwen3_moe
+
+_HOMES = hf.ENDS | hf.layer(hf.NORMS | hf.ATTENTION | hf.DENSE)
+_FIELDS = hf.SHAPE | hf.HEADS | {"dense_hidden": ("intermediate_size",)}
+
+DENSE = (
+    hf.HuggingFace(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        family="llama3_moe",
+        switches=llama3_moe.SWITCHES,
+        homes=_HOMES,
+        fields=_FIELDS,
+        special=(hf.ROPE,),
+        absent=hf.ABSENT,
+        fixed=hf.FIXED | {"attention_bias": False, "mlp_bias": False},
+        derived=("rotary_emb.inv_freq",),
+        dense=True,
+    ),
+    hf.HuggingFace(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        family="qwen2_moe",
+        switches=qwen2_moe.SWITCHES | dict(qkv_bias=True, shared_gate=False, norm_topk=True),
+        homes=_HOMES,
+        fields=_FIELDS,
+        special=(hf.ROPE, hf.NO_WINDOWS),
+        absent=hf.ABSENT,
+        fixed=hf.FIXED,
+        dense=True,
+    ),
+    hf.HuggingFace(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        family="qwen3_moe",
+        switches=qwen3_moe.SWITCHES,
+        homes=_HOMES,
+        fields=_FIELDS,
+        special=(hf.ROPE, hf.NO_WINDOWS),
+        absent=hf.ABSENT,
+        fixed=hf.FIXED | {"attention_bias": False},
+        dense=True,
+    ),
+)

@@ -1,0 +1,231 @@
+"""How a family looks on Hugging Face: the names of its tensors and the fields of its config.json. No torch here.
+
+Names of tensors hold {layer}, {expert} and, for the block of multi-token prediction, {last}, the number of layers. Ours
+are those of titanmoe.models.transformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from titanmoe.config.schema import Model
+from titanmoe.models.count import has_experts
+
+Json = Mapping[str, Any]
+
+
+class Unrepresentable(ValueError):
+    """A config.json asks for what no [model] can say, or the other way round."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where one of our tensors lies. With {expert} in its name, each expert's part is a tensor of its own."""
+
+    name: str
+    transposed: bool = False
+    """Its last two dims are swapped there."""
+    stride: int = 1
+    """Ours is every stride-th of the last dim there, from `phase` on; other tensors of ours have the rest."""
+    phase: int = 0
+    turned: Callable[[Model], tuple[int, int]] | None = None
+    """Rows that RoPE turns in pairs: pair i is rows 2i and 2i + 1 there, i and half + i in ours. Gives the rows of one
+    head and how many of them, the last ones, are turned."""
+
+
+@dataclass(frozen=True)
+class Special:
+    """Keys of config.json that are fields of [model] in other words."""
+
+    keys: tuple[str, ...]
+    read: Callable[[Json], dict[str, object]]
+    """Fields from config.json; raises Unrepresentable."""
+    write: Callable[[Model], dict[str, object]]
+    """The other way; raises it too."""
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    model_type: str
+    architecture: str
+    family: str
+    """Of ours."""
+    switches: Mapping[str, object]
+    """Fields of [model] that all models of this type have alike, unless config.json says otherwise."""
+    homes: Mapping[str, Home]
+    """By our name."""
+    fields: Mapping[str, tuple[str, ...]]
+    """From a field of [model] to its key in config.json; further keys are other spellings, which are read too."""
+    special: tuple[Special, ...] = ()
+    absent: Mapping[str, object] = field(default_factory=dict)
+    """What it means when a key is left out; other keys of `fields` must be there."""
+    fixed: Mapping[str, object] = field(default_factory=dict)
+    """Keys that have one value we can represent, which is also what leaving them out means."""
+    copies: Mapping[str, str] = field(default_factory=dict)
+    """Names of tensors that repeat another, by its name, where there is multi-token prediction."""
+    derived: tuple[str, ...] = ()
+    """Ends of names of tensors that old files hold though they follow from config.json."""
+    dense: bool = False
+    """No experts: only to be upcycled."""
+
+
+def layer(homes: Mapping[str, str | Home], ours: str = "layers.{layer}", theirs: str = "{layer}") -> dict[str, Home]:
+    """Homes in a block, by names within the block."""
+    whole = {name: Home(home) if isinstance(home, str) else home for name, home in homes.items()}
+    return {f"{ours}.{name}": replace(home, name=f"model.layers.{theirs}.{home.name}") for name, home in whole.items()}
+
+
+def swiglu(
+    ours: str, theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, str]:
+    """gate, up and down; `ours` and `theirs` hold {w}."""
+    return {ours.format(w=w): theirs.replace("{w}", name) for w, name in zip(("w1", "w3", "w2"), names, strict=True)}
+
+
+ENDS = {
+    "embed.weight": Home("model.embed_tokens.weight"),
+    "head.norm.weight": Home("model.norm.weight"),
+    "head.weight": Home("lm_head.weight"),
+}
+NORMS = {"attention_norm.weight": "input_layernorm.weight", "ffn_norm.weight": "post_attention_layernorm.weight"}
+ATTENTION = {
+    f"attention.{ours}.{kind}": f"self_attn.{theirs}.{kind}"
+    for ours, theirs in (("wq", "q_proj"), ("wk", "k_proj"), ("wv", "v_proj"), ("wo", "o_proj"))
+    for kind in ("weight", "bias")
+} | {f"attention.{x}_norm.weight": f"self_attn.{x}_norm.weight" for x in "qk"}
+DENSE = swiglu("ffn.{w}.weight", "mlp.{w}.weight")
+EXPERTS = {"moe.router.weight": "mlp.gate.weight"} | swiglu("moe.experts.{w}", "mlp.experts.{expert}.{w}.weight")
+
+SHAPE = {
+    "vocab_size": ("vocab_size",),
+    "dim": ("hidden_size",),
+    "num_layers": ("num_hidden_layers",),
+    "norm_eps": ("rms_norm_eps",),
+    "tie_embeddings": ("tie_word_embeddings",),
+    "init_std": ("initializer_range",),
+    "num_heads": ("num_attention_heads",),
+}
+HEADS = {"num_kv_heads": ("num_key_value_heads",), "head_dim": ("head_dim",)}
+ABSENT = {"tie_word_embeddings": False, "initializer_range": 0.02}
+FIXED = {"hidden_act": "silu"}
+
+
+# ---- rotary positions
+
+
+def _read_rope(config: Json) -> dict[str, object]:
+    # Until transformers 5: rope_theta, and rope_scaling or null; since then all of it in rope_parameters.
+    given = {"rope_theta": config.get("rope_theta")}
+    given |= config.get("rope_scaling") or {}
+    given |= config.get("rope_parameters") or {}
+    kind = given.get("rope_type", given.get("type", "default"))
+    turned = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
+    if not isinstance(given["rope_theta"], int | float):
+        raise Unrepresentable("has no rope_theta")
+    if turned != 1:
+        raise Unrepresentable(f"has partial_rotary_factor = {turned}, here RoPE turns whole heads (1.0)")
+    fields: dict[str, object] = {"rope_theta": float(given["rope_theta"])}
+    if kind == "default":
+        return fields
+    if kind != "yarn":
+        raise Unrepresentable(f"has rope_scaling of type {kind!r}, model.rope_scaling is none or yarn")
+    names = {
+        "rope_factor": "factor",
+        "rope_beta_fast": "beta_fast",
+        "rope_beta_slow": "beta_slow",
+        "rope_truncate": "truncate",
+        "rope_mscale": "mscale",
+        "rope_mscale_all_dim": "mscale_all_dim",
+    }
+    fields |= {"rope_scaling": "yarn"} | {
+        ours: given[theirs] if theirs == "truncate" else float(given[theirs])
+        for ours, theirs in names.items()
+        if given.get(theirs) is not None
+    }
+    fields["rope_original_len"] = given.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    if given.get("attention_factor") is not None:
+        raise Unrepresentable(
+            f"has rope_scaling with attention_factor = {given['attention_factor']}, here it follows from factor, "
+            "mscale and mscale_all_dim"
+        )
+    return fields
+
+
+def _write_rope(model: Model) -> dict[str, object]:
+    if model.rope_scaling == "none":
+        return {"rope_theta": model.rope_theta, "rope_scaling": None}
+    scaling = {
+        "type": "yarn",
+        "rope_type": "yarn",
+        "factor": model.rope_factor,
+        "original_max_position_embeddings": model.rope_original_len,
+        "beta_fast": model.rope_beta_fast,
+        "beta_slow": model.rope_beta_slow,
+        "truncate": model.rope_truncate,
+    }
+    if model.rope_mscale:
+        scaling |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
+    return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+
+
+ROPE = Special(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), _read_rope, _write_rope)
+
+
+# ---- which blocks are dense
+
+
+def dense_blocks(sparse: list[bool]) -> dict[str, object]:
+    """num_dense_layers and moe_every, from which blocks have experts."""
+    for every in range(1, len(sparse) + 1):
+        for dense in range(len(sparse) + 1):
+            model = Model(num_layers=len(sparse), num_dense_layers=dense, moe_every=every)
+            if [has_experts(model, i) for i in range(len(sparse))] == sparse:
+                return {"num_dense_layers": dense, "moe_every": every}
+    raise Unrepresentable(
+        f"has experts in the blocks {[i for i, has in enumerate(sparse) if has]} of {len(sparse)}: "
+        "model.num_dense_layers and moe_every make leading blocks dense, and then every n-th not"
+    )
+
+
+def _read_qwen(config: Json) -> dict[str, object]:
+    alone, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    return dense_blocks([i not in alone and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])])
+
+
+def _write_qwen(model: Model) -> dict[str, object]:
+    dense = [i for i in range(model.num_layers) if not has_experts(model, i)]
+    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+QWEN_BLOCKS = Special(("mlp_only_layers", "decoder_sparse_step"), _read_qwen, _write_qwen)
+
+
+def _read_windows(config: Json) -> dict[str, object]:
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    if config.get("use_sliding_window") or kinds != {"full_attention"}:
+        raise Unrepresentable(
+            f"has use_sliding_window = {config.get('use_sliding_window')} and layer_types {sorted(kinds)}, "
+            "this family attends to the whole sequence in every block"
+        )
+    return {}
+
+
+NO_WINDOWS = Special(
+    ("use_sliding_window", "layer_types", "sliding_window", "max_window_layers"),
+    _read_windows,
+    lambda model: {"use_sliding_window": False},
+)
+
+
+# ---- the rest
+
+
+def _write_shared(model: Model) -> dict[str, object]:
+    if not model.shared_hidden:
+        raise Unrepresentable("has a shared expert in every block, model.shared_hidden = 0 has none")
+    return {}
+
+
+SHARED = Special((), lambda config: {}, _write_shared)
