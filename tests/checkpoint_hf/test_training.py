@@ -1,12 +1,18 @@
 """A run begins from a converted model, and what it saves goes out again."""
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests import world
 from tests.checkpoint_hf import models
 from tests.checkpoint_hf.test_convert import convert, equal
+from titanmoe.checkpoint.hf import config as configs
 
 ROOT = Path(__file__).parents[2]
 RECIPE = """
@@ -37,4 +43,49 @@ def test_a_run_that_learns_nothing_gives_back_what_it_was_given(tmp_path, capsys
     assert convert("--to-hf", tmp_path / "runs/run/checkpoints/step-00000001", tmp_path / "out") == 0
     equal(models.tensors(tmp_path / "out"), models.tensors(folder))
     again = models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert again.config.max_position_embeddings == 4 * 16  # the context that YaRN was made for
+    assert again.config.max_position_embeddings == models.BASE["max_position_embeddings"]  # its config.json came along
+
+
+def train(folder: str, hf: str, changes: dict) -> str:
+    from tests import parity
+
+    words = {"job.dump_folder": folder, "job.name": "run", "checkpoint.enable": True, "checkpoint.initial_hf": hf}
+    trainer = parity.make_trainer(
+        words | {"training.steps": 1, "optimizer.lr": 0.0, "data.source": "synthetic"} | changes
+    )
+    trainer.train()
+    return (Path(folder) / "run/metrics.jsonl").read_text() if trainer.runtime.rank == 0 else ""
+
+
+def test_a_folded_run_reads_a_hugging_face_folder_and_each_rank_its_own_pieces(tmp_path):
+    """And once it has a checkpoint of its own, goes on from that."""
+    folder = models.save(models.make("qwen3_moe"), tmp_path / "in")
+    (folder / "tokenizer.json").write_text("{}")
+    shape = dataclasses.asdict(configs.describe(folder).model)
+    changes = {f"model.{name}": value for name, value in shape.items()}
+    changes |= {"parallelism.pp": 2, "parallelism.experts.ep": 2, "training.global_batch_size": 4}
+    changes |= {f"training.{name}": "float32" for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce")}
+    world.run(4, train, str(tmp_path), str(folder), changes)
+    assert convert("--to-hf", tmp_path / "run/checkpoints/step-00000001", tmp_path / "out") == 0
+    equal(models.tensors(tmp_path / "out"), models.tensors(folder))
+    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+
+    world.run(2, train, str(tmp_path), str(folder), changes | {"training.steps": 2, "parallelism.experts.ep": 1})
+    lines = [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert lines == [1, 2]
+
+
+def test_a_folder_of_another_model_is_refused_before_training(tmp_path):
+    folder = models.save(models.make("qwen3_moe"), tmp_path / "in")
+    with pytest.raises(
+        world.RankError, match=r"model.family = 'mixtral', but .*config.json has model_type 'qwen3_moe'"
+    ):
+        world.run(1, train, str(tmp_path), str(folder), {})
+
+
+def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
+    folder = models.save(models.make("mixtral"), tmp_path / "in")
+    assert convert("--from-hf", folder, tmp_path / "ours") == 0
+    shape = {f"model.{n}": v for n, v in dataclasses.asdict(configs.describe(folder).model).items()}
+    with pytest.raises(world.RankError, match=r"it holds weights alone .*set checkpoint.model_only = true"):
+        world.run(1, train, str(tmp_path), "", shape | {"checkpoint.load": str(tmp_path / "ours")})

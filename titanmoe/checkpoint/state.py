@@ -80,7 +80,7 @@ def record(config: Config, fold: Fold, step: int, tokens: float, loader: dict[st
 
 FREE = (
     "family", "size", "init_std", "norm_eps", "top_k", "score_function", "norm_topk", "route_scale", "num_groups",
-    "top_groups",
+    "top_groups", "sliding_window", "full_attention_every",
 )  # fmt: skip
 """Fields of [model] that change what weights are used for, but not which there are. Those of RoPE too, by prefix."""
 

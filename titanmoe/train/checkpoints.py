@@ -68,6 +68,8 @@ class Checkpoints:
 
         folder = Path(self.options.initial_hf)
         source = open_hf(folder, self.config.model)
+        if source.has_mtp and not self.config.model.mtp_depth:
+            source = open_hf(folder, self.config.model, drop=("mtp",))
         source.check()
         for name, (_, piece) in self._targets(with_moments=False).items():
             piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
@@ -115,7 +117,10 @@ class Checkpoints:
         """Fill the trainer from a checkpoint made under any mapping; returns what is not as it was then."""
         trainer, saved = self.trainer, Checkpoint(path)
         problems = state.refusals(saved.record, self.config)
-        if not model_only:
+        if not model_only and "loader" not in saved.record:
+            how = saved.record.get("made", "made by no training run")
+            problems.append(f"it holds weights alone ({how}): set checkpoint.model_only = true to begin from them")
+        elif not model_only:
             try:
                 trainer.loader.load_state_dict(saved.record["loader"])
             except ConfigError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,7 @@ class Trainer:
         self.garbage = GarbageCollection(config.training.gc_every)
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False
+        self._lock: TextIO | None = None
         self.stopping = False
 
     def train(self) -> int:
@@ -96,6 +97,8 @@ class Trainer:
                 raise
             finally:
                 metrics.close()
+                if self._lock:
+                    self._lock.close()
 
     def claim(self) -> Path:
         """The run's folder, known to all ranks."""
