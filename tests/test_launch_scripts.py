@@ -88,6 +88,11 @@ def wait_for(condition, seconds: float = 20) -> bool:
     return condition()
 
 
+def heed_interrupts() -> None:
+    """A shell's background job ignores SIGINT, and so would all that it starts, these tests among them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -159,7 +164,9 @@ def test_no_node_outlives_the_launcher(fake, how, send):
     command = [str(SSH), *over_ssh(fake)]
     env = environment(SSH=f"bash {fake / 'ssh'}", STAY="yes")
     with (fake / "said").open("w") as said:
-        launcher = subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True)
+        launcher = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True, preexec_fn=heed_interrupts
+        )
     try:
         assert wait_for(lambda: len(running(fake)) == 2)
         send(launcher.pid, how)
