@@ -3,6 +3,11 @@
 import sys
 
 from titanmoe.train.launch import main
+from titanmoe.train.runtime import leave
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    except SystemExit as end:
+        code = end.code
+    leave(code)

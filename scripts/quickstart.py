@@ -130,6 +130,9 @@ def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> s
 def resume(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
     """The command that continues the run for as many steps again; load = "auto" is the default, so it is left out."""
     words = [word for word in arguments if word not in ("--checkpoint.load", "none")]
+    if "--training.steps" in words:  # another is given below
+        at = words.index("--training.steps")
+        words = words[:at] + words[at + 2 :]
     torchrun = Path(sys.executable).parent / "torchrun"
     program = torchrun.relative_to(ROOT) if torchrun.is_relative_to(ROOT) else torchrun
     more = ["--job.name", folder.name, "--training.steps", str(2 * step)]

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from typing import NoReturn
 
 from rich.console import Console
 from rich.text import Text
@@ -21,9 +22,19 @@ from titanmoe.fold.groups import View, groups
 from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, listing
 from titanmoe.fold.search import changes, legal_stages, nearest
+from titanmoe.train.runtime import leave
 
 ASCII = str.maketrans("─├┤", "-[]")
 EXPERT_DEGREES = ("edp_replicate", "edp", "ep", "etp")
+
+
+def command() -> NoReturn:
+    """The console script."""
+    try:
+        code = main()
+    except SystemExit as end:
+        code = end.code
+    leave(code)  # under torchrun too
 
 
 def main(argv: list[str] | None = None) -> int:

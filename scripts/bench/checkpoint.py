@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from titanmoe.checkpoint import layout
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.launch import read
-from titanmoe.train.runtime import start, stop, world_size
+from titanmoe.train.runtime import leave, start, stop, world_size
 from titanmoe.train.trainer import Trainer
 
 MODEL = [
@@ -115,3 +115,4 @@ def tell(figures: dict[str, dict[str, float]], file: Path | None) -> None:
 
 if __name__ == "__main__":
     main()
+    leave(0)
