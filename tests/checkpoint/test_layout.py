@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.begin import choose
+from titanmoe.checkpoint.begin import checkpoints_of, choose
 from titanmoe.checkpoint.folder import Lazy, _Summing, open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.layout import CheckpointError
 from titanmoe.config.schema import Config
@@ -61,6 +61,13 @@ def test_auto_takes_what_latest_names(run):
     assert taken(run) == ("step-00000030", [])
     layout.point(run / "checkpoints", "step-00000020")
     assert taken(run) == ("step-00000020", [])
+
+
+def test_runs_do_not_share_an_absolute_folder(tmp_path):
+    for name in ("a", "b"):
+        asked = config(tmp_path / name)
+        asked.checkpoint.folder = str(tmp_path / "all")
+        assert checkpoints_of(tmp_path / name, asked) == tmp_path / "all" / name
 
 
 def test_a_run_without_checkpoints_begins_anew(tmp_path):

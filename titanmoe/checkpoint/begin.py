@@ -23,7 +23,8 @@ def run_folder(config: Config) -> Path:
 
 
 def checkpoints_of(run: Path, config: Config) -> Path:
-    return run / config.checkpoint.folder
+    folder = Path(config.checkpoint.folder)
+    return folder / run.name if folder.is_absolute() else run / folder
 
 
 @dataclass

@@ -331,7 +331,7 @@ class Checkpoint:
     enable: bool = False
     """Save into the run's folder: every `interval` steps, at the end, and on SIGTERM or SIGINT. A run of the same name then goes on where it stopped."""
     folder: str = "checkpoints"
-    """Where they lie: a folder within the run's own, or an absolute path."""
+    """Where they lie: a folder within the run's own, or an absolute path in which every run gets one of its name."""
     interval: int = 500
     """Steps between checkpoints; 0 saves only at the end and on a signal. As many as you can bear to compute again."""
     save: Literal["async", "sync"] = "async"
