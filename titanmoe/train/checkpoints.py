@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.begin import Beginning, checkpoints_of, choose
@@ -13,15 +14,30 @@ from titanmoe.checkpoint.folder import Checkpoint, together
 from titanmoe.checkpoint.layout import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
-from titanmoe.train.runtime import say
+from titanmoe.config.schema import Config
+from titanmoe.data.loader import Loader
+from titanmoe.fold.degrees import Fold
+from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.runtime import Runtime, say
 from titanmoe.train.signals import Signals
 
-if TYPE_CHECKING:
-    from titanmoe.train.trainer import Trainer
+
+class Training(Protocol):
+    """What a checkpoint is made of, and filled into."""
+
+    config: Config
+    runtime: Runtime
+    fold: Fold
+    step: int
+    tokens: float
+    loader: Loader
+    optimizer: Optimizer
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
 
 
 class Checkpoints:
-    def __init__(self, trainer: Trainer, run: Path):
+    def __init__(self, trainer: Training, run: Path):
         self.trainer, self.config, self.run = trainer, trainer.config, run
         self.options = self.config.checkpoint
         self.rank, self.world = trainer.runtime.rank, trainer.runtime.world
