@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -37,3 +38,18 @@ class Live(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
+
+
+def saved_bytes(function: Callable[[], torch.Tensor], but: Iterable[torch.Tensor] = ()) -> tuple[torch.Tensor, int]:
+    """What a function returns, and the bytes of the storages that autograd keeps for it, other than those of `but`."""
+    known, kept = {x.untyped_storage()._cdata for x in but}, {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in known:
+            kept[storage._cdata] = storage  # held, so that no other takes its place
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = function()
+    return out, sum(storage.nbytes() for storage in kept.values())

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from titanmoe.config.schema import ActivationCheckpoint
 from titanmoe.models.layers import FeedForward, RMSNorm
 from titanmoe.models.transformer import Block, Transformer
-from titanmoe.moe.experts import Experts
 
 
 def _again(owner: nn.Module, name: str) -> None:
@@ -30,7 +29,7 @@ def _selective(block: Block) -> None:
     for module in block.modules():
         if type(module) is RMSNorm:  # one over split heads would send its message again
             _again(module, "forward")
-        elif isinstance(module, (FeedForward, Experts)):
+        elif isinstance(module, FeedForward):
             _again(module, "down")
 
 
