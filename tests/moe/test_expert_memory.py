@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
 from tests.memory import saved_bytes
-from tests.moe.test_experts import COUNTS, D, HIDDEN, experts, random
+from tests.moe.test_experts import COUNTS, HIDDEN, D, experts, random
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.experts import Experts, down, grouped_loop, plain_down
 

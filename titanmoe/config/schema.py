@@ -299,7 +299,7 @@ class ActivationCheckpoint:
     """What backward recomputes instead of keeping. It never changes a number."""
 
     mode: Literal["none", "full", "selective", "moe"] = "none"
-    """none: fastest. full: whole blocks, lowest memory. selective: keeps matrix products, attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half, where most activations are."""
+    """none: fastest. full: whole blocks, lowest memory. selective: keeps matrix products (but latent attention's out of its latents), attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half, where most activations are."""
     every: int = 1
     """Apply to every n-th block."""
 

@@ -76,8 +76,8 @@ def chunk_count(tokens: int, vocabulary: int, width: int, asked_for: int) -> int
 class _ChunkedCrossEntropySum(torch.autograd.Function):
     """cross_entropy_sum of x times the head's weight, of which at no time there are more logits than a slice's.
 
-    The chunks are slices of the vocabulary for all tokens: so every row of the weight's gradient is one product, rounded
-    once, and products stay large. The log-sum-exp runs along; backward makes each slice's logits again.
+    The chunks are slices of the vocabulary for all tokens: so every row of the weight's gradient is one product,
+    rounded once, and products stay large. The log-sum-exp runs along; backward makes each slice's logits again.
     """
 
     @staticmethod
@@ -101,9 +101,7 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
             del logits_Tv
         highest_T = all_reduce(top_T, tp, "max")
         label_logit_T = (label_logit_T - highest_T) * (mine_T & counted_T)
-        total_T, label_logit_T = all_reduce(
-            torch.stack((total_T * torch.exp(top_T - highest_T), label_logit_T)), tp
-        )
+        total_T, label_logit_T = all_reduce(torch.stack((total_T * torch.exp(top_T - highest_T), label_logit_T)), tp)
         ctx.save_for_backward(x_TD, weight_VD, row_T.where(mine_T, -1), counted_T, highest_T + total_T.log())
         ctx.chunks = chunks
         return ((total_T.log() - label_logit_T) * counted_T).sum()
