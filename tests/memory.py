@@ -12,12 +12,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """`now` and `peak`: bytes of the storages made inside and still referenced. Scratch inside a kernel is not seen."""
+    """`now` and `peak`: bytes of the storages made inside and still referenced. Scratch inside a kernel is not seen.
 
-    def __init__(self) -> None:
+    but: tensors from before, whose views do not count.
+    """
+
+    def __init__(self, but: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._seen: set[int] = set()
+        self._seen = {x.untyped_storage()._cdata for x in but}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
