@@ -124,6 +124,45 @@ def test_the_number_of_slices(tokens: int, vocabulary: int, asked_for: int, want
         assert -(-vocabulary // want) * tokens * 4 <= CHUNK_BYTES
 
 
+def gathers_of_the_head(chunks: int) -> int:
+    """Of its weight, from all data ranks, in one microbatch."""
+    import torch.distributed as dist
+
+    from tests import parity
+    from titanmoe.parallel.batch import cut
+    from titanmoe.train import trainer as trainer_module
+    from titanmoe.train.runtime import Runtime
+
+    config = parity.read({"training.loss_chunks": chunks, "parallelism.reshard_after_forward": "always"}, 2)
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # torch 2.13, before
+    loader, gather, sizes = trainer_module.Loader, getattr(dist, name), []
+
+    def counting(*given: Any, **named: Any) -> Any:
+        sizes.append(max(x.numel() for x in (*given, *named.values()) if isinstance(x, Tensor)))
+        return gather(*given, **named)
+
+    trainer_module.Loader = lambda c, r, n: parity.Samples(c, r, n, False)
+    setattr(dist, name, counting)
+    try:
+        trainer = trainer_module.Trainer(config, Runtime(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu")))
+        batches = trainer.loader.next_step()
+        totals = trainer.count(batches)
+        for moe in trainer.moe_layers.values():
+            moe.begin_step(1, totals.tokens, 1)
+        piece = cut(batches[0], 0, trainer.meshes, trainer.placement, trainer.device)
+        trainer.engine.run([piece], totals.labels)
+    finally:
+        trainer_module.Loader = loader
+        setattr(dist, name, gather)
+    head = config.model.dim * (config.model.vocab_size + 1)  # the weight and the final norm's
+    return sizes.count(head)
+
+
+@pytest.mark.parametrize("chunks", [0, 5])
+def test_sharded_data_gathers_the_head_once_each_way(chunks: int) -> None:
+    assert world.run(2, gathers_of_the_head, chunks) == [2, 2]
+
+
 @pytest.mark.parametrize("changes", [{}, {"training.loss_chunks": 3}], ids=["-1", "3"])
 def test_a_recipe_reaches_the_head(changes: dict[str, Any]) -> None:
     from tests import parity
