@@ -111,6 +111,7 @@ FEATURES = {
     "cp": CP_KINDS,
     "batch": BATCHES,
     "documents": {"no": {}, "yes": {}},
+    "loss": {"whole": {}, "sliced": {"training.loss_chunks": 5}},
     "mtp": {"no": {}, "mtp": {"model.mtp_depth": 1}},
 }
 

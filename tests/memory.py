@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,12 +12,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """`now` and `peak`: bytes of the storages made inside and still referenced. Scratch inside a kernel is not seen."""
+    """`now` and `peak`: bytes of the storages made inside and still referenced. Scratch inside a kernel is not seen.
 
-    def __init__(self) -> None:
+    but: tensors from before, whose views do not count.
+    """
+
+    def __init__(self, but: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._seen: set[int] = set()
+        self._seen = {x.untyped_storage()._cdata for x in but}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -37,3 +41,18 @@ class Live(TorchDispatchMode):
     def _gone(self, key: int, size: int) -> None:
         self._seen.discard(key)
         self.now -= size
+
+
+def saved_bytes(function: Callable[[], torch.Tensor], but: Iterable[torch.Tensor] = ()) -> tuple[torch.Tensor, int]:
+    """What a function returns, and the bytes of the storages that autograd keeps for it, other than those of `but`."""
+    known, kept = {x.untyped_storage()._cdata for x in but}, {}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage._cdata not in known:
+            kept[storage._cdata] = storage  # held, so that no other takes its place
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = function()
+    return out, sum(storage.nbytes() for storage in kept.values())

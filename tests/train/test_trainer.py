@@ -54,6 +54,11 @@ def test_mixed_precision_keeps_router_and_sums_wide(stored: str) -> None:
         {"parallelism.tp": 2, "parallelism.experts.ep": 2},
         MODELS["gpt_oss"] | {"parallelism.tp": 2, "parallelism.experts.etp": 2, "model.qk_norm": "full"},
         pytest.param(
+            MODELS["deepseek_v3"]
+            | {"parallelism.tp": 2, "activation_checkpoint.mode": "selective", "training.loss_chunks": 3},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             {"parallelism.pp": 2, "pipeline.schedule": "DualPipeV", "model.num_layers": 4}, marks=pytest.mark.slow
         ),
     ],

@@ -86,6 +86,7 @@ RANGES = {
     "training.local_batch_size": COUNT,
     "training.global_batch_size": DERIVED,
     "training.mtp_weight": NOT_NEGATIVE,
+    "training.loss_chunks": Range(0, derived=True),
     "training.seed": NOT_NEGATIVE,
     "training.gc_every": COUNT,
     "training.first_step_timeout_s": COUNT,

@@ -157,6 +157,8 @@ class Training:
     """auto takes a GPU when there is one."""
     mtp_weight: float = 0.3
     """Factor on the loss of multi-token prediction, where model.mtp_depth is 1 (DeepSeek-V3: 0.3, late in training 0.1)."""
+    loss_chunks: int = -1
+    """Slices of the vocabulary that the loss goes through, so that the logits are never whole. -1: as many as keep a slice's logits within 32 MiB. More for less memory; 0 keeps the logits, which spares backward one product with the head."""
     seed: int = 0
     """Weights, data order and router noise are functions of it, alike under every mapping."""
     deterministic: bool = False
@@ -297,7 +299,7 @@ class ActivationCheckpoint:
     """What backward recomputes instead of keeping. It never changes a number."""
 
     mode: Literal["none", "full", "selective", "moe"] = "none"
-    """none: fastest. full: whole blocks, lowest memory. selective: keeps matrix products, attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half, where most activations are."""
+    """none: fastest. full: whole blocks, lowest memory. selective: keeps matrix products (but latent attention's out of its latents), attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half, where most activations are."""
     every: int = 1
     """Apply to every n-th block."""
 

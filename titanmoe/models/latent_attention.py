@@ -59,15 +59,32 @@ class LatentAttention(nn.Module):
         latent_Bsr, key_Bsp = self.wkv_a(x_BsD).split(self.latent, -1)
         both_BSr = gather(torch.cat((self.kv_norm(latent_Bsr), key_Bsp), -1), 1, self.tp)
         latent_BSr, key_BSp = both_BSr.split(self.latent, -1)
-        if self.wq is None:
-            q_BSHh = self.wq_b(gather(self.q_norm(self.wq_a(x_BsD)), 1, self.tp))
-        else:
-            q_BSHh = self.wq(gather(x_BsD, 1, self.tp))
+        source_Bsr = self.q_norm(self.wq_a(x_BsD)) if self.wq is None else x_BsD
+        source_BSr = gather(source_Bsr, 1, self.tp)
+        out_BSHv = self.core(source_BSr, latent_BSr, key_BSp, rope, document_BL)
+        return scatter_sum(self.wo(out_BSHv.flatten(2)), 1, self.tp)
+
+    # A method, so that recomputation can stand in for it.
+    def core(
+        self,
+        source_BSr: Tensor,
+        latent_BSr: Tensor,
+        key_BSp: Tensor,
+        rope: tuple[Tensor, Tensor],
+        document_BL: Tensor | None,
+    ) -> Tensor:
+        queries = self.queries(source_BSr, rope)
+        return self.attend(queries, *self.keys_and_values(latent_BSr, key_BSp, rope), document_BL)
+
+    def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        q_BSHh = (self.wq_b if self.wq is None else self.wq)(source_BSr)
         q_BSHn, q_BSHp = q_BSHh.unflatten(-1, (-1, sum(self.query))).split(self.query, -1)
+        q_BSHh = torch.cat((q_BSHn, rotate(q_BSHp, rope)), -1)
+        return q_BSHh * self.sharpen if self.sharpen != 1 else q_BSHh
+
+    def keys_and_values(
+        self, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         k_BSHn, v_BSHv = self.wkv_b(latent_BSr).unflatten(-1, (-1, sum(self.key_value))).split(self.key_value, -1)
         k_BSHp = rotate(key_BSp.unsqueeze(2), rope).expand(-1, -1, k_BSHn.shape[2], -1)
-        q_BSHh = torch.cat((q_BSHn, rotate(q_BSHp, rope)), -1)
-        if self.sharpen != 1:
-            q_BSHh = q_BSHh * self.sharpen
-        out_BSHv = self.attend(q_BSHh, torch.cat((k_BSHn, k_BSHp), -1), v_BSHv, document_BL)
-        return scatter_sum(self.wo(out_BSHv.flatten(2)), 1, self.tp)
+        return torch.cat((k_BSHn, k_BSHp), -1), v_BSHv

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanmoe.asked import askable, asked
 from titanmoe.comm import local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
@@ -27,6 +28,16 @@ def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
     """The same in one call of torch's grouped matrix product."""
     return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=count_e.cumsum(0).to(torch.int32))
+
+
+def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count_e: Tensor) -> Tensor:
+    """Of the weights (e, D, F): the sum over an expert's rows of their outer products."""
+    sizes = count_e.tolist()
+    return torch.stack([g.t() @ h for g, h in zip(grad_RD.split(sizes), h_RF.split(sizes), strict=True)])
+
+
+def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count_e: Tensor) -> Tensor:
+    return torch._grouped_mm(grad_RD.t(), h_RF, offs=count_e.cumsum(0).to(torch.int32))
 
 
 def can_group(x: Tensor, *widths: int) -> bool:
@@ -50,6 +61,54 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
+def weighted(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
+    """What enters the down projection: the routing weight does before it, so that backward needs no expert's output."""
+    h_RF = clamped_swiglu(gate_RF, up_RF) if clamped else F.silu(gate_RF) * up_RF
+    return (h_RF * weight_R1).to(gate_RF.dtype)
+
+
+def plain_down(
+    gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, w2_eDF: Tensor, count_e: Tensor, grouped: bool, clamped: bool
+) -> Tensor:
+    product = grouped_product if grouped else grouped_loop
+    return product(weighted(gate_RF, up_RF, weight_R1, clamped), w2_eDF, count_e)
+
+
+class _Down(torch.autograd.Function):
+    """plain_down, which keeps its inputs alone: 2F numbers per row in place of 5F. Backward activates again."""
+
+    @staticmethod
+    def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped):
+        ctx.save_for_backward(gate_RF, up_RF, weight_R1, w2_eDF, count_e)
+        ctx.grouped, ctx.clamped = grouped, clamped
+        return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        gate_RF, up_RF, weight_R1, w2_eDF, count_e = ctx.saved_tensors
+        inputs, weights = asked(ctx, 0), asked(ctx, 3)
+        grad_RD = grad_RD.contiguous()
+        leaves = [x.detach().requires_grad_(inputs) for x in (gate_RF, up_RF, weight_R1)]
+        with torch.set_grad_enabled(inputs):
+            h_RF = weighted(*leaves, ctx.clamped)
+        grads, grad_w2 = (None, None, None), None
+        if weights:
+            gradient = grouped_gradient if ctx.grouped else loop_gradient
+            grad_w2 = gradient(grad_RD, h_RF.detach(), count_e)
+        if inputs:
+            product = grouped_product if ctx.grouped else grouped_loop
+            grads = torch.autograd.grad(h_RF, leaves, product(grad_RD, w2_eDF.transpose(1, 2), count_e))
+        return *grads, grad_w2, None, None, None
+
+
+def down(
+    gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, w2_eDF: Tensor, count_e: Tensor, grouped: bool, clamped: bool
+) -> Tensor:
+    if torch.compiler.is_compiling():  # the compiler chooses by itself what to keep
+        return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped)
+    return _Down.apply(gate_RF, up_RF, weight_R1, askable(w2_eDF), count_e, grouped, clamped)
+
+
 class Experts(nn.Module):
     def __init__(self, model: Model, options: MoEOptions, dtype: torch.dtype):
         super().__init__()
@@ -71,26 +130,17 @@ class Experts(nn.Module):
 
     def forward(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
-        product = grouped_loop
-        if self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:]):
-            product = grouped_product
+        grouped = self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
+        product = grouped_product if grouped else grouped_loop
         gate_RF, up_RF = product(x_RD, w1_eFD, count_e), product(x_RD, w3_eFD, count_e)
         if self.w1_bias is None:
-            return self.down(product, gate_RF, up_RF, weight_R1, w2_eDF, count_e)
+            return down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, self.clamped)
         of_Re = rows_of(count_e, x_RD.shape[0], gate_RF.dtype)
         gate_RF = torch.addmm(gate_RF, of_Re, local(self.w1_bias))
         up_RF = torch.addmm(up_RF, of_Re, local(self.w3_bias))
-        y_RD = self.down(product, gate_RF, up_RF, weight_R1, w2_eDF, count_e)
+        y_RD = down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, self.clamped)
         # The etp ranks of an expert return summands: each adds the bias to columns of its own.
         bias_ed = local(self.w2_bias)
         before = self.etp_rank * bias_ed.shape[1]
         bias_eD = F.pad(bias_ed, (before, y_RD.shape[1] - before - bias_ed.shape[1]))
         return torch.addmm(y_RD, (of_Re * weight_R1).to(y_RD.dtype), bias_eD)
-
-    def down(
-        self, product: Product, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, w2_eDF: Tensor, count_e: Tensor
-    ) -> Tensor:
-        # The routing weight enters before the down projection, so that backward need not keep the experts' outputs.
-        h_RF = clamped_swiglu(gate_RF, up_RF) if self.clamped else F.silu(gate_RF) * up_RF
-        h_RF = (h_RF * weight_R1).to(w2_eDF.dtype)
-        return product(h_RF, w2_eDF, count_e)

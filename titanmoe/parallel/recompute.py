@@ -2,22 +2,27 @@
 
 full        whole blocks, in two halves
 moe         the MoE half of a block: router, dispatch and experts, where most activations are
-selective   what is cheap beside its size: the norms' wide intermediates, and the activation up to the input of each
-            down projection. Recomputation stops before the projection itself, so no matrix product and no
-            collective runs twice.
+selective   what is cheap beside its size: the norms' wide intermediates, the activation up to the input of each
+            down projection, and what latent attention makes of its latents: queries, keys and values of all heads.
+            Recomputation stops before the down projection and leaves attention itself alone, so no collective runs
+            twice, and of the matrix products only those out of the latents.
+
+Routed experts activate again under every mode: `titanmoe.moe.experts`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from titanmoe.config.schema import ActivationCheckpoint
+from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import FeedForward, RMSNorm
 from titanmoe.models.transformer import Block, Transformer
-from titanmoe.moe.experts import Experts
 
 
 def _again(owner: nn.Module, name: str) -> None:
@@ -26,12 +31,75 @@ def _again(owner: nn.Module, name: str) -> None:
     setattr(owner, name, partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False))
 
 
+class _Forgotten:
+    """Tensors that autograd does not keep: of what is saved in their storages only the layout stays, and backward makes
+    them once more, by values alone, for as long as it takes to hand all of it out.
+    """
+
+    def __init__(self, make: Callable[[], tuple[Tensor, ...]], made: tuple[Tensor, ...]):
+        self.make = make
+        self.place = {x.untyped_storage()._cdata: i for i, x in enumerate(made)}
+        self.saved = self.left = 0
+        self.again: tuple[Tensor, ...] = ()
+
+    def pack(self, x: Tensor) -> Tensor | tuple:
+        i = self.place.get(x.untyped_storage()._cdata)
+        if i is None:
+            return x
+        self.saved += 1
+        return i, x.shape, x.stride(), x.storage_offset()
+
+    def unpack(self, packed: Tensor | tuple) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        if not self.left:
+            with torch.no_grad():
+                self.again, self.left = self.make(), self.saved
+        i, *layout = packed
+        found = self.again[i].as_strided(*layout)
+        self.left -= 1
+        if not self.left:
+            self.again = ()
+        return found
+
+
+def _use_and_forget(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
+    made = make()
+    forgotten = _Forgotten(make, made)
+    with torch.autograd.graph.saved_tensors_hooks(forgotten.pack, forgotten.unpack):
+        return use(*made)
+
+
+def _from_latents(
+    attention: LatentAttention,
+    source_BSr: Tensor,
+    latent_BSr: Tensor,
+    key_BSp: Tensor,
+    rope: tuple[Tensor, Tensor],
+    document_BL: Tensor | None,
+) -> Tensor:
+    if torch.compiler.is_compiling():  # the compiler chooses by itself what to keep
+        return LatentAttention.core(attention, source_BSr, latent_BSr, key_BSp, rope, document_BL)
+    if attention.wq is None:
+        return _use_and_forget(
+            lambda: (attention.queries(source_BSr, rope), *attention.keys_and_values(latent_BSr, key_BSp, rope)),
+            lambda q, k, v: attention.attend(q, k, v, document_BL),
+        )
+    q_BSHh = attention.queries(source_BSr, rope)  # of no latent: a product of the whole width
+    return _use_and_forget(
+        lambda: attention.keys_and_values(latent_BSr, key_BSp, rope),
+        lambda k, v: attention.attend(q_BSHh, k, v, document_BL),
+    )
+
+
 def _selective(block: Block) -> None:
     for module in block.modules():
         if type(module) is RMSNorm:  # one over split heads would send its message again
             _again(module, "forward")
-        elif isinstance(module, (FeedForward, Experts)):
+        elif isinstance(module, FeedForward):
             _again(module, "down")
+        elif isinstance(module, LatentAttention):
+            module.core = partial(_from_latents, module)
 
 
 def recompute(model: Transformer, options: ActivationCheckpoint) -> None:

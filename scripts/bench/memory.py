@@ -1,0 +1,169 @@
+"""What autograd keeps, and for what time: the expert path, latent attention, the loss over a large vocabulary.
+
+    python scripts/bench/memory.py [--rounds 9] [--json FILE]
+
+Kept bytes are those of the storages made in a forward pass that outlive it, and the rows that enter; the peak is that
+of a forward and a backward pass over the operands, the head's gradient (128 MiB) included. Both are counted tensor by
+tensor (tests/memory.py), parameters left out. Times are CPU seconds of forward and backward on one thread; the ways
+take turns within one process, and the ratio's median over the rounds is told. All in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.memory import Live
+from titanmoe.comm import ALONE
+from titanmoe.config.schema import ActivationCheckpoint, Config, Model, MoE
+from titanmoe.models.latent_attention import LatentAttention
+from titanmoe.models.layers import rope_angles
+from titanmoe.models.transformer import Transformer
+from titanmoe.models.vocabulary import chunk_count, chunked_cross_entropy_sum, cross_entropy_sum
+from titanmoe.moe.experts import Experts, grouped_product, plain_down
+from titanmoe.parallel.recompute import recompute
+
+Way = Callable[[], Tensor]
+Row = dict[str, float | str]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each way")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    tables = {}
+    for name, unit, make in (
+        ("experts: 64, top 8, model 768, hidden 256", "kept, bytes per token", experts),
+        ("latent attention: DeepSeek-V3, 16 heads", "kept, bytes per token", latent_attention),
+        ("loss: 1024 tokens, vocabulary 131072, model 256", "peak, MiB", loss),
+    ):
+        tables[name] = rows = list(make(args.rounds))
+        print(f"\n{name}\n{'':<44}{unit:>22}{'of the first':>14}{'time':>8}")
+        for row in rows:
+            share = row["bytes"] / rows[0]["bytes"]
+            print(f"{row['way']:<44}{row['bytes']:22,.0f}{share:14.2f}{row['time']:8.2f}")
+    print(f"\ntorch {torch.__version__}, {platform.machine()}, one thread, {args.rounds} rounds")
+    if args.json:
+        args.json.write_text(json.dumps(tables | {"torch": torch.__version__, "command": " ".join(sys.argv)}, indent=1))
+
+
+def experts(rounds: int) -> Iterator[Row]:
+    tokens, top_k = 512, 8
+    made = init(Experts(Model(num_experts=64, dim=768, expert_hidden=256), MoE(), torch.float32))
+    count_e = torch.full((64,), tokens * top_k // 64)
+    x_RD = torch.randn(tokens * top_k, 768, requires_grad=True)
+    weight_R1 = torch.rand(tokens * top_k, 1, requires_grad=True)
+
+    def halves() -> tuple[Tensor, Tensor]:
+        return grouped_product(x_RD, made.w1, count_e), grouped_product(x_RD, made.w3, count_e)
+
+    def after() -> Tensor:
+        gate_RF, up_RF = halves()
+        return grouped_product(F.silu(gate_RF) * up_RF, made.w2, count_e) * weight_R1
+
+    def before() -> Tensor:
+        return plain_down(*halves(), weight_R1, made.w2, count_e, True, False)
+
+    ways = {
+        "plain, weighted after the down projection": after,
+        "plain, weighted before it": before,
+        "titanmoe": lambda: made(x_RD, weight_R1, count_e),
+    }
+    # The rows themselves came from dispatch, which keeps nothing of them: each way does.
+    yield from compare(
+        ways, rounds, lambda way: (kept(way, [x_RD, weight_R1, *made.parameters()]) + x_RD.nbytes) / tokens
+    )
+
+
+def latent_attention(rounds: int) -> Iterator[Row]:
+    samples, length = 1, 512
+    model = Model(
+        dim=2048, num_layers=1, num_heads=16, num_kv_heads=16, kv_lora_rank=512, q_lora_rank=1536, head_dim=192,
+        qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, num_experts=1, top_k=1, expert_hidden=8,
+    )  # fmt: skip
+    x_BSD = torch.randn(samples, length, model.dim, requires_grad=True)
+    rope = rope_angles(torch.arange(length).expand(samples, length), model, model.qk_rope_head_dim, torch.float32)
+
+    def attention(mode: str) -> LatentAttention:
+        whole = init(Transformer(Config(model=model), 1, torch.float32))
+        recompute(whole, ActivationCheckpoint(mode=mode))
+        return whole.layers["0"].attention
+
+    modes = {mode: attention(mode) for mode in ("none", "selective")}
+    known = [x_BSD, *rope, *(p for made in modes.values() for p in made.parameters())]
+    ways = {
+        f"activation_checkpoint.mode = {mode}": lambda made=made: made(x_BSD, rope, None)
+        for mode, made in modes.items()
+    }
+    yield from compare(ways, rounds, lambda way: kept(way, known) / (samples * length))
+
+
+def loss(rounds: int) -> Iterator[Row]:
+    tokens, dim, vocabulary = 1024, 256, 131072
+    x_TD = torch.randn(tokens, dim, requires_grad=True)
+    weight_VD = (0.02 * torch.randn(vocabulary, dim)).requires_grad_()
+    label_T = torch.randint(vocabulary, (tokens,))
+    ways = {"loss_chunks = 0": lambda: cross_entropy_sum(F.linear(x_TD, weight_VD), label_T, ALONE)}
+    for asked_for in (4, -1, 16, 64):
+        n = chunk_count(tokens, vocabulary, 4, asked_for)
+        ways[f"loss_chunks = {asked_for}" + f" ({n})" * (asked_for == -1)] = lambda n=n: chunked_cross_entropy_sum(
+            x_TD, weight_VD, label_T, ALONE, n
+        )
+
+    def peak(way: Way) -> float:
+        x_TD.grad = weight_VD.grad = None
+        with Live([x_TD, weight_VD]) as live:
+            run(way)
+        return live.peak / 2**20
+
+    yield from compare(ways, min(rounds, 3), peak)
+
+
+def init(module: nn.Module) -> nn.Module:
+    for weight in module.parameters():
+        nn.init.normal_(weight, std=0.02)
+    return module
+
+
+def kept(way: Way, but: Iterable[Tensor]) -> int:
+    with Live(but) as live:
+        out = way()
+        return live.now - out.nbytes
+
+
+def run(way: Way) -> None:
+    out = way()
+    out.backward(torch.ones_like(out))
+
+
+def compare(ways: dict[str, Way], rounds: int, measure: Callable[[Way], float]) -> Iterator[Row]:
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(rounds + 1):
+        for name, way in ways.items():
+            began = time.process_time()
+            run(way)
+            if turn:  # the first warms up
+                times[name].append(time.process_time() - began)
+    first = next(iter(times.values()))
+    for name, way in ways.items():
+        ratios = [a / b for a, b in zip(times[name], first, strict=True)]
+        yield {"way": name, "bytes": measure(way), "time": statistics.median(ratios)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""The loss over slices of the vocabulary against the loss over whole logits, and the bytes it spares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from tests import world
+from tests.memory import Live
+from titanmoe.comm import ALONE, Group
+from titanmoe.models.vocabulary import CHUNK_BYTES, Head, chunk_count, chunked_cross_entropy_sum, cross_entropy_sum
+from titanmoe.tokens import IGNORE
+
+T, D, V = 20, 6, 33
+
+
+def operands(dtype: torch.dtype, ignored: slice = slice(None, None, 3), scale: float = 1.0) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    x_TD, weight_VD = (scale * torch.randn(n, D, generator=draw).to(dtype) for n in (T, V))
+    label_T = torch.randint(V, (T,), generator=draw)
+    label_T[ignored] = IGNORE
+    return [x_TD.requires_grad_(), weight_VD.requires_grad_(), label_T]
+
+
+def results(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
+    return [loss.detach(), *torch.autograd.grad(3 * loss, leaves)]
+
+
+@pytest.mark.parametrize("chunks", [2, 5, V])
+@pytest.mark.parametrize("ignored", [slice(0), slice(None, None, 3), slice(None)], ids=["none", "some", "all"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_slices_give_the_loss_and_gradients_of_the_whole(dtype: torch.dtype, ignored: slice, chunks: int) -> None:
+    x_TD, weight_VD, label_T = operands(dtype, ignored)
+    want = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, ALONE), x_TD, weight_VD)
+    got = results(chunked_cross_entropy_sum(x_TD, weight_VD, label_T, ALONE, chunks), x_TD, weight_VD)
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_huge_logits_in_a_late_slice_are_finite() -> None:
+    x_TD, weight_VD, label_T = operands(torch.float32, scale=100.0)
+    want = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, ALONE), x_TD, weight_VD)
+    for a, b in zip(
+        results(chunked_cross_entropy_sum(x_TD, weight_VD, label_T, ALONE, 4), x_TD, weight_VD), want, strict=True
+    ):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-2)
+
+
+def on_a_rank() -> list[Tensor]:
+    import torch.distributed as dist
+
+    tp = Group(dist.group.WORLD.group_name, dist.get_world_size(), dist.get_rank())
+    x_TD, weight_VD, label_T = operands(torch.float64)
+    mine_vD = weight_VD.detach().chunk(tp.size)[tp.rank].clone().requires_grad_()
+    return results(chunked_cross_entropy_sum(x_TD, mine_vD, label_T, tp, 4), x_TD, mine_vD)
+
+
+def test_a_vocabulary_shared_out_over_ranks_and_sliced_there() -> None:
+    x_TD, weight_VD, label_T = operands(torch.float64)
+    loss, grad_x, grad_w = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, ALONE), x_TD, weight_VD)
+    ranks = world.run(3, on_a_rank)
+    for got, *_ in ranks:
+        torch.testing.assert_close(got, loss, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(sum(rank[1] for rank in ranks), grad_x, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([rank[2] for rank in ranks]), grad_w, rtol=1e-12, atol=1e-12)
+
+
+def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    x_TD, weight_VD, label_T = operands(torch.float64)
+    hidden_TD = x_TD * 1
+    loss = chunked_cross_entropy_sum(hidden_TD, weight_VD, label_T, ALONE, 4)
+    want = torch.autograd.grad(loss, (x_TD, weight_VD), retain_graph=True)
+    products = []
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *x, **out: products.append("weight") or mm(*x, **out))
+    (got_x,) = torch.autograd.grad(loss, (x_TD,), retain_graph=True)
+    assert not products
+    edge = weight_VD.view_as(weight_VD).grad_fn.next_functions[0][0]
+    start = (GradientEdge(loss.grad_fn, 0),)
+    (got_w,) = torch.autograd.grad(start, (GradientEdge(edge, 0),), (torch.ones_like(loss),))
+    assert len(products) == 4
+    assert torch.equal(got_x, want[0]) and torch.equal(got_w, want[1])
+
+
+@pytest.mark.parametrize("chunks", [4, 16])
+def test_the_peak_falls_by_the_number_of_slices(chunks: int) -> None:
+    """Over what every way needs: the gradients of hidden states and weight, and a few numbers per token."""
+    tokens, dim, vocabulary = 256, 8, 8192
+    x_TD, weight_VD = torch.randn(tokens, dim), torch.randn(vocabulary, dim)
+    label_T = torch.randint(vocabulary, (tokens,))
+    peaks = {}
+    for n in (1, chunks):
+        leaves = [x.clone().requires_grad_() for x in (x_TD, weight_VD)]
+        with Live() as live:
+            if n == 1:
+                cross_entropy_sum(leaves[0] @ leaves[1].t(), label_T, ALONE).backward()
+            else:
+                chunked_cross_entropy_sum(*leaves, label_T, ALONE, n).backward()
+        peaks[n] = live.peak - 2 * sum(x.nbytes for x in leaves)
+    assert peaks[chunks] <= peaks[1] / chunks * 1.1, peaks
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "asked_for", "want"),
+    [
+        (4096, 131072, -1, 64),
+        (4096, 131072, 0, 1),
+        (4096, 131072, 8, 8),
+        (16, 48, -1, 1),
+        (16, 48, 100, 48),
+        (2**22, 64, -1, 32),
+    ],
+)
+def test_the_number_of_slices(tokens: int, vocabulary: int, asked_for: int, want: int) -> None:
+    assert chunk_count(tokens, vocabulary, 4, asked_for) == want
+    if asked_for == -1:
+        assert -(-vocabulary // want) * tokens * 4 <= CHUNK_BYTES
+
+
+def gathers_of_the_head(chunks: int) -> int:
+    """Of its weight, from all data ranks, in one microbatch."""
+    import torch.distributed as dist
+
+    from tests import parity
+    from titanmoe.parallel.batch import cut
+    from titanmoe.train import trainer as trainer_module
+    from titanmoe.train.runtime import Runtime
+
+    config = parity.read({"training.loss_chunks": chunks, "parallelism.reshard_after_forward": "always"}, 2)
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"  # torch 2.13, before
+    loader, gather, sizes = trainer_module.Loader, getattr(dist, name), []
+
+    def counting(*given: Any, **named: Any) -> Any:
+        sizes.append(max(x.numel() for x in (*given, *named.values()) if isinstance(x, Tensor)))
+        return gather(*given, **named)
+
+    trainer_module.Loader = lambda c, r, n: parity.Samples(c, r, n, False)
+    setattr(dist, name, counting)
+    try:
+        trainer = trainer_module.Trainer(config, Runtime(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu")))
+        batches = trainer.loader.next_step()
+        totals = trainer.count(batches)
+        for moe in trainer.moe_layers.values():
+            moe.begin_step(1, totals.tokens, 1)
+        piece = cut(batches[0], 0, trainer.meshes, trainer.placement, trainer.device)
+        trainer.engine.run([piece], totals.labels)
+    finally:
+        trainer_module.Loader = loader
+        setattr(dist, name, gather)
+    head = config.model.dim * (config.model.vocab_size + 1)  # the weight and the final norm's
+    return sizes.count(head)
+
+
+@pytest.mark.parametrize("chunks", [0, 5])
+def test_sharded_data_gathers_the_head_once_each_way(chunks: int) -> None:
+    assert world.run(2, gathers_of_the_head, chunks) == [2, 2]
+
+
+@pytest.mark.parametrize("changes", [{}, {"training.loss_chunks": 3}], ids=["-1", "3"])
+def test_a_recipe_reaches_the_head(changes: dict[str, Any]) -> None:
+    from tests import parity
+    from titanmoe.models.transformer import Transformer
+
+    config = parity.read(changes, 1)
+    with torch.device("meta"):
+        head = Transformer(config, 1, torch.float32).head
+    assert isinstance(head, Head) and head.chunks == changes.get("training.loss_chunks", -1)

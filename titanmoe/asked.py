@@ -1,0 +1,21 @@
+"""What a backward pass asks of an autograd function with inputs and weights in one node.
+
+Pipeline schedules that split backward run such a node twice: once for the gradients of its inputs, once for those of
+its weights. `ctx.needs_input_grad` does not tell them apart; the engine's plan for the running pass does.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def askable(x: Tensor) -> Tensor:
+    """The same tensor behind a node of its own: the engine does not say whether it will visit a leaf."""
+    return x.view_as(x)
+
+
+def asked(ctx: torch.autograd.function.FunctionCtx, number: int) -> bool:
+    """Whether the running backward pass wants the gradient of this input; it came through `askable` or a function."""
+    node = ctx.next_functions[number][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
