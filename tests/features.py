@@ -82,7 +82,8 @@ BALANCE: dict[str, dict[str, Any]] = {
     "forced": {"moe.force_balance": True},
 }
 RECOMPUTE = {mode: {"activation_checkpoint.mode": mode} for mode in ("none", "full", "selective", "moe")}
-DISPATCHERS = {name: {"moe.dispatcher": name} for name in ("alltoall", "allgather")}
+DISPATCHERS: dict[str, dict[str, Any]] = {name: {"moe.dispatcher": name} for name in ("alltoall", "allgather")}
+DISPATCHERS["chunks"] = {"moe.overlap_chunks": 3}
 SCHEDULES = {
     name: {"pipeline.schedule": name}
     for name in (

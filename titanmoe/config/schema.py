@@ -264,6 +264,8 @@ class MoE:
 
     dispatcher: Literal["alltoall", "allgather"] = "alltoall"
     """alltoall moves each token only to its experts' ranks. allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep."""
+    overlap_chunks: int = 1
+    """Above 1: each expert's rows travel in so many all-to-alls, so that a chunk is under way while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. 1: off."""
     capacity_factor: float = 0.0
     """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
     drop_policy: Literal["probability", "position"] = "probability"
