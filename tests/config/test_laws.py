@@ -173,7 +173,7 @@ def test_out_of_range(path, value):
         ({"moe.pad_to_capacity": True}, "moe.pad_to_capacity = true .*capacity_factor = 0 .* such as cap"),
         (
             {"moe.overlap_chunks": 2, "moe.dispatcher": "allgather"},
-            'overlap_chunks = 2 .*dispatcher = "allgather" makes none: use dispatcher = "alltoall"',
+            'overlap_chunks = 2 .*dispatcher = "allgather" makes none: use dispatcher = "alltoall" or "hierarchical"',
         ),
         ({"job.name": "a/b"}, "job.name = 'a/b' is no name of a folder"),
         ({"job.name": ".."}, "job.name = '..' is no name of a folder"),

@@ -5,6 +5,7 @@ The toy expert number e multiplies a row by (e + 1) and by its routing weight; o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import world
 from titanmoe.comm import ALONE, Group
-from titanmoe.moe.dispatch import AllGather, AllToAll, by_expert, copy_rows, lay_out, sort_by_expert
+from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical, by_expert, copy_rows, lay_out, sort_by_expert
 from titanmoe.moe.permute import to_tokens
 
 E, K, T, D = 8, 3, 6, 4
@@ -284,10 +286,98 @@ def test_chunks_come_home_whatever_their_number(ep: int, etp: int) -> None:
     world.run(RANKS, visits, ep, etp)
 
 
+@functools.cache
+def nodes_of(node: int) -> tuple[Group, Group]:
+    """within and across, of 4 ranks on nodes of so many."""
+    mesh = init_device_mesh("cpu", (RANKS // node, node), mesh_dim_names=("across", "within"))
+    return Group.of(mesh["within"]), Group.of(mesh["across"])
+
+
+class OnNodes(Hierarchical):
+    """Laid on nodes of `node` ranks whenever it is laid."""
+
+    def __init__(self, node: int, chunks: int = 1):
+        self.node = node
+        super().__init__(E, chunks)
+
+    def lay(self, group: Group, ep: int, etp: int) -> None:
+        super().lay(group, ep, etp)
+        if group.size > 1:
+            self.lay_nodes(*nodes_of(self.node))
+
+
+NODES = [(4, 1, 2), (4, 1, 1), (2, 2, 2), (4, 1, 4)]  # ep, etp, ranks of a node
+
+
+def visits_on_nodes(ep: int, etp: int, node: int) -> None:
+    for chunks in (1, 3):
+        for case in CASES:
+            for padded in (False, True):
+                visit(OnNodes(node, chunks), whole_world(), ep, etp, case, padded)
+
+
+@pytest.mark.parametrize("ep, etp, node", NODES)
+def test_rows_come_home_across_nodes(ep: int, etp: int, node: int) -> None:
+    world.run(RANKS, visits_on_nodes, ep, etp, node)
+
+
+def crossings(ep: int, etp: int, node: int, case: str, flat: bool) -> list[int]:
+    """Rows of D that leave this rank's node in dispatch, in combine and in backward."""
+
+    class Crossing(TorchDispatchMode):
+        rows = 0
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op._overloadpacket.__name__ == "all_to_all_single" and args[0].dtype == torch.float32:
+                ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[3]))
+                mine = dist.get_rank() // node
+                self.rows += sum(n for rank, n in zip(ranks, args[2], strict=True) if rank // node != mine)
+            return op(*args, **(kwargs or {}))
+
+    dispatcher = AllToAll(E) if flat else OnNodes(node)
+    dispatcher.lay(whole_world(), ep, etp)
+    x_TD, weights_TK, chosen_TK = inputs(case, dist.get_rank())
+    x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
+    with Crossing() as there:
+        rows_RD, weight_R1, _, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+    with Crossing() as back:
+        y_TD = dispatcher.combine(rows_RD * weight_R1.float(), route)
+    with Crossing() as backward:
+        y_TD.sum().backward()
+    return [there.rows, back.rows, backward.rows]
+
+
+@pytest.mark.parametrize("ep, etp, node", NODES)
+@pytest.mark.parametrize("case", ["random", "some_dropped"])
+def test_a_token_crosses_to_a_node_once(ep: int, etp: int, node: int, case: str) -> None:
+    """One row there and back for each token and other node, where the flat all-to-all has one per expert and etp."""
+    nodes = RANKS // node
+    once, often = torch.zeros(nodes, RANKS), torch.zeros(nodes, RANKS)  # rows to a node, from a rank
+    for rank in range(RANKS):
+        for experts in inputs(case, rank)[2].tolist():
+            visited = [expert // (E // nodes) for expert in experts if expert < E]
+            for visit in visited:
+                often[visit, rank] += etp
+            for visit in set(visited):
+                once[visit, rank] += 1
+    for rows in (once, often):
+        for rank in range(RANKS):
+            rows[rank // node, rank] = 0
+    for want, flat in ((once, False), (often, True)):
+        answers = world.run(RANKS, crossings, ep, etp, node, case, flat)
+        there, back, backward = (sum(column) for column in zip(*answers, strict=True))
+        assert there == back == int(want.sum())
+        assert backward == there + back
+        assert [answer[0] for answer in answers] == want.sum(0).int().tolist()
+    if nodes > 1 and (etp > 1 or node > 1):
+        assert once.sum() < often.sum()
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunks_on_one_rank(padded: bool, case: str) -> None:
     visit(AllToAll(E, 3), ALONE, 1, 1, case, padded)
+    visit(Hierarchical(E, 2), ALONE, 1, 1, case, padded)
 
 
 @st.composite

@@ -104,6 +104,7 @@ RANGES = {
     "parallelism.cp": COUNT,
     "parallelism.tp": COUNT,
     "parallelism.pp": COUNT,
+    "parallelism.node": DERIVED,
     "parallelism.experts.ep": COUNT,
     "parallelism.experts.etp": COUNT,
     "parallelism.experts.edp": DERIVED,
@@ -387,7 +388,7 @@ def _overlap(moe: MoE) -> Iterator[Violation]:
         yield Violation(
             ("moe.overlap_chunks", "moe.dispatcher"),
             f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all into chunks, and moe.dispatcher = "
-            f'"{moe.dispatcher}" makes none: use dispatcher = "alltoall", or overlap_chunks = 1',
+            f'"{moe.dispatcher}" makes none: use dispatcher = "alltoall" or "hierarchical", or overlap_chunks = 1',
         )
 
 

@@ -161,6 +161,83 @@ class AllToAll(_InPieces):
         return to_tokens(y_RD, home.source_R, home.slot_TJ)
 
 
+class Relay(NamedTuple):
+    """A hierarchical dispatch whose rows are on their way across nodes."""
+
+    x_VD: InFlight
+    weights_VK: InFlight
+    chosen_VK: InFlight
+    bin: int
+    home: Route
+
+
+class Hierarchical(_InPieces):
+    """Across nodes each token goes once to every node that holds experts of it, and inside the node to them all.
+
+    First to the rank of that node with this rank's place, then by the node's own all-to-all, which makes the copies for
+    several experts and for etp. On the way back the node adds up what its experts return, and one row crosses.
+    Per rank and direction: one row for each token and other node it visits, V in all arriving here, and inside the node
+    what those V tokens need there. A group inside one node has nothing to cross, and this is AllToAll then.
+    """
+
+    def lay(self, group: Group, ep: int, etp: int) -> None:
+        super().lay(group, ep, etp)
+        self.lay_nodes(group, ALONE)
+
+    def lay_nodes(self, within: Group, across: Group) -> None:
+        """within: this group's ranks on this node. across: those with this rank's place, one on each of its nodes."""
+        self.across = across
+        self.node_experts = self.num_experts // across.size
+        self.inner = AllToAll(self.node_experts, self.chunks)
+        self.inner.lay(within, self.ep // across.size, self.etp)
+
+    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
+        T, N, across = x_TD.shape[0], self.across.size, self.across
+        if N == 1:
+            return self.inner.start(x_TD, weights_TK, chosen_TK, bin)
+        # Each node of a token once; "no expert" is on node N, which is none.
+        visits_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=x_TD.device)
+        visits_TN = visits_TN.scatter_(1, chosen_TK // self.node_experts, True)[:, :N]
+        node_TN = torch.arange(N, device=x_TD.device).where(visits_TN, N)
+        order, count_N = sort_by_expert(node_TN, N)
+        if bin:  # a static size: a token may visit every node
+            send = receive = [T] * N
+        else:
+            send, receive = torch.stack((count_N, all_to_all(count_N, across))).tolist()  # the first of two host syncs
+        entry_R, slot = lay_out(node_TN, order, count_N, N, 1, T if bin else 0, sum(send))
+        home = Route(entry_R // N, slot.view(T, N), (send, receive))
+        wanted_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, home.source_R)
+        rows = (
+            to_rows(x_TD, home.source_R, home.slot_TJ),
+            to_rows(weights_TK, home.source_R, home.slot_TJ),
+            wanted_RK.to(torch.int32),
+        )
+        return Relay(*(start(row, across, send, receive) for row in rows), bin * N, home)
+
+    def parts(self, sent: Any) -> tuple[list[Part], Route]:
+        if self.across.size == 1:
+            return self.inner.parts(sent)
+        x_VD, weights_VK = arrive(sent.x_VD), arrive(sent.weights_VK)
+        chosen_VK = arrive(sent.chosen_VK).long() - self.across.rank * self.node_experts
+        here = (chosen_VK >= 0) & (chosen_VK < self.node_experts)
+        chosen_VK = chosen_VK.where(here, self.node_experts)
+        parts, inside = self.inner.parts(self.inner.start(x_VD, weights_VK, chosen_VK, sent.bin))
+        return parts, sent.home._replace(way=(*sent.home.way, inside))
+
+    def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Way]:
+        return self.inner.arrive(part)
+
+    def leave(self, y_RD: Tensor, way: Way) -> InFlight:
+        return self.inner.leave(y_RD, way)
+
+    def land(self, back: list[InFlight], home: Route) -> Tensor:
+        if self.across.size == 1:
+            return self.inner.land(back, home)
+        send, receive, inside = home.way
+        y_RD = all_to_all(self.inner.land(back, inside), self.across, receive, send)
+        return to_tokens(y_RD, home.source_R, home.slot_TJ)
+
+
 class AllGather(_Dispatcher):
     """Every rank of ep x etp sees every token of the group and picks what its experts want; the sums scatter back.
 
