@@ -23,5 +23,5 @@ def test_a_node_is_what_torchrun_started_here_unless_given():
 
 
 def test_experts_cut_by_a_node_are_refused():
-    with pytest.raises(ConfigError, match=r"parallelism.node = 2 is neither .* parallelism.node = 4, another ep or etp, or disp"):
+    with pytest.raises(ConfigError, match=r"parallelism.node = 2 is neither .* use parallelism.node = 4, another"):
         read([*HIERARCHICAL[:2], "--parallelism.experts.etp", "4"], 4)
