@@ -82,7 +82,11 @@ BALANCE: dict[str, dict[str, Any]] = {
     "forced": {"moe.force_balance": True},
 }
 RECOMPUTE = {mode: {"activation_checkpoint.mode": mode} for mode in ("none", "full", "selective", "moe")}
-DISPATCHERS = {name: {"moe.dispatcher": name} for name in ("alltoall", "allgather")}
+DISPATCHERS: dict[str, dict[str, Any]] = {
+    name: {"moe.dispatcher": name} for name in ("alltoall", "allgather", "hierarchical")
+}
+DISPATCHERS["chunks"] = {"moe.overlap_chunks": 3}
+DISPATCHERS["hierarchical_chunks"] = DISPATCHERS["hierarchical"] | {"moe.overlap_chunks": 2}
 SCHEDULES = {
     name: {"pipeline.schedule": name}
     for name in (
@@ -121,6 +125,8 @@ def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
     out = as_changes(fold)
     for feature, name in choice.items():
         out |= FEATURES[feature][name]
+    if out.get("moe.dispatcher") == "hierarchical":
+        out["parallelism.node"] = fold.etp * max(1, fold.ep // 2)
     microbatches = 2
     if fold.pp > 1:
         one_stage = choice.get("schedule", "1F1B") in ("GPipe", "1F1B")

@@ -243,6 +243,7 @@ NEUTRAL = (
     "activation_checkpoint.",
     "compile.",
     "moe.dispatcher",
+    "moe.overlap_chunks",
     "moe.pad_to_capacity",
     "moe.grouped_mm",
 )

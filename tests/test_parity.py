@@ -134,6 +134,22 @@ NASTY = {
         "pipeline.layers_per_stage": [2, 0],
         "parallelism.experts.ep": 4,
     },
+    "more chunks than rows": {
+        "training.seq_len": 8,
+        "parallelism.tp": 8,
+        "parallelism.experts.ep": 8,
+        "moe.overlap_chunks": 5,
+    },
+    "four nodes, slices of experts on each, in chunks, beside a shared expert": {
+        "moe.dispatcher": "hierarchical",
+        "parallelism.node": 2,
+        "parallelism.tp": 4,
+        "parallelism.experts.ep": 4,
+        "parallelism.experts.etp": 2,
+        "moe.overlap_chunks": 2,
+        "model.top_k": 4,
+        "model.shared_hidden": 16,
+    },
     "reshard never": {"parallelism.reshard_after_forward": "never", "parallelism.tp": 2, "parallelism.experts.ep": 4},
     "one norm over the heads of all ranks": {
         "model.qk_norm": "full",

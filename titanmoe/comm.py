@@ -1,12 +1,13 @@
 """Collectives of the forward and backward pass: differentiable, over a named group, nothing at all on a group of one.
 
 Every one waits for its result before it returns: a collective still in flight that enters a compiled region gives
-silently wrong gradients in torch 2.13.
+silently wrong gradients in torch 2.13. The one exception is `start`, whose result nothing can touch before `arrive`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +62,13 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
+def _send(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    """In flight: `_ops.wait_tensor` before anything else."""
+    return _ops.all_to_all_single(x.contiguous(), receive, send, group.name)
+
+
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), receive, send, group.name))
+    return _ops.wait_tensor(_send(x, send, receive, group))
 
 
 class _Gather(torch.autograd.Function):
@@ -109,6 +115,70 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
+class _Wire:
+    """One all-to-all between two computations: what flies along it, forward or, later, backward."""
+
+    def __init__(self, send: list[int], receive: list[int], group: Group):
+        self.send, self.receive, self.group = send, receive, group
+        self.flying: Tensor | None = None
+
+    def land(self) -> Tensor:
+        flying, self.flying = self.flying, None
+        return _ops.wait_tensor(flying)
+
+
+class _Start(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, wire):
+        ctx.wire = wire
+        wire.flying = _send(x, wire.send, wire.receive, wire.group)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx, mark):
+        return ctx.wire.land(), None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mark, wire):
+        ctx.wire = wire
+        return wire.land()
+
+    @staticmethod
+    def backward(ctx, grad):
+        wire = ctx.wire
+        wire.flying = _send(grad, wire.receive, wire.send, wire.group)
+        return grad.new_empty(0), None
+
+
+class InFlight(NamedTuple):
+    """Rows under way, for `arrive` alone. `mark` stands for them in the graph: empty, but with a gradient to pass on.
+
+    So autograd knows the order, and so do the hooks of a module that takes them. On a group of one, mark is the rows.
+    """
+
+    mark: Tensor
+    wire: _Wire | None
+
+
+def start(x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None) -> InFlight:
+    """`all_to_all` up to the wait. What is computed between this and `arrive` overlaps it, and so does in backward.
+
+    Autograd runs of what is ready the latest first. So it comes to `arrive`, which sends the gradients, then to all
+    that was computed between, and to this, which waits for them, last.
+    """
+    if group.size == 1:
+        return InFlight(x, None)
+    wire = _Wire(*_splits(x, group, send, receive), group)
+    return InFlight(_Start.apply(x, wire), wire)
+
+
+def arrive(flight: InFlight) -> Tensor:
+    """The rows that `start` sent here. Once for each start."""
+    return flight.mark if flight.wire is None else _Arrive.apply(*flight)
+
+
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """Every rank's piece along dim -> the whole on every rank. Backward sums the ranks' gradients of each piece."""
     return x if group.size == 1 else _Gather.apply(x, dim, group)
@@ -128,6 +198,10 @@ def all_to_all(x: Tensor, group: Group, send: list[int] | None = None, receive: 
     """Rows of x to the group's ranks, send[r] of them to rank r; even pieces when no sizes are given."""
     if group.size == 1:
         return x
+    return _AllToAll.apply(x, *_splits(x, group, send, receive), group)
+
+
+def _splits(x: Tensor, group: Group, send: list[int] | None, receive: list[int] | None) -> tuple[list[int], list[int]]:
     if send is None or receive is None:
         send = receive = [x.shape[0] // group.size] * group.size
-    return _AllToAll.apply(x, send, receive, group)
+    return send, receive

@@ -171,6 +171,10 @@ def test_out_of_range(path, value):
             'param = "float32" is wider than training.dtype = "bfloat16".* use bfloat16, or dtype = "float32"',
         ),
         ({"moe.pad_to_capacity": True}, "moe.pad_to_capacity = true .*capacity_factor = 0 .* such as cap"),
+        (
+            {"moe.overlap_chunks": 2, "moe.dispatcher": "allgather"},
+            'overlap_chunks = 2 .*dispatcher = "allgather" makes none: use dispatcher = "alltoall" or "hierarchical"',
+        ),
         ({"job.name": "a/b"}, "job.name = 'a/b' is no name of a folder"),
         ({"job.name": ".."}, "job.name = '..' is no name of a folder"),
     ],

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from titanmoe.config.schema import Config, Experts, Model, Parallelism, Training
-from titanmoe.fold.legality import violations
+from titanmoe.fold.degrees import derive
+from titanmoe.fold.legality import node_violations, violations
 
 MODEL = Model(
     vocab_size=320, dim=64, num_layers=4, num_heads=8, num_kv_heads=4, num_experts=8, expert_hidden=128
@@ -174,3 +175,34 @@ def test_nonsense_in_other_fields_does_not_crash():
     broken(8, Parallelism(pp=0, cp=0, tp=-3, experts=Experts(ep=0, etp=-1)))
     broken(8, Parallelism(tp=3, experts=Experts(ep=3)), num_heads=-3, num_experts=0, moe_every=0, num_layers=-1, dim=0)
     broken(8, None, Training(seq_len=0, local_batch_size=0, global_batch_size=0))
+
+
+@pytest.mark.parametrize(
+    ("world", "ep", "etp", "node", "nodes"),
+    [
+        (8, 8, 1, 8, 1),
+        (8, 4, 1, 8, 1),
+        (8, 2, 1, 4, 1),
+        (8, 8, 1, 4, 2),
+        (8, 8, 1, 1, 8),
+        (8, 4, 2, 4, 2),
+        (8, 4, 2, 100, 1),
+        (8, 2, 4, 2, None),  # an expert's slices on two nodes
+        (8, 1, 8, 4, None),
+        (12, 4, 1, 3, None),
+        (12, 4, 1, 6, None),
+    ],
+)
+def test_groups_of_experts_on_nodes(world: int, ep: int, etp: int, node: int, nodes: int | None):
+    fold = derive(world, Parallelism(experts=Experts(ep=ep, etp=etp)))
+    assert fold.nodes(node) == nodes
+    assert bool(list(node_violations(fold, node))) == (nodes is None)
+
+
+def test_nodes_that_cut_groups_are_told_with_what_fits():
+    (text,) = node_violations(derive(12, Parallelism(experts=Experts(ep=4))), 6)
+    assert text == (
+        'moe.dispatcher = "hierarchical" wants nodes that hold whole groups of ep * etp = 4 * 1 = 4 ranks, or equal '
+        "parts of one with whole experts, and parallelism.node = 6 is neither (6 % 4 = 2; 4 % 6 = 4, 6 % etp = 0): use "
+        'parallelism.node in 1, 2, 4, 8, 12, another ep or etp, or dispatcher = "alltoall"'
+    )

@@ -5,6 +5,7 @@ The toy expert number e multiplies a row by (e + 1) and by its routing weight; o
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import world
-from titanmoe import comm
 from titanmoe.comm import ALONE, Group
-from titanmoe.moe.dispatch import AllGather, AllToAll, by_expert, copy_rows, lay_out, sort_by_expert
+from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical, by_expert, copy_rows, lay_out, sort_by_expert
 from titanmoe.moe.permute import to_tokens
 
 E, K, T, D = 8, 3, 6, 4
@@ -135,49 +137,66 @@ def test_a_round_trip_on_four_ranks(ep: int, etp: int) -> None:
     world.run(RANKS, round_trips, ep, etp)
 
 
-class Recorder:
-    """Bytes that leave this rank in every all-to-all of its life, in order."""
+class Recorder(TorchDispatchMode):
+    """Bytes that leave this rank in every collective of its life, in order, however it was called."""
 
     def __init__(self) -> None:
-        self.sent: list[tuple[torch.dtype, int]] = []
+        super().__init__()
+        self.sent: list[tuple[str, torch.dtype, int]] = []
 
-    def __enter__(self) -> Recorder:
-        self.original = comm._all_to_all
-
-        def recorded(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-            assert x.shape[0] == sum(send)
-            row = x.shape[1:].numel()
-            leaving = sum(send) - send[group.rank]
-            self.sent.append((x.dtype, leaving * row * x.element_size()))
-            return self.original(x, send, receive, group)
-
-        comm._all_to_all = recorded
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        comm._all_to_all = self.original
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op._overloadpacket.__name__
+        if op.namespace == "_c10d_functional" and name != "wait_tensor":
+            group = dist.distributed_c10d._resolve_process_group(args[-1])
+            self.sent.append((name, args[0].dtype, leaving(name, args, group) * args[0].element_size()))
+        return op(*args, **(kwargs or {}))
 
 
-def traffic(ep: int, etp: int, case: str, bin: int) -> list[list[tuple[torch.dtype, int]]]:
+def leaving(name: str, args: Any, group: dist.ProcessGroup) -> int:
+    """Elements: a piece of one's own for each other rank, or what the splits give the others."""
+    x, others = args[0], group.size() - 1
+    if name == "all_gather_into_tensor":
+        return x.numel() * others
+    if name == "reduce_scatter_tensor":
+        return x.numel() // group.size() * others
+    assert name == "all_to_all_single", f"{name} is no part of a dispatch"
+    _, _, send, _ = args
+    assert x.shape[0] == sum(send)
+    return (sum(send) - send[group.rank()]) * x.shape[1:].numel()
+
+
+def traffic(
+    kind: type, ep: int, etp: int, case: str, bin: int, chunks: int = 1
+) -> list[list[tuple[str, torch.dtype, int]]]:
     """What this rank sends in dispatch, in combine and in backward."""
     group = whole_world()
-    dispatcher = AllToAll(E)
+    dispatcher = kind(E, chunks)
     dispatcher.lay(group, ep, etp)
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
     with Recorder() as dispatching:
-        rows_RD, weight_R1, _, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin)
-    y_RD = rows_RD * weight_R1.float()
+        parts, home = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, bin))
+        arrived = [dispatcher.arrive(part) for part in parts]
     with Recorder() as combining:
-        y_TD = dispatcher.combine(y_RD, route)
+        back = [dispatcher.leave(rows_RD * weight_R1.float(), way) for rows_RD, weight_R1, _, way in arrived]
+        y_TD = dispatcher.land(back, home)
     with Recorder() as backward:
         y_TD.sum().backward()
     return [dispatching.sent, combining.sent, backward.sent]
 
 
+def added(sent: list[tuple[str, torch.dtype, int]]) -> dict[tuple[str, torch.dtype], int]:
+    """Bytes of all messages of a kind; one without bytes counts as none."""
+    out: dict[tuple[str, torch.dtype], int] = {}
+    for name, dtype, count in sent:
+        out[name, dtype] = out.get((name, dtype), 0) + count
+    return {kind: count for kind, count in out.items() if count}
+
+
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
+@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("case, bin", [("some_dropped", 0), ("idle_rank", 0), ("random", T)])
-def test_bytes_are_the_documented_ones(ep: int, etp: int, case: str, bin: int) -> None:
+def test_bytes_are_the_documented_ones(ep: int, etp: int, chunks: int, case: str, bin: int) -> None:
     """Per rank and direction: the copies of its routed rows that leave it, D elements each; the weight goes one way."""
     out = torch.zeros(RANKS, RANKS, dtype=torch.int64)  # rows from, to
     for rank in range(RANKS):
@@ -186,16 +205,179 @@ def test_bytes_are_the_documented_ones(ep: int, etp: int, case: str, bin: int) -
             for copy in range(etp):
                 out[rank, expert // (E // ep) * etp + copy] += 1
     out.fill_diagonal_(0)
-    answers = world.run(RANKS, traffic, ep, etp, case, bin)
+    answers = world.run(RANKS, traffic, AllToAll, ep, etp, case, bin, chunks)
+
+    def kinds(**bytes: int) -> dict[tuple[str, torch.dtype], int]:
+        return {("all_to_all_single", getattr(torch, name)): count for name, count in bytes.items() if count}
+
     for rank, (dispatching, combining, backward) in enumerate(answers):
         there, back = int(out[rank].sum()), int(out[:, rank].sum())
-        counts = [] if bin else [(torch.int64, (RANKS - 1) * (E // ep) * 8)]
-        rows, weights = (torch.float32, there * D * 4), (torch.float64, there * 8)
-        assert dispatching == [*counts, rows, weights]
-        assert combining == [(torch.float32, back * D * 4)]
+        counts = 0 if bin else (RANKS - 1) * chunks * (E // ep) * 8
+        assert added(dispatching) == kinds(int64=counts, float32=there * D * 4, float64=there * 8)
+        assert added(combining) == kinds(float32=back * D * 4)
         # backward: the outputs' gradients go as the rows went; the rows' and the weights' gradients return
-        assert backward[0] == rows
-        assert sorted(backward[1:], key=str) == [(torch.float32, back * D * 4), (torch.float64, back * 8)]
+        assert added(backward[:chunks]) == kinds(float32=there * D * 4)
+        assert added(backward[chunks:]) == kinds(float32=back * D * 4, float64=back * 8)
+        assert [len(sent) for sent in (dispatching, combining, backward)] == [
+            2 * chunks + (not bin),
+            chunks,
+            3 * chunks,
+        ]
+
+
+@pytest.mark.parametrize("ep, etp", LAYOUTS)
+def test_bytes_of_the_all_gather(ep: int, etp: int) -> None:
+    """Per rank and direction T * (G - 1) rows whatever the routing; the choices are gathered once, the weights too."""
+    rows, weights = (RANKS - 1) * T * D * 4, (RANKS - 1) * T * K * 8
+    for dispatching, combining, backward in world.run(RANKS, traffic, AllGather, ep, etp, "random", 0):
+        assert added(dispatching) == {
+            ("all_gather_into_tensor", torch.float32): rows,
+            ("all_gather_into_tensor", torch.float64): weights,
+            ("all_gather_into_tensor", torch.int64): (RANKS - 1) * T * K * 8,
+        }
+        assert added(combining) == {("reduce_scatter_tensor", torch.float32): rows}
+        assert added(backward) == {
+            ("all_gather_into_tensor", torch.float32): rows,
+            ("reduce_scatter_tensor", torch.float32): rows,
+            ("reduce_scatter_tensor", torch.float64): weights,
+        }
+
+
+def visit(dispatcher: Any, group: Group, ep: int, etp: int, case: str, padded: bool) -> list[int]:
+    """A round trip in pieces, as the layer makes it; returns the rows of each part."""
+    dispatcher.lay(group, ep, etp)
+    local, expert_rank, share = E // ep, group.rank // etp, (group.rank % etp + 1) / (etp * (etp + 1) / 2)
+    x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
+    x_TD.requires_grad_()
+    weights_TK.requires_grad_()
+    parts, home = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, T if padded else 0))
+    back, rows = [], []
+    for part in parts:
+        rows_RD, weight_R1, count_e, way = dispatcher.arrive(part)
+        expert_R = (torch.arange(local) + expert_rank * local).repeat_interleave(count_e)
+        back.append(dispatcher.leave(rows_RD * weight_R1 * (expert_R + 1).unsqueeze(1) * share, way))
+        rows.append(rows_RD.shape[0])
+    y_TD, want_TD = dispatcher.land(back, home), plain(x_TD, weights_TK, chosen_TK)
+    torch.testing.assert_close(y_TD, want_TD, rtol=1e-13, atol=1e-13)
+    cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
+    for _ in range(2):  # a graph that is kept can be gone through again
+        grads = torch.autograd.grad(y_TD, (x_TD, weights_TK), cotangent, retain_graph=True)
+        want_grads = torch.autograd.grad(want_TD, (x_TD, weights_TK), cotangent, retain_graph=True)
+        for grad, wanted in zip(grads, want_grads, strict=True):
+            torch.testing.assert_close(grad, wanted, rtol=1e-13, atol=1e-13)
+    return rows
+
+
+def visits(ep: int, etp: int) -> None:
+    for chunks in (2, 3, 50):
+        for case in CASES:
+            for padded in (False, True):
+                rows = visit(AllToAll(E, chunks), whole_world(), ep, etp, case, padded)
+                assert len(rows) == chunks
+                if padded:
+                    assert rows == [-(-T // chunks) * E // ep * RANKS] * chunks
+                elif case == "random" and chunks < 50:  # even to a row of each sender and local expert
+                    assert max(rows) - min(rows) <= RANKS * E // ep
+
+
+@pytest.mark.parametrize("ep, etp", LAYOUTS)
+def test_chunks_come_home_whatever_their_number(ep: int, etp: int) -> None:
+    """More chunks than tokens, empty ones and all: equal to the plain formula, forward and backward."""
+    world.run(RANKS, visits, ep, etp)
+
+
+@functools.cache
+def nodes_of(node: int) -> tuple[Group, Group]:
+    """within and across, of 4 ranks on nodes of so many."""
+    mesh = init_device_mesh("cpu", (RANKS // node, node), mesh_dim_names=("across", "within"))
+    return Group.of(mesh["within"]), Group.of(mesh["across"])
+
+
+class OnNodes(Hierarchical):
+    """Laid on nodes of `node` ranks whenever it is laid."""
+
+    def __init__(self, node: int, chunks: int = 1):
+        self.node = node
+        super().__init__(E, chunks)
+
+    def lay(self, group: Group, ep: int, etp: int) -> None:
+        super().lay(group, ep, etp)
+        if group.size > 1:
+            self.lay_nodes(*nodes_of(self.node))
+
+
+NODES = [(4, 1, 2), (4, 1, 1), (2, 2, 2), (4, 1, 4)]  # ep, etp, ranks of a node
+
+
+def visits_on_nodes(ep: int, etp: int, node: int) -> None:
+    for chunks in (1, 3):
+        for case in CASES:
+            for padded in (False, True):
+                visit(OnNodes(node, chunks), whole_world(), ep, etp, case, padded)
+
+
+@pytest.mark.parametrize("ep, etp, node", NODES)
+def test_rows_come_home_across_nodes(ep: int, etp: int, node: int) -> None:
+    world.run(RANKS, visits_on_nodes, ep, etp, node)
+
+
+def crossings(ep: int, etp: int, node: int, case: str, flat: bool) -> list[int]:
+    """Rows of D that leave this rank's node in dispatch, in combine and in backward."""
+
+    class Crossing(TorchDispatchMode):
+        rows = 0
+
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if op._overloadpacket.__name__ == "all_to_all_single" and args[0].dtype == torch.float32:
+                ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(args[3]))
+                mine = dist.get_rank() // node
+                self.rows += sum(n for rank, n in zip(ranks, args[2], strict=True) if rank // node != mine)
+            return op(*args, **(kwargs or {}))
+
+    dispatcher = AllToAll(E) if flat else OnNodes(node)
+    dispatcher.lay(whole_world(), ep, etp)
+    x_TD, weights_TK, chosen_TK = inputs(case, dist.get_rank())
+    x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
+    with Crossing() as there:
+        rows_RD, weight_R1, _, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+    with Crossing() as back:
+        y_TD = dispatcher.combine(rows_RD * weight_R1.float(), route)
+    with Crossing() as backward:
+        y_TD.sum().backward()
+    return [there.rows, back.rows, backward.rows]
+
+
+@pytest.mark.parametrize("ep, etp, node", NODES)
+@pytest.mark.parametrize("case", ["random", "some_dropped"])
+def test_a_token_crosses_to_a_node_once(ep: int, etp: int, node: int, case: str) -> None:
+    """One row there and back for each token and other node, where the flat all-to-all has one per expert and etp."""
+    nodes = RANKS // node
+    once, often = torch.zeros(nodes, RANKS), torch.zeros(nodes, RANKS)  # rows to a node, from a rank
+    for rank in range(RANKS):
+        for experts in inputs(case, rank)[2].tolist():
+            visited = [expert // (E // nodes) for expert in experts if expert < E]
+            for visit in visited:
+                often[visit, rank] += etp
+            for visit in set(visited):
+                once[visit, rank] += 1
+    for rows in (once, often):
+        for rank in range(RANKS):
+            rows[rank // node, rank] = 0
+    for want, flat in ((once, False), (often, True)):
+        answers = world.run(RANKS, crossings, ep, etp, node, case, flat)
+        there, back, backward = (sum(column) for column in zip(*answers, strict=True))
+        assert there == back == int(want.sum())
+        assert backward == there + back
+        assert [answer[0] for answer in answers] == want.sum(0).int().tolist()
+    if nodes > 1 and (etp > 1 or node > 1):
+        assert once.sum() < often.sum()
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("padded", [False, True])
+def test_chunks_on_one_rank(padded: bool, case: str) -> None:
+    visit(AllToAll(E, 3), ALONE, 1, 1, case, padded)
+    visit(Hierarchical(E, 2), ALONE, 1, 1, case, padded)
 
 
 @st.composite

@@ -105,12 +105,14 @@ RANGES = {
     "parallelism.cp": COUNT,
     "parallelism.tp": COUNT,
     "parallelism.pp": COUNT,
+    "parallelism.node": DERIVED,
     "parallelism.experts.ep": COUNT,
     "parallelism.experts.etp": COUNT,
     "parallelism.experts.edp": DERIVED,
     "parallelism.experts.edp_replicate": DERIVED,
     "pipeline.virtual_stages": DERIVED,
     "pipeline.layers_per_stage": NOT_NEGATIVE,
+    "moe.overlap_chunks": COUNT,
     "moe.capacity_factor": NOT_NEGATIVE,
     "moe.jitter": BELOW_ONE,
     "moe.aux_loss": NOT_NEGATIVE,
@@ -158,6 +160,7 @@ def contradictions(config: Config) -> list[Violation]:
         *_data(config.data),
         *_precision(config.training),
         *_dropping(config.moe),
+        *_overlap(config.moe),
         *_checkpoint(config.checkpoint),
     ]
 
@@ -378,6 +381,15 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
             ("moe.pad_to_capacity", "moe.capacity_factor"),
             "moe.pad_to_capacity = true fills bins up to a capacity, but moe.capacity_factor = 0 sets none: "
             "give one, such as capacity_factor = 1.25, or set pad_to_capacity = false",
+        )
+
+
+def _overlap(moe: MoE) -> Iterator[Violation]:
+    if moe.overlap_chunks > 1 and moe.dispatcher == "allgather":
+        yield Violation(
+            ("moe.overlap_chunks", "moe.dispatcher"),
+            f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all into chunks, and moe.dispatcher = "
+            f'"{moe.dispatcher}" makes none: use dispatcher = "alltoall" or "hierarchical", or overlap_chunks = 1',
         )
 
 

@@ -241,6 +241,8 @@ class Parallelism:
     """How context parallel attends. ring: least memory, any number of heads. ulysses: fewest bytes while cp <= heads / tp. allgather: simplest, keys and values whole on every rank."""
     cp_placement: Literal["zigzag", "contiguous"] = "zigzag"
     """zigzag gives each cp rank an early and a late piece of the sequence, so that causal attention is even work."""
+    node: int = -1
+    """Ranks of one node, which ranks fill in order; moe.dispatcher = "hierarchical" asks for it. Fewer than a machine has where some of its ranks are closer to each other. -1: as many as torchrun started on this machine."""
     experts: Experts = field(default_factory=Experts)
 
 
@@ -264,8 +266,10 @@ class Pipeline:
 class MoE:
     """Router, balance and dispatch. What belongs to the architecture (top_k, score_function, ...) is in [model]."""
 
-    dispatcher: Literal["alltoall", "allgather"] = "alltoall"
-    """alltoall moves each token only to its experts' ranks. allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep."""
+    dispatcher: Literal["alltoall", "allgather", "hierarchical"] = "alltoall"
+    """alltoall moves each token only to its experts' ranks. allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep. hierarchical is an all-to-all in which a token crosses to each node once, and is copied inside it: where ep x etp spans nodes and a token has several experts on one."""
+    overlap_chunks: int = 1
+    """Above 1: each expert's rows travel in so many all-to-alls, so that a chunk is under way while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. 1: off."""
     capacity_factor: float = 0.0
     """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
     drop_policy: Literal["probability", "position"] = "probability"

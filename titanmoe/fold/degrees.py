@@ -58,6 +58,16 @@ class Fold:
         """Ranks with different samples."""
         return self.dp_replicate * self.dp_shard
 
+    def nodes(self, node: int) -> int | None:
+        """Over how many nodes each group of ep x etp lies, evenly and with whole experts on each; None if it does not.
+
+        The ranks of a group follow each other, and the first is a multiple of its size.
+        """
+        size = self.ep * self.etp
+        if node >= self.world or node % size == 0:
+            return 1
+        return size // node if size % node == 0 and node % self.etp == 0 else None
+
     @property
     def attention_axes(self) -> dict[str, int]:
         """Outermost first."""

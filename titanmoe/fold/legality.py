@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from titanmoe.config.schema import Config, Model
-from titanmoe.fold.degrees import KEYS, choices, divisors, resolve
+from titanmoe.fold.degrees import KEYS, Fold, choices, divisors, resolve
 
 
 def violations(world: int, config: Config) -> list[str]:
@@ -63,6 +63,19 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
             f"{KEYS['edp']} = {edp} ranks cannot share the weights of {held} experts (model.num_experts "
             f"{model.num_experts} / ep {ep}) evenly, neither whole experts ({held} % {edp} = {held % edp}) nor "
             f"{' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
+        )
+
+
+def node_violations(fold: Fold, node: int) -> Iterator[str]:
+    """What the hierarchical dispatcher asks of nodes of so many ranks."""
+    if fold.nodes(node) is None:
+        size, etp = fold.ep * fold.etp, fold.etp
+        fits = [n for n in range(1, fold.world + 1) if fold.nodes(n) is not None]
+        yield (
+            f'moe.dispatcher = "hierarchical" wants nodes that hold whole groups of ep * etp = {fold.ep} * {etp} = '
+            f"{size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
+            f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
+            f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
         )
 
 

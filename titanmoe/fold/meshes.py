@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanmoe.comm import Group
+from titanmoe.comm import ALONE, Group
 from titanmoe.fold.degrees import Fold
 
 
@@ -30,10 +30,15 @@ class Meshes:
     stage: Group  # all ranks of the pipeline stage; their tokens are disjoint
     dispatch: Group  # ep x etp, etp innermost: ranks among which routed rows travel
     world: Group
+    within: Group  # of dispatch, those on this rank's node
+    across: Group  # of dispatch, those with this rank's place on the group's other nodes
 
 
-def build_meshes(fold: Fold, device_type: str) -> Meshes:
-    """Collective over the world. A fresh root each time, because the names of flattened axes live on the root."""
+def build_meshes(fold: Fold, device_type: str, node: int = -1) -> Meshes:
+    """Collective over the world. A fresh root each time, because the names of flattened axes live on the root.
+
+    node: how many ranks a node has, where dispatch is to be cut at nodes; else -1.
+    """
     world = init_device_mesh(device_type, (fold.world,), mesh_dim_names=("world",))
     # Sub-meshes are addressed by integer dims: torch 2.11 does not take names here.
     base = world._unflatten(0, (fold.pp, fold.stage), ("pp", "stage"))
@@ -43,6 +48,11 @@ def build_meshes(fold: Fold, device_type: str) -> Meshes:
     experts = base._unflatten(
         1, (fold.edp_replicate, fold.edp, fold.ep, fold.etp), ("edp_replicate", "edp", "ep", "etp")
     )
+    dispatch, across = Group.of(experts["ep", "etp"]._flatten("dispatch")), ALONE
+    within, nodes = dispatch, 1 if node == -1 else fold.nodes(node)
+    if nodes > 1:
+        cut = base._unflatten(1, (fold.stage // dispatch.size, nodes, node), ("groups", "across", "within"))
+        within, across = Group.of(cut["within"]), Group.of(cut["across"])
     fsdp = dense["dp_shard", "cp"]._flatten("fsdp")
     return Meshes(
         fold=fold,
@@ -57,6 +67,8 @@ def build_meshes(fold: Fold, device_type: str) -> Meshes:
         data=Group.of(dense["dp_replicate", "dp_shard"]._flatten("data")),
         sequence=Group.of(dense["cp", "tp"]._flatten("sequence")),
         stage=Group.of(base["stage"]),
-        dispatch=Group.of(experts["ep", "etp"]._flatten("dispatch")),
+        dispatch=dispatch,
         world=Group.of(world),
+        within=within,
+        across=across,
     )

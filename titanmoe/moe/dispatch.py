@@ -3,20 +3,47 @@
     rows, weights, counts, route = dispatcher.dispatch(x, weights, chosen, bin)
     y = dispatcher.combine(experts(rows, weights, counts), route)
 
+or in pieces, so that other work can be done while rows are under way:
+
+    sent = dispatcher.start(x, weights, chosen, bin)
+    ...                                                 here, for one
+    parts, home = dispatcher.parts(sent)
+    for part in parts:                                  the next parts are under way meanwhile
+        rows, weights, counts, way = dispatcher.arrive(part)
+        back.append(dispatcher.leave(experts(rows, weights, counts), way))
+    y = dispatcher.land(back, home)
+
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
-etp innermost), R rows this rank's experts work on. Expert number E stands for "no expert".
+etp innermost), R rows this rank's experts work on, C chunks. Expert number E stands for "no expert".
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import ALONE, Group, all_gather, all_to_all, gather, scatter_sum
+from titanmoe.comm import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
 from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens
+
+
+class Way(NamedTuple):
+    """From where one part of the rows came."""
+
+    regroup: tuple[Tensor, Tensor] | None  # order (and inverse) from by-sender to by-expert
+    send: list[int] | None
+    receive: list[int] | None
+
+
+class Part(NamedTuple):
+    """Rows and their routing weights under way to this rank's experts."""
+
+    x_RD: InFlight
+    weights_R1: InFlight
+    count_e: Tensor
+    way: Way
 
 
 class Route(NamedTuple):
@@ -24,14 +51,14 @@ class Route(NamedTuple):
 
     source_R: Tensor  # token of each row laid out at home
     slot_TJ: Tensor  # rows of each token
-    regroup: tuple[Tensor, Tensor] | None = None  # order (and inverse) from by-sender to by-expert
-    send: list[int] | None = None
-    receive: list[int] | None = None
+    way: Any = None
 
 
 class _Dispatcher:
-    def __init__(self, num_experts: int):
-        self.num_experts = num_experts
+    """The pieces as they are where nothing is ever under way: a dispatcher need only know dispatch and combine."""
+
+    def __init__(self, num_experts: int, chunks: int = 1):
+        self.num_experts, self.chunks = num_experts, chunks
         self.lay(ALONE, 1, 1)
 
     def lay(self, group: Group, ep: int, etp: int) -> None:
@@ -39,43 +66,176 @@ class _Dispatcher:
         self.group, self.ep, self.etp = group, ep, etp
         self.local_experts = self.num_experts // ep
 
+    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
+        return self.dispatch(x_TD, weights_TK, chosen_TK, bin)
 
-class AllToAll(_Dispatcher):
-    """Each token travels to its experts' ranks and to no other: one all-to-all there, one back.
+    def parts(self, sent: Any) -> tuple[list, Any]:
+        return [sent], None
 
-    A row goes to all etp ranks of its expert in the same all-to-all. Each returns its share of the down projection, and
-    the sum over top-k at home adds those shares too: expert tensor parallelism costs no collective of its own.
-    Per rank and direction: T*K*etp rows of D elements, less the rows that stay.
-    """
+    def arrive(self, part: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
+        return part
+
+    def leave(self, y_RD: Tensor, way: Any) -> Any:
+        return self.combine(y_RD, way)
+
+    def land(self, back: list, home: Any) -> Tensor:
+        (y_TD,) = back
+        return y_TD
+
+
+class _InPieces(_Dispatcher):
+    """A dispatcher made of the pieces. What dispatch and combine do at once is for a single chunk."""
 
     def dispatch(
         self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int
     ) -> tuple[Tensor, Tensor, Tensor, Route]:
         """bin: rows per expert and sender where bins are padded to a static size, else 0."""
-        order, count_E = sort_by_expert(chosen_TK, self.num_experts)
-        if bin:
-            send = receive = None
-            rows = self.num_experts * self.etp * bin
-            count_Ge = count_E.new_full((self.group.size, self.local_experts), bin)
-        else:
-            send_Ge = count_E.view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten(0, 1)
-            count_Ge = all_to_all(send_Ge, self.group)
-            # The layer's one host sync: how many rows go where.
-            send, receive = torch.stack((send_Ge.sum(1), count_Ge.sum(1))).tolist()
-            rows = sum(send)
-        entry_R, slot = lay_out(chosen_TK, order, count_E, self.ep, self.etp, bin, rows)
-        x, weights, route = copy_rows(x_TD, weights_TK, entry_R, slot)
-        x, weights = (all_to_all(rows, self.group, send, receive) for rows in (x, weights))
-        regroup = None
-        if self.group.size > 1 and self.local_experts > 1:
-            regroup = by_expert(count_Ge, x.shape[0])
-            x, weights = (reorder(rows, *regroup) for rows in (x, weights))
-        return x, weights, count_Ge.sum(0), route._replace(regroup=regroup, send=send, receive=receive)
+        (part,), home = self.parts(self.start(x_TD, weights_TK, chosen_TK, bin))
+        x_RD, weights_R1, count_e, way = self.arrive(part)
+        return x_RD, weights_R1, count_e, home._replace(way=(home.way, way))
 
     def combine(self, y_RD: Tensor, route: Route) -> Tensor:
-        if route.regroup is not None:
-            y_RD = reorder(y_RD, *reversed(route.regroup))
-        return to_tokens(all_to_all(y_RD, self.group, route.receive, route.send), route.source_R, route.slot_TJ)
+        outer, way = route.way
+        return self.land([self.leave(y_RD, way)], route._replace(way=outer))
+
+
+class AllToAll(_InPieces):
+    """Each token travels to its experts' ranks and to no other: one all-to-all there, one back.
+
+    A row goes to all etp ranks of its expert in the same all-to-all. Each returns its share of the down projection, and
+    the sum over top-k at home adds those shares too: expert tensor parallelism costs no collective of its own.
+    Per rank and direction: T*K*etp rows of D elements, less the rows that stay.
+
+    In chunks, the rows of every expert are cut into so many pieces, and piece c of all experts travels in all-to-all c.
+    So chunks are of even work whatever the routing, and of a size known beforehand where bins are padded.
+    """
+
+    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple[list[Part], Route]:
+        C, G, e = self.chunks, self.group.size, self.local_experts
+        bin = -(-bin // C)
+        chosen_TK, order, count_CE = cut(chosen_TK, self.num_experts, C, bin)
+        if bin:
+            send = receive = [None] * C
+            sizes = [self.num_experts * self.etp * bin] * C
+            count_GCe = count_CE.new_full((G, C, e), bin)
+        else:
+            send_CGe = count_CE.view(C, self.ep, 1, e).expand(-1, -1, self.etp, -1).reshape(C, G, e)
+            send_GCe = send_CGe.transpose(0, 1).contiguous()
+            count_GCe = all_to_all(send_GCe, self.group)
+            # The layer's one host sync: how many rows go where.
+            send, receive = torch.stack((send_GCe.sum(2).t(), count_GCe.sum(2).t())).tolist()
+            sizes = [sum(to) for to in send]
+        entry_R, slot = lay_out(chosen_TK, order, count_CE, C * self.ep, self.etp, bin, sum(sizes))
+        x_RD, weights_R1, home = copy_rows(x_TD, weights_TK, entry_R, slot)
+        under_way = [
+            (start(x, self.group, *way), start(weights, self.group, *way))
+            for x, weights, way in zip(
+                x_RD.split(sizes), weights_R1.split(sizes), zip(send, receive, strict=True), strict=True
+            )
+        ]
+        parts = []
+        for c, (x, weights) in enumerate(under_way):
+            count_Ge, regroup = count_GCe[:, c], None
+            if G > 1 and e > 1:
+                regroup = by_expert(count_Ge, G * e * bin if bin else sum(receive[c]))
+            parts.append(Part(x, weights, count_Ge.sum(0), Way(regroup, send[c], receive[c])))
+        return parts, home
+
+    def parts(self, sent: tuple[list[Part], Route]) -> tuple[list[Part], Route]:
+        return sent
+
+    def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Way]:
+        x_RD, weights_R1 = arrive(part.x_RD), arrive(part.weights_R1)
+        if part.way.regroup is not None:
+            x_RD, weights_R1 = (reorder(rows, *part.way.regroup) for rows in (x_RD, weights_R1))
+        return x_RD, weights_R1, part.count_e, part.way
+
+    def leave(self, y_RD: Tensor, way: Way) -> InFlight:
+        if way.regroup is not None:
+            y_RD = reorder(y_RD, *reversed(way.regroup))
+        return start(y_RD, self.group, way.receive, way.send)
+
+    def land(self, back: list[InFlight], home: Route) -> Tensor:
+        pieces = [arrive(flight) for flight in back]
+        y_RD = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return to_tokens(y_RD, home.source_R, home.slot_TJ)
+
+
+class Relay(NamedTuple):
+    """A hierarchical dispatch whose rows are on their way across nodes."""
+
+    x_VD: InFlight
+    weights_VK: InFlight
+    chosen_VK: InFlight
+    bin: int
+    home: Route
+
+
+class Hierarchical(_InPieces):
+    """Across nodes each token goes once to every node that holds experts of it, and inside the node to them all.
+
+    First to the rank of that node with this rank's place, then by the node's own all-to-all, which makes the copies for
+    several experts and for etp. On the way back the node adds up what its experts return, and one row crosses.
+    Per rank and direction: one row for each token and other node it visits, V in all arriving here, and inside the node
+    what those V tokens need there. A group inside one node has nothing to cross, and this is AllToAll then.
+    """
+
+    def lay(self, group: Group, ep: int, etp: int) -> None:
+        super().lay(group, ep, etp)
+        self.lay_nodes(group, ALONE)
+
+    def lay_nodes(self, within: Group, across: Group) -> None:
+        """within: this group's ranks on this node. across: those with this rank's place, one on each of its nodes."""
+        self.across = across
+        self.node_experts = self.num_experts // across.size
+        self.inner = AllToAll(self.node_experts, self.chunks)
+        self.inner.lay(within, self.ep // across.size, self.etp)
+
+    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
+        T, N, across = x_TD.shape[0], self.across.size, self.across
+        if N == 1:
+            return self.inner.start(x_TD, weights_TK, chosen_TK, bin)
+        # Each node of a token once; "no expert" is on node N, which is none.
+        visits_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=x_TD.device)
+        visits_TN = visits_TN.scatter_(1, chosen_TK // self.node_experts, True)[:, :N]
+        node_TN = torch.arange(N, device=x_TD.device).where(visits_TN, N)
+        order, count_N = sort_by_expert(node_TN, N)
+        if bin:  # a static size: a token may visit every node
+            send = receive = [T] * N
+        else:
+            send, receive = torch.stack((count_N, all_to_all(count_N, across))).tolist()  # the first of two host syncs
+        entry_R, slot = lay_out(node_TN, order, count_N, N, 1, T if bin else 0, sum(send))
+        home = Route(entry_R // N, slot.view(T, N), (send, receive))
+        wanted_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, home.source_R)
+        rows = (
+            to_rows(x_TD, home.source_R, home.slot_TJ),
+            to_rows(weights_TK, home.source_R, home.slot_TJ),
+            wanted_RK.to(torch.int32),
+        )
+        return Relay(*(start(row, across, send, receive) for row in rows), bin * N, home)
+
+    def parts(self, sent: Any) -> tuple[list[Part], Route]:
+        if self.across.size == 1:
+            return self.inner.parts(sent)
+        x_VD, weights_VK = arrive(sent.x_VD), arrive(sent.weights_VK)
+        chosen_VK = arrive(sent.chosen_VK).long() - self.across.rank * self.node_experts
+        here = (chosen_VK >= 0) & (chosen_VK < self.node_experts)
+        chosen_VK = chosen_VK.where(here, self.node_experts)
+        parts, inside = self.inner.parts(self.inner.start(x_VD, weights_VK, chosen_VK, sent.bin))
+        return parts, sent.home._replace(way=(*sent.home.way, inside))
+
+    def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Way]:
+        return self.inner.arrive(part)
+
+    def leave(self, y_RD: Tensor, way: Way) -> InFlight:
+        return self.inner.leave(y_RD, way)
+
+    def land(self, back: list[InFlight], home: Route) -> Tensor:
+        if self.across.size == 1:
+            return self.inner.land(back, home)
+        send, receive, inside = home.way
+        y_RD = all_to_all(self.inner.land(back, inside), self.across, receive, send)
+        return to_tokens(y_RD, home.source_R, home.slot_TJ)
 
 
 class AllGather(_Dispatcher):
@@ -109,6 +269,25 @@ def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
     flat = chosen_TK.flatten()
     count = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
     return flat.argsort(stable=True), count[:num_experts]
+
+
+def cut(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The choices sorted by expert, or by chunk and expert: expert i's rows in chunk c are those of number c * E + i.
+
+    Returns the choices renumbered so ("no expert" is chunks * E), their order, and the count of each number. An
+    expert's rows are cut evenly, or every `bin` rows.
+    """
+    order, count_E = sort_by_expert(chosen_TK, num_experts)
+    if chunks == 1:
+        return chosen_TK, order, count_E
+    expert = chosen_TK.flatten()[order]
+    count, before = F.pad(count_E, (0, 1), value=1), F.pad(count_E.cumsum(0), (1, 0))
+    place = torch.arange(expert.numel(), device=order.device) - before[expert]
+    chunk = place // bin if bin else place * chunks // count[expert]
+    number = torch.empty_like(expert)
+    number[order] = (chunk * num_experts + expert).where(expert < num_experts, chunks * num_experts)
+    number_TK = number.view_as(chosen_TK)
+    return number_TK, *sort_by_expert(number_TK, chunks * num_experts)
 
 
 def lay_out(

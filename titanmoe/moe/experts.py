@@ -6,6 +6,7 @@ Shapes: R routed rows sorted by local expert, e local experts, D model, F this r
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -128,7 +129,14 @@ class Experts(nn.Module):
         """Which columns this rank adds the last bias to; called when the model is laid on the meshes."""
         self.etp_rank = etp_rank
 
-    def forward(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
+    def forward(self, *work: Any, through: Callable[..., Any] | None = None) -> Any:
+        """`products(*work)`, or `through(products, *work)`, which may call it several times.
+
+        One call per layer: what hooks do around it, such as gathering sharded weights, is then done once.
+        """
+        return self.products(*work) if through is None else through(self.products, *work)
+
+    def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
         grouped = self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
         product = grouped_product if grouped else grouped_loop

@@ -5,6 +5,8 @@ Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import AUX, STATISTICS, Balance
 from titanmoe.moe.capacity import Capacity
-from titanmoe.moe.dispatch import AllGather, AllToAll
+from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
 from titanmoe.tokens import Tokens
@@ -34,7 +36,8 @@ class MoE(nn.Module):
         self.router = Router(model, options, seed, layer, dtype)
         self.balance = Balance(model, options, microbatches)
         self.capacity = Capacity(model, options) if options.capacity_factor else None
-        self.dispatcher = (AllToAll if options.dispatcher == "alltoall" else AllGather)(model.num_experts)
+        kinds = {"alltoall": AllToAll, "allgather": AllGather, "hierarchical": Hierarchical}
+        self.dispatcher = kinds[options.dispatcher](model.num_experts, options.overlap_chunks)
         self.experts = Experts(model, options, dtype)
         self.shared = shared
         self.pad = options.pad_to_capacity
@@ -55,10 +58,19 @@ class MoE(nn.Module):
             chosen_TK = kept_TK
             bin = self.capacity.bin(samples, x_TD.shape[0]) if self.pad else 0
 
-        rows_RD, weights_R1, count_e, route = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin)
-        rows_RD = self.experts(rows_RD, weights_R1, count_e)
-        y_BsD = self.dispatcher.combine(rows_RD, route).view_as(x_BsD)
-        return y_BsD if self.shared is None else y_BsD + self.shared(x_BsD)
+        sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin)
+        shared_BsD = None if self.shared is None else self.shared(x_BsD)  # while the rows are under way
+        parts, home = self.dispatcher.parts(sent)
+        y_TD = self.dispatcher.land(self.experts(parts, through=self._visit), home)
+        return y_TD.view_as(x_BsD) if shared_BsD is None else y_TD.view_as(x_BsD) + shared_BsD
+
+    def _visit(self, products: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list) -> list:
+        """Each part through the experts and on its way back, while the parts after it are on their way here."""
+        back = []
+        for part in parts:
+            rows_RD, weights_R1, count_e, way = self.dispatcher.arrive(part)
+            back.append(self.dispatcher.leave(products(rows_RD, weights_R1, count_e), way))
+        return back
 
 
 @torch.no_grad()

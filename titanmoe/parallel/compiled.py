@@ -24,7 +24,8 @@ def compile_parts(model: Transformer, options: Compile, compute: torch.dtype, ru
         if block.moe is not None:
             parts.append(block.moe.shared)
             if compute == torch.bfloat16:  # what torch's grouped product can be traced in
-                parts.append(block.moe.experts)
+                experts = block.moe.experts  # not its forward, in which rows may be under way
+                experts.products = torch.compile(experts.products, backend=options.backend)
     for part in parts:
         if part is not None:
             # The forward only: the module's hooks (FSDP's) stay outside the graph.

@@ -6,6 +6,7 @@ from torch.distributed.tensor import Shard
 
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.dispatch import Hierarchical
 from titanmoe.parallel.tensor import place
 
 # The dim that lies on etp: hidden, but the model dim of the last, (E, D), which every etp rank would add otherwise.
@@ -15,6 +16,8 @@ CUT = {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}
 def expert_parallel(model: Transformer, meshes: Meshes) -> None:
     for moe in model.moe_layers().values():
         moe.dispatcher.lay(meshes.dispatch, meshes.fold.ep, meshes.fold.etp)
+        if isinstance(moe.dispatcher, Hierarchical):
+            moe.dispatcher.lay_nodes(meshes.within, meshes.across)
         moe.balance.sequence, moe.balance.data = meshes.sequence, meshes.data
         if moe.capacity is not None:
             moe.capacity.sequence = meshes.sequence

@@ -11,7 +11,7 @@ from titanmoe.config import ConfigError, exit_with, load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.models.families import preset
-from titanmoe.train.legal import problems
+from titanmoe.train.legal import problems, ranks_of_a_node
 from titanmoe.train.runtime import start, stop, world_size
 
 
@@ -20,6 +20,8 @@ def resolve(config: Config, world: int) -> Config:
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
     parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
+    if config.moe.dispatcher == "hierarchical":
+        parallelism = replace(parallelism, node=ranks_of_a_node(config))
     training = config.training
     if training.global_batch_size == -1:
         training = replace(training, global_batch_size=training.local_batch_size * fold.dp)

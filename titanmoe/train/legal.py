@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
-from titanmoe.fold.legality import violations
+from titanmoe.fold.legality import node_violations, violations
+from titanmoe.train.runtime import read_environment
 
 
 def _grouped(config: Config, fold: Fold) -> Iterator[str]:
@@ -27,6 +28,11 @@ def _grouped(config: Config, fold: Fold) -> Iterator[str]:
             )
 
 
+def ranks_of_a_node(config: Config) -> int:
+    asked = config.parallelism.node
+    return read_environment().local_world if asked == -1 else asked
+
+
 def problems(config: Config, world: int) -> list[str]:
     found = violations(world, config)
     try:
@@ -40,6 +46,8 @@ def problems(config: Config, world: int) -> list[str]:
             f"tp {fold.tp}) over cp = {fold.cp}, {heads} % {fold.cp} = {heads % fold.cp}: use another cp, or "
             "cp_kind ring or allgather"
         )
+    if config.moe.dispatcher == "hierarchical":
+        found += node_violations(fold, ranks_of_a_node(config))
     found += list(_grouped(config, fold))
     if not found:
         from titanmoe.parallel import pipeline  # imports torch

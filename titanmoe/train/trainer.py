@@ -54,7 +54,8 @@ class Trainer:
     def __init__(self, config: Config, runtime: Runtime):
         self.config, self.runtime, self.device = config, runtime, runtime.device
         self.fold = derive(runtime.world, config.parallelism)
-        self.meshes = build_meshes(self.fold, self.device.type)
+        node = config.parallelism.node if config.moe.dispatcher == "hierarchical" else -1
+        self.meshes = build_meshes(self.fold, self.device.type, node)
         self.loader = Loader(config, self.meshes.data.rank, self.meshes.data.size)
         self.parts = build(config, self.meshes, self.loader.microbatches, self.device)
         self.engine = drive(self.parts, config, self.meshes, self.loader.microbatches, self.device)
