@@ -2,15 +2,15 @@
 
     python scripts/bench/step.py [--models ds qwen] [--cases 1x2 ep4 ep2tp2] [--against DIR] [--compile] [--json FILE]
 
-Two models of fixed shape, those of TorchTitan's debug flavours of DeepSeek-V3 ("ds") and Qwen3-MoE ("qwen"), see MODELS;
-4,096 tokens per step in sequences of 512, bf16 compute, AdamW, clipping, nothing recomputed, dropless. Cases: one rank
-of two threads; four ranks of one thread with ep = 4; the same with ep = 2 and tp = 2 for the rest.
+Two models of fixed shape, those of TorchTitan's debug flavours of DeepSeek-V3 ("ds") and Qwen3-MoE ("qwen"), see
+MODELS; 4,096 tokens per step in sequences of 512, bf16 compute, AdamW, clipping, nothing recomputed, dropless. Cases:
+one rank of two threads; four ranks of one thread with ep = 4; the same with ep = 2 and tp = 2 for the rest.
 
 CPU-seconds are user + system of all ranks (getrusage), which other work on the machine disturbs far less than it does
-the clock. "peak" is that of one bf16 matrix product of 2048^3 by one thread, measured here before every round; "floor" the
-CPU-seconds of a step in which the model's FLOPs (titanmoe/models/count.py) all ran at it. With --against, the checkout
-DIR runs the same: both worlds stay alive and take turns, so that their ratio holds even where the machine's speed does
-not. Each figure is the median over the rounds. Routing: learned, or forced to be balanced.
+the clock. "peak" is that of one bf16 matrix product of 2048^3 by one thread, measured here before every round; "floor"
+the CPU-seconds of a step in which the model's FLOPs (titanmoe/models/count.py) all ran at it. With --against, the
+checkout DIR runs the same: both worlds stay alive and take turns, so that their ratio holds even where the machine's
+speed does not. Each figure is the median over the rounds. Routing: learned, or forced to be balanced.
 """
 
 from __future__ import annotations
