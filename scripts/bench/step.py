@@ -48,10 +48,14 @@ TOKENS = 4096
 ROUTINGS = ("learned", "balanced")
 
 
+def recipe(model: str, case: str) -> list[str]:
+    return BOTH + [f"--model.{word}" for word in MODELS[model].split()] + CASES[case][2]
+
+
 class World:
     """The ranks of one checkout, each waiting for a line that tells it how many steps to make."""
 
-    def __init__(self, root: Path, ranks: int, threads: int, recipe: list[str]):
+    def __init__(self, root: Path, ranks: int, threads: int, options: list[str]):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
@@ -59,7 +63,7 @@ class World:
         shared |= {"MASTER_PORT": port, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(root)}
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, str(HERE), "--rank-of", str(root), *recipe],
+                [sys.executable, str(HERE), "--rank-of", str(root), *options],
                 env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 cwd=root,
                 stdin=subprocess.PIPE,
@@ -98,7 +102,7 @@ def cpu_seconds() -> float:
     return use.ru_utime + use.ru_stime
 
 
-def serve(root: str, recipe: list[str]) -> None:
+def serve(root: str, options: list[str]) -> None:
     """One rank."""
     from titanmoe.models.count import flops_per_token, parameters
     from titanmoe.train.launch import read
@@ -108,7 +112,7 @@ def serve(root: str, recipe: list[str]) -> None:
 
     if not Path(origin).is_relative_to(root):
         raise SystemExit(f"{origin} was imported and not the checkout {root}")
-    config = read(recipe, world_size())
+    config = read(options, world_size())
     runtime = start(config)
     trainer = Trainer(config, runtime)
     count = parameters(config.model)
@@ -140,15 +144,14 @@ def matrix_peak() -> float:
 
 
 def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, object]]:
-    ranks, threads, mapping = CASES[case]
-    recipe = BOTH + [f"--model.{word}" for word in MODELS[model].split()] + mapping
-    recipe += ["--compile.enable"] * args.compile + [f"--{word}" for word in args.set]
+    ranks, threads, _ = CASES[case]
+    options = recipe(model, case) + ["--compile.enable"] * args.compile + [f"--{word}" for word in args.set]
     roots = {"here": HERE.parents[2]} | ({"against": args.against.resolve()} if args.against else {})
     peaks, taken = [], {(side, routing): [] for side in roots for routing in args.routing}
     worlds = {}
     try:
         for side, root in roots.items():
-            worlds[side] = World(root, ranks, threads, recipe)
+            worlds[side] = World(root, ranks, threads, options)
             for routing in args.routing:
                 worlds[side].steps(args.warmup, routing)
         for _ in range(args.rounds):
