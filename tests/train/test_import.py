@@ -21,5 +21,5 @@ def python(code: str, *args: str) -> str:
 
 def test_titanmoe_adds_little_to_the_import_of_torch() -> None:
     given = python(NAMES).split()
-    # CPU time and the best of three: other work on the machine must not fail it.
-    assert min(float(python(ADDED, *given)) for _ in range(3)) < 0.3
+    # CPU time, and one good try of three: other work on the machine must not fail it.
+    assert any(float(python(ADDED, *given)) < 0.3 for _ in range(3))
