@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titanmoe.comm import ALONE, gather, local, scatter_sum
 from titanmoe.config.schema import Model
+from titanmoe.models.blocked_attention import blocked_attention
 from titanmoe.models.count import window
 from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate
 
@@ -32,6 +33,8 @@ def causal_attention(
     Windows and sinks are here in plain operations; `titanmoe.parallel.context` lays the fast ones in their place.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
+    if q.device.type == "cpu" and not window and sinks_H is None:
+        return blocked_attention(q, k, v, document_BS).transpose(1, 2)
     mask = None
     if document_BS is not None:
         mask = (document_BS.unsqueeze(2) == document_BS.unsqueeze(1)).tril().unsqueeze(1)

@@ -1,0 +1,224 @@
+"""How fast whole training steps are on CPUs: tokens per second, and per CPU-second of all ranks together.
+
+    python scripts/bench/step.py [--models ds qwen] [--cases 1x2 ep4 ep2tp2] [--against DIR] [--compile] [--json FILE]
+
+Two models of fixed shape, those of TorchTitan's debug flavours of DeepSeek-V3 ("ds") and Qwen3-MoE ("qwen"), see
+MODELS; 4,096 tokens per step in sequences of 512, bf16 compute, AdamW, clipping, nothing recomputed, dropless. Cases:
+one rank of two threads; four ranks of one thread with ep = 4; the same with ep = 2 and tp = 2 for the rest.
+
+CPU-seconds are user + system of all ranks (getrusage), which other work on the machine disturbs far less than it does
+the clock. "peak" is that of one bf16 matrix product of 2048^3 by one thread, measured here before every round; "floor"
+the CPU-seconds of a step in which the model's FLOPs (titanmoe/models/count.py) all ran at it. With --against, the
+checkout DIR runs the same: both worlds stay alive and take turns, so that their ratio holds even where the machine's
+speed does not. Each figure is the median over the rounds. Routing: learned, or forced to be balanced.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+BOTH = ["--training.seq_len=512", "--training.global_batch_size=8", "--data.source=synthetic", "--training.device=cpu"]
+BOTH += ["--training.steps=1000000", "--model.vocab_size=2048", "--model.dim=256"]
+MODELS = {
+    # 33.0M parameters
+    "ds": "num_layers=6 num_heads=16 num_kv_heads=16 head_dim=192 kv_lora_rank=512 qk_nope_head_dim=128 "
+    "qk_rope_head_dim=64 v_head_dim=128 num_dense_layers=1 dense_hidden=1024 num_experts=8 top_k=3 expert_hidden=256 "
+    "shared_hidden=512 norm_topk=false",
+    # 315.8M parameters
+    "qwen": "num_layers=8 num_heads=16 num_kv_heads=8 head_dim=128 qk_norm=head rope_theta=1e6 norm_eps=1e-6 "
+    "num_experts=64 top_k=8 expert_hidden=768",
+}
+CASES = {
+    "1x2": (1, 2, ["--training.local_batch_size=8"]),
+    "ep4": (4, 1, ["--training.local_batch_size=2", "--parallelism.experts.ep=4"]),
+    "ep2tp2": (4, 1, ["--training.local_batch_size=4", "--parallelism.experts.ep=2", "--parallelism.tp=2"]),
+}
+TOKENS = 4096
+ROUTINGS = ("learned", "balanced")
+
+
+def recipe(model: str, case: str) -> list[str]:
+    return BOTH + [f"--model.{word}" for word in MODELS[model].split()] + CASES[case][2]
+
+
+class World:
+    """The ranks of one checkout, each waiting for a line that tells it how many steps to make."""
+
+    def __init__(self, root: Path, ranks: int, threads: int, options: list[str]):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        shared |= {"MASTER_PORT": port, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(root)}
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, str(HERE), "--rank-of", str(root), *options],
+                env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=root,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+        self.shape = self._answers()[0]
+
+    def _answers(self) -> list[dict[str, float]]:
+        lines = [rank.stdout.readline() for rank in self.ranks]
+        if not all(lines):
+            self.stop()
+            raise SystemExit("a rank ended before its time; its error is above")
+        return [json.loads(line) for line in lines]
+
+    def steps(self, number: int, routing: str) -> tuple[float, float]:
+        """Seconds, and CPU-seconds of all ranks, per step."""
+        for rank in self.ranks:
+            rank.stdin.write(f"{number} {routing}\n")
+            rank.stdin.flush()
+        answers = self._answers()
+        wall, cpu = max(a["wall"] for a in answers), sum(a["cpu"] for a in answers)
+        return wall / number, cpu / number
+
+    def stop(self) -> None:
+        for rank in self.ranks:
+            rank.stdin.close()
+        for rank in self.ranks:
+            rank.wait()
+
+
+def cpu_seconds() -> float:
+    use = resource.getrusage(resource.RUSAGE_SELF)
+    return use.ru_utime + use.ru_stime
+
+
+def serve(root: str, options: list[str]) -> None:
+    """One rank."""
+    from titanmoe.models.count import flops_per_token, parameters
+    from titanmoe.train.launch import read
+    from titanmoe.train.runtime import start, stop, world_size
+    from titanmoe.train.trainer import Trainer
+    from titanmoe.train.trainer import __file__ as origin
+
+    if not Path(origin).is_relative_to(root):
+        raise SystemExit(f"{origin} was imported and not the checkout {root}")
+    config = read(options, world_size())
+    runtime = start(config)
+    trainer = Trainer(config, runtime)
+    count = parameters(config.model)
+    flops = flops_per_token(config.model, config.training.seq_len)
+    print(json.dumps({"total": count.total, "active": count.active, "flops": flops}), flush=True)
+    for line in sys.stdin:
+        number, routing = line.split()
+        config.moe.force_balance = routing == "balanced"
+        began, used = time.perf_counter(), cpu_seconds()
+        for _ in range(int(number)):
+            trainer.train_step()
+        taken = {"wall": time.perf_counter() - began, "cpu": cpu_seconds() - used}
+        print(json.dumps(taken), flush=True)
+    stop()
+
+
+def matrix_peak() -> float:
+    """bf16 FLOPs per CPU-second of one thread, the best of several products."""
+    import torch
+
+    torch.set_num_threads(1)
+    size, best = 2048, float("inf")
+    a, b = (torch.randn(size, size).bfloat16() for _ in "ab")
+    for _ in range(4):
+        used = time.thread_time()
+        a @ b
+        best = min(best, time.thread_time() - used)
+    return 2 * size**3 / best
+
+
+def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, object]]:
+    ranks, threads, _ = CASES[case]
+    options = recipe(model, case) + ["--compile.enable"] * args.compile + [f"--{word}" for word in args.set]
+    roots = {"here": HERE.parents[2]} | ({"against": args.against.resolve()} if args.against else {})
+    peaks, taken = [], {(side, routing): [] for side in roots for routing in args.routing}
+    worlds = {}
+    try:
+        for side, root in roots.items():
+            worlds[side] = World(root, ranks, threads, options)
+            for routing in args.routing:
+                worlds[side].steps(args.warmup, routing)
+        for _ in range(args.rounds):
+            peaks.append(matrix_peak())
+            for (side, routing), of in taken.items():
+                of.append(worlds[side].steps(args.steps, routing))
+    finally:
+        for world in worlds.values():
+            world.stop()
+    shape, peak = worlds["here"].shape, max(peaks)
+    rows = []
+    for (side, routing), of in taken.items():
+        wall, cpu = (statistics.median(column) for column in zip(*of, strict=True))
+        row = {"model": model, "case": case, "side": side, "routing": routing, **shape}
+        row |= {"tokens/s": TOKENS / wall, "tokens/cpu-s": TOKENS / cpu, "cpu-s": cpu}
+        row |= {"peak": peak, "floor cpu-s": TOKENS * shape["flops"] / peak}
+        rows.append(row | {"of peak": row["floor cpu-s"] / cpu})
+    return rows
+
+
+def show(row: dict[str, object]) -> None:
+    print(
+        f"{row['model']:<5} {row['case']:<7} {row['side']:<8} {row['routing']:<9} {row['total'] / 1e6:7.1f}M "
+        f"{row['active'] / 1e6:6.1f}M {row['tokens/s']:9.0f} {row['tokens/cpu-s']:13.0f} {row['cpu-s']:7.2f} "
+        f"{row['floor cpu-s']:7.2f} {row['of peak']:8.1%}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each side and routing")
+    parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
+    parser.add_argument("--warmup", type=int, default=2, help="steps of each routing that are not timed")
+    parser.add_argument("--against", type=Path, help="another checkout, to take turns with")
+    parser.add_argument("--compile", action="store_true", help="with torch.compile, per part of a block")
+    parser.add_argument("--set", nargs="*", default=[], help="further options of the run: table.field=value")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    import torch
+
+    about = {"torch": torch.__version__, "python": platform.python_version(), "machine": machine()}
+    about |= {"command": " ".join(["python", "scripts/bench/step.py", *sys.argv[1:]])}
+    print(*(f"{name}: {value}" for name, value in about.items()), sep="\n")
+    print("model case    side     routing      params active  tokens/s  tokens/cpu-s   cpu-s   floor  of peak")
+    rows = []
+    for model in args.models:
+        for case in args.cases:
+            for row in measure(model, case, args):
+                show(row)
+                rows.append(row)
+    if args.json:
+        args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    wide = ", avx512_bf16" if any("avx512_bf16" in line for line in lines) else ""
+    return f"{name}{wide}, {os.cpu_count()} cores"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank-of"]:
+        serve(sys.argv[2], sys.argv[3:])
+    else:
+        main()

@@ -1,0 +1,56 @@
+"""Blocked attention against the same in plain operations, with every score at once."""
+
+import math
+
+import pytest
+import torch
+
+from titanmoe.models.blocked_attention import BLOCK, blocked_attention
+
+
+def plain(q_BHSh, k_BGSh, v_BGSv, document_BS):
+    k, v = (x.repeat_interleave(q_BHSh.shape[1] // x.shape[1], 1) for x in (k_BGSh, v_BGSv))
+    S = q_BHSh.shape[2]
+    seen = torch.ones(S, S, dtype=torch.bool).tril()
+    if document_BS is not None:
+        seen = seen & (document_BS[:, :, None] == document_BS[:, None, :])[:, None]
+    scores = (q_BHSh @ k.transpose(-1, -2) / math.sqrt(q_BHSh.shape[-1])).masked_fill(~seen, -torch.inf)
+    return scores.softmax(-1) @ v
+
+
+def both(dtype, S, heads, key_heads, width, value_width, documents, size=1.0):
+    make = torch.Generator().manual_seed(0)
+
+    def draw(heads: int, width: int) -> torch.Tensor:
+        # As the projections leave them: positions before heads.
+        x = torch.randn(2, S, heads, width, generator=make, dtype=torch.float64) * size
+        return x.to(dtype).transpose(1, 2)
+
+    leaves = draw(heads, width), draw(key_heads, width), draw(key_heads, value_width)
+    document = torch.randint(3, (2, S), generator=make).sort(1).values if documents else None
+    weight = torch.randn(2, heads, S, value_width, generator=make, dtype=torch.float64)
+    results = []
+    for attend, wide in (blocked_attention, dtype), (plain, torch.float64):
+        q, k, v = (x.detach().to(wide).requires_grad_() for x in leaves)
+        out = attend(q, k, v, document)
+        results.append((out, *torch.autograd.grad((out * weight).sum(), (q, k, v))))
+    return zip(*results, strict=True)
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("S", [1, 7, BLOCK, BLOCK + 1, 3 * BLOCK - 5])
+@pytest.mark.parametrize(("heads", "key_heads", "width", "value_width"), [(4, 4, 12, 8), (6, 2, 8, 8), (4, 1, 8, 16)])
+def test_equals_plain_attention_and_its_gradients(S, heads, key_heads, width, value_width, documents):
+    for got, want in both(torch.float64, S, heads, key_heads, width, value_width, documents):
+        assert (got - want).abs().max() <= 1e-12 * max(1.0, want.abs().max().item())
+
+
+def test_huge_scores_do_not_overflow():
+    for got, want in both(torch.float64, BLOCK + 9, 2, 2, 8, 8, True, size=60.0):
+        assert (got - want).abs().max() <= 1e-9 * want.abs().max()
+
+
+def test_bfloat16_is_as_near_as_its_rounding():
+    for got, want in both(torch.bfloat16, 2 * BLOCK, 4, 2, 64, 64, False):
+        assert got.dtype == torch.bfloat16
+        assert (got.double() - want).norm() <= 0.02 * want.norm()
