@@ -14,7 +14,8 @@ from titanmoe.report.draw import Area, Line, Picture, Point, Sheet, Words
 from titanmoe.report.read import Run
 
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
-LETTER = 6.4
+SIZE = (420.0, 230.0)
+LETTER = 6.1
 """Width of a legend's letter, about: what the page's font will be is not known here."""
 POINTS = 400
 """A curve shows no more; of what lies between, its extremes."""
@@ -112,7 +113,7 @@ class Frame:
             add(Line([(at, self.top - 15), (at + 14, self.top - 15)], curve.role, 3))
             add(Words(at + 19, self.top - 11, curve.name, "soft", 11))
             at += wide
-        for value in ticks(*self.y, about=max(3, round(height / 70))):
+        for value in ticks(*self.y, about=max(4, round(height / 70))):
             at = self.place(x[0], value)[1]
             add(Line([(LEFT, at), (width - RIGHT, at)], "grid", 1))
             add(Words(LEFT - 6, at + 4, form(value), anchor="end"))
@@ -148,7 +149,7 @@ def curves_chart(
     form: Callable[[float], str] = number,
     smoothed: bool = False,
     marks: dict[str, list[float]] | None = None,
-    size: tuple[float, float] = (420, 230),
+    size: tuple[float, float] = SIZE,
 ) -> Sheet | None:
     """None where there is nothing to draw. marks: steps of restarts and of spikes."""
     curves = [curve for curve in curves if curve.x]
@@ -175,7 +176,7 @@ def curves_chart(
     return frame.sheet
 
 
-def times_chart(run: Run, title: str, size: tuple[float, float] = (420, 184)) -> Sheet | None:
+def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet | None:
     """Seconds of a step, stacked by part. The first line is left out: its start-up would press the rest flat."""
     lines = [line for line in run.lines if "time.forward_backward" in line]
     lines = lines[1:] if len(lines) > 2 else lines
@@ -192,19 +193,19 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = (420, 184)) ->
 
     parts = {part: mean(part) for part in PARTS}
     total = np.sum(list(parts.values()), 0)
-    frame = Frame(title, "seconds", (x[0], x[-1]), (0.0, float(total.max())), number, *size)
+    curves = [Curve(PARTS[part][0], x, values, PARTS[part][1]) for part, values in parts.items()]
+    if any(dispatch := mean("dispatch")):
+        curves.append(Curve("of it dispatch in forward", x, dispatch, "soft"))
+    legend = [c._replace(name=f"{c.name} {percent(sum(c.y) / total.sum())}") for c in curves]
+    frame = Frame(title, "seconds", (x[0], x[-1]), (0.0, float(total.max())), number, *size, legend)
     below = np.zeros(len(x))
-    curves = []
-    for part, values in parts.items():
-        name, role = PARTS[part]
-        above = below + values
+    for curve in curves[: len(PARTS)]:
+        above = below + curve.y
         edge = [frame.place(*point) for point in zip(x, above, strict=True)]
         floor = [frame.place(*point) for point in zip(x[::-1], below[::-1], strict=True)]
-        frame.sheet.marks.append(Area(edge + floor, role, 0.85))
+        frame.sheet.marks.append(Area(edge + floor, curve.role, 0.85))
         below = above
-        curves.append(Curve(name, x, values, role))
-    dispatch = mean("dispatch")
-    frame.hover([*curves, Curve("of it dispatch in forward", x, dispatch, "soft")] if any(dispatch) else curves)
+    frame.hover(curves)
     return frame.sheet
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from titanmoe import __version__
 from titanmoe.fold.picture import draw
-from titanmoe.report.charts import PARTS, Curve, curves_chart, load_picture, loads_sheet, number, percent, times_chart
+from titanmoe.report.charts import Curve, curves_chart, load_picture, loads_sheet, number, percent, times_chart
 from titanmoe.report.draw import DARK, LIGHT, Sheet, data_uri, png, svg
 from titanmoe.report.read import Run
 
@@ -141,21 +141,8 @@ def _charts(found: dict[str, Sheet]) -> Iterator[str]:
     for name, sheet in found.items():
         data = f" data-hover='{escape(json.dumps(sheet.hover))}'" if sheet.hover else ""
         kind = {"loss": "card wide", "loss_narrow": "card narrow"}.get(name, "card")
-        legend = ""
-        if name.startswith("times"):
-            legend = f'<div class="legend">{"".join(_keys(sheet))}</div>'
-        yield f'<figure class="{kind}">{svg(sheet, data)}{legend}</figure>'
+        yield f'<figure class="{kind}">{svg(sheet, data)}</figure>'
     yield "</div>"
-
-
-def _keys(sheet: Sheet) -> Iterator[str]:
-    """Parts of a step with their share of the time drawn."""
-    seconds = {series["name"]: sum(y for _, y in series["points"]) for series in sheet.hover["series"]}
-    whole = sum(seconds.get(text, 0.0) for text, _ in PARTS.values())
-    roles = dict(PARTS.values())
-    for name, total in seconds.items():
-        chip = f'<i style="background:var(--{roles[name]})"></i>' if name in roles else ""
-        yield f"<span>{chip}{name} {percent(total / whole)}</span>"
 
 
 def _loads(runs: list[Run]) -> Iterator[str]:
@@ -257,7 +244,6 @@ dd{margin:0;font-size:17px;font-weight:600}
 .wide{grid-column:span 2;grid-row:span 2}
 .narrow{display:none}
 svg{display:block;width:100%;height:auto;font-family:inherit;font-variant-numeric:tabular-nums}
-.legend{display:flex;flex-wrap:wrap;gap:4px 14px;padding:2px 8px 8px 12px;font-size:12px;color:var(--soft)}
 i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:6px}
 .loads{display:grid;grid-template-columns:repeat(auto-fill,minmax(260px,1fr));gap:14px}
 .loads img{display:block;width:100%;height:96px;image-rendering:pixelated;border-radius:4px;background:var(--page)}
