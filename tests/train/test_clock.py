@@ -73,6 +73,29 @@ def test_on_a_gpu_only_marks_that_it_has_passed_are_read(monkeypatch):
     assert clock.take(1) == {"forward_backward": 4.0}
 
 
+def test_marks_do_not_pile_up_between_reports(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing: bool):
+            pass
+
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: Event) -> float:
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = Clock(torch.device("cuda"))
+    for _ in range(100):
+        with clock.part("dispatch"):
+            clock.lap("data")
+    assert len(clock._open) <= 2
+    assert clock.take(100)["dispatch"] == pytest.approx(2e-3)
+
+
 def test_around_leaves_the_method_as_it_was_but_for_the_context():
     class Owner:
         def method(self, a: int, b: int = 1) -> int:

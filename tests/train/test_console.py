@@ -59,6 +59,8 @@ def test_the_panel_shows_where_the_run_is_within_the_width(config, width):
     for part in ("0.41 GiB", "imbalance 2.80", "dropped 1.2%", "forward-backward 80% (dispatch 20%)"):
         assert part in text
     assert "spike: loss 9 is far above" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is not left hidden
+    assert text.index("\x1b[?25h") < text.index("step 20 of 60")  # not even if the run is killed
     drawn = Console(width=width, file=io.StringIO())
     drawn.print(panel.panel(REPORT))
     lines = drawn.file.getvalue().splitlines()

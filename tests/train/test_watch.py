@@ -22,6 +22,14 @@ def run(changes: dict[str, Any]) -> None:
     trainer.train()
 
 
+def broken(changes: dict[str, Any]) -> None:
+    trainer = parity.make_trainer(changes)
+    object.__setattr__(trainer.runtime, "steady_timeout", lambda *_: None)
+    whole = trainer.forward_backward
+    trainer.forward_backward = lambda *args: tuple(loss * float("nan") for loss in whole(*args))
+    trainer.train()
+
+
 def small(folder: Path, **changes: Any) -> dict[str, Any]:
     base = {"job.dump_folder": str(folder), "job.name": "run", "training.steps": 3, "model.vocab_size": 320}
     return base | {key.replace("__", "."): value for key, value in changes.items()}
@@ -53,6 +61,19 @@ def test_loads_and_times_reach_the_files_under_any_mapping(tmp_path: Path) -> No
         assert 0 < line["time.dispatch"] < parts["forward_backward"]
     events = [(line["step"], line["kind"]) for line in read(tmp_path / "4", "events.jsonl")]
     assert events == [(0, "start"), (2, "save"), (3, "save")]
+
+
+def test_a_run_that_goes_on_tells_so_and_one_that_breaks_down_why(tmp_path: Path) -> None:
+    saving = small(tmp_path) | {"checkpoint.enable": True, "checkpoint.interval": 0}
+    world.run(1, run, saving | {"training.steps": 1})
+    world.run(1, run, saving)
+    with pytest.raises(world.RankError, match="NonFinite"):
+        world.run(1, broken, saving | {"training.steps": 9})
+    events = read(tmp_path, "events.jsonl")
+    told = [(line["step"], line["kind"]) for line in events]
+    assert told == [(0, "start"), (1, "save"), (1, "restart"), (3, "save"), (3, "restart"), (4, "stop")]
+    assert "Lower optimizer.lr" in events[-1]["text"]
+    assert [line["step"] for line in read(tmp_path, "experts.jsonl")] == [1, 2, 3]
 
 
 def test_a_trace_names_the_parts_of_a_step(tmp_path: Path) -> None:

@@ -22,11 +22,13 @@ class Clock:
         self.on, self.gpu = on, device.type == "cuda"
         self._last: Any = None
         self._open: deque[tuple[str, Any, Any]] = deque()
+        self._seconds: Counter[str] = Counter()
 
     def lap(self, name: str) -> None:
         """What was done since the lap before was `name`. So laps add up to the whole."""
         if not self.on:
             return
+        self._read()
         now = self._mark()
         if self._last is not None:
             self._open.append((name, self._last, now))
@@ -44,11 +46,14 @@ class Clock:
 
     def take(self, steps: int) -> dict[str, float]:
         """Seconds of each part, per step, since the last call `steps` ago, as far as the device has come."""
-        seconds: Counter[str] = Counter()
+        self._read()
+        seconds, self._seconds = self._seconds, Counter()
+        return {name: total / steps for name, total in seconds.items()}
+
+    def _read(self) -> None:
         while self._open and (not self.gpu or self._open[0][2].query()):
             name, begin, end = self._open.popleft()
-            seconds[name] += begin.elapsed_time(end) / 1e3 if self.gpu else end - begin
-        return {name: total / steps for name, total in seconds.items()}
+            self._seconds[name] += begin.elapsed_time(end) / 1e3 if self.gpu else end - begin
 
     def _mark(self) -> Any:
         if not self.gpu:

@@ -22,8 +22,8 @@ from titanmoe.train.sink import Report, Sink
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE = 48
 """Reports that the panel's curve shows."""
-QUIET = ("start", "save")
-"""Events that need no line of their own: the header and the reports tell of them."""
+QUIET = ("start", "restart", "save", "stop")
+"""Events that need no line of their own: the header, the reports or the error tell of them."""
 
 
 def open_console(config: Config, name: str, console: Console | None = None) -> Sink:
@@ -92,6 +92,7 @@ class LivePanel:
         self.losses: deque[float] = deque(maxlen=CURVE)
         self.live = Live(Text("waiting for the first step"), console=console, refresh_per_second=2)
         self.live.start()
+        console.show_cursor(True)  # which it hides, and a run that is killed could not bring back
 
     def log(self, report: Report) -> None:
         self.losses.append(report.record["loss"])

@@ -132,7 +132,9 @@ class Metrics:
         if step:
             self.event(step, "restart", f"goes on after step {step}", environment=machine)
         else:
-            self.event(step, "start", f"{fold.world} ranks on {self.device_name}", environment=machine)
+            self.event(
+                step, "start", f"{fold.world} rank{'s' * (fold.world > 1)} on {self.device_name}", environment=machine
+            )
 
     def log(self, step: int, values: dict[str, Any]) -> None:
         """After every step. `values`: loss, grad_norm, lr, tokens (of the step, all ranks), and what else to keep.
