@@ -172,7 +172,9 @@ def _events(runs: list[Run]) -> Iterator[str]:
     if not rows:
         return
     yield '<h2>Events</h2><div class="scroll"><table class="events"><tr>'
-    yield "".join(f"<th>{name}</th>" for name in (*(("run",) if len(runs) > 1 else ()), "step", "what", "when", ""))
+    yield "".join(
+        f"<th>{name}</th>" for name in (*(("run",) if len(runs) > 1 else ()), "step", "what", "when (UTC)", "")
+    )
     yield "</tr>"
     for run, event in rows[-SHOWN_EVENTS:]:
         cells = [escape(run.name)] if len(runs) > 1 else []
@@ -181,7 +183,7 @@ def _events(runs: list[Run]) -> Iterator[str]:
         yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
     yield "</table></div>"
     if len(rows) > SHOWN_EVENTS:
-        yield f'<p class="note">The last {SHOWN_EVENTS} of {len(rows):,}; times are UTC.</p>'
+        yield f'<p class="note">The last {SHOWN_EVENTS} of {len(rows):,}.</p>'
 
 
 def _folds(runs: list[Run]) -> Iterator[str]:

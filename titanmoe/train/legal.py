@@ -31,7 +31,8 @@ def _grouped(config: Config, fold: Fold) -> Iterator[str]:
 
 def _watched(config: Config, world: int) -> Iterator[str]:
     profile = config.profile
-    if config.metrics.wandb and find_spec("wandb") is None:
+    found = find_spec("wandb") if config.metrics.wandb else None
+    if config.metrics.wandb and (found is None or found.origin is None):  # of a mere folder of that name, none
         asked = config.metrics.wandb
         yield f'metrics.wandb = "{asked}" needs a package: pip install "titanmoe[wandb]", or leave it empty'
     if late := [step for step in profile.steps if step > config.training.steps]:
