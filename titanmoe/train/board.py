@@ -18,6 +18,7 @@ GROUPS = {
     "train": ("loss", "mtp_loss", "grad_norm", "lr", "tokens"),
     "speed": ("tokens_per_s", "step_time_s", "mfu"),
     "memory": ("memory_gib",),
+    "time": ("checkpoint_blocked_s",),
     "experts": (
         *("imbalance", "router_entropy", "dropped_fraction"),
         *("aux_loss", "aux_loss_sequence", "aux_loss_global", "z_loss"),
