@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from titanmoe.config.data_laws import of_samples
 from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
 
 
@@ -81,6 +82,12 @@ RANGES = {
     "model.top_groups": COUNT,
     "model.mtp_depth": Range(0, 1),
     "model.init_std": POSITIVE,
+    "data.weights": NOT_NEGATIVE,
+    "data.workers": NOT_NEGATIVE,
+    "data.prefetch": COUNT,
+    "validation.interval": NOT_NEGATIVE,
+    "validation.steps": NOT_NEGATIVE,
+    "validation.held_out": NOT_NEGATIVE,
     "training.steps": COUNT,
     "training.seq_len": COUNT,
     "training.local_batch_size": COUNT,
@@ -158,6 +165,7 @@ def contradictions(config: Config) -> list[Violation]:
         *_rope(config.model),
         *_routing(config.model),
         *_data(config.data),
+        *(Violation(*law) for law in of_samples(config)),
         *_precision(config.training),
         *_dropping(config.moe),
         *_overlap(config.moe),

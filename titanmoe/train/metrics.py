@@ -102,10 +102,12 @@ class Metrics:
             return
         self._tokens += values["tokens"]
         first = self._last_step is None
-        if not (first or step % self.config.metrics.log_every == 0 or step == self.config.training.steps):
+        due = first or step % self.config.metrics.log_every == 0 or step == self.config.training.steps
+        if not (due or "val_loss" in values):
             return
         now = time.monotonic()
-        seconds, steps = max(now - self._since, 1e-9), 1 if first else step - self._last_step
+        # Validation is told apart (val_s): the others are of training.
+        seconds, steps = max(now - self._since - values.get("val_s", 0.0), 1e-9), 1 if first else step - self._last_step
         if not first:
             self._steady_seconds += seconds
             self._steady_steps += steps
@@ -153,6 +155,9 @@ class Metrics:
             parts.append(f"imbalance {record['imbalance']:.2f}")
         if record.get("dropped_fraction"):
             parts.append(f"dropped {record['dropped_fraction']:.1%}")
+        if "val_loss" in record:
+            best = "the best" if record["val_loss"] == record["val_best"] else f"best {record['val_best']:.4f}"
+            parts.append(f"val loss {record['val_loss']:.4f} ({best})  perplexity {record['val_perplexity']:.2f}")
         if self.config.moe.force_balance:
             parts.append("FORCED BALANCE")
         if self._steady_steps:

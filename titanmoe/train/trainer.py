@@ -36,6 +36,7 @@ from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.runtime import GarbageCollection, Runtime, say
 from titanmoe.train.schedule import lr_factor
+from titanmoe.train.validation import Validation
 
 
 class NonFinite(RuntimeError):
@@ -66,6 +67,7 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, config.optimizer)
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.garbage = GarbageCollection(config.training.gc_every)
+        self.validation = Validation(self) if config.validation.interval else None
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False
         self._lock: TextIO | None = None
@@ -87,7 +89,11 @@ class Trainer:
                 )
             try:
                 while self.step < self.config.training.steps and not self.stopping:
-                    report = self.train_step()
+                    report = self.train_step() | self.loader.report()
+                    for line in self.loader.begun:
+                        say(line)
+                    if self.validation:
+                        report |= self.validation.after_step()
                     metrics.log(self.step, report | checkpoints.after_step())
                     self.garbage.collect(self.step)
                     if self.step == first:
@@ -97,6 +103,7 @@ class Trainer:
                 checkpoints.wait()
                 raise
             finally:
+                self.loader.close()
                 metrics.close()
                 if self._lock:
                     self._lock.close()
