@@ -1,4 +1,4 @@
-"""Packed samples of the real loader, shared out by work, and validation: under several mappings, against the plain model."""
+"""Packed samples of the real loader, shared out by work, and validation: under mappings, against the plain model."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ def test_packed_samples_shared_out_by_work_change_no_number(texts: Path, packing
 
 @pytest.mark.parametrize("mapping", MAPPINGS.values(), ids=MAPPINGS)
 def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mapping: dict[str, Any]) -> None:
-    """Of several steps with unequal numbers of labels, the last filled up with padding; optimizer.lr = 0 keeps the weights
-    that the plain model begins with."""
+    """Of several steps with unequal numbers of labels, the last filled up with padding. With optimizer.lr = 0 the
+    weights stay those that the plain model begins with."""
     own = {"validation.interval": 2, "validation.steps": 0, "validation.held_out": 3, "optimizer.lr": 0.0}
     changes = recipe(texts, **own, **{"moe.jitter": 0.1, "training.global_batch_size": 4})
     got = world.run(4, trained, changes | mapping)[0]["validation"]
