@@ -18,7 +18,8 @@ def config(tmp_path) -> Config:
     (tmp_path / "b" / "c.txt").write_text("Sphinx of black quartz, judge my vow. " * 40)
     (tmp_path / ".hidden").write_text("not read")
     config = Config()
-    config.data.source, config.data.paths = "text", [str(tmp_path)]
+    config.data.source, config.data.paths = "files", [str(tmp_path)]
+    config.job.dump_folder = str(tmp_path / ".runs")
     config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 32, 2, 24
     return config
 
@@ -34,7 +35,7 @@ def step_samples(config: Config, data_ranks: int, steps: int) -> list[torch.Tens
     return out
 
 
-@pytest.mark.parametrize("source", ["text", "synthetic"])
+@pytest.mark.parametrize("source", ["files", "synthetic"])
 @pytest.mark.parametrize(("data_ranks", "local"), [(2, 2), (4, 3), (12, 2), (3, 8)])
 def test_samples_are_the_same_however_they_are_shared_out(config, source, data_ranks, local):
     config.data.source = source
@@ -124,14 +125,15 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
 
     (tmp_path / "empty").mkdir()
     config.data.paths = [str(tmp_path / "gone"), str(tmp_path / "empty"), str(tmp_path / "a.txt")]
-    gone, empty = problems()
-    assert "gone' does not exist" in gone and "empty' holds no files" in empty
+    assert "gone' does not exist" in problems()[0]
+    config.data.paths = config.data.paths[1:]
+    assert "empty' holds no files" in problems()[0]
 
     config.data.paths, config.training.seq_len = [str(tmp_path / "a.txt")], 5000
     assert "needs 5001 tokens" in problems()[0] and "has 1802" in problems()[0]
 
     config.training.seq_len, config.model.vocab_size = 32, 258
-    assert "model.vocab_size = 258" in problems()[0] and "259 or more" in problems()[0]
+    assert "model.vocab_size = 258" in problems()[0] and "use 259 or more" in problems()[0]
 
     config.data.source, config.model.vocab_size = "stdlib", 320
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "empty"))

@@ -17,6 +17,7 @@ from torch import Tensor
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.counted import bits, key, uniform
+from titanmoe.data.open import open_documents
 from titanmoe.data.tokenizer import ByteTokenizer
 
 # Tests hold little prose and much data; site-packages differ between machines.
@@ -59,15 +60,21 @@ def open_source(config: Config) -> Corpus | Synthetic:
     if config.data.source == "synthetic":
         return Synthetic(config.model.vocab_size, seed)
     tokenizer = ByteTokenizer()
-    if config.model.vocab_size < tokenizer.vocab_size:
+    if config.data.source == "stdlib" and config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
             [
                 f"model.vocab_size = {config.model.vocab_size} is below the byte tokenizer's {tokenizer.vocab_size}: "
                 f"use {tokenizer.vocab_size} or more (320 suits tp up to 64)"
             ]
         )
-    files, origin = _stdlib_files() if config.data.source == "stdlib" else _text_files(config.data.paths)
-    tokens = torch.cat([tokenizer.document(_read(file)) for file in files])
+    if config.data.source == "stdlib":
+        files, origin = _stdlib_files()
+        tokens = torch.cat([tokenizer.document(_read(file)) for file in files])
+    else:
+        origin = f"data.paths = {config.data.paths}"
+        every = [open_documents(config, entry) for entry in config.data.paths]
+        rows = [documents.read(0, documents.starts[-1]).astype("int32") for documents in every]
+        tokens = torch.cat([torch.from_numpy(row) for row in rows])
     if len(tokens) <= config.training.seq_len:
         raise ConfigError(
             [
@@ -85,25 +92,10 @@ def _stdlib_files() -> tuple[list[Path], str]:
         raise ConfigError(
             [
                 f'data.source = "stdlib" finds no .py files under {root}, this Python\'s library: '
-                'use data.source = "text" with data.paths'
+                'use data.source = "files" with data.paths'
             ]
         )
     return files, f"the standard library's source under {root}"
-
-
-def _text_files(paths: list[str]) -> tuple[list[Path], str]:
-    files: list[Path] = []
-    problems: list[str] = []
-    for name in paths:
-        path = Path(name).expanduser()
-        found = [path] if path.is_file() else _walk(path, set())
-        if not found:
-            why = "holds no files" if path.is_dir() else f"does not exist (looked for {path.absolute()})"
-            problems.append(f"data.paths: {name!r} {why}")
-        files += found
-    if problems:
-        raise ConfigError(problems)
-    return files, f"data.paths = {paths}"
 
 
 def _walk(root: Path, skipped: set[str]) -> list[Path]:
