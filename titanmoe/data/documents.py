@@ -1,7 +1,7 @@
 """What training reads, whatever the source: documents, one after the other in one long row of tokens.
 
-A document's tokens include its end mark, and its begin mark where the tokenizer has one. Where the tokens lie, in memory
-or in shards on a disk, is the source's affair: nothing here asks for more than a few thousand of them at a time.
+A document's tokens include its end mark, and its begin mark where the tokenizer has one. Where the tokens lie, in
+memory or in shards on a disk, is the source's affair: nobody asks for more than a few thousand of them at a time.
 
 Shapes: N positions asked for.
 """
@@ -61,7 +61,8 @@ def document_of(documents: Documents, token_N: np.ndarray) -> np.ndarray:
     """The document that each token of the row lies in; an empty one holds none."""
     starts = documents.starts
     if isinstance(starts, np.ndarray):
-        return np.searchsorted(starts, token_N, side="right") - 1
+        # Of one type with the array, or numpy would first convert the whole of it.
+        return np.searchsorted(starts, token_N.astype(starts.dtype), side="right") - 1
     low_N, high_N = np.zeros_like(token_N), np.full_like(token_N, len(documents))
     while (high_N - low_N > 1).any():  # starts[low] <= token < starts[high]
         middle_N = (low_N + high_N) // 2

@@ -180,7 +180,7 @@ class Reader:
                     break
                 where = partial(_line_number, span.file, start, number)
                 place += len(line)
-                self.at = raw.tell() if packed else place - span.start
+                self.at = min(raw.tell() if packed else place - span.start, span.bytes)
                 if not line.isspace():
                     yield _record(line, where, self.field)
             if packed and not place:
@@ -214,7 +214,7 @@ def _line_number(file: str, start: int, number: int) -> str:
 
 def _record(line: bytes, where: Callable[[], str], field: str) -> Record | Bad:
     try:
-        text = line.decode("utf-8")
+        text = line.rstrip(b"\r\n").decode("utf-8")
         record = json.loads(text)
     except UnicodeDecodeError as error:
         return Bad(f"{where()}: byte {error.start} of the line is no UTF-8 ({error.reason})")
