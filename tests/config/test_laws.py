@@ -164,8 +164,9 @@ def test_out_of_range(path, value):
         (YARN | {"model.rope_theta": 1.0}, "model.rope_theta = 1.0 gives no slow frequencies .* more than 1"),
         (YARN | {"model.rope_beta_fast": 1.0}, "rope_beta_fast = 1.0 must exceed model.rope_beta_slow = 1.0: .* 32.0"),
         (YARN | {"model.rope_mscale": 1.0}, "rope_mscale = 1.0 and model.rope_mscale_all_dim = 0.0 .* give both, or"),
-        ({"data.source": "text"}, "data.paths, which is empty: name files or folders"),
+        ({"data.source": "files"}, "data.paths, which is empty: name files or folders"),
         ({"data.paths": ["a"]}, 'data.source = "stdlib" does not read data.paths'),
+        ({"data.chat_template": "a"}, 'data.chat_template = "a" is for chats, and data.format = "auto" reads none'),
         (
             {"training.dtype": "bfloat16", "training.mixed_precision_param": "float32"},
             'param = "float32" is wider than training.dtype = "bfloat16".* use bfloat16, or dtype = "float32"',
@@ -213,5 +214,5 @@ def test_lawful(values):
 
 
 def test_contradictions_come_together():
-    values = {"model.head_dim": 3, "model.top_k": 20, "moe.pad_to_capacity": True, "data.source": "text"}
+    values = {"model.head_dim": 3, "model.top_k": 20, "moe.pad_to_capacity": True, "data.source": "files"}
     assert len(contradictions(build(values))) == 4

@@ -87,9 +87,9 @@ def test_recipe_sets_fields_and_names_the_run(recipe):
         (["--moe.dispatcher", "allgather"], "moe.dispatcher", "allgather"),
         (["--job.name=--odd=name"], "job.name", "--odd=name"),
         (["--job.name", "7"], "job.name", "7"),
-        (["--data.source", "text", "--data.paths", "a", "b"], "data.paths", ["a", "b"]),
-        (["--data.source", "text", '--data.paths=["a", "b"]'], "data.paths", ["a", "b"]),
-        (["--data.source", "text", "--data.paths=a b"], "data.paths", ["a b"]),
+        (["--data.source", "files", "--data.paths", "a", "b"], "data.paths", ["a", "b"]),
+        (["--data.source", "files", '--data.paths=["a", "b"]'], "data.paths", ["a", "b"]),
+        (["--data.source", "files", "--data.paths=a b"], "data.paths", ["a b"]),
         (["--data.paths="], "data.paths", []),
     ],
 )

@@ -15,6 +15,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data import loader as module
 from titanmoe.data.documents import MemoryDocuments
 from titanmoe.data.loader import Loader, ValidationSet
+from titanmoe.data.shards import ShardDocuments
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.tokens import IGNORE
 
@@ -34,7 +35,8 @@ def config(tmp_path) -> Config:
             (tmp_path / name / f"{i:03}.txt").write_text(text(1 + i * 7 % longest, i))
     (tmp_path / "short" / ".hidden").write_text("not read")
     config = Config()
-    config.data.source, config.data.paths = "text", [str(tmp_path / "short"), str(tmp_path / "long")]
+    config.data.source, config.data.paths = "files", [str(tmp_path / "short"), str(tmp_path / "long")]
+    config.job.dump_folder = str(tmp_path / ".runs")
     config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 32, 2, 24
     return config
 
@@ -230,7 +232,7 @@ def test_workers_and_a_thread_read_the_same(config):
 def test_what_goes_wrong_while_reading_ahead_is_told(config, workers, monkeypatch):
     config.data.workers = workers
     loader = Loader(config, 0, 1)
-    monkeypatch.setattr(MemoryDocuments, "read", lambda *_: 1 / 0)
+    monkeypatch.setattr(ShardDocuments, "read", lambda *_: 1 / 0)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             loader.next_step()
@@ -271,7 +273,7 @@ def test_held_out_documents_are_never_trained_on_and_the_rest_is(config):
         sets.append([tuple(source.packer.documents.read(a, b).tolist()) for a, b in bounds(source)])
     assert sets[1] == [its for i, its in enumerate(sets[0]) if i % 6 != 5]
     seen = []
-    for batches in ValidationSet(config, 0, 1):
+    for batches in ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out):
         for batch in batches:
             for tokens, labels, document in zip(batch.tokens_BS, batch.labels_BS, batch.document_BS, strict=True):
                 for number in set(document.tolist()) - {-1}:
@@ -353,7 +355,7 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
     monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [none, marks])
     config.data.packing = "best_fit"
     first, second = problems()
-    assert "none (data.paths) holds no documents" in first and "one of two tokens" in second
+    assert "none (data.source) holds no documents" in first and "one of two tokens" in second
 
 
 def test_a_loader_that_is_dropped_ends_its_thread(config):

@@ -28,8 +28,9 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def recipe(texts: Path, **more: Any) -> dict[str, Any]:
     return {
-        "data.source": "text",
+        "data.source": "files",
         "data.paths": [str(texts)],
+        "job.dump_folder": str(texts / ".runs"),
         "data.packing": "best_fit",
         "model.vocab_size": 272,
         "moe.aux_loss_sequence": 0.02,
@@ -96,7 +97,7 @@ def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mappi
     weights = reference.initial_weights(config.model, config.training.seed, torch.float64)
     bias = reference.initial_bias(config.model)
     total, labels, padding = 0.0, 0, []
-    for batches in ValidationSet(config, 0, 1):
+    for batches in ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out):
         tokens = reference.Tokens.of([[batch] for batch in batches])
         logits_GSV, _, _ = reference.forward(config, weights, tokens, bias)
         number = int((tokens.labels_GS != reference.IGNORE).sum())

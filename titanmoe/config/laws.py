@@ -360,15 +360,21 @@ def _routing(model: Model) -> Iterator[Violation]:
 
 
 def _data(data: Data) -> Iterator[Violation]:
-    if data.source == "text" and not data.paths:
+    if data.source == "files" and not data.paths:
         yield Violation(
             ("data.source", "data.paths"),
-            'data.source = "text" reads data.paths, which is empty: name files or folders, such as paths = ["corpus"]',
+            'data.source = "files" reads data.paths, which is empty: name files or folders, such as paths = ["corpus"]',
         )
     if data.source == "stdlib" and data.paths:
         yield Violation(
             ("data.source", "data.paths"),
-            'data.source = "stdlib" does not read data.paths, which is given: set source = "text", or paths = []',
+            'data.source = "stdlib" does not read data.paths, which is given: set source = "files", or paths = []',
+        )
+    if data.chat_template and data.format != "chat":
+        yield Violation(
+            ("data.chat_template", "data.format"),
+            f'data.chat_template = "{data.chat_template}" is for chats, and data.format = "{data.format}" reads none: '
+            'set format = "chat", or chat_template = ""',
         )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,6 +27,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.ahead import Ahead
 from titanmoe.data.batch import Batch
+from titanmoe.data.documents import Documents
 from titanmoe.data.mix import Mix, Sample
 from titanmoe.data.pack import Arrays
 from titanmoe.data.sources import apart, training_sources, validation_sources
@@ -101,7 +102,7 @@ class Loader:
         self.share = Share(config, data_rank, data_ranks)
         self.global_batch_size, self.microbatches = self.share.global_batch_size, self.share.microbatches
         self.seed, self.options = config.training.seed, config.data
-        self.mix = training_sources(config)
+        self.mix, self.held_out = training_sources(config)
         self.work = Work(config.model) if config.data.balance_work else None
         self.waited = 0.0
         """Seconds that the last step waited for its samples."""
@@ -185,9 +186,9 @@ class Loader:
 class ValidationSet:
     """The same samples each time: sources in turn, each until it ends, the last step filled up with padding."""
 
-    def __init__(self, config: Config, data_rank: int, data_ranks: int):
+    def __init__(self, config: Config, data_rank: int, data_ranks: int, held_out: Sequence[Documents] = ()):
         self.share, self.steps = Share(config, data_rank, data_ranks), config.validation.steps
-        self.mix = validation_sources(config)
+        self.mix = validation_sources(config, held_out)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         turns, share = self._turns(), self.share

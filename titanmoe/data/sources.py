@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,11 @@ from titanmoe.counted import bits, key, uniform
 from titanmoe.data.documents import Documents, MemoryDocuments
 from titanmoe.data.held_out import split
 from titanmoe.data.mix import Mix, Source
+from titanmoe.data.open import open_documents
 from titanmoe.data.pack import Arrays, BestFit, Pieces, Stream
 from titanmoe.data.tokenizer import ByteTokenizer
 
+STDLIB = "stdlib"
 # Tests hold little prose and much data; site-packages differ between machines.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test"}
 
@@ -69,41 +71,37 @@ def apart(config: Config) -> bool:
     return config.data.packing != "stream"
 
 
-def training_sources(config: Config) -> Mix:
-    data, validation, training = config.data, config.validation, config.training
+def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
+    """And the documents that are held out of it."""
+    data, training, every = config.data, config.training, config.validation.held_out
     if data.source == "synthetic":
         packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed)
-        return Mix([Source("synthetic", f"synthetic:{config.model.vocab_size}", 1.0, packer)], training.seed)
-    documents = _open(config, data.paths if data.source != "stdlib" else ["stdlib"])
-    if validation.held_out:
-        documents = [split(its, validation.held_out)[0] for its in documents]
-    return _mix(config, documents, data.weights, "data.paths", training.global_batch_size)
+        return Mix([Source("synthetic", f"synthetic:{config.model.vocab_size}", 1.0, packer)], training.seed), ()
+    documents = _open(config, data.paths if data.source == "files" else [STDLIB])
+    where = "data.paths" if data.source == "files" else "data.source"
+    held_out: Sequence[Documents] = ()
+    if every:
+        documents, held_out = zip(*(split(its, every) for its in documents), strict=True)
+        where = f"{where}, without what validation.held_out = {every} keeps"
+    return _mix(config, documents, data.weights, where, training.global_batch_size), held_out
 
 
-def validation_sources(config: Config) -> Mix:
-    data, validation, training = config.data, config.validation, config.training
+def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
+    training, validation = config.training, config.validation
     if validation.paths:
         return _mix(config, _open(config, validation.paths), [], "validation.paths", 1)
-    if data.source == "synthetic":
+    if config.data.source == "synthetic":
         packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed, held_out=True)
         return Mix([Source("synthetic", "", 1.0, packer)], training.seed)
-    documents = _open(config, data.paths if data.source != "stdlib" else ["stdlib"])
-    documents = [split(its, validation.held_out)[1] for its in documents]
-    return _mix(config, documents, [], f"data.paths, of which validation.held_out = {validation.held_out} keeps", 1)
+    return _mix(config, held_out, [], f"what validation.held_out = {validation.held_out} keeps", 1)
 
 
-def _mix(config: Config, documents: list[Documents], weights: list[float], where: str, least: int) -> Mix:
+def _mix(config: Config, documents: Sequence[Documents], weights: list[float], where: str, least: int) -> Mix:
     """least: sequences that the sources must have together."""
-    training, vocabulary = config.training, config.model.vocab_size
-    seq_len, seed, problems, sources = training.seq_len, training.seed, [], []
+    seq_len, seed, problems, sources = config.training.seq_len, config.training.seed, [], []
     for k, its in enumerate(documents):
         seen = sum(other.name == its.name for other in documents[:k])
         name = f"{its.name}-{seen + 1}" if seen else its.name
-        if its.vocab_size > vocabulary:
-            problems.append(
-                f"{name} ({where}) holds token ids up to {its.vocab_size - 1}, model.vocab_size = {vocabulary} ends at "
-                f"{vocabulary - 1}: use {its.vocab_size} or more, as its tokenizer has it, or another tokenizer"
-            )
         # Each source shuffles in an order of its own.
         own = seed if k == 0 else key("source", seed, k)
         packer: Stream | BestFit
@@ -149,6 +147,8 @@ def _open(config: Config, paths: list[str]) -> list[Documents]:
 
 
 def _documents(config: Config, path: str) -> Documents:
+    if config.data.source != "stdlib" or path != STDLIB:
+        return open_documents(config, path)
     tokenizer = ByteTokenizer()
     if config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
@@ -157,32 +157,17 @@ def _documents(config: Config, path: str) -> Documents:
                 f"use {tokenizer.vocab_size} or more (320 suits tp up to 64)"
             ]
         )
-    files = _stdlib_files() if path == "stdlib" and config.data.source == "stdlib" else _text_files(path)
-    tokens = [tokenizer.document(_read(file)).numpy() for file in files]
-    starts = np.append(0, np.cumsum([len(its) for its in tokens]))
-    return MemoryDocuments(Path(path).name or path, np.concatenate(tokens), starts)
-
-
-def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in _walk(root, NOT_STDLIB) if file.suffix == ".py"]
     if not files:
         raise ConfigError(
             [
                 f'data.source = "stdlib" finds no .py files under {root}, this Python\'s library: '
-                'use data.source = "text" with data.paths'
+                'use data.source = "files" with data.paths'
             ]
         )
-    return files
-
-
-def _text_files(name: str) -> list[Path]:
-    path = Path(name).expanduser()
-    found = [path] if path.is_file() else _walk(path, set())
-    if not found:
-        why = "holds no files" if path.is_dir() else f"does not exist (looked for {path.absolute()})"
-        raise ConfigError([f"data.paths: {name!r} {why}"])
-    return found
+    tokens = [tokenizer.document(_read(file)).numpy() for file in files]
+    return MemoryDocuments(STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(its) for its in tokens])))
 
 
 def _walk(root: Path, skipped: set[str]) -> list[Path]:

@@ -40,7 +40,8 @@ class Validation:
     def __init__(self, trainer: Training):
         self.trainer, config = trainer, trainer.config
         self.interval, self.last = config.validation.interval, config.training.steps
-        self.set = ValidationSet(config, trainer.meshes.data.rank, trainer.meshes.data.size)
+        data, held_out = trainer.meshes.data, trainer.loader.held_out if config.validation.held_out else ()
+        self.set = ValidationSet(config, data.rank, data.size, held_out)
         self.best = math.inf
 
     def after_step(self) -> dict[str, float]:
