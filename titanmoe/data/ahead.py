@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 
@@ -78,4 +78,5 @@ def _feed(box: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Se
                 return
             items.put(next(source))
     except BaseException as error:
-        items.put(error)
+        # A worker's error tells its traceback in words; this one's frames would keep the workers alive.
+        items.put(error if isinstance(source, Generator) else error.with_traceback(None))
