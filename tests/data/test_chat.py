@@ -52,6 +52,19 @@ def test_the_assistants_part_counts(kind, template, after, bpe):
     assert "\ufdd0" not in text and text.count("<|im_end|>") == 5
 
 
+def test_tokens_and_masks_are_those_of_transformers(bpe):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"), eos_token="<|endoftext|>")
+    for template in MARKED, CHATML:
+        options = dict(chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        expected = theirs.apply_chat_template(TALK, **options)
+        tokens, counted = Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
+        assert tokens.tolist() == expected["input_ids"]
+        if template == MARKED:  # theirs has no other way to know what the assistant said
+            assert counted.tolist() == [bool(said) for said in expected["assistant_masks"]]
+
+
 def test_a_token_on_both_sides_of_the_border_counts(bpe):
     """Byte-level BPE joins a space with the word after it."""
     template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
