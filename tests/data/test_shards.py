@@ -18,7 +18,7 @@ from titanmoe.data.shards import MANIFEST, WORK, ShardDocuments, ShardWriter, ve
 documents = st.lists(st.integers(0, 999), min_size=1, max_size=5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.lists(documents, min_size=1, max_size=4), min_size=1, max_size=4), st.data())
 def test_shards_are_one_row(tmp_path_factory, shards, data):
     opened = ShardDocuments(make(tmp_path_factory.mktemp("shards") / "x", shards))

@@ -88,10 +88,10 @@ def cut(sources: list[Source], shard_tokens: int) -> list[list[Span]]:
     total = sum(source.bytes for source in sources)
     size = max(min(total // UNITS, TOKEN_BYTES * shard_tokens), LEAST_UNIT)
     units: list[list[Span]] = []
-    held = size
+    held = 0
     for source in sources:
         for span in spans(source, size):
-            if held + span.bytes > size:
+            if not units or held + span.bytes > size:
                 units.append([])
                 held = 0
             units[-1].append(span)

@@ -48,9 +48,9 @@ class ByteTokenizer:
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def place(self, text: str) -> Placed:
-        width = np.array([len(char.encode("utf-8")) for char in text], np.int64)
-        begin_T = np.repeat(np.arange(len(text)), width)
-        return Placed(self.encode_all([text])[0], begin_T, begin_T + 1)
+        (tokens_T,) = self.encode_all([text])
+        begin_T = np.cumsum((tokens_T & 0xC0) != 0x80) - 1  # 10xxxxxx goes on with a character
+        return Placed(tokens_T, begin_T, begin_T + 1)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Marks are left out; bytes that are no UTF-8 become U+FFFD."""
