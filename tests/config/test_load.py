@@ -337,6 +337,7 @@ ANY = {
     "moe.dispatcher": st.sampled_from(["alltoall", "allgather", "hierarchical"]),
     "data.paths": st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=4), max_size=3),
     "pipeline.layers_per_stage": st.lists(st.integers(0, 99), max_size=3),
+    "data.weights": st.lists(st.floats(allow_nan=False), max_size=3),
 }
 
 
