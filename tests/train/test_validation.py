@@ -109,6 +109,33 @@ def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mappi
     assert got[1]["val_perplexity"] == pytest.approx(math.exp(total / labels), rel=1e-9)
 
 
+def _stopped_and_resumed(folder: str, changes: dict[str, Any]) -> tuple[float, float]:
+    """The best loss before a save, and what a trainer that goes on from it knows."""
+    from titanmoe.train.checkpoints import Checkpoints
+
+    own = {"job.dump_folder": folder, "job.name": "run", "checkpoint.enable": True, "checkpoint.interval": 1}
+    best = []
+    for until in (1, 1):
+        trainer = parity.make_trainer(changes | own)
+        with Checkpoints(trainer, Path(folder) / "run") as checkpoints:
+            checkpoints.begin()
+            while trainer.step < until:
+                trainer.train_step()
+                trainer.validation.after_step()
+                checkpoints.after_step()
+            checkpoints.wait()
+        trainer.loader.close()
+        best.append(trainer.validation.best)
+    return best[0], best[1]
+
+
+def test_the_best_loss_so_far_outlives_the_run(texts: Path, tmp_path: Path) -> None:
+    changes = recipe(texts, **{"validation.interval": 1, "validation.steps": 1, "validation.held_out": 3})
+    changes.pop("job.dump_folder")
+    ((before, after),) = world.run(1, _stopped_and_resumed, str(tmp_path), changes | {"data.cache": str(texts / ".c")})
+    assert before == after < math.inf
+
+
 SHAPES = {
     "tp2 ep4": {"parallelism.tp": 2, "parallelism.experts.ep": 4},
     "a V": {

@@ -81,7 +81,7 @@ class Plans:
             consumed += share.global_batch_size
             number_N = share.in_turn_N
             if self.work:
-                work_N = np.array([self.work(self.mix.lengths(sample)) for sample in samples])
+                work_N = np.array([self.work(length_P) for length_P in self.mix.lengths(samples)])
                 number_N = assign(work_N, share.microbatches, share.ranks, share.size)[:, share.rank].ravel()
             after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
             yield Plan([samples[j] for j in number_N.tolist()], number_N if self.work else None, after)

@@ -99,17 +99,19 @@ class Stream:
     def state(self, state: list[int]) -> None:
         (self.taken,) = state
 
-    def _begins(self, start: int) -> np.ndarray:
-        """Where further documents begin in the window that starts there, up to the last label."""
-        first, last = document_of(self.documents, np.array([start, start + self.seq_len])).tolist()
-        return np.unique(np.asarray(self.documents.starts[first + 1 : last + 1]).astype(np.int64)) - start
+    def _begins(self, start_N: np.ndarray) -> Iterator[np.ndarray]:
+        """Where further documents begin in the windows that start there, up to the last label."""
+        first_N, last_N = (document_of(self.documents, start_N + more) + 1 for more in (0, self.seq_len))
+        starts = self.documents.starts
+        for start, first, last in zip(start_N.tolist(), first_N.tolist(), last_N.tolist(), strict=True):
+            yield np.unique(np.asarray(starts[first:last]).astype(np.int64)) - start
 
-    def lengths(self, pieces: Pieces) -> np.ndarray:
+    def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
         """Of what attends within itself."""
         if not self.apart:
-            return pieces.pairs_P
-        begins = self._begins(int(pieces.start_P[0]))
-        return np.diff(begins[begins < self.seq_len], prepend=0, append=self.seq_len)
+            return [pieces.pairs_P for pieces in sequences]
+        windows = self._begins(np.array([pieces.start_P[0] for pieces in sequences], np.int64))
+        return [np.diff(its[its < self.seq_len], prepend=0, append=self.seq_len) for its in windows]
 
     def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
         start = int(pieces.start_P[0])
@@ -119,7 +121,7 @@ class Stream:
         if counted is not None:
             out.labels_NS[n][~counted[1:]] = IGNORE
         if self.apart:
-            begins = self._begins(start)
+            (begins,) = self._begins(pieces.start_P)
             out.labels_NS[n, begins - 1] = IGNORE  # the token after a document's end is another's first
             begins = np.append(0, begins[begins < self.seq_len])
             document_S = np.searchsorted(begins, np.arange(self.seq_len), side="right") - 1
@@ -192,8 +194,8 @@ class BestFit:
         order = permuted(order, np.arange(len(sequences)), len(sequences))
         return [sequences[i] for i in order.tolist()]
 
-    def lengths(self, pieces: Pieces) -> np.ndarray:
-        return pieces.pairs_P
+    def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
+        return [pieces.pairs_P for pieces in sequences]
 
     def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
         first = 0

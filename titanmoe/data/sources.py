@@ -55,8 +55,8 @@ class Synthetic:
     def state(self, state: list[int]) -> None:
         (self.taken,) = state
 
-    def lengths(self, pieces: Pieces) -> np.ndarray:
-        return pieces.pairs_P
+    def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
+        return [pieces.pairs_P for pieces in sequences]
 
     def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
         """floor((V + 1)^u) - 1 with u uniform has P(t) = ln((t + 2) / (t + 1)) / ln(V + 1)."""
