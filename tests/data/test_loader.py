@@ -246,6 +246,23 @@ def test_what_goes_wrong_while_reading_ahead_is_told(config, workers, monkeypatc
     loader.close()
 
 
+def test_a_signal_to_the_group_leaves_the_workers_alone(config):
+    """Without this the rank could not take the steps, or the save, that a signal asks for."""
+    import multiprocessing
+    import os
+
+    config.data.workers, config.data.prefetch = 2, 1
+    before = set(multiprocessing.active_children())
+    loader = Loader(config, 0, 1)
+    loader.next_step()
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    loader.peek()
+    assert len({os.getpgid(worker.pid) for worker in workers} | {os.getpgid(0)}) == 3
+    loader.close()
+    assert not any(worker.is_alive() for worker in workers)
+
+
 def test_resuming_continues_where_the_state_was_taken(config):
     loader = Loader(config, 1, 2)
     loader.next_step()

@@ -5,7 +5,9 @@ torchdata's own state counts by worker, so that a run could resume only with as 
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 import threading
 import warnings
 from collections.abc import Generator, Iterator
@@ -60,9 +62,17 @@ def _by_workers(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[A
             num_workers=workers,
             prefetch_factor=depth,
             collate_fn=_as_it_is,
+            worker_init_fn=_apart,
             multiprocessing_context="fork",
         )
         return iter(loader)
+
+
+def _apart(_: int) -> None:
+    """Ctrl-C and torchrun ask the rank's whole group to end; the rank saves first, and for that keeps its workers."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the rank's own handler
 
 
 def _as_it_is(item: Any) -> Any:
