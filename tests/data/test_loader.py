@@ -156,8 +156,11 @@ def test_shares_are_those_of_the_weights_and_epochs_are_told(config):
     assert begun[0].startswith("data: ") and begun[0].endswith("begins epoch 2")
     assert len(begun) == int(report["data.epoch.short"]) + int(report["data.epoch.long"])
 
+    assert loader.notes()["sources"].startswith(f"short {tokens[0] / sum(tokens):.1%}, long ")
+
     config.data.weights = [1, 9]
     loader = Loader(config, 0, 1)
+    assert loader.notes() == {"sources": "short 10.0%, long 90.0% of the samples"}
     for _ in range(60):
         loader.next_step()
     taken = [state for (state,) in loader.state]
@@ -308,6 +311,15 @@ def test_held_out_documents_are_never_trained_on_and_the_rest_is(config):
     held = sorted(its for i, its in enumerate(sets[0]) if i % 6 == 5)
     pairs = sorted(its[a : a + 33] for its in held for a in range(0, len(its) - 1, 32))
     assert sorted(seen) == pairs
+
+
+def test_sources_too_small_to_hold_out_from(config):
+    config.validation.held_out, config.data.packing = 50, "best_fit"
+    (source,) = ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out).mix.sources
+    assert source.name == "short"  # 60 documents; the other has 40
+    config.validation.held_out = 70
+    with pytest.raises(ConfigError, match="keeps every 70th document, and no source has so many"):
+        ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out)
 
 
 @pytest.mark.parametrize("data_ranks", [1, 3])

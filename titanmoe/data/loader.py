@@ -131,6 +131,15 @@ class Loader:
     def report(self) -> dict[str, float]:
         return {"data_wait_s": self.waited} | {f"data.epoch.{name}": epoch for name, epoch in self.epochs.items()}
 
+    def notes(self) -> dict[str, str]:
+        """What the run's header says of a mix."""
+        sources, packing = self.mix.sources, self.options.packing
+        total = sum(source.weight for source in sources)
+        shares = ", ".join(f"{source.name} {source.weight / total:.1%}" for source in sources)
+        notes = {"sources": f"{shares} of the samples"} if len(sources) > 1 else {}
+        even = ", shared out by their work" if self.work else ""
+        return notes if packing == "stream" else notes | {"packing": f"{packing}{even}"}
+
     def close(self) -> None:
         """End the thread and the workers that read ahead."""
         if self._ahead is not None:

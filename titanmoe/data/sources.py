@@ -93,7 +93,15 @@ def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
     if config.data.source == "synthetic":
         packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed, held_out=True)
         return Mix([Source("synthetic", "", 1.0, packer)], training.seed)
-    return _mix(config, held_out, [], f"what validation.held_out = {validation.held_out} keeps", 1)
+    some = [its for its in held_out if len(its)]
+    if not some:
+        raise ConfigError(
+            [
+                f"validation.held_out = {validation.held_out} keeps every {validation.held_out}th document, and no "
+                "source has so many: lower it, or name validation.paths"
+            ]
+        )
+    return _mix(config, some, [], f"what validation.held_out = {validation.held_out} keeps", 1)
 
 
 def _mix(config: Config, documents: Sequence[Documents], weights: list[float], where: str, least: int) -> Mix:

@@ -130,11 +130,12 @@ class Trainer:
     def notes(self) -> dict[str, str]:
         """What the run's header says beside the mapping."""
         options, recompute = self.config.pipeline, self.config.activation_checkpoint.mode
+        notes = self.loader.notes()
         if self.fold.pp == 1:
-            return {}
+            return notes
         stages = len(stage_ranks(self.config, self.fold.pp))
         name = options.schedule_csv or options.schedule
-        notes = {
+        notes |= {
             "pipeline": f"{name}: {stages} stages, {self.loader.microbatches} microbatches, "
             f"bubble {self.engine.bubble:.1%} of the time"
         }
