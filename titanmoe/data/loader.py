@@ -118,7 +118,7 @@ class Loader:
         self.begun = [
             f"data: {name} begins epoch {int(epoch) + 1}"
             for name, epoch in after["epochs"].items()
-            if int(epoch) > int(self.epochs.get(name, epoch))
+            if int(epoch) > int(self.epochs[name])
         ]
         self.epochs = after["epochs"]
         return self.share.batches(parts)
@@ -160,7 +160,8 @@ class Loader:
         """Samples, over all data ranks."""
         self.state = state
         """Of each source."""
-        self.epochs: dict[str, float] = {}
+        self.mix.state = state
+        self.epochs = self.mix.epochs
         """How often each source has been gone through, as far as it can be."""
         self.begun: list[str] = []
         """What to say of sources that the last step began anew."""
