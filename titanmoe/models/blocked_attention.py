@@ -32,7 +32,7 @@ def _hidden(document_BS: Tensor | None, queries: slice, keys: slice) -> Tensor |
 
 
 def _reach(document_BS: Tensor | None, S: int) -> tuple[list[int], list[int]]:
-    """Of each block: where the first document that reaches into it begins and where the last one ends, in any sample."""
+    """Of each block: where the first document that reaches into it begins, where the last one ends, in any sample."""
     blocks = -(-S // BLOCK)
     if document_BS is None or torch.compiler.is_compiling():  # a graph cannot depend on values
         return [0] * blocks, [S] * blocks
