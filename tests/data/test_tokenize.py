@@ -199,6 +199,7 @@ def test_mistakes_are_told_before_any_work(tmp_path):
     assert "other holds other files: name a folder that is new or empty" in problems(tmp_path, "other", source)
     (tmp_path / "only.jsonl").write_bytes(lines(["", ""]))
     assert "there is no document in it (0 bad lines and 2 empty" in problems(tmp_path, "x", tmp_path / "only.jsonl")
+    assert "in/x lies in " in problems(tmp_path, "in/x", source)
     run(tmp_path, "x", source)
     (source / "0.jsonl").write_bytes(lines(["changed"]))
     said = problems(tmp_path, "x", source)
