@@ -181,7 +181,7 @@ def _make(plan: Plan, out: Path, workers: int, tell: Callable[[str], None]) -> d
         left_out = f" ({manifest['skipped']} bad lines and {manifest['empty']} empty documents were left out)"
         shutil.rmtree(work)
         raise ConfigError([f"{', '.join(plan.job.paths)}: there is no document in it{left_out}"])
-    write_json(out / MANIFEST, manifest)
+    write_json(out / MANIFEST, manifest, scratch=work)
     shutil.rmtree(work)
     return manifest
 
