@@ -147,6 +147,12 @@ def test_bad_files(tmp_path):
     assert "d.parquet cannot be read" in why("d.parquet", b"no parquet")
 
 
+def test_conversations_of_parquet(tmp_path):
+    talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]
+    pyarrow.parquet.write_table(pyarrow.table({"messages": [talk, talk[1:]]}), tmp_path / "a.parquet")
+    assert values(read([tmp_path], format="chat", field="messages")) == [talk, talk[1:]]
+
+
 def test_bad_rows(tmp_path):
     file = write(tmp_path / "a.parquet", "parquet", ["one", None, "three"])
     assert [entry.where() for entry in read([file], size=1)] == [f"{file}: row {n}" for n in (1, 2, 3)]

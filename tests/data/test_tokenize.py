@@ -199,6 +199,7 @@ def test_mistakes_are_told_before_any_work(tmp_path):
     assert "other holds other files: name a folder that is new or empty" in problems(tmp_path, "other", source)
     (tmp_path / "only.jsonl").write_bytes(lines(["", ""]))
     assert "there is no document in it (0 bad lines and 2 empty" in problems(tmp_path, "x", tmp_path / "only.jsonl")
+    assert "in/x lies in " in problems(tmp_path, "in/x", source)
     run(tmp_path, "x", source)
     (source / "0.jsonl").write_bytes(lines(["changed"]))
     said = problems(tmp_path, "x", source)
@@ -282,3 +283,16 @@ def test_units_depend_on_sizes_alone(monkeypatch):
     assert len(shape([10 << 30])) == 256
     assert max(shape([4 << 40])) == 512 * mib
     assert max(shape([4 << 30], 1 << 20)) == 8 * mib
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
+    clock, told = [0.0], []
+    monkeypatch.setattr(tokenize_module.time, "monotonic", lambda: clock[0])
+    with tokenize_module.Meter(10**9, 2 * 10**8, told.append) as meter:  # a fifth was made before
+        for _ in range(8):
+            clock[0] += 10
+            meter.add(5 * 10**7, 10**8)
+    assert told == [
+        "35.0% of 1.00 GB, 10.00 M tokens/s, about 2 min to go",
+        "50.0% of 1.00 GB, 10.00 M tokens/s, about 2 min to go",
+    ]

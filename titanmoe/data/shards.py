@@ -192,9 +192,9 @@ def _cut(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, in
 # ---- writing
 
 
-def write_json(file: Path, value: Any) -> None:
-    """Whole or not at all."""
-    fresh = file.with_name(f"{file.name}.{os.getpid()}")
+def write_json(file: Path, value: Any, scratch: Path | None = None) -> None:
+    """Whole or not at all; what a kill leaves behind lies in `scratch`, or beside it."""
+    fresh = (scratch or file.parent) / f"{file.name}.{os.getpid()}"
     with fresh.open("w", encoding="utf-8") as stream:
         json.dump(value, stream, indent=1)
         stream.flush()

@@ -103,6 +103,7 @@ def tokenize(plan: Plan, workers: int, wait: bool = False, tell: Callable[[str],
     """The manifest of the finished folder. Where it is finished already, that is all; where it is not, only what is
     missing is made. wait: for another process that is at it."""
     out = Path(plan.job.out)
+    _apart(out, plan.job.paths)
     try:
         foreign = out.is_dir() and not (out / WORK).is_dir() and any(p.name != LOCK for p in out.iterdir())
         if foreign and not is_shards(out):
@@ -116,6 +117,14 @@ def tokenize(plan: Plan, workers: int, wait: bool = False, tell: Callable[[str],
             return _make(plan, out, workers, tell)
     except OSError as error:
         raise ConfigError([f"{error.filename or out}: {error.strerror}"]) from None
+
+
+def _apart(out: Path, paths: list[str]) -> None:
+    """What is written must not be found by the same command when it goes on."""
+    for path in paths:
+        folder, made = Path(path).expanduser().resolve(), out.resolve()
+        if made.is_relative_to(folder) and not any(part.startswith(".") for part in made.relative_to(folder).parts):
+            raise ConfigError([f"{out} lies in {path}, all of which is read: write the shards elsewhere"])
 
 
 @contextmanager
@@ -172,7 +181,7 @@ def _make(plan: Plan, out: Path, workers: int, tell: Callable[[str], None]) -> d
         left_out = f" ({manifest['skipped']} bad lines and {manifest['empty']} empty documents were left out)"
         shutil.rmtree(work)
         raise ConfigError([f"{', '.join(plan.job.paths)}: there is no document in it{left_out}"])
-    write_json(out / MANIFEST, manifest)
+    write_json(out / MANIFEST, manifest, scratch=work)
     shutil.rmtree(work)
     return manifest
 
