@@ -128,6 +128,23 @@ class Stream:
             out.document_NS[n], out.position_NS[n] = document_S, np.arange(self.seq_len) - begins[document_S]
 
 
+class _Packed:
+    """The sequences of one buffer, in their order. One full piece, of which long documents make many, is but a number."""
+
+    def __init__(self, begin_Q: np.ndarray, whole_1: np.ndarray, bins: list[Pieces], order_Q: np.ndarray):
+        self.begin_Q, self.whole_1, self.bins, self.order_Q = begin_Q, whole_1, bins, order_Q
+
+    def __len__(self) -> int:
+        return len(self.order_Q)
+
+    def __getitem__(self, which: slice) -> list[Pieces]:
+        return [self._sequence(i) for i in self.order_Q[which].tolist()]
+
+    def _sequence(self, i: int) -> Pieces:
+        full = len(self.begin_Q)
+        return Pieces(self.begin_Q[i : i + 1], self.whole_1) if i < full else self.bins[i - full]
+
+
 class BestFit:
     def __init__(self, documents: Documents, seq_len: int, seed: int):
         self.documents, self.seq_len, self.seed = documents, seq_len, seed
@@ -148,7 +165,7 @@ class BestFit:
     @state.setter
     def state(self, state: list[int]) -> None:
         self.epoch, self.buffer, self.taken = state
-        self._packed: list[Pieces] | None = None
+        self._packed: _Packed | None = None
 
     @property
     def epochs(self) -> float:
@@ -172,9 +189,9 @@ class BestFit:
         """The first epoch, whole."""
         for buffer in range(self.buffers):
             self.state = [0, buffer, 0]
-            yield from self._pack()
+            yield from self._pack()[:]
 
-    def _pack(self) -> list[Pieces]:
+    def _pack(self) -> _Packed:
         """The sequences of this buffer."""
         number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, len(self.documents)))
         document = permuted(key("documents", self.seed, self.epoch), number, len(self.documents))
@@ -184,15 +201,13 @@ class BestFit:
         whole, rest = pairs // self.seq_len, pairs % self.seq_len
         piece = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
         begin = np.repeat(start, whole) + piece * self.seq_len
-        full = np.array([self.seq_len])
-        sequences = [Pieces(begin[i : i + 1], full) for i in range(len(begin))]
         short = np.flatnonzero(rest)
         short = short[np.argsort(-rest[short], kind="stable")]
         start, rest = (start + whole * self.seq_len)[short], rest[short]
-        sequences += [Pieces(start[bin], rest[bin]) for bin in best_fit(rest.tolist(), self.seq_len)]
+        bins = [Pieces(start[bin], rest[bin]) for bin in best_fit(rest.tolist(), self.seq_len)]
+        count = len(begin) + len(bins)
         order = key("sequences", self.seed, self.epoch, self.buffer)
-        order = permuted(order, np.arange(len(sequences)), len(sequences))
-        return [sequences[i] for i in order.tolist()]
+        return _Packed(begin, np.array([self.seq_len]), bins, permuted(order, np.arange(count), count))
 
     def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
         return [pieces.pairs_P for pieces in sequences]
