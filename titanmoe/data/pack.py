@@ -129,7 +129,7 @@ class Stream:
 
 
 class _Packed:
-    """The sequences of one buffer, in their order. A full piece, of which long documents make many, is only a number."""
+    """The sequences of one buffer, in their order. Full pieces, of which long documents make many, are mere numbers."""
 
     def __init__(self, begin_Q: np.ndarray, whole_1: np.ndarray, bins: list[Pieces], order_Q: np.ndarray):
         self.begin_Q, self.whole_1, self.bins, self.order_Q = begin_Q, whole_1, bins, order_Q
