@@ -94,12 +94,15 @@ def sample(config: Config, number: int, clean: bool = False) -> Batch:
 
 
 def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
-    tokens, labels, valid, _ = zip(*(sample(config, n) for n in numbers), strict=True)
+    """documents: with positions in no order. RoPE sees distances alone, so that positions within documents would give
+    the right numbers even if they never reached it."""
+    tokens, labels, valid, *_ = zip(*(sample(config, n) for n in numbers), strict=True)
     length = config.training.seq_len
-    document = None
+    document = position = None
     if documents:
         document = torch.stack([torch.arange(length) // (3 + n % 5) for n in numbers])
-    return Batch(torch.stack(tokens), torch.stack(labels), torch.stack(valid), document)
+        position = torch.stack([(torch.arange(length) * (7 + 2 * n)) % (length + 3) for n in numbers])
+    return Batch(torch.stack(tokens), torch.stack(labels), torch.stack(valid), document, position)
 
 
 def grouped(config: Config, dp: int, step: int, documents: bool = False) -> list[list[Batch]]:

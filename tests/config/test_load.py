@@ -87,9 +87,9 @@ def test_recipe_sets_fields_and_names_the_run(recipe):
         (["--moe.dispatcher", "allgather"], "moe.dispatcher", "allgather"),
         (["--job.name=--odd=name"], "job.name", "--odd=name"),
         (["--job.name", "7"], "job.name", "7"),
-        (["--data.source", "text", "--data.paths", "a", "b"], "data.paths", ["a", "b"]),
-        (["--data.source", "text", '--data.paths=["a", "b"]'], "data.paths", ["a", "b"]),
-        (["--data.source", "text", "--data.paths=a b"], "data.paths", ["a b"]),
+        (["--data.source", "files", "--data.paths", "a", "b"], "data.paths", ["a", "b"]),
+        (["--data.source", "files", '--data.paths=["a", "b"]'], "data.paths", ["a", "b"]),
+        (["--data.source", "files", "--data.paths=a b"], "data.paths", ["a b"]),
         (["--data.paths="], "data.paths", []),
     ],
 )
@@ -337,6 +337,7 @@ ANY = {
     "moe.dispatcher": st.sampled_from(["alltoall", "allgather", "hierarchical"]),
     "data.paths": st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=4), max_size=3),
     "pipeline.layers_per_stage": st.lists(st.integers(0, 99), max_size=3),
+    "data.weights": st.lists(st.floats(allow_nan=False), max_size=3),
 }
 
 

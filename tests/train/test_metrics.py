@@ -83,6 +83,25 @@ def test_rates_cover_the_time_since_the_last_line_and_the_first_step_stands_apar
         assert part in steps[1]
 
 
+def test_a_validation_is_always_told_and_its_time_is_in_no_other_figure(config, clock, capsys):
+    config.metrics.log_every = 4
+    told = make(config)
+    for step in range(1, 4):
+        clock[0] += 1.0
+        told.log(step, VALUES)
+    clock[0] += 1.0 + 5.0
+    config.training.steps = 9
+    told.log(5, VALUES | {"val_loss": 2.0, "val_perplexity": math.exp(2), "val_best": 1.5, "val_s": 5.0})
+    clock[0] += 1.0
+    told.log(6, VALUES | {"val_loss": 1.25, "val_perplexity": math.exp(1.25), "val_best": 1.25, "val_s": 0.0})
+    told.close()
+    _, line, _ = lines(told.folder)
+    assert line["step"] == 5 and line["val_best"] == 1.5
+    assert (line["step_time_s"], line["tokens_per_s"]) == (0.75, 1000.0)  # 3 s for 3 steps of 1,000 tokens, to step 5
+    shown = capsys.readouterr().out
+    assert "val loss 2.0000 (best 1.5000)  perplexity 7.39" in shown and "val loss 1.2500 (the best)" in shown
+
+
 def test_the_banner_names_model_mapping_and_batch_and_never_hides_forced_balance(config, capsys):
     config.parallelism.tp, config.parallelism.experts.ep = 2, 4
     config.training.local_batch_size, config.training.global_batch_size = 4, 16

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from titanmoe.config.data_laws import of_samples
 from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
 
 
@@ -81,6 +82,12 @@ RANGES = {
     "model.top_groups": COUNT,
     "model.mtp_depth": Range(0, 1),
     "model.init_std": POSITIVE,
+    "data.weights": NOT_NEGATIVE,
+    "data.workers": NOT_NEGATIVE,
+    "data.prefetch": COUNT,
+    "validation.interval": NOT_NEGATIVE,
+    "validation.steps": NOT_NEGATIVE,
+    "validation.held_out": NOT_NEGATIVE,
     "training.steps": COUNT,
     "training.seq_len": COUNT,
     "training.local_batch_size": COUNT,
@@ -161,6 +168,7 @@ def contradictions(config: Config) -> list[Violation]:
         *_rope(config.model),
         *_routing(config.model),
         *_data(config.data),
+        *(Violation(*law) for law in of_samples(config)),
         *_precision(config.training),
         *_dropping(config.moe),
         *_overlap(config.moe),
@@ -355,15 +363,21 @@ def _routing(model: Model) -> Iterator[Violation]:
 
 
 def _data(data: Data) -> Iterator[Violation]:
-    if data.source == "text" and not data.paths:
+    if data.source == "files" and not data.paths:
         yield Violation(
             ("data.source", "data.paths"),
-            'data.source = "text" reads data.paths, which is empty: name files or folders, such as paths = ["corpus"]',
+            'data.source = "files" reads data.paths, which is empty: name files or folders, such as paths = ["corpus"]',
         )
     if data.source == "stdlib" and data.paths:
         yield Violation(
             ("data.source", "data.paths"),
-            'data.source = "stdlib" does not read data.paths, which is given: set source = "text", or paths = []',
+            'data.source = "stdlib" does not read data.paths, which is given: set source = "files", or paths = []',
+        )
+    if data.chat_template and data.format != "chat":
+        yield Violation(
+            ("data.chat_template", "data.format"),
+            f'data.chat_template = "{data.chat_template}" is for chats, and data.format = "{data.format}" reads none: '
+            'set format = "chat", or chat_template = ""',
         )
 
 

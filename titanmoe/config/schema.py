@@ -129,10 +129,46 @@ class Model:
 class Data:
     """What to train on."""
 
-    source: Literal["stdlib", "text", "synthetic"] = "stdlib"
-    """stdlib: the Python standard library's own source, found on this machine. text: the files of `paths`. synthetic: counted random tokens, for benchmarks."""
+    source: Literal["stdlib", "files", "synthetic"] = "stdlib"
+    """stdlib: the Python standard library's own source, found on this machine. files: what `paths` names. synthetic: counted random tokens, for benchmarks."""
     paths: list[str] = field(default_factory=list)
-    """Text files or folders of them, for source = "text"."""
+    """For source = "files": files, folders of them, globs, or folders of token shards (`titanmoe tokenize`, for real runs). Each entry is one source of the mix."""
+    weights: list[float] = field(default_factory=list)
+    """Share of the samples that each entry of `paths` gives, in any unit. Empty: by number of tokens, so that all end an epoch together."""
+    format: Literal["auto", "text", "jsonl", "parquet", "chat", "tokens"] = "auto"
+    """Of the paths. auto: by extension, and token shards by their manifest. chat: JSONL or Parquet with messages, loss on the assistant's alone. The others: where extensions mislead."""
+    tokenizer: str = "bytes"
+    """bytes needs no file. Else a Hugging Face tokenizer.json or its folder. Token shards bring their own."""
+    chat_template: str = ""
+    """For chats, a Jinja file. Empty: the tokenizer folder's own."""
+    bad_lines: Literal["error", "skip"] = "error"
+    """What is no UTF-8, no JSON or lacks the field. error: names the line and ends. skip: leaves it out and says how many."""
+    cache: str = "cache"
+    """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. Large sets: `titanmoe tokenize` beforehand."""
+    packing: Literal["stream", "documents", "best_fit"] = "stream"
+    """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: so too, and whole documents are packed into few sequences, only longer ones cut, at the price of some padding: for fine-tuning and where cut documents hurt."""
+    balance_work: bool = False
+    """Share a step's samples out so that attention's work, which grows with the squares of documents' lengths, is even over data ranks and microbatches. For packing = "documents" or "best_fit" with few long documents among many short ones."""
+    workers: int = 0
+    """Processes per rank that read samples. 0: a thread of the rank does it, enough while data_wait_s (docs/metrics.md) is near 0."""
+    prefetch: int = 2
+    """Steps read ahead, by each worker where there are any. More where reading is uneven, at the price of memory."""
+    field: str = "text"
+    """Of each JSONL or Parquet record, the one that holds the text; chats have theirs in "messages" unless this says otherwise."""
+
+
+@dataclass
+class Validation:
+    """Loss on data that is not trained on, under the run's own mapping. It leaves no trace in training."""
+
+    interval: int = 0
+    """Steps between validations; the last step has one too. 0: none."""
+    steps: int = 10
+    """Batches of global_batch_size samples of a validation, the same ones each time. 0: the whole set."""
+    paths: list[str] = field(default_factory=list)
+    """What to validate on, as in data.paths; each entry has equal parts in `steps`."""
+    held_out: int = 0
+    """Every so many-th document of the training data, such as 100, is kept from training to validate on, also while interval = 0. 0: none is; give paths."""
 
 
 @dataclass
@@ -382,6 +418,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
+    validation: Validation = field(default_factory=Validation)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     parallelism: Parallelism = field(default_factory=Parallelism)

@@ -24,6 +24,7 @@ PARTS = {
     "optimizer": ("optimizer", "c1"),
     "data": ("data", "c2"),
     "checkpoint": ("checkpoint", "c3"),
+    "validation": ("validation", "c4"),
     "other": ("other", "muted"),
 }
 
@@ -191,7 +192,7 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
     def mean(part: str) -> list[float]:
         return [float(np.mean([line.get(f"time.{part}", 0.0) for line in group])) for group in groups]
 
-    parts = {part: mean(part) for part in PARTS}
+    parts = {part: values for part in PARTS if any(values := mean(part))}
     total = np.sum(list(parts.values()), 0)
     curves = [Curve(PARTS[part][0], x, values, PARTS[part][1]) for part, values in parts.items()]
     if any(dispatch := mean("dispatch")):
@@ -199,7 +200,7 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
     legend = [c._replace(name=f"{c.name} {percent(sum(c.y) / total.sum())}") for c in curves]
     frame = Frame(title, "seconds", (x[0], x[-1]), (0.0, float(total.max())), number, *size, legend)
     below = np.zeros(len(x))
-    for curve in curves[: len(PARTS)]:
+    for curve in curves[: len(parts)]:
         above = below + curve.y
         edge = [frame.place(*point) for point in zip(x, above, strict=True)]
         floor = [frame.place(*point) for point in zip(x[::-1], below[::-1], strict=True)]

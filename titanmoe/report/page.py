@@ -39,6 +39,7 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
     found = {
         "loss": curves_chart(**loss, size=WIDE),
         "loss_narrow": curves_chart(**loss),
+        "val_loss": curves_chart("Validation loss", "nats per token", curves("val_loss")),
         "grad_norm": curves_chart("Gradient norm", "before clipping", curves("grad_norm")),
         "lr": curves_chart("Learning rate", "", curves("lr")),
         "tokens_per_s": curves_chart("Throughput", "tokens/s, all ranks", curves("tokens_per_s"), smoothed=True),

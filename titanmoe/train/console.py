@@ -48,6 +48,10 @@ def figures(record: dict[str, float]) -> dict[str, str]:
         shown["imbalance"] = f"{record['imbalance']:.2f}"
     if record.get("dropped_fraction"):
         shown["dropped"] = f"{record['dropped_fraction']:.1%}"
+    if "val_loss" in record:
+        best = "the best" if record["val_loss"] == record["val_best"] else f"best {record['val_best']:.4f}"
+        shown["val loss"] = f"{record['val_loss']:.4f} ({best})"
+        shown["perplexity"] = f"{record['val_perplexity']:.2f}"
     return shown
 
 

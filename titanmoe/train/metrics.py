@@ -151,10 +151,11 @@ class Metrics:
         self._weight = 0.9 * self._weight + 0.1
         self._log_experts(step, loads)
         self._tokens += values["tokens"]
-        if not self._due(step, self.config.metrics.log_every):
+        if not (self._due(step, self.config.metrics.log_every) or "val_loss" in values):
             return
         now, first = time.monotonic(), self._last_step is None
-        seconds, steps = max(now - self._since, 1e-9), 1 if first else step - self._last_step
+        # Validation is told apart (val_s): the others are of training.
+        seconds, steps = max(now - self._since - values.get("val_s", 0.0), 1e-9), 1 if first else step - self._last_step
         if not first:
             self._steady_seconds += seconds
             self._steady_steps += steps

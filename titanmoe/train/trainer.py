@@ -40,6 +40,7 @@ from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.profile import Profiler
 from titanmoe.train.runtime import GarbageCollection, Runtime, say
 from titanmoe.train.schedule import lr_factor
+from titanmoe.train.validation import Validation
 
 
 class NonFinite(RuntimeError):
@@ -72,6 +73,7 @@ class Trainer:
         self.garbage = GarbageCollection(config.training.gc_every)
         self.clock = Clock(self.device, on=runtime.rank == 0)
         around_dispatch(self.moe_layers.values(), partial(self.clock.part, "dispatch"))
+        self.validation = Validation(self) if config.validation.interval else None
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False
         self._lock: TextIO | None = None
@@ -96,7 +98,12 @@ class Trainer:
             try:
                 while self.step < self.config.training.steps and not self.stopping:
                     with profiler.step(self.step + 1):
-                        report = self.train_step()
+                        report = self.train_step() | self.loader.report()
+                    for line in self.loader.begun:
+                        say(line)
+                    if self.validation:
+                        report |= self.validation.after_step()
+                        self.clock.lap("validation")
                     report |= checkpoints.after_step()
                     self.clock.lap("checkpoint")
                     metrics.log(self.step, report)
@@ -109,6 +116,7 @@ class Trainer:
                 checkpoints.wait()
                 raise
             finally:
+                self.loader.close()
                 metrics.close()
                 if self._lock:
                     self._lock.close()
@@ -137,11 +145,12 @@ class Trainer:
     def notes(self) -> dict[str, str]:
         """What the run's header says beside the mapping."""
         options, recompute = self.config.pipeline, self.config.activation_checkpoint.mode
+        notes = self.loader.notes()
         if self.fold.pp == 1:
-            return {}
+            return notes
         stages = len(stage_ranks(self.config, self.fold.pp))
         name = options.schedule_csv or options.schedule
-        notes = {
+        notes |= {
             "pipeline": f"{name}: {stages} stages, {self.loader.microbatches} microbatches, "
             f"bubble {self.engine.bubble:.1%} of the time"
         }
