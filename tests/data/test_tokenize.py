@@ -16,7 +16,7 @@ from titanmoe.config import ConfigError
 from titanmoe.data import tokenize as tokenize_module
 from titanmoe.data.shards import MANIFEST, ShardDocuments, verify
 from titanmoe.data.tokenize import plan, tokenize
-from titanmoe.data.tokenize_unit import Job
+from titanmoe.data.tokenize_unit import Job, Unit
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -153,6 +153,44 @@ def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path
     again = victim("worker:1:self")  # finished: nobody works
     assert again.returncode == 0 and "61 documents" in again.stdout
     assert tree(out) == ours
+
+
+def test_ended_at_every_point_in_turn(tmp_path, small_units, monkeypatch):
+    """As above, without processes: before each single file is synced or gets its name."""
+    source = corpus(tmp_path / "in", TEXTS[:30])
+
+    def in_process(job, todo, workers, meter):
+        for number, spans, records in todo:
+            items = records[-1]["items"] if records else 0
+            Unit(job, ByteTokenizer(), None, number, len(records), items).run(spans, meter.add)
+
+    monkeypatch.setattr(tokenize_module, "_run", in_process)
+    run(tmp_path, "whole", source)
+    whole, left = tree(tmp_path / "whole"), [0]
+
+    def deadly(call):
+        def wrapped(*args):
+            left[0] -= 1
+            if left[0] == 0:
+                raise SystemExit
+            return call(*args)
+
+        return wrapped
+
+    monkeypatch.setattr(os, "fsync", deadly(lambda file: None))
+    monkeypatch.setattr(os, "replace", deadly(os.replace))
+    points = 0
+    while True:
+        points += 1
+        left[0] = points
+        try:
+            run(tmp_path, f"out-{points}", source)
+            break
+        except SystemExit:
+            left[0] = -1
+            run(tmp_path, f"out-{points}", source)
+            assert tree(tmp_path / f"out-{points}") == whole, points
+    assert points > 30
 
 
 def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units, monkeypatch):
