@@ -81,7 +81,7 @@ def tokens(
     size: int,
     most: int,
     eos: int | None,
-    **sampling: Any,
+    sampling: dict[str, Any],
 ) -> list[tuple[int, list[int], str]]:
     """On a rank: number, tokens and end of every prompt."""
     from titanmoe.generate.loop import Prompt

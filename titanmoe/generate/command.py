@@ -180,7 +180,7 @@ def _generate(
     model = build(config, meshes, found, runtime.device)
     generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, tokenizer.eos)
     sampling = Sampling(args.temperature, args.top_k or 0, args.top_p or 1.0, args.seed or 0)
-    stream = _Stream(texts[0], tokenizer) if args.stream and first else None
+    stream = _Stream(texts[0], prompts[0], tokenizer) if args.stream and first else None
 
     began, count = time.monotonic(), 0
     for batch in generator.batches(prompts, args.batch_size, args.max_tokens, sampling, stream and stream.tell):
@@ -193,20 +193,26 @@ def _generate(
             else:
                 print(_line(args, texts, prompts, tokenizer, made), flush=True)
     if first:
-        seconds, at = time.monotonic() - began, "" if found.step is None else f" at step {found.step}"
+        seconds, at = time.monotonic() - began, f" (step {found.step})" if found.step else ""
         print(
-            f"{found.path.name}{at}: {count} tokens after {len(texts)} prompts in {seconds:.1f} s, reading the prompts "
-            f"included ({count / seconds:,.0f} tokens/s), {config.training.dtype} on {runtime.world} x "
-            f"{runtime.device.type}",
+            f"{args.checkpoint}{at}: {count} tokens after {len(texts)} prompt{'s' * (len(texts) > 1)} in "
+            f"{seconds:.1f} s, reading prompts included ({count / seconds:,.0f} tokens/s), {config.training.dtype} on "
+            f"{runtime.world} x {runtime.device.type}",
             file=sys.stderr,
         )
 
 
+def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """Decoded with the prompt before it: a text's first word has its space taken by some tokenizers."""
+    return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
+
+
 def _line(args: argparse.Namespace, texts: list[str], prompts: list[Prompt], tokenizer: Tokenizer, made: Made) -> str:
-    text, number = tokenizer.decode(made.tokens), made.number
+    number, ids = made.number, prompts[made.number].ids
+    text = _continuation(tokenizer, ids, made.tokens)
     if args.json:
-        ids = {"prompt_tokens": prompts[number].ids, "tokens": made.tokens}
-        return json.dumps({"number": number, "prompt": texts[number], "text": text, "end": made.end, **ids})
+        told = {"number": number, "prompt": texts[number], "text": text, "end": made.end}
+        return json.dumps(told | {"prompt_tokens": ids, "tokens": made.tokens})
     title = f"--- {number + 1}, {len(made.tokens)} tokens, ended by {made.end}\n" if len(texts) > 1 else ""
     return f"{title}{texts[number]}{text}"
 
@@ -214,15 +220,15 @@ def _line(args: argparse.Namespace, texts: list[str], prompts: list[Prompt], tok
 class _Stream:
     """Prints what tokens make certain: a character may have several, and its first ones decode to U+FFFD."""
 
-    def __init__(self, prompt: str, tokenizer: Tokenizer):
-        self.tokenizer, self.shown = tokenizer, 0
-        print(prompt, end="", flush=True)
+    def __init__(self, text: str, prompt: Prompt, tokenizer: Tokenizer):
+        self.prompt, self.tokenizer, self.shown = prompt, tokenizer, 0
+        print(text, end="", flush=True)
 
     def tell(self, made: Made) -> None:
-        self._show(self.tokenizer.decode(made.tokens).rstrip("\ufffd"))
+        self._show(_continuation(self.tokenizer, self.prompt.ids, made.tokens).rstrip("\ufffd"))
 
     def finish(self, made: Made) -> None:
-        self._show(self.tokenizer.decode(made.tokens))
+        self._show(_continuation(self.tokenizer, self.prompt.ids, made.tokens))
         print(flush=True)
 
     def _show(self, text: str) -> None:

@@ -29,7 +29,7 @@ class Sampling:
 
 def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
     """Shares that sum to 1, in falling order, and the token of each. Of equal logits the lower token comes first."""
-    logits_BV, token_BV = logits_BV.double().sort(-1, descending=True, stable=True)
+    logits_BV, token_BV = logits_BV.double().sort(dim=-1, descending=True, stable=True)
     if sampling.top_k:
         logits_BV[:, sampling.top_k :] = -torch.inf
     share_BV = (logits_BV / sampling.temperature).softmax(-1)
