@@ -246,6 +246,7 @@ NEUTRAL = (
     "moe.overlap_chunks",
     "moe.pad_to_capacity",
     "moe.grouped_mm",
+    "moe.kernels",
 )
 
 

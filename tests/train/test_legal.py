@@ -25,3 +25,17 @@ def test_a_node_is_what_torchrun_started_here_unless_given():
 def test_experts_cut_by_a_node_are_refused():
     with pytest.raises(ConfigError, match=r"parallelism.node = 2 is neither .* use parallelism.node = 4, another"):
         read([*HIERARCHICAL[:2], "--parallelism.experts.etp", "4"], 4)
+
+
+def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch):
+    from titanmoe.moe import kernels
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    asked = ["--moe.kernels", "triton", "--training.device", "cpu", "--training.seq_len", "64"]
+    with pytest.raises(ConfigError, match='moe.kernels = "triton", but Triton compiles for GPUs'):
+        read(asked, 1)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert read(asked, 1).moe.kernels == "triton"
+    monkeypatch.setattr(kernels, "installed", lambda: False)
+    with pytest.raises(ConfigError, match="but Triton is not installed"):
+        read(asked, 1)

@@ -16,6 +16,7 @@ from titanmoe.asked import askable, asked
 from titanmoe.comm import local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.moe.kernels import fused
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -79,35 +80,59 @@ class _Down(torch.autograd.Function):
     """plain_down, which keeps its inputs alone: 2F numbers per row in place of 5F. Backward activates again."""
 
     @staticmethod
-    def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped):
+    def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped, kernels):
         ctx.save_for_backward(gate_RF, up_RF, weight_R1, w2_eDF, count_e)
-        ctx.grouped, ctx.clamped = grouped, clamped
-        return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped)
+        ctx.grouped, ctx.clamped, ctx.kernels = grouped, clamped, kernels
+        product = grouped_product if grouped else grouped_loop
+        return product(_activated(gate_RF, up_RF, weight_R1, clamped, kernels), w2_eDF, count_e)
 
     @staticmethod
     def backward(ctx, grad_RD):
         gate_RF, up_RF, weight_R1, w2_eDF, count_e = ctx.saved_tensors
         inputs, weights = asked(ctx, 0), asked(ctx, 3)
         grad_RD = grad_RD.contiguous()
-        leaves = [x.detach().requires_grad_(inputs) for x in (gate_RF, up_RF, weight_R1)]
+        product = grouped_product if ctx.grouped else grouped_loop
+        gradient = grouped_gradient if ctx.grouped else loop_gradient
+        made, grads, grad_w2 = (gate_RF, up_RF, weight_R1), (None, None, None), None
+        if inputs and fused(ctx.kernels, gate_RF):
+            from titanmoe.moe.kernels.swiglu import weighted_swiglu_backward
+
+            grad_RF = product(grad_RD, w2_eDF.transpose(1, 2), count_e)
+            h_RF, *grads = weighted_swiglu_backward(grad_RF, *made, ctx.clamped)
+            grad_w2 = gradient(grad_RD, h_RF, count_e) if weights else None
+            return *grads, grad_w2, None, None, None, None
+        leaves = [x.detach().requires_grad_(inputs) for x in made]
         with torch.set_grad_enabled(inputs):
-            h_RF = weighted(*leaves, ctx.clamped)
-        grads, grad_w2 = (None, None, None), None
+            h_RF = _activated(*leaves, ctx.clamped, ctx.kernels)
         if weights:
-            gradient = grouped_gradient if ctx.grouped else loop_gradient
             grad_w2 = gradient(grad_RD, h_RF.detach(), count_e)
         if inputs:
-            product = grouped_product if ctx.grouped else grouped_loop
             grads = torch.autograd.grad(h_RF, leaves, product(grad_RD, w2_eDF.transpose(1, 2), count_e))
-        return *grads, grad_w2, None, None, None
+        return *grads, grad_w2, None, None, None, None
+
+
+def _activated(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool, kernels: str) -> Tensor:
+    """`weighted`; by the kernel, which has no gradient of its own, where that runs."""
+    if fused(kernels, gate_RF):
+        from titanmoe.moe.kernels.swiglu import weighted_swiglu
+
+        return weighted_swiglu(gate_RF, up_RF, weight_R1, clamped)
+    return weighted(gate_RF, up_RF, weight_R1, clamped)
 
 
 def down(
-    gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, w2_eDF: Tensor, count_e: Tensor, grouped: bool, clamped: bool
+    gate_RF: Tensor,
+    up_RF: Tensor,
+    weight_R1: Tensor,
+    w2_eDF: Tensor,
+    count_e: Tensor,
+    grouped: bool,
+    clamped: bool,
+    kernels: str = "auto",
 ) -> Tensor:
-    if torch.compiler.is_compiling():  # the compiler chooses by itself what to keep
+    if torch.compiler.is_compiling():  # the compiler fuses, and chooses by itself what to keep
         return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped)
-    return _Down.apply(gate_RF, up_RF, weight_R1, askable(w2_eDF), count_e, grouped, clamped)
+    return _Down.apply(gate_RF, up_RF, weight_R1, askable(w2_eDF), count_e, grouped, clamped, kernels)
 
 
 class Experts(nn.Module):
@@ -122,7 +147,7 @@ class Experts(nn.Module):
             self.w1_bias, self.w3_bias = (nn.Parameter(torch.empty(shape[:2], dtype=dtype)) for _ in range(2))
             self.w2_bias = nn.Parameter(torch.empty(shape[0], shape[2], dtype=dtype))
         self.clamped = model.expert_activation == "clamped_swiglu"
-        self.grouped_mm = options.grouped_mm
+        self.grouped_mm, self.kernels = options.grouped_mm, options.kernels
         self.lay(0)
 
     def lay(self, etp_rank: int) -> None:
@@ -142,11 +167,11 @@ class Experts(nn.Module):
         product = grouped_product if grouped else grouped_loop
         gate_RF, up_RF = product(x_RD, w1_eFD, count_e), product(x_RD, w3_eFD, count_e)
         if self.w1_bias is None:
-            return down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, self.clamped)
+            return down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, self.clamped, self.kernels)
         of_Re = rows_of(count_e, x_RD.shape[0], gate_RF.dtype)
         gate_RF = torch.addmm(gate_RF, of_Re, local(self.w1_bias))
         up_RF = torch.addmm(up_RF, of_Re, local(self.w3_bias))
-        y_RD = down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, self.clamped)
+        y_RD = down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, self.clamped, self.kernels)
         # The etp ranks of an expert return summands: each adds the bias to columns of its own.
         bias_ed = local(self.w2_bias)
         before = self.etp_rank * bias_ed.shape[1]

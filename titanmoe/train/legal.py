@@ -28,6 +28,18 @@ def _grouped(config: Config, fold: Fold) -> Iterator[str]:
             )
 
 
+def _kernels(config: Config) -> Iterator[str]:
+    if config.moe.kernels != "triton":
+        return
+    import torch
+
+    from titanmoe.moe.kernels import missing
+
+    on_gpu = config.training.device != "cpu" and torch.cuda.is_available()
+    if reason := missing(on_gpu):
+        yield (f'moe.kernels = "triton", but {reason}: use "auto", which takes them where they can run, or "torch"')
+
+
 def ranks_of_a_node(config: Config) -> int:
     asked = config.parallelism.node
     return read_environment().local_world if asked == -1 else asked
@@ -48,7 +60,7 @@ def problems(config: Config, world: int) -> list[str]:
         )
     if config.moe.dispatcher == "hierarchical":
         found += node_violations(fold, ranks_of_a_node(config))
-    found += list(_grouped(config, fold))
+    found += [*_grouped(config, fold), *_kernels(config)]
     if not found:
         from titanmoe.parallel import pipeline  # imports torch
 
