@@ -32,7 +32,7 @@ def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     asked = ["--moe.kernels", "triton", "--training.device", "cpu", "--training.seq_len", "64"]
-    with pytest.raises(ConfigError, match='moe.kernels = "triton", but Triton compiles for GPUs'):
+    with pytest.raises(ConfigError, match="but Triton compiles for GPUs"):
         read(asked, 1)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert read(asked, 1).moe.kernels == "triton"

@@ -161,9 +161,13 @@ class Experts(nn.Module):
         """
         return self.products(*work) if through is None else through(self.products, *work)
 
+    def groups(self, x_RD: Tensor) -> bool:
+        """Whether its rows go through torch's grouped product."""
+        return self.grouped_mm != "loop" and can_group(x_RD, *local(self.w1).shape[1:])
+
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
-        grouped = self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
+        grouped = self.groups(x_RD)
         product = grouped_product if grouped else grouped_loop
         gate_RF, up_RF = product(x_RD, w1_eFD, count_e), product(x_RD, w3_eFD, count_e)
         if self.w1_bias is None:
