@@ -13,7 +13,8 @@ import torch
 
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
-from titanmoe.moe.experts import can_group, grouped_loop, grouped_product
+from titanmoe.moe import fp8
+from titanmoe.moe.experts import can_group, grouped_gradient, grouped_loop, grouped_product
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.parallel.context import _block, _block_backward, alone, block_reference
 from titanmoe.tokens import Tokens
@@ -128,3 +129,20 @@ def test_a_layer_with_padded_bins_fits_a_cuda_graph(kernels: str) -> None:
         graph.replay()
         for got, want in zip(captured, both(), strict=True):
             torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [64, 64, 64, 64], [0, 0, 0, 3]])
+def test_products_in_8_bits_equal_their_formula(counts: list[int]) -> None:
+    if reason := fp8.missing(True):
+        pytest.skip(reason)
+    count = torch.tensor(counts, device="cuda")
+    x = torch.randn(sum(counts), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    cotangents = [torch.randn(sum(counts), 32, device="cuda", dtype=torch.bfloat16) for _ in weights]
+    results = []
+    for emulated in (True, False):
+        outputs = fp8.scaled_products(x, count, emulated, grouped_gradient, *weights)
+        results.append([*outputs, *torch.autograd.grad(outputs, (x, *weights), cotangents)])
+    for want, got in zip(*results, strict=True):
+        # both round the result to bfloat16; the hardware adds up in fewer bits than float32 has
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))

@@ -49,8 +49,9 @@ def compile_parts(model: Transformer, options: Compile, compute: torch.dtype, ru
         parts += [block.attention_norm, block.attention, block.ffn_norm, block.ffn]
         if block.moe is not None:
             parts.append(block.moe.shared)
-            if compute == torch.bfloat16:  # what torch's grouped product can be traced in
-                experts = block.moe.experts  # not its forward, in which rows may be under way
+            experts = block.moe.experts
+            # what torch's grouped product can be traced in; not its forward, in which rows may be under way
+            if compute == torch.bfloat16 and experts.dtype == "compute":
                 experts.products = compile_products(experts, options.backend, block.moe.pad)
     for part in parts:
         if part is not None:
