@@ -1,6 +1,6 @@
 """How fast real layers train on one device: MFU of whole steps, then each part of a layer against its floor.
 
-    python scripts/bench/layers.py [--shapes mixtral qwen3 ...] [--sides titanmoe compiled plain] [--json FILE]
+    python scripts/bench/layers.py [--shapes mixtral qwen3 ...] [--sides titanmoe compiled fp8 plain] [--json FILE]
     python scripts/bench/layers.py --tiny      the same on CPUs with tiny shapes: shows that it runs, measures nothing
 
 SHAPES are published models with as many layers as fit one GPU of 139 GiB beside float32 weights, gradients and both
@@ -11,9 +11,9 @@ time that of Trainer.train_step: data, forward, backward, clipping, AdamW and th
     MFU = tokens per second * FLOPs per token / peak
     FLOPs per token = 3 * (2 * active parameters but the embedding + causal attention), titanmoe/models/count.py
 
-Sides: "titanmoe" as it comes, "compiled" with torch.compile per part of a block, "plain" with torch's operations in
-place of the kernels and one product per expert in place of the grouped one, the yardstick here. Routing: learned, or
-forced to be balanced.
+Sides: "titanmoe" as it comes, "compiled" with torch.compile per part of a block, "fp8" with the experts' products in
+8 bits (its MFU is of the bf16 peak all the same), and the yardstick: "plain" with torch's operations in place of the
+kernels and one product per expert in place of the grouped one. Routing: learned, or forced to be balanced.
 
 A part's floor is the longer of its FLOPs at the device's peak and its bytes at the device's bandwidth, forward and
 backward, each tensor read or written once. On one device nothing is sent: "dispatch" is finding each row's place.
@@ -57,6 +57,7 @@ SHAPES = {
 SIDES = {
     "titanmoe": [],
     "compiled": ["--compile.enable", "true"],
+    "fp8": ["--moe.expert_dtype", "fp8"],
     "plain": ["--moe.kernels", "torch", "--moe.grouped_mm", "loop"],
 }
 ROUTINGS = ("balanced", "learned")

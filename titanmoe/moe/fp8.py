@@ -34,7 +34,8 @@ def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = wide.abs().amax(-1) / LARGEST
     scale = scale.where(scale > 0, 1.0)
     # the division may round above the largest, which e4m3 would turn into NaN
-    return (wide / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scale
+    q = (wide / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return q.contiguous(), scale.contiguous()  # rows of a transposed weight too: the hardware's product wants them
 
 
 def scaled_rows(x: tuple[Tensor, Tensor], w_eFD: Tensor, count_e: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,7 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 2048
+TILE = 512
+"""Scores of a program. It is one warp, so that no sum or choice over the experts has to wait for another."""
 MODES = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
 _SIGMOID, _AFTER = tl.constexpr(MODES["sigmoid"]), tl.constexpr(MODES["softmax_after_topk"])
 
@@ -47,14 +48,14 @@ def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP
     SIZE: tl.constexpr = E // G
     group = tl.arange(0, GP)[None, :]
     value = tl.full([key.shape[0], GP], float("-inf"), key.dtype)
-    for g in tl.static_range(G):
+    for g in range(G):
         mine = tl.where((e // SIZE == g) & (e < E), key, float("-inf"))
         best = tl.max(mine, 1)
         if TWO:
             best += tl.max(tl.where(e == _largest(mine, e), float("-inf"), mine), 1)
         value = tl.where(group == g, best[:, None], value)
     keep = key != key
-    for _ in tl.static_range(TOP):
+    for _ in range(TOP):
         first = _largest(value, group)
         value = tl.where(group == first, float("-inf"), value)
         keep = keep | (e // SIZE == first)
@@ -64,9 +65,7 @@ def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP
 @triton.jit
 def _unnormalised(logits, scores, chosen, MODE: tl.constexpr):
     """What the weights of the chosen are made of, 0 elsewhere."""
-    if MODE == _AFTER:
-        return _softmax(tl.where(chosen, logits, float("-inf")))
-    return tl.where(chosen, scores, 0.0)
+    return _softmax(tl.where(chosen, logits, float("-inf"))) if MODE == _AFTER else tl.where(chosen, scores, 0.0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -87,7 +86,7 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
     taken = (e < 0) & there[:, None]
     if FORCED:
         slot = tl.load(index + t, mask=there, other=0)[:, None] * K
-        for j in tl.static_range(K):
+        for j in range(K):
             number = (slot + j) % E
             taken = taken | (e == number)
             choice = tl.where(k == j, number, choice)
@@ -99,7 +98,7 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
         if G > 1:
             keep = _best_groups(key, e, E, G, GP, TOP, MODE == _SIGMOID and E > G)
             key = tl.where(keep, key, float("-inf"))
-        for j in tl.static_range(K):
+        for j in range(K):
             number = _largest(key, e)
             here = e == number
             key = tl.where(here, float("-inf"), key)
@@ -111,7 +110,7 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
         raw = raw / (tl.sum(raw, 1)[:, None] + 1e-20)
     raw = raw * SCALE
     weight = tl.zeros([ROWS, KP], dtype=s.dtype)
-    for j in tl.static_range(K):
+    for j in range(K):
         number = tl.sum(tl.where(k == j, choice, 0), 1)[:, None]
         weight = tl.where(k == j, tl.sum(tl.where(e == number, raw, 0.0), 1)[:, None], weight)
     real = tl.load(valid + t, mask=there, other=0)[:, None] != 0
@@ -124,8 +123,8 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
     visits = taken & real & there[:, None]
     b, last = tl.min(tl.where(there, of, tl.max(of, 0)), 0), tl.max(of, 0)
     while b <= last:
-        here = tl.sum((visits & (of == b)[:, None]).to(tl.int64), 0)
-        tl.atomic_add(count + b * E + tl.arange(0, P), here, mask=(tl.arange(0, P) < E) & (here > 0), sem="relaxed")
+        added = tl.sum((visits & (of == b)[:, None]).to(tl.int64), 0)
+        tl.atomic_add(count + b * E + tl.arange(0, P), added, mask=(tl.arange(0, P) < E) & (added > 0), sem="relaxed")
         b += 1
 
 
@@ -145,7 +144,7 @@ def _backward(grad_scores, grad_weights, logits, scores, chosen, out, T, E: tl.c
     if OF_WEIGHTS:
         g = tl.zeros([ROWS, P], dtype=s.dtype)
         taken = (e < 0) & there[:, None]
-        for j in tl.static_range(K):
+        for j in range(K):
             here = e == tl.load(chosen + t * K + j, mask=there, other=E)[:, None]
             taken = taken | here
             g = tl.where(here, tl.load(grad_weights + t * K + j, mask=there, other=0.0)[:, None] * SCALE, g)
@@ -197,7 +196,7 @@ def route(
         _forward[(triton.cdiv(T, shape["ROWS"]),)](
             *inputs, scores_TE, weights_TK, chosen_TK, count_BE, T, **shape,
             SCALE=scale, K=top_k, KP=triton.next_power_of_2(top_k), G=groups, GP=triton.next_power_of_2(groups),
-            TOP=top_groups, MODE=mode, NORM=norm, FORCED=forced, num_warps=4,
+            TOP=top_groups, MODE=mode, NORM=norm, FORCED=forced, num_warps=1,
         )  # fmt: skip
     return scores_TE, weights_TK, chosen_TK, count_BE
 
@@ -230,7 +229,7 @@ def route_backward(
             out if grad_weights_TK is None else grad_weights_TK.contiguous(),
             logits_TE, scores_TE, chosen_TK, out, T, **shape,
             SCALE=scale, K=K, MODE=mode, NORM=norm, OF_SCORES=grad_scores_TE is not None,
-            OF_WEIGHTS=grad_weights_TK is not None, num_warps=4,
+            OF_WEIGHTS=grad_weights_TK is not None, num_warps=1,
         )  # fmt: skip
     return out
 
