@@ -42,7 +42,7 @@ for log in "$out"/tests-*.log; do
 done
 
 left=$((525 - SECONDS))
-timeout "$left" "$python" scripts/bench/layers.py --sides titanmoe plain fp8 compiled --seconds $((left - 75)) \
+timeout "$left" "$python" scripts/bench/layers.py --sides titanmoe plain fp8 compiled --seconds $((left - 110)) \
     --json "$out/layers.json" 2> "$out/layers.err" | tee "$out/layers.txt"
 bench=$?
 [ "$bench" = 0 ] || tail -n 30 "$out/layers.err"

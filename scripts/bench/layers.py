@@ -365,7 +365,8 @@ def main() -> None:
             show(rows[-1])
             if args.json:
                 args.json.write_text(json.dumps(about | {"rows": rows}, indent=1))
-    print(*verdicts(rows), sep="\n")
+    for line in verdicts(rows):
+        print(line)
     if left_out:
         print(f"left out, as {args.seconds:.0f} s were over: {', '.join(left_out)}")
     if any("failed" in row or "out_of_memory" in row for row in rows):
