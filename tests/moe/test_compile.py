@@ -52,7 +52,12 @@ def same(results: list[list[Tensor]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "switches", [{}, {"expert_biases": True, "expert_activation": "clamped_swiglu"}], ids=["swiglu", "gpt_oss"]
+    "switches",
+    [
+        {},
+        pytest.param({"expert_biases": True, "expert_activation": "clamped_swiglu"}, marks=pytest.mark.slow),
+    ],
+    ids=["swiglu", "gpt_oss"],
 )
 def test_dropless_experts_compile_once_for_any_number_of_rows(switches: dict[str, Any]) -> None:
     """None and one are numbers that torch.compile likes to make graphs of their own for."""
@@ -90,7 +95,9 @@ def test_a_layer_with_padded_bins_is_one_graph_whatever_the_routing() -> None:
         assert graphs() == 1
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "deepseek_v3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mixtral", "qwen3_moe"))]
+)
 def test_attention_is_one_graph(name: str) -> None:
     given = {key.removeprefix("model."): value for key, value in (TINY | MODELS[name]).items() if "model." in key}
     shape = Model(**given)
