@@ -210,6 +210,9 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
         ),
         ("combine", both(lambda: to_tokens(rows, way.source_R, way.slot_TJ, kernels), [rows]), 0, through, peak),
     ]
+    if moe.shared is not None:
+        work = both(lambda: moe.shared(x_BLD), [x_BLD, *moe.shared.parameters()])
+        parts.append(("shared", work, 3 * 3 * 2 * T * D * model.shared_hidden, 0, peak))
     bandwidth, found = known(BANDWIDTH, device), []
     for name, work, flops, moved, rate in parts:
         took = seconds(work, device, times)
@@ -246,6 +249,7 @@ def one(args: argparse.Namespace) -> None:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
         trainer = Trainer(config, runtime)
         for routing in ROUTINGS:
             config.moe.force_balance = routing == "balanced"
