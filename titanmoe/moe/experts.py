@@ -123,13 +123,13 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1], dtype=dtype))
+        self.unused_rows = options.dispatcher == "symm_mem"
         self.w1_bias = self.w3_bias = self.w2_bias = None
         if model.expert_biases:
             self.w1_bias, self.w3_bias = (nn.Parameter(torch.empty(shape[:2], dtype=dtype)) for _ in range(2))
             self.w2_bias = nn.Parameter(torch.empty(shape[0], shape[2], dtype=dtype))
         self.clamped = model.expert_activation == "clamped_swiglu"
         self.grouped_mm = options.grouped_mm
-        self.unused_rows = options.dispatcher == "symm_mem"
         self.lay(0)
 
     def lay(self, etp_rank: int) -> None:

@@ -10,24 +10,6 @@ from titanmoe.fold.legality import node_violations, violations
 from titanmoe.train.runtime import read_environment
 
 
-def _grouped(config: Config, fold: Fold) -> Iterator[str]:
-    """What torch's grouped matrix product cannot do; "auto" takes the loop instead."""
-    dtype = config.training.mixed_precision_param
-    if config.moe.grouped_mm != "grouped":
-        return
-    if dtype == "float64":
-        yield 'moe.grouped_mm = "grouped" has no float64: use "auto", which takes the loop there'
-        return
-    unit = 16 // (4 if dtype == "float32" else 2)
-    hidden = config.model.expert_hidden // fold.etp
-    for name, width in (("model.expert_hidden / etp", hidden), ("model.dim", config.model.dim)):
-        if width % unit:
-            yield (
-                f'moe.grouped_mm = "grouped" wants rows of whole 16-byte units, {unit} elements of {dtype}; {name} is '
-                f'{width}: use "auto", or a multiple of {unit}'
-            )
-
-
 def _symmetric(config: Config, fold: Fold) -> Iterator[str]:
     """What dispatcher = "symm_mem" asks of the machine and the mapping; a group of one sends nothing."""
     ranks = fold.ep * fold.etp
@@ -49,6 +31,24 @@ def _symmetric(config: Config, fold: Fold) -> Iterator[str]:
             )
 
 
+def _grouped(config: Config, fold: Fold) -> Iterator[str]:
+    """What torch's grouped matrix product cannot do; "auto" takes the loop instead."""
+    dtype = config.training.mixed_precision_param
+    if config.moe.grouped_mm != "grouped":
+        return
+    if dtype == "float64":
+        yield 'moe.grouped_mm = "grouped" has no float64: use "auto", which takes the loop there'
+        return
+    unit = 16 // (4 if dtype == "float32" else 2)
+    hidden = config.model.expert_hidden // fold.etp
+    for name, width in (("model.expert_hidden / etp", hidden), ("model.dim", config.model.dim)):
+        if width % unit:
+            yield (
+                f'moe.grouped_mm = "grouped" wants rows of whole 16-byte units, {unit} elements of {dtype}; {name} is '
+                f'{width}: use "auto", or a multiple of {unit}'
+            )
+
+
 def ranks_of_a_node(config: Config) -> int:
     asked = config.parallelism.node
     return read_environment().local_world if asked == -1 else asked
@@ -67,10 +67,10 @@ def problems(config: Config, world: int) -> list[str]:
             f"tp {fold.tp}) over cp = {fold.cp}, {heads} % {fold.cp} = {heads % fold.cp}: use another cp, or "
             "cp_kind ring or allgather"
         )
+    found += list(_symmetric(config, fold))
     if config.moe.dispatcher == "hierarchical":
         found += node_violations(fold, ranks_of_a_node(config))
     found += list(_grouped(config, fold))
-    found += list(_symmetric(config, fold))
     if not found:
         from titanmoe.parallel import pipeline  # imports torch
 
