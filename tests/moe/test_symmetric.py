@@ -157,7 +157,7 @@ def test_nothing_is_sent_where_one_rank_has_no_room() -> None:
 
 
 def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
-    """parity.measure, one layer's choice forced in the first step; beside it the flags of this rank, by step."""
+    """parity.measure, one layer's choice forced in the first step; the flags by step; how many operations ran."""
     from titanmoe.train import trainer as trainer_module
 
     step, flags, before = trainer_module.Trainer.train_step, [], len(symmetric.calls)
@@ -181,43 +181,58 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
 FORCED = [1e6, 1e6] + [0.0] * 6
 
 
-@pytest.mark.parametrize("schedule, recompute", [("1F1B", "none"), ("ZBVZeroBubble", "full")])
-def test_a_step_that_overflows_on_one_rank_of_one_stage_is_made_again(schedule: str, recompute: str) -> None:
+V = {"pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4, "activation_checkpoint.mode": "full"}
+OVERFLOWS = {  # the last layer's experts 0 and 1 get all rows; the mapping, and which rank of the world holds them
+    "second stage": ({"parallelism.pp": 2, "parallelism.experts.ep": 2}, 2),
+    "end of a V": ({"parallelism.pp": 2, "parallelism.experts.ep": 2} | V, 0),
+    "ep across tp and cp": (
+        {
+            "parallelism.tp": 2,
+            "parallelism.cp": 2,
+            "parallelism.experts.ep": 4,
+            "activation_checkpoint.mode": "moe",
+            "training.seq_len": 128,
+        },
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_a_step_that_overflows_on_one_rank_is_made_again(case: str) -> None:
     """Every number of both steps is the plain model's, counters and balance included; the second does not overflow."""
-    layers = 2 if schedule == "1F1B" else 4
+    mapping, full = OVERFLOWS[case]
     changes = {
         "moe.dispatcher": "symm_mem",
         "moe.symm_mem_factor": 1.6,
         "moe.aux_loss_global": 0.02,
         "moe.aux_loss_sequence": 0.01,
         "moe.jitter": 0.1,
-        "activation_checkpoint.mode": recompute,
-        "parallelism.pp": 2,
-        "parallelism.experts.ep": 2,
-        "pipeline.schedule": schedule,
-        "model.num_layers": layers,
         "training.seq_len": 64,
     }
-    last = layers - 1
+    changes |= mapping
+    config = parity.read(changes, 4)
+    last = config.model.num_layers - 1
     answers = world.run(4, overflowing, changes, last, FORCED)
-    got, stage = answers[0][0], 0 if schedule == "ZBVZeroBubble" else 1  # a V ends where it began
-    assert [flags for _, flags, _ in answers] == [[rank == 2 * stage, False] for rank in range(4)]
+    got = answers[0][0]
+    assert [flags for _, flags, _ in answers] == [[rank == full, False] for rank in range(4)]
+    assert all(calls for _, _, calls in answers)
     assert [report["overflow_reruns"] for report in got.reports] == [1, 1]
 
-    config = parity.read(changes, 4)
     weights = reference.initial_weights(config.model, config.training.seed, torch.float64)
     none = reference.initial_bias(config.model)
     given = {name: torch.tensor(FORCED) if f".{last}." in name else zero for name, zero in none.items()}
-    want = reference.step(config, weights, parity.grouped(config, 2, 0), 1, given)
+    batches = parity.grouped(config, derive(4, config.parallelism).dp, 0)
+    want = reference.step(config, weights, batches, 1, given)
     assert parity.error(got.grads, want.grads)[0] < 1e-10
     assert got.loss[0] == pytest.approx(want.loss, rel=1e-10)
     assert got.norm[0] == pytest.approx(want.grad_norm, rel=1e-10)
     for name, term in {"aux_loss_sequence": "seq", "aux_loss_global": "glob"}.items():
         wanted = getattr(config.moe, name) * want.aux[term]
         assert got.reports[0][name] == pytest.approx(wanted, rel=1e-10)
-    counts = torch.as_tensor(want.counts[last])
-    assert got.reports[0][f"layers.{last}.tokens_max"] == counts.max()
-    exact = world.run(4, overflowing, changes | {"moe.symm_mem_factor": 2.0}, last, FORCED)[0][0]
+    assert got.reports[0][f"layers.{last}.tokens_max"] == torch.as_tensor(want.counts[last]).max()
+
+    exact = world.run(4, overflowing, changes | {"moe.symm_mem_factor": 4.0}, last, FORCED)[0][0]
     assert [report["overflow_reruns"] for report in exact.reports] == [0, 0]
     for a, b in zip(got.reports, exact.reports, strict=True):
         same = a.keys() - {"overflow_reruns"}
