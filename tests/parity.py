@@ -322,6 +322,8 @@ def compare(got: Outcome, want: reference.Run, config: Config, dtype: str = "flo
         for layer, fraction in step.dropped.items():
             reported = report[f"layers.{layer}.dropped_fraction"]
             errors["dropped"] = max(errors.get("dropped", 0.0), abs(reported - fraction))
+        for layer, count in step.counts.items():
+            assert report[f"layers.{layer}.load"] == [float(n) for n in count], f"load of layer {layer}"
     if config.moe.bias_update_rate:
         errors["bias"] = error(got.bias, want.bias)[0]
     return errors

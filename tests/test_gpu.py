@@ -86,3 +86,19 @@ def test_windows_and_sinks_by_chunks_are_the_plain_ones(dtype: torch.dtype, wind
     grads = zip(*(torch.autograd.grad(out, (q, k, v, sinks), grad) for out in (got, want)), strict=True)
     for mine, expected in grads:
         torch.testing.assert_close(mine, expected, **close)
+
+
+def test_a_run_is_timed_and_traced(tmp_path: Path) -> None:
+    alone = ["--parallelism.tp", "1", "--parallelism.experts.ep", "1", "--training.mixed_precision_param", "bfloat16"]
+    where = ["--job.dump_folder", str(tmp_path), "--training.steps", "6", "--training.device", "cuda"]
+    look = ["--profile.steps", "4", "--profile.memory", "steps"]
+    command = [sys.executable, "train.py", "--config", "train_configs/debug.toml", *alone, *where, *look]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ.copy(), capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    log = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+    for line in log[1:]:
+        whole = sum(value for name, value in line.items() if name.startswith("time.") and name != "time.dispatch")
+        assert 0 < line["time.dispatch"] < line["time.forward_backward"] < whole
+    assert log[-1]["step_time_s"] * 0.5 < whole < log[-1]["step_time_s"] * 1.5
+    files = {file.name for file in next(tmp_path.rglob("profile")).iterdir()}
+    assert files == {"step-4-rank-0.json.gz", "step-4-rank-0.txt", "step-4-rank-0.pickle"}

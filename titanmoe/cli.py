@@ -22,6 +22,7 @@ from titanmoe.fold.groups import View, groups
 from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, listing
 from titanmoe.fold.search import changes, legal_stages, nearest
+from titanmoe.report.command import add_report
 from titanmoe.train.runtime import leave
 
 ASCII = str.maketrans("─├┤", "-[]")
@@ -45,6 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     add_fold(commands)
     add_checkpoint(commands)
     add_convert(commands)
+    add_report(commands)
     args = parser.parse_args(argv)
     try:
         code = args.run(args)

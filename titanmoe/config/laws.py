@@ -126,7 +126,10 @@ RANGES = {
     "checkpoint.keep_last": NOT_NEGATIVE,
     "checkpoint.keep_every": NOT_NEGATIVE,
     "metrics.log_every": COUNT,
+    "metrics.experts_every": Range(0, derived=True),
     "metrics.peak_tflops": NOT_NEGATIVE,
+    "profile.steps": COUNT,
+    "profile.ranks": NOT_NEGATIVE,
 }
 """By path; a list's range is its items'."""
 

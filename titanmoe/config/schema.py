@@ -326,10 +326,28 @@ class Metrics:
 
     log_every: int = 1
     """Steps between console lines."""
+    console: Literal["auto", "live", "lines"] = "auto"
+    """live: one panel that stays in place. lines: one line per report, for files and log collectors. auto: live on a terminal."""
+    experts_every: int = -1
+    """Steps between lines of experts.jsonl, which hold the load of every expert of every layer. -1: about 500 lines in a whole run. 0: none, where even that is too much."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
+    wandb: str = ""
+    """Project of Weights & Biases to report to as well; needs its package (pip install "titanmoe[wandb]"). Empty: none."""
     peak_tflops: float = 0.0
     """Peak TFLOP/s of one device at the compute dtype, for MFU. 0: known GPUs are looked up, else no MFU is shown."""
+
+
+@dataclass
+class Profile:
+    """A closer look at single steps (docs/watching.md). Files go to profile/ in the run's folder."""
+
+    steps: list[int] = field(default_factory=list)
+    """Steps to trace with torch's profiler, such as [10, 11]; one file each. Take some after the first few, which are unlike the others. Empty: none."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that trace. One of each pipeline stage shows a pipeline; all of them is a lot of files."""
+    memory: Literal["none", "oom", "steps"] = "none"
+    """GPUs only: every allocation with its stack, as a snapshot when memory runs out (oom), or then and after each of `steps`. Costs a few percent of speed while it is on."""
 
 
 @dataclass
@@ -375,3 +393,4 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    profile: Profile = field(default_factory=Profile)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from titanmoe.comm import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
 from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens
+from titanmoe.region import named
 
 
 class Way(NamedTuple):
@@ -290,6 +291,7 @@ def cut(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int) -> tuple[Ten
     return number_TK, *sort_by_expert(number_TK, chunks * num_experts)
 
 
+@named("permute")
 def lay_out(
     chosen_TK: Tensor, order: Tensor, count_E: Tensor, ep: int, etp: int, bin: int, rows: int
 ) -> tuple[Tensor, Tensor]:
@@ -320,6 +322,7 @@ def lay_out(
     return entry[:rows], slot
 
 
+@named("permute")
 def copy_rows(x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot: Tensor) -> tuple[Tensor, Tensor, Route]:
     """The rows of x, (R, D), and of the routing weights, (R, 1)."""
     T, K = weights_TK.shape
@@ -328,6 +331,7 @@ def copy_rows(x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot: Tensor) -
     return x, to_rows(weights_TK.reshape(T * K, 1), entry_R, slot), route
 
 
+@named("permute")
 def by_expert(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """The order (and its inverse) that turns rows sorted by (sender, expert) into rows sorted by (expert, sender)."""
     start_Ge = (count_Ge.flatten().cumsum(0) - count_Ge.flatten()).view_as(count_Ge)

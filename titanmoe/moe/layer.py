@@ -6,6 +6,7 @@ Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ def finish_step(
     world: Group,
     bias_update_rate: float,
     device: torch.device,
-) -> dict[int, dict[str, float]]:
+) -> dict[int, dict[str, Any]]:
     """Once per optimizer step: add up what every rank and microbatch counted, move the selection biases, and tell.
 
     `numbers` are all MoE layers of the model, `mine` those of this rank's stages: one table, one sum over the world.
@@ -110,5 +111,6 @@ def finish_step(
             "imbalance": max(counts) / mean if mean else 1.0,
             "router_entropy": values["entropy"] / tokens,
             "dropped_fraction": values["dropped"] / sum(counts) if mean else 0.0,
+            "load": counts,
         }
     return report

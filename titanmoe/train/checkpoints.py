@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +45,7 @@ class Checkpoints:
         self.group = dist.group.WORLD if self.world > 1 else None
         self.signals = Signals()
         self.saver = self._saver() if self.options.enable else None
+        self.tell: Callable[[int, str, str], None] = lambda step, kind, text: None
 
     def _saver(self) -> Saver:
         try:
@@ -209,4 +211,7 @@ class Checkpoints:
     def _save(self) -> float:
         trainer = self.trainer
         record = state.record(self.config, trainer.fold, trainer.step, trainer.tokens, trainer.loader.state_dict())
-        return self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)
+        blocked = self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)
+        name = layout.name_of(trainer.step)
+        self.tell(trainer.step, "save", f"{name}, for which training stood still {blocked:.2f} s")
+        return blocked

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
@@ -49,6 +50,25 @@ def _grouped(config: Config, fold: Fold) -> Iterator[str]:
             )
 
 
+def _watched(config: Config, world: int) -> Iterator[str]:
+    profile = config.profile
+    found = find_spec("wandb") if config.metrics.wandb else None
+    if config.metrics.wandb and (found is None or found.origin is None):  # of a mere folder of that name, none
+        asked = config.metrics.wandb
+        yield f'metrics.wandb = "{asked}" needs a package: pip install "titanmoe[wandb]", or leave it empty'
+    if late := [step for step in profile.steps if step > config.training.steps]:
+        yield f"profile.steps has {late[0]}, and training.steps is {config.training.steps}: choose earlier steps"
+    if absent := [rank for rank in profile.ranks if rank >= world]:
+        yield f"profile.ranks has {absent[0]}, and the ranks are 0 to {world - 1}: choose among them"
+    if profile.memory == "steps" and not profile.steps:
+        yield 'profile.memory = "steps" needs profile.steps: list some, or take "oom"'
+    if profile.memory != "none":
+        import torch
+
+        if config.training.device == "cpu" or not torch.cuda.is_available():
+            yield f'profile.memory = "{profile.memory}" records the memory of GPUs, and this run has none: use "none"'
+
+
 def ranks_of_a_node(config: Config) -> int:
     asked = config.parallelism.node
     return read_environment().local_world if asked == -1 else asked
@@ -71,6 +91,7 @@ def problems(config: Config, world: int) -> list[str]:
     if config.moe.dispatcher == "hierarchical":
         found += node_violations(fold, ranks_of_a_node(config))
     found += list(_grouped(config, fold))
+    found += list(_watched(config, world))
     if not found:
         from titanmoe.parallel import pipeline  # imports torch
 

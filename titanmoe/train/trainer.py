@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -33,10 +34,13 @@ from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.tokens import IGNORE
+from titanmoe.train.around import around_dispatch
 from titanmoe.train.checkpoints import Checkpoints
+from titanmoe.train.clock import Clock
 from titanmoe.train.folder import claim, rewind
 from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.profile import Profiler
 from titanmoe.train.runtime import GarbageCollection, Runtime, say
 from titanmoe.train.schedule import lr_factor
 
@@ -70,6 +74,8 @@ class Trainer:
         self.optimizer = Optimizer(self.parameters, config.optimizer)
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.garbage = GarbageCollection(config.training.gc_every)
+        self.clock = Clock(self.device, on=runtime.rank == 0)
+        around_dispatch(self.moe_layers.values(), partial(self.clock.part, "dispatch"))
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False
         self._lock: TextIO | None = None
@@ -82,6 +88,8 @@ class Trainer:
         with Checkpoints(self, run) as checkpoints:
             notes = checkpoints.begin() | self.notes()
             metrics = self.metrics(run, notes)
+            checkpoints.tell = metrics.event
+            profiler = Profiler(self, run, metrics.event)
             self.wants_to_stop = lambda: checkpoints.wants_to_stop
             first = self.step + 1
             if self.step >= self.config.training.steps:
@@ -91,13 +99,17 @@ class Trainer:
                 )
             try:
                 while self.step < self.config.training.steps and not self.stopping:
-                    report = self.train_step()
-                    metrics.log(self.step, report | checkpoints.after_step())
+                    with profiler.step(self.step + 1):
+                        report = self.train_step()
+                    report |= checkpoints.after_step()
+                    self.clock.lap("checkpoint")
+                    metrics.log(self.step, report)
                     self.garbage.collect(self.step)
                     if self.step == first:
                         self.runtime.steady_timeout(self.config.training.timeout_s, checkpoints.patient)
                 return checkpoints.finish()
-            except NonFinite:
+            except NonFinite as error:
+                metrics.event(self.step, "stop", str(error))
                 checkpoints.wait()
                 raise
             finally:
@@ -122,7 +134,9 @@ class Trainer:
         if self.runtime.rank == 0:
             rewind(run, self.step)
         count = parameters(self.config.model)
-        return Metrics(self.config, self.runtime, self.fold, count, self.flops_per_token, run, notes, self.step)
+        return Metrics(
+            self.config, self.runtime, self.fold, count, self.flops_per_token, run, notes, self.step, self.clock
+        )
 
     def notes(self) -> dict[str, str]:
         """What the run's header says beside the mapping."""
@@ -146,13 +160,16 @@ class Trainer:
     def flops_per_token(self) -> float:
         return flops_per_token(self.config.model, self.config.training.seq_len)
 
-    def train_step(self) -> dict[str, float]:
+    def train_step(self) -> dict[str, Any]:
         self.step += 1
+        self.clock.lap("other")
         batches = self.loader.next_step()
         totals = self.count(batches)
+        self.clock.lap("data")
 
         loss, further = self.forward_backward(batches, totals)
         self.finish_gradients()
+        self.clock.lap("forward_backward")
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
         self.check_finite(loss, norm)
         if self.config.optimizer.max_grad_norm > 0:
@@ -160,7 +177,9 @@ class Trainer:
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
         self.optimizer.step(lr)
         self.tokens += totals.tokens.item()
-        return self.report(loss, further, norm, lr, totals, self.finish_experts())
+        report = self.report(loss, further, norm, lr, totals, self.finish_experts())
+        self.clock.lap("optimizer")
+        return report
 
     def count(self, batches: list[Batch]) -> Totals:
         mine = torch.tensor([[(b.labels_BS != IGNORE).sum(), b.valid_BS.sum()] for b in batches], dtype=torch.float64)
@@ -203,7 +222,7 @@ class Trainer:
         sum_replicated(self.parameters.values(), self.meshes.tp)
         self.tied.add_gradients()
 
-    def finish_experts(self) -> dict[int, dict[str, float]]:
+    def finish_experts(self) -> dict[int, dict[str, Any]]:
         model, rate = self.config.model, self.config.moe.bias_update_rate
         numbers = [i for i in range(model.num_layers + model.mtp_depth) if has_experts(model, i)]
         if not numbers:
@@ -231,8 +250,8 @@ class Trainer:
         norm: Tensor,
         lr: float,
         totals: Totals,
-        layers: dict[int, dict[str, float]],
-    ) -> dict[str, float]:
+        layers: dict[int, dict[str, Any]],
+    ) -> dict[str, Any]:
         values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "tokens": totals.tokens.item()}
         if self.config.model.mtp_depth:
             values["mtp_loss"] = further.item()
