@@ -23,6 +23,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
 from titanmoe.models.count import flops_per_token, has_experts, parameters
 from titanmoe.moe.balance import AUX
+from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
 from titanmoe.moe.symmetric import Symmetric
 from titanmoe.parallel.apply import build, drive
@@ -75,7 +76,7 @@ class Trainer:
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.garbage = GarbageCollection(config.training.gc_every)
         self.clock = Clock(self.device, on=runtime.rank == 0)
-        around_dispatch(self.moe_layers.values(), partial(self.clock.part, "dispatch"))
+        around_dispatch(self.dispatchers, partial(self.clock.part, "dispatch"))
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False
         self._lock: TextIO | None = None
@@ -155,6 +156,11 @@ class Trainer:
                 "4 times per microbatch: exact, but 1F1B or Interleaved1F1B may be faster"
             )
         return notes
+
+    @property
+    def dispatchers(self) -> list[Dispatcher]:
+        own = [moe.dispatcher for moe in self.moe_layers.values()]
+        return own if self.symmetric is None else [*own, self.symmetric]
 
     @property
     def flops_per_token(self) -> float:
