@@ -55,7 +55,7 @@ class Route(NamedTuple):
     way: Any = None
 
 
-class _Dispatcher:
+class Dispatcher:
     """The pieces as they are where nothing is ever under way: a dispatcher need only know dispatch and combine."""
 
     def __init__(self, num_experts: int, chunks: int = 1):
@@ -84,7 +84,7 @@ class _Dispatcher:
         return y_TD
 
 
-class _InPieces(_Dispatcher):
+class _InPieces(Dispatcher):
     """A dispatcher made of the pieces. What dispatch and combine do at once is for a single chunk."""
 
     def dispatch(
@@ -239,7 +239,7 @@ class Hierarchical(_InPieces):
         return to_tokens(y_RD, home.source_R, home.slot_TJ)
 
 
-class AllGather(_Dispatcher):
+class AllGather(Dispatcher):
     """Every rank of ep x etp sees every token of the group and picks what its experts want; the sums scatter back.
 
     Per rank and direction: T * (G - 1) rows of D elements whatever top_k is, in even pieces. Fits a group of two or so,

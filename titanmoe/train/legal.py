@@ -11,6 +11,27 @@ from titanmoe.fold.legality import node_violations, violations
 from titanmoe.train.runtime import read_environment
 
 
+def _symmetric(config: Config, fold: Fold) -> Iterator[str]:
+    """What dispatcher = "symm_mem" asks of the machine and the mapping; a group of one sends nothing."""
+    ranks = fold.ep * fold.etp
+    if config.moe.dispatcher != "symm_mem" or ranks == 1:
+        return
+    from titanmoe.moe.symmetric import MOST, missing  # imports torch
+
+    if lack := missing(config.training.device):
+        yield f'moe.dispatcher = "symm_mem" cannot run here: {lack}; use dispatcher = "alltoall"'
+    held = config.model.num_experts // fold.ep
+    for name, number in (
+        (f"ep * etp = {fold.ep} * {fold.etp}", ranks),
+        (f"model.num_experts / ep = {config.model.num_experts} / {fold.ep}", held),
+    ):
+        if number > MOST:
+            yield (
+                f'moe.dispatcher = "symm_mem" takes at most {MOST} ranks of ep * etp and {MOST} experts on a rank, and '
+                f'{name} is {number}: use another ep or etp, or dispatcher = "alltoall"'
+            )
+
+
 def _grouped(config: Config, fold: Fold) -> Iterator[str]:
     """What torch's grouped matrix product cannot do; "auto" takes the loop instead."""
     dtype = config.training.mixed_precision_param
@@ -66,6 +87,7 @@ def problems(config: Config, world: int) -> list[str]:
             f"tp {fold.tp}) over cp = {fold.cp}, {heads} % {fold.cp} = {heads % fold.cp}: use another cp, or "
             "cp_kind ring or allgather"
         )
+    found += list(_symmetric(config, fold))
     if config.moe.dispatcher == "hierarchical":
         found += node_violations(fold, ranks_of_a_node(config))
     found += list(_grouped(config, fold))
