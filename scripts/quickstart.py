@@ -121,6 +121,7 @@ def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> s
             f"speed       {rate:,.0f} tokens/s (median step), {seconds:.0f} s in all",
             f"files       {shown}",
             f"every step  tail -n 3 {shlex.quote(f'{shown}/metrics.jsonl')}",
+            f"a page      {tensorboard.parent / 'titanmoe'} report {shlex.quote(str(shown))}",
             f"curves      {tensorboard} --logdir {shlex.quote(str(shown.parent))}",
             f"go on       {resume(folder, ranks, arguments, last['step'])}",
         ]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import reference, world
+from tests import reference, symmetric, world  # noqa: F401 (the emulated operations)
 from titanmoe import counted
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
@@ -94,12 +94,15 @@ def sample(config: Config, number: int, clean: bool = False) -> Batch:
 
 
 def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
-    tokens, labels, valid, _ = zip(*(sample(config, n) for n in numbers), strict=True)
+    """documents: with positions in no order. RoPE sees distances alone, so that positions within documents would give
+    the right numbers even if they never reached it."""
+    tokens, labels, valid, *_ = zip(*(sample(config, n) for n in numbers), strict=True)
     length = config.training.seq_len
-    document = None
+    document = position = None
     if documents:
         document = torch.stack([torch.arange(length) // (3 + n % 5) for n in numbers])
-    return Batch(torch.stack(tokens), torch.stack(labels), torch.stack(valid), document)
+        position = torch.stack([(torch.arange(length) * (7 + 2 * n)) % (length + 3) for n in numbers])
+    return Batch(torch.stack(tokens), torch.stack(labels), torch.stack(valid), document, position)
 
 
 def grouped(config: Config, dp: int, step: int, documents: bool = False) -> list[list[Batch]]:
@@ -244,6 +247,7 @@ NEUTRAL = (
     "compile.",
     "moe.dispatcher",
     "moe.overlap_chunks",
+    "moe.symm_mem_factor",
     "moe.pad_to_capacity",
     "moe.grouped_mm",
     "moe.kernels",
@@ -322,6 +326,8 @@ def compare(got: Outcome, want: reference.Run, config: Config, dtype: str = "flo
         for layer, fraction in step.dropped.items():
             reported = report[f"layers.{layer}.dropped_fraction"]
             errors["dropped"] = max(errors.get("dropped", 0.0), abs(reported - fraction))
+        for layer, count in step.counts.items():
+            assert report[f"layers.{layer}.load"] == [float(n) for n in count], f"load of layer {layer}"
     if config.moe.bias_update_rate:
         errors["bias"] = error(got.bias, want.bias)[0]
     return errors

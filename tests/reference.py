@@ -35,6 +35,7 @@ class Batch(NamedTuple):
     labels_BS: Tensor
     valid_BS: Tensor
     document_BS: Tensor | None = None
+    position_BS: Tensor | None = None
 
 
 @dataclass
@@ -203,13 +204,15 @@ def yarn(model: Model, width: int) -> tuple[list[float], float]:
     return out, grown + 1
 
 
-def rope(x_GSHh: Tensor, model: Model) -> Tensor:
+def rope(x_GSHh: Tensor, model: Model, position_GS: Tensor | None = None) -> Tensor:
     """Rotates the pair (x_i, x_{i + h/2}) of position s by the angle s * its frequency; and scales it under YaRN."""
     positions, width = x_GSHh.shape[1], x_GSHh.shape[-1]
     wide = torch.promote_types(x_GSHh.dtype, torch.float32)
     frequencies, scale = yarn(model, width)
     frequency = torch.tensor(frequencies, dtype=wide)
-    angle = (torch.arange(positions, dtype=wide)[:, None] * frequency)[None, :, None, :]
+    if position_GS is None:
+        position_GS = torch.arange(positions)[None]
+    angle = (position_GS.to(wide)[:, :, None] * frequency)[:, :, None, :]
     first, second = x_GSHh.to(wide).chunk(2, dim=-1)
     turned = (
         first * angle.cos() - second * angle.sin(),
@@ -232,6 +235,7 @@ def attention(
     x_GSD: Tensor,
     document_GS: Tensor | None = None,
     narrow: int | None = None,
+    position_GS: Tensor | None = None,
 ) -> Tensor:
     samples, positions, _ = x_GSD.shape
 
@@ -247,7 +251,7 @@ def attention(
     if model.qk_norm == "head":
         q_GSHh = rms_norm(q_GSHh, weights[f"{name}.q_norm.weight"], model.norm_eps)
         k_GSHh = rms_norm(k_GSHh, weights[f"{name}.k_norm.weight"], model.norm_eps)
-    q_GSHh, k_GSHh = rope(q_GSHh, model), rope(k_GSHh, model)
+    q_GSHh, k_GSHh = rope(q_GSHh, model, position_GS), rope(k_GSHh, model, position_GS)
     of_query_head = torch.arange(model.num_heads) // (model.num_heads // model.num_kv_heads)
     k_GSHh, v_GSHh = k_GSHh[:, :, of_query_head], v_GSHh[:, :, of_query_head]
 
@@ -259,7 +263,12 @@ def attention(
 
 
 def latent_attention(
-    model: Model, weights: dict[str, Tensor], name: str, x_GSD: Tensor, document_GS: Tensor | None = None
+    model: Model,
+    weights: dict[str, Tensor],
+    name: str,
+    x_GSD: Tensor,
+    document_GS: Tensor | None = None,
+    position_GS: Tensor | None = None,
 ) -> Tensor:
     """arXiv 2405.04434, eq. 9 to 19, absorbed: keys and values are never made, heads look at the latent itself."""
     heads, nope, value, rank = model.num_heads, model.qk_nope_head_dim, model.v_head_dim, model.kv_lora_rank
@@ -274,11 +283,12 @@ def latent_attention(
     q_GSHh = q_GSH.unflatten(2, (heads, nope + model.qk_rope_head_dim))
     down_GSR = x_GSD @ matrix("wkv_a").T
     latent_GSR = rms_norm(down_GSR[..., :rank], matrix("kv_norm"), 1e-6)
-    turned_GSr = rope(down_GSR[..., None, rank:], model)[:, :, 0]
+    turned_GSr = rope(down_GSR[..., None, rank:], model, position_GS)[:, :, 0]
     up_HhR = matrix("wkv_b").view(heads, nope + value, rank)
 
     scores = torch.einsum("gqhn,hnr,gkr->ghqk", q_GSHh[..., :nope], up_HhR[:, :nope], latent_GSR)
-    scores = scores + torch.einsum("gqhp,gkp->ghqk", rope(q_GSHh[..., nope:], model), turned_GSr)
+    turned_GSHr = rope(q_GSHh[..., nope:], model, position_GS)
+    scores = scores + torch.einsum("gqhp,gkp->ghqk", turned_GSHr, turned_GSr)
     scores = scores / math.sqrt(nope + model.qk_rope_head_dim)
     if model.rope_scaling == "yarn":
         scores = scores * (0.1 * model.rope_mscale_all_dim * math.log(model.rope_factor) + 1) ** 2
@@ -347,6 +357,8 @@ class Tokens:
     position_T: Tensor
     samples_per_microbatch: int
     document_GS: Tensor | None
+    place_GS: Tensor | None
+    """Position of each token for RoPE, where it is not its place in the sequence."""
 
     @staticmethod
     def of(step_batches: Sequence[Sequence[Batch]]) -> Tokens:
@@ -354,6 +366,7 @@ class Tokens:
             torch.cat([batch[field] for row in step_batches for batch in row]) for field in range(3)
         )
         documents = [batch.document_BS for row in step_batches for batch in row if len(batch) > 3]
+        places = [batch.position_BS for row in step_batches for batch in row if len(batch) > 4]
         samples, positions = tokens.shape
         where = [(m, d) for m, row in enumerate(step_batches) for d, batch in enumerate(row) for _ in batch[0]]
         microbatch, data_rank = torch.tensor(where).repeat_interleave(positions, dim=0).unbind(1)
@@ -368,6 +381,7 @@ class Tokens:
             index % positions,
             step_batches[0][0][0].shape[0],
             torch.cat(documents) if documents and documents[0] is not None else None,
+            torch.cat(places) if places and places[0] is not None else None,
         )
 
 
@@ -587,7 +601,10 @@ def forward(
         block = blocks(model)[i]
         normed_GSD = rms_norm(x_GSD, weights[f"{block}.attention_norm.weight"], model.norm_eps)
         given = model, weights, f"{block}.attention", normed_GSD, tokens.document_GS
-        out_GSD = latent_attention(*given) if model.kv_lora_rank else attention(*given, window(model, i))
+        if model.kv_lora_rank:
+            out_GSD = latent_attention(*given, tokens.place_GS)
+        else:
+            out_GSD = attention(*given, window(model, i), tokens.place_GS)
         x_GSD = x_GSD + out_GSD
         normed_GSD = rms_norm(x_GSD, weights[f"{block}.ffn_norm.weight"], model.norm_eps)
         if not is_moe(model, i):

@@ -146,3 +146,19 @@ def test_products_in_8_bits_equal_their_formula(counts: list[int]) -> None:
     for want, got in zip(*results, strict=True):
         # both round the result to bfloat16; the hardware adds up in fewer bits than float32 has
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
+
+
+def test_a_run_is_timed_and_traced(tmp_path: Path) -> None:
+    alone = ["--parallelism.tp", "1", "--parallelism.experts.ep", "1", "--training.mixed_precision_param", "bfloat16"]
+    where = ["--job.dump_folder", str(tmp_path), "--training.steps", "6", "--training.device", "cuda"]
+    look = ["--profile.steps", "4", "--profile.memory", "steps"]
+    command = [sys.executable, "train.py", "--config", "train_configs/debug.toml", *alone, *where, *look]
+    run = subprocess.run(command, cwd=ROOT, env=os.environ.copy(), capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-3000:]
+    log = [json.loads(line) for line in next(tmp_path.rglob("metrics.jsonl")).read_text().splitlines()]
+    for line in log[1:]:
+        whole = sum(value for name, value in line.items() if name.startswith("time.") and name != "time.dispatch")
+        assert 0 < line["time.dispatch"] < line["time.forward_backward"] < whole
+    assert log[-1]["step_time_s"] * 0.5 < whole < log[-1]["step_time_s"] * 1.5
+    files = {file.name for file in next(tmp_path.rglob("profile")).iterdir()}
+    assert files == {"step-4-rank-0.json.gz", "step-4-rank-0.txt", "step-4-rank-0.pickle"}

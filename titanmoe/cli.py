@@ -17,11 +17,13 @@ from titanmoe.checkpoint.command import add_checkpoint
 from titanmoe.checkpoint.hf.command import add_convert
 from titanmoe.config.load import ConfigError, layout, load
 from titanmoe.config.schema import Config, Parallelism
+from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
 from titanmoe.fold.groups import View, groups
 from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, listing
 from titanmoe.fold.search import changes, legal_stages, nearest
+from titanmoe.report.command import add_report
 from titanmoe.train.runtime import leave
 
 ASCII = str.maketrans("─├┤", "-[]")
@@ -45,6 +47,8 @@ def main(argv: list[str] | None = None) -> int:
     add_fold(commands)
     add_checkpoint(commands)
     add_convert(commands)
+    add_tokenize(commands)
+    add_report(commands)
     args = parser.parse_args(argv)
     try:
         code = args.run(args)

@@ -16,9 +16,9 @@ IGNORE = -100
 
 class Tokens(NamedTuple):
     position_BS: Tensor
-    """Position of each token of the attention slice in its sequence, for RoPE."""
+    """Position of each token of the attention slice in its sequence, or in its document there, for RoPE."""
     index_T: Tensor
-    """Global index within the optimizer step: sample of the step * seq_len + position."""
+    """Global index within the optimizer step: sample of the step * seq_len + position in the sequence."""
     sample_T: Tensor
     """Sample within the microbatch, 0 to B - 1."""
     valid_T: Tensor

@@ -37,7 +37,7 @@ def test_the_wrong_recipe_gives_the_message_shown(tmp_path, monkeypatch):
 def test_overrides_shown_are_read():
     shown = re.search(r"## Overrides(.*?)##", PAGE, re.DOTALL)[1]
     for cell in re.findall(r"`(--[^`]+)`", shown):
-        source = [] if "paths=" in cell else ["--data.source", "text", "--data.paths", "a"]
+        source = [] if "paths=" in cell else ["--data.source", "files", "--data.paths", "a"]
         load([*source, *cell.split()], preset, check=lambda config: [])
 
 

@@ -16,6 +16,7 @@ LATENT = {
     "model.qk_rope_head_dim": 2,
     "model.v_head_dim": 4,
 }
+FILES = {"data.source": "files", "data.paths": ["a", "b"]}
 YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0}
 
 
@@ -164,8 +165,9 @@ def test_out_of_range(path, value):
         (YARN | {"model.rope_theta": 1.0}, "model.rope_theta = 1.0 gives no slow frequencies .* more than 1"),
         (YARN | {"model.rope_beta_fast": 1.0}, "rope_beta_fast = 1.0 must exceed model.rope_beta_slow = 1.0: .* 32.0"),
         (YARN | {"model.rope_mscale": 1.0}, "rope_mscale = 1.0 and model.rope_mscale_all_dim = 0.0 .* give both, or"),
-        ({"data.source": "text"}, "data.paths, which is empty: name files or folders"),
+        ({"data.source": "files"}, "data.paths, which is empty: name files or folders"),
         ({"data.paths": ["a"]}, 'data.source = "stdlib" does not read data.paths'),
+        ({"data.chat_template": "a"}, 'data.chat_template = "a" is for chats, and data.format = "auto" reads none'),
         (
             {"training.dtype": "bfloat16", "training.mixed_precision_param": "float32"},
             'param = "float32" is wider than training.dtype = "bfloat16".* use bfloat16, or dtype = "float32"',
@@ -175,8 +177,30 @@ def test_out_of_range(path, value):
             {"moe.overlap_chunks": 2, "moe.dispatcher": "allgather"},
             'overlap_chunks = 2 .*dispatcher = "allgather" makes none: use dispatcher = "alltoall" or "hierarchical"',
         ),
+        (
+            {"moe.overlap_chunks": 2, "moe.dispatcher": "symm_mem"},
+            'overlap_chunks = 2 cuts .*dispatcher = "symm_mem" leaves on the device: use dispatcher = "alltoall"',
+        ),
+        (
+            {"moe.pad_to_capacity": True, "moe.capacity_factor": 1.0, "moe.dispatcher": "symm_mem"},
+            'pad_to_capacity = true makes every size static.* use dispatcher = "alltoall", .*or pad_to_capacity',
+        ),
         ({"job.name": "a/b"}, "job.name = 'a/b' is no name of a folder"),
         ({"job.name": ".."}, "job.name = '..' is no name of a folder"),
+        (FILES | {"data.weights": [1.0]}, "data.weights has 1 numbers for 2 entries of data.paths"),
+        ({"data.weights": [1.0]}, "has 1 numbers for 0 entries"),
+        (FILES | {"data.weights": [0.0, 0.0]}, r"data.weights = \[0.0, 0.0\] sums to 0"),
+        (FILES | {"data.weights": [1.0, 0.0]}, "gives 'b' the weight 0: leave both out"),
+        (FILES | {"data.balance_work": True}, 'with data.packing = "stream" all cost the same'),
+        ({"data.source": "synthetic", "data.packing": "best_fit"}, 'data.packing = "best_fit" is about documents'),
+        ({"validation.interval": 5}, "has nothing to validate on: name validation.paths, or set"),
+        ({"validation.paths": ["a"]}, "validation.interval = 0 never reads it"),
+        ({"validation.paths": ["a"], "validation.held_out": 9, "validation.interval": 1}, "held_out = 9 keeps"),
+        ({"validation.held_out": 1}, "keeps every document, and none is left"),
+        (
+            {"data.source": "synthetic", "validation.interval": 1, "validation.held_out": 9, "validation.steps": 0},
+            "never ends: set steps = 10",
+        ),
     ],
 )
 def test_contradiction(values, says):
@@ -196,6 +220,9 @@ def test_contradiction(values, says):
         {"model.num_dense_layers": 4, "model.dense_hidden": 64, "model.top_k": 1},
         {"model.moe_every": 4, "model.dense_hidden": 64},
         {"model.num_groups": 4, "model.top_groups": 1},
+        FILES | {"data.weights": [3.0, 0.5], "data.packing": "best_fit", "data.balance_work": True},
+        {"validation.interval": 5, "validation.held_out": 2, "validation.steps": 0},
+        {"validation.held_out": 2},
         YARN | {"model.rope_mscale": 1.0, "model.rope_mscale_all_dim": 0.5},
         {"model.sliding_window": 8, "model.full_attention_every": 0},
         {"model.sliding_window": 8, "model.full_attention_every": 2, "model.attention_sinks": True},
@@ -213,5 +240,5 @@ def test_lawful(values):
 
 
 def test_contradictions_come_together():
-    values = {"model.head_dim": 3, "model.top_k": 20, "moe.pad_to_capacity": True, "data.source": "text"}
+    values = {"model.head_dim": 3, "model.top_k": 20, "moe.pad_to_capacity": True, "data.source": "files"}
     assert len(contradictions(build(values))) == 4

@@ -1,87 +1,269 @@
-import sysconfig
+"""The loader: the same samples however they are shared out, read ahead and resumed; what data is refused."""
 
+from __future__ import annotations
+
+import sysconfig
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.data.loader import Loader
+from titanmoe.data import loader as module
+from titanmoe.data.documents import MemoryDocuments
+from titanmoe.data.loader import Loader, ValidationSet
+from titanmoe.data.shards import ShardDocuments
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.tokens import IGNORE
 
+PACKINGS = ("stream", "documents", "best_fit")
+
+
+def text(words: int, salt: int) -> str:
+    return " ".join(f"{salt}w{i}" for i in range(words))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    """Short documents in one folder and longer ones in another, tokenized once."""
+    folder = tmp_path_factory.mktemp("texts")
+    for name, count, longest in (("short", 60, 9), ("long", 40, 60)):
+        (folder / name).mkdir()
+        for i in range(count):
+            (folder / name / f"{i:03}.txt").write_text(text(1 + i * 7 % longest, i))
+    return folder
+
 
 @pytest.fixture
-def config(tmp_path) -> Config:
-    """A short text, so that a test does not read the whole standard library."""
-    (tmp_path / "a.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    (tmp_path / "b").mkdir()
-    (tmp_path / "b" / "c.txt").write_text("Sphinx of black quartz, judge my vow. " * 40)
-    (tmp_path / ".hidden").write_text("not read")
+def config(texts) -> Config:
     config = Config()
-    config.data.source, config.data.paths = "text", [str(tmp_path)]
+    config.data.source, config.data.paths = "files", [str(texts / "short"), str(texts / "long")]
+    config.job.dump_folder = str(texts / "runs")
     config.training.seq_len, config.training.local_batch_size, config.training.global_batch_size = 32, 2, 24
     return config
 
 
-def step_samples(config: Config, data_ranks: int, steps: int) -> list[torch.Tensor]:
-    """Tokens of every step in global sample order, put together from all data ranks."""
+def step_samples(config: Config, data_ranks: int, steps: int, state: dict | None = None) -> list[dict[int, tuple]]:
+    """Of every step the samples by their number in it, from all data ranks."""
     loaders = [Loader(config, rank, data_ranks) for rank in range(data_ranks)]
     out = []
+    for loader in loaders:
+        if state is not None:
+            loader.load_state_dict(state)
     for _ in range(steps):
-        batches = [loader.next_step() for loader in loaders]
-        rounds = range(loaders[0].microbatches)
-        out.append(torch.cat([batches[rank][m].tokens_BS for m in rounds for rank in range(data_ranks)]))
+        found: dict[int, tuple] = {}
+        for rank, loader in enumerate(loaders):
+            for m, batch in enumerate(loader.next_step()):
+                size = len(batch.tokens_BS)
+                in_turn = [(m * data_ranks + rank) * size + b for b in range(size)]
+                numbers = in_turn if batch.number_B is None else batch.number_B.tolist()
+                for b, number in enumerate(numbers):
+                    assert number not in found
+                    found[number] = tuple(None if x is None else tuple(x[b].tolist()) for x in batch[:5])
+        out.append(dict(sorted(found.items())))
+    for loader in loaders:
+        loader.close()
     return out
 
 
-@pytest.mark.parametrize("source", ["text", "synthetic"])
-@pytest.mark.parametrize(("data_ranks", "local"), [(2, 2), (4, 3), (12, 2), (3, 8)])
-def test_samples_are_the_same_however_they_are_shared_out(config, source, data_ranks, local):
-    config.data.source = source
+@pytest.mark.parametrize(
+    ("packing", "balance"),
+    [("stream", False), ("documents", True), ("best_fit", False), ("best_fit", True), ("synthetic", False)],
+)
+@pytest.mark.parametrize(("data_ranks", "local"), [(4, 3), (12, 2), (3, 8)])
+def test_samples_are_the_same_however_they_are_shared_out(config, packing, data_ranks, local, balance):
+    if packing == "synthetic":
+        config.data.source = "synthetic"
+    else:
+        config.data.packing = packing
+    config.data.balance_work = balance
     alone = step_samples(config, 1, 3)
     config.training.local_batch_size = local
-    for ours, reference in zip(step_samples(config, data_ranks, 3), alone, strict=True):
-        assert torch.equal(ours, reference)
+    assert step_samples(config, data_ranks, 3) == alone
 
 
 def test_other_steps_and_other_seeds_have_other_samples(config):
     first, second = step_samples(config, 1, 2)
-    assert not torch.equal(first, second)
+    assert not set(first.values()) & set(second.values())
     config.training.seed = 1
-    assert not torch.equal(step_samples(config, 1, 1)[0], first)
+    assert step_samples(config, 1, 1)[0] != first
 
 
-def test_a_batch_is_windows_of_the_text_with_the_next_tokens_as_labels(config):
-    loader = Loader(config, 0, 2)
-    text = ByteTokenizer().decode(loader.source.tokens.tolist())
-    assert text.startswith("The quick") and text.endswith("vow. ") and "not read" not in text
-    batches = loader.next_step()
-    assert len(batches) == 6
-    for batch in batches:
-        assert batch.tokens_BS.shape == batch.labels_BS.shape == batch.valid_BS.shape == (2, 32)
+def ids(samples: list[dict[int, tuple]]) -> Counter:
+    return Counter(sample for step in samples for sample in step.values())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_resume_on_other_data_ranks_loses_and_repeats_nothing(config, packing, workers):
+    """Over epochs, with samples already read ahead when the state is taken, and another global batch afterwards."""
+    config.data.packing, config.data.prefetch, config.data.balance_work = packing, 3, packing == "best_fit"
+    config.data.weights = [3.0, 1.0]  # the short ones begin anew several times
+    straight = step_samples(config, 1, 20)
+    config.data.workers = workers
+    loader = Loader(config, 1, 2)
+    for _ in range(7):
+        loader.next_step()
+    loader.peek()
+    state = loader.state_dict()
+    assert state["consumed"] == 7 * 24 and loader.epochs["short"] > 1
+    loader.close()
+    config.training.local_batch_size, config.data.workers = 1, 0
+    assert step_samples(config, 3, 13, state) == straight[7:]
+
+    config.training.global_batch_size = 12
+    halves = step_samples(config, 2, 26, state)
+    assert ids(halves) == ids(straight[7:])
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_an_epoch_has_every_pair_once(config, packing):
+    """Pairs of a token and its label, by where they stand in the row of tokens."""
+    config.data.packing, config.data.paths = packing, config.data.paths[1:]
+    config.training.global_batch_size = 2
+    (source,) = Loader(config, 0, 1).mix.sources
+    packer = source.packer
+    starts = packer.documents.starts
+    for epoch in range(2):
+        seen = Counter()
+        while (packer.state[0] if packing == "best_fit" else packer.taken // packer.per_epoch) == epoch:
+            (pieces,) = packer.take(1)
+            assert pieces.pairs_P.sum() <= 32
+            for start, pairs in zip(pieces.start_P.tolist(), pieces.pairs_P.tolist(), strict=True):
+                seen.update(range(start, start + pairs))
+        assert set(seen.values()) == {1}
+        if packing == "best_fit":
+            assert set(seen) == set(range(starts[-1])) - {end - 1 for end in starts[1:]}
+        else:
+            assert len(seen) == packer.per_epoch * 32 > starts[-1] - 33
+
+
+def test_shares_are_those_of_the_weights_and_epochs_are_told(config):
+    loader = Loader(config, 0, 1)
+    tokens = [int(source.packer.documents.starts[-1]) for source in loader.mix.sources]
+    begun = []
+    for _ in range(60):
+        loader.next_step()
+        begun += loader.begun
+    report = loader.report()
+    taken = [state for (state,) in loader.state]
+    assert taken[0] / taken[1] == pytest.approx(tokens[0] / tokens[1], rel=0.15)  # by tokens: one pass over everything
+    assert report["data.epoch.short"] == pytest.approx(taken[0] / (tokens[0] // 32), rel=0.01)
+    assert report["data_wait_s"] >= 0
+    assert begun[0].startswith("data: ") and begun[0].endswith("begins epoch 2")
+    assert len(begun) == int(report["data.epoch.short"]) + int(report["data.epoch.long"])
+
+    assert loader.notes()["sources"].startswith(f"short {tokens[0] / sum(tokens):.1%}, long ")
+
+    config.data.weights = [1, 9]
+    loader = Loader(config, 0, 1)
+    assert loader.notes() == {"sources": "short 10.0%, long 90.0% of the samples"}
+    for _ in range(60):
+        loader.next_step()
+    taken = [state for (state,) in loader.state]
+    assert taken[1] / sum(taken) == pytest.approx(0.9, abs=0.02)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_what_a_sequence_holds(config, packing):
+    config.data.packing = packing
+    decode = ByteTokenizer().decode
+    loader = Loader(config, 0, 1)
+    documents = [decode(s.packer.documents.read(a, b)) for s in loader.mix.sources for a, b in bounds(s)]
+    row = "".join(documents)
+    for batch in loader.next_step() + loader.next_step():
         assert batch.tokens_BS.dtype == batch.labels_BS.dtype == torch.int64
-        assert torch.equal(batch.tokens_BS[:, 1:], batch.labels_BS[:, :-1])
-        assert batch.valid_BS.all() and batch.document_BS is None
-        assert not (batch.labels_BS == IGNORE).any()
-        for row in batch.tokens_BS:
-            assert ByteTokenizer().decode(row.tolist()) in text
+        for n in range(2):
+            tokens, labels, valid = (x[n] for x in batch[:3])
+            scored = labels != IGNORE
+            assert not (scored & ~valid).any()
+            if packing == "stream":
+                assert batch.document_BS is None and batch.position_BS is None
+                assert valid.all() and scored.all() and torch.equal(tokens[1:], labels[:-1])
+                assert decode(tokens.tolist()) in row
+                continue
+            document, position = batch.document_BS[n], batch.position_BS[n]
+            assert (document[~valid] == -1).all() and (document[valid] >= 0).all()
+            assert packing == "best_fit" or valid.all()
+            for number in document[valid].unique().tolist():
+                own = document == number
+                assert position[own].tolist() == list(range(int(own.sum())))
+                its, next_ones = tokens[own].tolist(), labels[own].tolist()
+                assert its[1:] == next_ones[:-1]
+                assert any(decode([*its, *[t for t in next_ones[-1:] if t != IGNORE]]) in d for d in documents)
+                assert ByteTokenizer.bos not in its[1:] and ByteTokenizer.bos not in next_ones
+                if packing == "documents" and ByteTokenizer.eos in its:
+                    assert next_ones[its.index(ByteTokenizer.eos)] == IGNORE
+                if packing == "best_fit":
+                    assert ByteTokenizer.eos not in its and IGNORE not in next_ones
 
 
-def test_every_window_can_be_drawn(config, tmp_path):
-    (tmp_path / "short").write_text("ab")  # <bos> a b <eos>: two windows of three tokens
-    config.data.paths, config.training.seq_len = [str(tmp_path / "short")], 2
-    rows = {tuple(row) for row in step_samples(config, 1, 4)[0].tolist()}
-    assert rows == {(256, 97), (97, 98)}
+def bounds(source) -> list[tuple[int, int]]:
+    starts = source.packer.documents.starts
+    return [(int(starts[i]), int(starts[i + 1])) for i in range(len(starts) - 1)]
 
 
-def test_synthetic_tokens_are_about_zipf_and_fill_the_vocabulary(config):
-    config.data.source, config.model.vocab_size, config.training.seq_len = "synthetic", 100, 2000
-    tokens = torch.cat(step_samples(config, 1, 4))
-    share = torch.bincount(tokens.flatten(), minlength=100) / tokens.numel()
-    rank = torch.arange(100.0)
-    expected = torch.log((rank + 2) / (rank + 1)) / torch.log(torch.tensor(101.0))
-    assert len(share) == 100
-    assert (share - expected).abs().max() < 0.005
+def test_best_fit_pads_little_and_cuts_only_what_is_too_long(config):
+    config.data.packing = "best_fit"
+    source = Loader(config, 0, 1).mix.sources[1]
+    sequences = list(source.packer.once())
+    used = sum(int(pieces.pairs_P.sum()) for pieces in sequences)
+    assert used / (32 * len(sequences)) > 0.95
+    whole = {(a, b - a - 1) for a, b in bounds(source)}
+    found = {(s, n) for p in sequences for s, n in zip(p.start_P.tolist(), p.pairs_P.tolist(), strict=True)}
+    assert {(s, n) for s, n in whole if n <= 32} <= found
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_labels_that_do_not_count_are_ignored(config, packing, monkeypatch):
+    """As in a chat, where answers alone do. Even tokens count here."""
+    tokens = np.arange(3000) % 250
+    documents = MemoryDocuments("chat", tokens, np.arange(0, 3001, 20), tokens % 2 == 0)
+    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [documents])
+    config.data.packing = packing
+    for batch in Loader(config, 0, 1).next_step():
+        scored = batch.labels_BS[batch.labels_BS != IGNORE]
+        assert len(scored) and (scored % 2 == 0).all()
+        even = (batch.tokens_BS % 2 == 1) & batch.valid_BS
+        assert (batch.labels_BS[even] != IGNORE).float().mean() > 0.85  # all but those at borders
+
+
+def test_workers_and_a_thread_read_the_same(config):
+    config.data.packing, config.data.weights = "best_fit", [1.0, 1.0]
+    by_thread = step_samples(config, 2, 4)
+    config.data.workers, config.data.balance_work = 2, False
+    assert step_samples(config, 2, 4) == by_thread
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_goes_wrong_while_reading_ahead_is_told(config, workers, monkeypatch):
+    config.data.workers = workers
+    loader = Loader(config, 0, 1)
+    monkeypatch.setattr(ShardDocuments, "read", lambda *_: 1 / 0)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            loader.next_step()
+    loader.close()
+
+
+def test_a_signal_to_the_group_leaves_the_workers_alone(config):
+    """Without this the rank could not take the steps, or the save, that a signal asks for."""
+    import multiprocessing
+    import os
+
+    config.data.workers, config.data.prefetch = 2, 1
+    before = set(multiprocessing.active_children())
+    loader = Loader(config, 0, 1)
+    loader.next_step()
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    loader.peek()
+    assert len({os.getpgid(worker.pid) for worker in workers} | {os.getpgid(0)}) == 3
+    loader.close()
+    assert not any(worker.is_alive() for worker in workers)
 
 
 def test_resuming_continues_where_the_state_was_taken(config):
@@ -89,30 +271,94 @@ def test_resuming_continues_where_the_state_was_taken(config):
     loader.next_step()
     state = loader.state_dict()
     peeked = loader.peek()[0].tokens_BS
+    assert loader.state_dict() == state
     expected = [batch.tokens_BS for batch in loader.next_step()]
     assert torch.equal(peeked, expected[0])
 
-    resumed = Loader(config, 1, 2)
-    resumed.load_state_dict(state)
-    assert resumed.consumed == 24
-    assert all(torch.equal(a, b.tokens_BS) for a, b in zip(expected, resumed.next_step(), strict=True))
+    loader.load_state_dict(state)
+    assert loader.consumed == 24
+    assert all(torch.equal(a, b.tokens_BS) for a, b in zip(expected, loader.next_step(), strict=True))
 
 
 def test_resuming_on_other_data_is_refused_with_every_difference(config, tmp_path):
     state = Loader(config, 0, 1).state_dict()
-    config.training.seed, config.training.seq_len = 7, 16
-    (tmp_path / "a.txt").write_text("changed" * 100)
+    config.training.seed, config.training.seq_len, config.data.packing = 7, 16, "documents"
+    (tmp_path / "000.txt").write_text("another" * 100)
+    config.data.paths = [str(tmp_path)]
+    config.job.dump_folder = str(tmp_path / ".runs")
     with pytest.raises(ConfigError) as error:
         Loader(config, 0, 1).load_state_dict(state)
-    assert len(error.value.problems) == 3
+    assert len(error.value.problems) == 4
     assert "training.seed was 0" in error.value.problems[0] and "7 now" in error.value.problems[0]
+
+
+def test_held_out_documents_are_never_trained_on_and_the_rest_is(config):
+    config.data.packing, config.data.paths, config.training.global_batch_size = "best_fit", config.data.paths[1:], 4
+    (every,) = Loader(config, 0, 1).mix.sources
+    config.validation.held_out, config.validation.steps = 6, 0
+    (rest,) = Loader(config, 0, 1).mix.sources
+    sets = []
+    for source in (every, rest):
+        sets.append([tuple(source.packer.documents.read(a, b).tolist()) for a, b in bounds(source)])
+    assert sets[1] == [its for i, its in enumerate(sets[0]) if i % 6 != 5]
+    seen = []
+    for batches in ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out):
+        for batch in batches:
+            for tokens, labels, document in zip(batch.tokens_BS, batch.labels_BS, batch.document_BS, strict=True):
+                for number in set(document.tolist()) - {-1}:
+                    own = document == number
+                    seen.append((*tokens[own].tolist(), int(labels[own][-1])))
+    held = sorted(its for i, its in enumerate(sets[0]) if i % 6 == 5)
+    pairs = sorted(its[a : a + 33] for its in held for a in range(0, len(its) - 1, 32))
+    assert sorted(seen) == pairs
+
+
+def test_sources_too_small_to_hold_out_from(config):
+    config.validation.held_out, config.data.packing = 50, "best_fit"
+    (source,) = ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out).mix.sources
+    assert source.name == "short"  # 60 documents; the other has 40
+    config.validation.held_out = 70
+    with pytest.raises(ConfigError, match="keeps every 70th document, and no source has so many"):
+        ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out)
+
+
+@pytest.mark.parametrize("data_ranks", [1, 3])
+def test_a_validation_set_is_whole_once_and_alike_each_time(config, data_ranks):
+    config.validation.paths, config.validation.steps, config.training.local_batch_size = config.data.paths, 0, 1
+    sets = [ValidationSet(config, rank, data_ranks) for rank in range(data_ranks)]
+    rows = []
+    for _ in range(2):
+        found = Counter()
+        lengths = {sum(1 for _ in its) for its in sets}
+        assert len(lengths) == 1
+        for its in sets:
+            for batches in its:
+                for batch in batches:
+                    assert (batch.valid_BS.any(1) == batch.valid_BS.all(1)).all()
+                    found.update(tuple(row.tolist()) for row in batch.tokens_BS[batch.valid_BS.any(1)])
+        rows.append(found)
+    assert rows[0] == rows[1]
+    config.validation.steps = 1
+    assert sum(1 for _ in ValidationSet(config, 0, 1)) == 1
+    packers = [source.packer for source in sets[0].mix.sources]
+    assert sum(rows[0].values()) == sum(packer.per_epoch for packer in packers)
+
+
+def test_synthetic_tokens_are_about_zipf_and_fill_the_vocabulary(config):
+    config.data.source, config.data.paths, config.model.vocab_size, config.training.seq_len = "synthetic", [], 100, 2000
+    tokens = torch.tensor([sample[0] for step in step_samples(config, 1, 4) for sample in step.values()])
+    share = torch.bincount(tokens.flatten(), minlength=100) / tokens.numel()
+    rank = torch.arange(100.0)
+    expected = torch.log((rank + 2) / (rank + 1)) / torch.log(torch.tensor(101.0))
+    assert len(share) == 100
+    assert (share - expected).abs().max() < 0.005
 
 
 def test_the_standard_library_is_found_and_alike_on_every_rank():
     config = Config()
     a, b = Loader(config, 0, 2), Loader(config, 1, 2)
     assert a.state_dict() == b.state_dict()
-    assert len(a.source.tokens) > 1_000_000
+    assert a.mix.sources[0].packer.pairs > 1_000_000
     assert not torch.equal(a.peek()[0].tokens_BS, b.peek()[0].tokens_BS)
 
 
@@ -123,12 +369,17 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
         return error.value.problems
 
     (tmp_path / "empty").mkdir()
-    config.data.paths = [str(tmp_path / "gone"), str(tmp_path / "empty"), str(tmp_path / "a.txt")]
+    short = config.data.paths[0]
+    config.data.paths = [str(tmp_path / "gone"), str(tmp_path / "empty"), short]
     gone, empty = problems()
     assert "gone' does not exist" in gone and "empty' holds no files" in empty
 
-    config.data.paths, config.training.seq_len = [str(tmp_path / "a.txt")], 5000
-    assert "needs 5001 tokens" in problems()[0] and "has 1802" in problems()[0]
+    config.data.paths, config.training.seq_len = [short], 5000
+    tokens = sum(file.stat().st_size + 2 for file in Path(short).glob("*.txt"))
+    assert "needs 5001 tokens" in problems()[0] and f"has {tokens}" in problems()[0]
+
+    config.training.seq_len, config.training.global_batch_size = 200, 24
+    assert f"{tokens // 200} samples" in problems()[0] and "global_batch_size = 24" in problems()[0]
 
     config.training.seq_len, config.model.vocab_size = 32, 258
     assert "model.vocab_size = 258" in problems()[0] and "259 or more" in problems()[0]
@@ -136,3 +387,23 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
     config.data.source, config.model.vocab_size = "stdlib", 320
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "empty"))
     assert "finds no .py files" in problems()[0] and "data.paths" in problems()[0]
+
+    none = MemoryDocuments("none", np.zeros(0, np.int64), np.zeros(1, np.int64))
+    marks = MemoryDocuments("marks", np.full(9, 257), np.arange(10))
+    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [none, marks])
+    config.data.packing = "best_fit"
+    first, second = problems()
+    assert "none (data.source) holds no documents" in first and "one of two tokens" in second
+
+
+def test_a_loader_that_is_dropped_ends_its_thread(config):
+    import gc
+    import threading
+
+    loader = Loader(config, 0, 1)
+    loader.next_step()
+    threads = [t for t in threading.enumerate() if t.name == "titanmoe-data"]
+    assert module and threads
+    del loader
+    gc.collect()
+    assert not any(t.is_alive() for t in threads)

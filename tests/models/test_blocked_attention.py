@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from titanmoe.models.blocked_attention import BLOCK, blocked_attention
 
@@ -43,6 +44,35 @@ def both(dtype, S, heads, key_heads, width, value_width, documents, size=1.0):
 def test_equals_plain_attention_and_its_gradients(S, heads, key_heads, width, value_width, documents):
     for got, want in both(torch.float64, S, heads, key_heads, width, value_width, documents):
         assert (got - want).abs().max() <= 1e-12 * max(1.0, want.abs().max().item())
+
+
+RAGGED = [[400]], [[1] * 400], [[130, 1, 200, 69], [300, 100]], [[128, 128, 144], [127, 273]]
+
+
+@pytest.mark.parametrize("lengths", RAGGED, ids=["one", "each", "long and short", "at a border"])
+def test_documents_of_any_length(lengths):
+    document = torch.stack([torch.arange(len(its)).repeat_interleave(torch.tensor(its)) for its in lengths])
+    make = torch.Generator().manual_seed(1)
+    q, k, v, weight = (torch.randn(len(lengths), 2, 400, 4, generator=make, dtype=torch.float64) for _ in range(4))
+    leaves, results = [x.requires_grad_() for x in (q, k, v)], []
+    for attend in (blocked_attention, plain):
+        out = attend(*leaves, document)
+        results.append((out, *torch.autograd.grad((out * weight).sum(), leaves)))
+    for got, want in zip(*results, strict=True):
+        assert (got - want).abs().max() <= 1e-12 * max(1.0, want.abs().max().item())
+
+
+def test_work_is_that_of_the_documents():
+    """As data.balance_work counts it, to a block: 16 documents of a block each against one of all."""
+    cost = []
+    for length in (16 * BLOCK, BLOCK):
+        document = (torch.arange(16 * BLOCK) // length).unsqueeze(0)
+        x = [torch.randn(1, 2, 16 * BLOCK, 8, requires_grad=True) for _ in range(3)]
+        with FlopCounterMode(display=False) as counter:
+            blocked_attention(*x, document).sum().backward()
+        cost.append(counter.get_total_flops())
+    pairs = 16 * 17 / 2
+    assert cost[0] / cost[1] == pytest.approx(pairs / 16)
 
 
 def test_huge_scores_do_not_overflow():

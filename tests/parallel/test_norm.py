@@ -59,3 +59,18 @@ def test_the_norm_of_ones_counts_every_logical_parameter_once(changes: dict[str,
     for before, after in world.run(4, norms_of_ones, changes, 2.0):
         assert before == pytest.approx(math.sqrt(total), rel=1e-12)
         assert after == pytest.approx(2.0 * before / (before + 1e-6), rel=1e-12)
+
+
+def test_the_norm_of_narrow_numbers_is_that_of_wide_ones() -> None:
+    from titanmoe.parallel.norm import local_norms
+
+    generator = torch.Generator().manual_seed(0)
+    shapes = (3 * 4096 + 7, 5), (4096,), (0, 8), (1,), (70, 4096)
+    grads = [torch.randn(shape, generator=generator) * 10.0**i for i, shape in enumerate(shapes)]
+    grads.append(torch.randn(300, 500, generator=generator).t())
+    for norm, grad in zip(local_norms(grads), grads, strict=True):
+        assert norm.dtype == torch.float64
+        assert norm.item() == pytest.approx(grad.double().norm().item(), rel=1e-6)
+    in_double = [grad.double() for grad in grads]
+    for norm, grad in zip(local_norms(in_double), in_double, strict=True):
+        assert norm.item() == pytest.approx(grad.norm().item(), rel=1e-12)

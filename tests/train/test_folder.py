@@ -10,7 +10,7 @@ import pytest
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.train.folder import METRICS, claim, rewind
+from titanmoe.train.folder import EVENTS, EXPERTS, METRICS, claim, rewind
 
 
 @pytest.fixture
@@ -76,3 +76,23 @@ def test_a_run_that_begins_anew_in_an_old_folder_puts_the_old_lines_aside(tmp_pa
         assert (tmp_path / f"metrics-{n}.jsonl").read_text() == f'{{"step": {n}}}\n'
     rewind(tmp_path, 0)
     assert not (tmp_path / "metrics-3.jsonl").exists()
+
+
+def test_loads_go_the_way_of_the_metrics_and_of_events_only_spikes(tmp_path):
+    (tmp_path / METRICS).write_text('{"step": 1}\n{"step": 4}\n')
+    (tmp_path / EXPERTS).write_text('{"step":1,"load":{}}\n{"step":4,"load":{}}\n')
+    events = [(0, "start"), (2, "spike"), (3, "save"), (4, "spike"), (4, "save"), (3, "restart")]
+    lines = [json.dumps({"step": step, "kind": kind}) for step, kind in events]
+    (tmp_path / EVENTS).write_text("\n".join(lines) + '\n{"step": 4, "ki')
+    rewind(tmp_path, 3)
+    left = [json.loads(line) for line in (tmp_path / EVENTS).read_text().splitlines()]
+    assert [(line["step"], line["kind"]) for line in left] == [e for e in events if e != (4, "spike")]
+    assert (tmp_path / EXPERTS).read_text() == '{"step":1,"load":{}}\n'
+    assert (tmp_path / METRICS).read_text() == '{"step": 1}\n'
+
+
+def test_they_are_put_aside_together(tmp_path):
+    for name in (METRICS, EXPERTS, EVENTS):
+        (tmp_path / name).write_text('{"step": 7, "kind": "start"}\n')
+    rewind(tmp_path, 0)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["events-1.jsonl", "experts-1.jsonl", "metrics-1.jsonl"]

@@ -1,18 +1,23 @@
 import json
 import math
+import sys
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
+from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.models.count import flops_per_token, parameters
+from titanmoe.models.families import preset
 from titanmoe.train import metrics
 from titanmoe.train.folder import claim
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
 from titanmoe.train.runtime import Runtime
 
+LOAD = [100.0, 300.0, 0.0, 0.0]
 VALUES = {"loss": 5.5, "grad_norm": 1.25, "lr": 3e-4, "tokens": 1000.0, "imbalance": 1.5, "layers.3.imbalance": 1.5}
 
 
@@ -78,6 +83,25 @@ def test_rates_cover_the_time_since_the_last_line_and_the_first_step_stands_apar
         assert part in steps[1]
 
 
+def test_a_validation_is_always_told_and_its_time_is_in_no_other_figure(config, clock, capsys):
+    config.metrics.log_every = 4
+    told = make(config)
+    for step in range(1, 4):
+        clock[0] += 1.0
+        told.log(step, VALUES)
+    clock[0] += 1.0 + 5.0
+    config.training.steps = 9
+    told.log(5, VALUES | {"val_loss": 2.0, "val_perplexity": math.exp(2), "val_best": 1.5, "val_s": 5.0})
+    clock[0] += 1.0
+    told.log(6, VALUES | {"val_loss": 1.25, "val_perplexity": math.exp(1.25), "val_best": 1.25, "val_s": 0.0})
+    told.close()
+    _, line, _ = lines(told.folder)
+    assert line["step"] == 5 and line["val_best"] == 1.5
+    assert (line["step_time_s"], line["tokens_per_s"]) == (0.75, 1000.0)  # 3 s for 3 steps of 1,000 tokens, to step 5
+    shown = capsys.readouterr().out
+    assert "val loss 2.0000 (best 1.5000)  perplexity 7.39" in shown and "val loss 1.2500 (the best)" in shown
+
+
 def test_the_banner_names_model_mapping_and_batch_and_never_hides_forced_balance(config, capsys):
     config.parallelism.tp, config.parallelism.experts.ep = 2, 4
     config.training.local_batch_size, config.training.global_batch_size = 4, 16
@@ -118,17 +142,115 @@ def test_json_stays_strict_when_a_value_is_not_finite():
     }
 
 
-def test_tensorboard_holds_the_same_numbers(config):
+def test_tensorboard_holds_the_same_numbers_in_groups(config):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config.metrics.tensorboard = True
     told = make(config)
-    told.log(1, VALUES)
+    told.log(1, VALUES | {"layers.3.load": LOAD})
+    told.event(1, "spike", "loss 9")
     told.close()
     events = EventAccumulator(str(told.folder / "tensorboard"))
     events.Reload()
-    assert events.Scalars("loss")[0].value == 5.5
-    assert events.Scalars("imbalance/layer 3")[0].value == 1.5
+    assert events.Scalars("train/loss")[0].value == 5.5
+    assert events.Scalars("layers imbalance/layer 3")[0].value == 1.5
+    assert {"speed/tokens_per_s", "memory/memory_gib", "experts/imbalance", "train/loss_smoothed"} <= set(
+        events.Tags()["scalars"]
+    )
+    (image,) = events.Images("load/layer 3")
+    assert (image.width, image.height) == (400, 160)
+    assert events.Tags()["distributions"] or events.Histograms("load over its mean/layer 3")
+    config_text, spike = (events.Tensors(f"{name}/text_summary")[0].tensor_proto for name in ("config", "events/spike"))
+    assert b"[parallelism.experts]" in config_text.string_val[0] and spike.string_val == [b"loss 9"]
+
+
+def test_loads_have_a_file_of_their_own_and_never_swell_the_lines(config):
+    config.training.steps, config.metrics.experts_every = 7, 3
+    told = make(config)
+    for step in range(1, 8):
+        told.log(step, VALUES | {"layers.3.load": LOAD})
+    told.close()
+    found = [json.loads(line) for line in (told.folder / "experts.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in found] == [1, 3, 6, 7]
+    assert found[0]["load"] == {"3": [100, 300, 0, 0]}
+    assert all("layers.3.load" not in line for line in lines(told.folder))
+
+
+def test_loads_are_left_out_on_demand_and_thin_in_a_long_run(config):
+    config.metrics.experts_every = 0
+    told = make(config)
+    told.log(1, VALUES | {"layers.3.load": LOAD})
+    told.close()
+    assert (told.folder / "experts.jsonl").read_text() == ""
+    config.metrics.experts_every, config.training.steps, config.metrics.log_every = -1, 1500, 100
+    told = make(config)
+    for step in range(1, 11):
+        told.log(step, VALUES | {"layers.3.load": LOAD})
+    told.close()
+    assert len((told.folder / "experts.jsonl").read_text().splitlines()) == 4  # 1, 3, 6, 9
+
+
+def test_times_of_the_parts_are_per_step(config):
+    class Clock:
+        def take(self, steps: int) -> dict[str, float]:
+            return {"data": 6.0 / steps}
+
+    config.metrics.log_every = 3
+    told = make(config)
+    told.clock = Clock()
+    for step in (1, 2, 3, 4):
+        told.log(step, VALUES)
+    told.close()
+    assert [line["time.data"] for line in lines(told.folder)] == [6.0, 3.0, 6.0]
+
+
+def test_events_name_the_machine_a_spike_and_what_is_told(config, capsys):
+    config.training.steps, config.metrics.log_every = 40, 10
+    told = make(config)
+    for step in range(1, 31):
+        told.log(step, VALUES | {"loss": 9.0 if step == 25 else 3.0})
+    told.event(30, "stop", "loss nan")
+    told.close()
+    start, spike, stop = (json.loads(line) for line in (told.folder / "events.jsonl").read_text().splitlines())
+    assert (start["step"], start["kind"], start["environment"]["torch"]) == (0, "start", torch.__version__)
+    assert (spike["step"], spike["kind"]) == (25, "spike")  # a step between two lines
+    assert stop["text"] == "loss nan" and stop["time"].endswith("+00:00")
+    assert "step 25  SPIKE: loss 9.0000" in capsys.readouterr().out
+
+
+def test_the_config_lies_in_the_folder_and_is_a_recipe(config):
+    told = make(config)
+    told.close()
+    again = load(["--config", str(told.folder / "config.toml")], preset, lambda config: [])
+    assert again == config
+
+
+def test_weights_and_biases_get_the_same_and_one_run_stays_one(config, monkeypatch):
+    seen = []
+
+    class Run:
+        def __getattr__(self, name):
+            return lambda *args, **named: seen.append((name, args, named))
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **named: seen.append(("init", (), named)) or Run()
+    fake.Histogram = lambda values: ("histogram", values)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    config.metrics.wandb, config.checkpoint.enable = "titan", True
+    for _ in range(2):
+        told = make(config)
+        told.log(1, VALUES | {"layers.3.load": LOAD})
+        told.event(1, "spike", "loss 9")
+        told.event(1, "save", "step-00000001")
+        told.close()
+    names = [name for name, _, _ in seen]
+    assert names == ["init", "define_metric", "define_metric", "log", "alert", "finish"] * 2
+    first, again = (named for name, _, named in seen if name == "init")
+    assert first["project"] == "titan" and first["id"] == again["id"] and first["resume"] == "allow"
+    assert first["config"]["model"]["family"] == "mixtral"
+    logged = next(args[0] for name, args, _ in seen if name == "log")
+    assert logged["train/loss"] == 5.5 and logged["step"] == 1
+    assert logged["load/layer 3"] == ("histogram", LOAD)
 
 
 def test_peaks_of_known_gpus():

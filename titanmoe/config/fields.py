@@ -19,7 +19,7 @@ class Field(NamedTuple):
     table: str
     name: str
     kind: Any
-    """int, float, bool, str, list[int], list[str] or a Literal of strings."""
+    """int, float, bool, str, list[int], list[float], list[str] or a Literal of strings."""
     default: Any
 
     @property
@@ -37,7 +37,7 @@ class Field(NamedTuple):
         if self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.item:
-            return {int: "a list of integers", str: "a list of strings"}[self.item]
+            return {int: "a list of integers", float: "a list of numbers", str: "a list of strings"}[self.item]
         return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[self.kind]
 
 

@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from titanmoe.config.data_laws import of_samples
 from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
 
 
@@ -81,6 +82,12 @@ RANGES = {
     "model.top_groups": COUNT,
     "model.mtp_depth": Range(0, 1),
     "model.init_std": POSITIVE,
+    "data.weights": NOT_NEGATIVE,
+    "data.workers": NOT_NEGATIVE,
+    "data.prefetch": COUNT,
+    "validation.interval": NOT_NEGATIVE,
+    "validation.steps": NOT_NEGATIVE,
+    "validation.held_out": NOT_NEGATIVE,
     "training.steps": COUNT,
     "training.seq_len": COUNT,
     "training.local_batch_size": COUNT,
@@ -112,6 +119,7 @@ RANGES = {
     "parallelism.experts.edp_replicate": DERIVED,
     "pipeline.virtual_stages": DERIVED,
     "pipeline.layers_per_stage": NOT_NEGATIVE,
+    "moe.symm_mem_factor": COUNT,
     "moe.overlap_chunks": COUNT,
     "moe.capacity_factor": NOT_NEGATIVE,
     "moe.jitter": BELOW_ONE,
@@ -125,7 +133,10 @@ RANGES = {
     "checkpoint.keep_last": NOT_NEGATIVE,
     "checkpoint.keep_every": NOT_NEGATIVE,
     "metrics.log_every": COUNT,
+    "metrics.experts_every": Range(0, derived=True),
     "metrics.peak_tflops": NOT_NEGATIVE,
+    "profile.steps": COUNT,
+    "profile.ranks": NOT_NEGATIVE,
 }
 """By path; a list's range is its items'."""
 
@@ -158,9 +169,11 @@ def contradictions(config: Config) -> list[Violation]:
         *_rope(config.model),
         *_routing(config.model),
         *_data(config.data),
+        *(Violation(*law) for law in of_samples(config)),
         *_precision(config.training),
         *_dropping(config.moe),
         *_overlap(config.moe),
+        *_symmetric(config.moe),
         *_checkpoint(config.checkpoint),
     ]
 
@@ -352,15 +365,21 @@ def _routing(model: Model) -> Iterator[Violation]:
 
 
 def _data(data: Data) -> Iterator[Violation]:
-    if data.source == "text" and not data.paths:
+    if data.source == "files" and not data.paths:
         yield Violation(
             ("data.source", "data.paths"),
-            'data.source = "text" reads data.paths, which is empty: name files or folders, such as paths = ["corpus"]',
+            'data.source = "files" reads data.paths, which is empty: name files or folders, such as paths = ["corpus"]',
         )
     if data.source == "stdlib" and data.paths:
         yield Violation(
             ("data.source", "data.paths"),
-            'data.source = "stdlib" does not read data.paths, which is given: set source = "text", or paths = []',
+            'data.source = "stdlib" does not read data.paths, which is given: set source = "files", or paths = []',
+        )
+    if data.chat_template and data.format != "chat":
+        yield Violation(
+            ("data.chat_template", "data.format"),
+            f'data.chat_template = "{data.chat_template}" is for chats, and data.format = "{data.format}" reads none: '
+            'set format = "chat", or chat_template = ""',
         )
 
 
@@ -390,6 +409,23 @@ def _overlap(moe: MoE) -> Iterator[Violation]:
             ("moe.overlap_chunks", "moe.dispatcher"),
             f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all into chunks, and moe.dispatcher = "
             f'"{moe.dispatcher}" makes none: use dispatcher = "alltoall" or "hierarchical", or overlap_chunks = 1',
+        )
+
+
+def _symmetric(moe: MoE) -> Iterator[Violation]:
+    if moe.dispatcher != "symm_mem":
+        return
+    if moe.overlap_chunks > 1:
+        yield Violation(
+            ("moe.overlap_chunks", "moe.dispatcher"),
+            f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all by numbers of rows, which moe.dispatcher = "
+            '"symm_mem" leaves on the device: use dispatcher = "alltoall" or "hierarchical", or overlap_chunks = 1',
+        )
+    if moe.pad_to_capacity:
+        yield Violation(
+            ("moe.pad_to_capacity", "moe.dispatcher"),
+            'moe.pad_to_capacity = true makes every size static, so that moe.dispatcher = "symm_mem" has nothing to '
+            'spare the host: use dispatcher = "alltoall", which then does not wait either, or pad_to_capacity = false',
         )
 
 

@@ -129,10 +129,46 @@ class Model:
 class Data:
     """What to train on."""
 
-    source: Literal["stdlib", "text", "synthetic"] = "stdlib"
-    """stdlib: the Python standard library's own source, found on this machine. text: the files of `paths`. synthetic: counted random tokens, for benchmarks."""
+    source: Literal["stdlib", "files", "synthetic"] = "stdlib"
+    """stdlib: the Python standard library's own source, found on this machine. files: what `paths` names. synthetic: counted random tokens, for benchmarks."""
     paths: list[str] = field(default_factory=list)
-    """Text files or folders of them, for source = "text"."""
+    """For source = "files": files, folders of them, globs, or folders of token shards (`titanmoe tokenize`, for real runs). Each entry is one source of the mix."""
+    weights: list[float] = field(default_factory=list)
+    """Share of the samples that each entry of `paths` gives, in any unit. Empty: by number of tokens, so that all end an epoch together."""
+    format: Literal["auto", "text", "jsonl", "parquet", "chat", "tokens"] = "auto"
+    """Of the paths. auto: by extension, and token shards by their manifest. chat: JSONL or Parquet with messages, loss on the assistant's alone. The others: where extensions mislead."""
+    tokenizer: str = "bytes"
+    """bytes needs no file. Else a Hugging Face tokenizer.json or its folder. Token shards bring their own."""
+    chat_template: str = ""
+    """For chats, a Jinja file. Empty: the tokenizer folder's own."""
+    bad_lines: Literal["error", "skip"] = "error"
+    """What is no UTF-8, no JSON or lacks the field. error: names the line and ends. skip: leaves it out and says how many."""
+    cache: str = "cache"
+    """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. Large sets: `titanmoe tokenize` beforehand."""
+    packing: Literal["stream", "documents", "best_fit"] = "stream"
+    """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: so too, and whole documents are packed into few sequences, only longer ones cut, at the price of some padding: for fine-tuning and where cut documents hurt."""
+    balance_work: bool = False
+    """Share a step's samples out so that attention's work, which grows with the squares of documents' lengths, is even over data ranks and microbatches. For packing = "documents" or "best_fit" with few long documents among many short ones."""
+    workers: int = 0
+    """Processes per rank that read samples. 0: a thread of the rank does it, enough while data_wait_s (docs/metrics.md) is near 0."""
+    prefetch: int = 2
+    """Steps read ahead, by each worker where there are any. More where reading is uneven, at the price of memory."""
+    field: str = "text"
+    """Of each JSONL or Parquet record, the one that holds the text; chats have theirs in "messages" unless this says otherwise."""
+
+
+@dataclass
+class Validation:
+    """Loss on data that is not trained on, under the run's own mapping. It leaves no trace in training."""
+
+    interval: int = 0
+    """Steps between validations; the last step has one too. 0: none."""
+    steps: int = 10
+    """Batches of global_batch_size samples of a validation, the same ones each time. 0: the whole set."""
+    paths: list[str] = field(default_factory=list)
+    """What to validate on, as in data.paths; each entry has equal parts in `steps`."""
+    held_out: int = 0
+    """Every so many-th document of the training data, such as 100, is kept from training to validate on, also while interval = 0. 0: none is; give paths."""
 
 
 @dataclass
@@ -266,8 +302,10 @@ class Pipeline:
 class MoE:
     """Router, balance and dispatch. What belongs to the architecture (top_k, score_function, ...) is in [model]."""
 
-    dispatcher: Literal["alltoall", "allgather", "hierarchical"] = "alltoall"
-    """alltoall moves each token only to its experts' ranks. allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep. hierarchical is an all-to-all in which a token crosses to each node once, and is copied inside it: where ep x etp spans nodes and a token has several experts on one."""
+    dispatcher: Literal["alltoall", "allgather", "hierarchical", "symm_mem"] = "alltoall"
+    """alltoall moves each token only to its experts' ranks. allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep. hierarchical is an all-to-all in which a token crosses to each node once, and is copied inside it: where ep x etp spans nodes and a token has several experts on one. symm_mem is alltoall through symmetric memory (NVSHMEM), in which the host never waits for sizes: for GPUs of one NVLink domain that wait for the host."""
+    symm_mem_factor: float = 2.0
+    """symm_mem only: rows that a rank has room for, by what arrives under even routing. A step in which a rank would receive more is made again by alltoall, exactly (metric overflow_reruns): raise it if that happens often, lower it for memory. From ep on it never happens."""
     overlap_chunks: int = 1
     """Above 1: each expert's rows travel in so many all-to-alls, so that a chunk is under way while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. 1: off."""
     capacity_factor: float = 0.0
@@ -328,10 +366,28 @@ class Metrics:
 
     log_every: int = 1
     """Steps between console lines."""
+    console: Literal["auto", "live", "lines"] = "auto"
+    """live: one panel that stays in place. lines: one line per report, for files and log collectors. auto: live on a terminal."""
+    experts_every: int = -1
+    """Steps between lines of experts.jsonl, which hold the load of every expert of every layer. -1: about 500 lines in a whole run. 0: none, where even that is too much."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
+    wandb: str = ""
+    """Project of Weights & Biases to report to as well; needs its package (pip install "titanmoe[wandb]"). Empty: none."""
     peak_tflops: float = 0.0
     """Peak TFLOP/s of one device at the compute dtype, for MFU. 0: known GPUs are looked up, else no MFU is shown."""
+
+
+@dataclass
+class Profile:
+    """A closer look at single steps (docs/watching.md). Files go to profile/ in the run's folder."""
+
+    steps: list[int] = field(default_factory=list)
+    """Steps to trace with torch's profiler, such as [10, 11]; one file each. Take some after the first few, which are unlike the others. Empty: none."""
+    ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks that trace. One of each pipeline stage shows a pipeline; all of them is a lot of files."""
+    memory: Literal["none", "oom", "steps"] = "none"
+    """GPUs only: every allocation with its stack, as a snapshot when memory runs out (oom), or then and after each of `steps`. Costs a few percent of speed while it is on."""
 
 
 @dataclass
@@ -368,6 +424,7 @@ class Config:
     model: Model = field(default_factory=Model)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
+    validation: Validation = field(default_factory=Validation)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_schedule: LRSchedule = field(default_factory=LRSchedule)
     parallelism: Parallelism = field(default_factory=Parallelism)
@@ -377,3 +434,4 @@ class Config:
     compile: Compile = field(default_factory=Compile)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    profile: Profile = field(default_factory=Profile)

@@ -20,6 +20,8 @@ class Misfit(NamedTuple):
 def fit(value: Any, target: Field) -> Any:
     """The value as the field holds it, or a misfit."""
     if target.item:
+        if isinstance(value, list) and target.item is float:
+            value = [float(item) if type(item) is int and abs(item) < laws.LIMIT else item for item in value]
         if isinstance(value, list) and all(type(item) is target.item for item in value):
             return value
     elif target.choices:
@@ -68,7 +70,9 @@ def _correction(value: Any, target: Field) -> str:
         near = closest(str(value), target.choices)
         return f": did you mean {near}?" if near else ""
     if target.item:
-        sample = [value] if type(value) is target.item else {int: [1, 2], str: ["a", "b"]}[target.item]
+        sample = (
+            [value] if type(value) is target.item else {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"]}[target.item]
+        )
         return f": write it as {toml_value(sample)}"
     if isinstance(value, str) and parse(value, target.kind) is not None:
         return f": write {toml_value(parse(value, target.kind))}, without quotes"

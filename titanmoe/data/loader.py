@@ -1,64 +1,223 @@
 """The stateful loader: which samples a data rank sees in a step, and how far the run has come.
 
 Sample j of an optimizer step has the global number `samples consumed before the step + j`. Microbatch m of data rank d
-holds samples j = (m * data_ranks + d) * local_batch_size + b: a round over the data ranks takes consecutive samples.
+holds samples j = (m * data_ranks + d) * local_batch_size + b, a round over the data ranks taking consecutive samples,
+unless data.balance_work shares them out by their work.
 
-Shapes: M microbatches of a step, B samples of a microbatch, N = M * B, S positions, L = S + 1.
+Every rank plans every step: which pieces of which documents its samples are made of. Plans cost no reading and advance
+one state, alike on all ranks, so that it knows nothing of data ranks or workers. A rank then reads its own samples,
+ahead of the step that wants them: in a thread, or in worker processes. Each step comes with the state after it, and the
+loader's state is that of the last step handed out, however far plans and workers have gone on.
+
+Shapes: M microbatches of a step, B samples of a microbatch, N = M * B, S positions.
 """
 
 from __future__ import annotations
 
+import itertools
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
+from titanmoe.data.ahead import Ahead
 from titanmoe.data.batch import Batch
-from titanmoe.data.sources import open_source
+from titanmoe.data.documents import Documents
+from titanmoe.data.mix import Mix, Sample
+from titanmoe.data.pack import Arrays
+from titanmoe.data.sources import apart, training_sources, validation_sources
+from titanmoe.data.work import Work, assign
+
+Tensors = tuple[torch.Tensor | None, ...]
+"""A Batch's fields, with those of all microbatches in one."""
+
+
+class Share:
+    """Which samples of a step belong to a data rank."""
+
+    def __init__(self, config: Config, data_rank: int, data_ranks: int):
+        training = config.training
+        self.rank, self.ranks, self.size = data_rank, data_ranks, training.local_batch_size
+        per_round = self.size * data_ranks
+        self.global_batch_size = per_round if training.global_batch_size == -1 else training.global_batch_size
+        self.microbatches = self.global_batch_size // per_round
+        self.seq_len, self.apart = training.seq_len, apart(config)
+        every_MRB = np.arange(self.global_batch_size).reshape(self.microbatches, data_ranks, self.size)
+        self.in_turn_N = every_MRB[:, data_rank].ravel()
+
+    def batches(self, parts: Tensors) -> list[Batch]:
+        rows = [[None] * self.microbatches if x is None else x.chunk(self.microbatches) for x in parts]
+        return [Batch(*row) for row in zip(*rows, strict=True)]
+
+
+def tensors(arrays: Arrays, number_N: np.ndarray | None = None) -> Tensors:
+    return tuple(None if x is None else torch.from_numpy(x) for x in (*arrays, number_N))
+
+
+class Plan(NamedTuple):
+    """A rank's part of a step."""
+
+    samples: list[Sample]
+    number_N: np.ndarray | None
+    after: dict[str, Any]
+
+
+class Plans:
+    """Every step from here on, without end."""
+
+    def __init__(self, mix: Mix, share: Share, work: Work | None, consumed: int, state: list[list[int]]):
+        self.mix, self.share, self.work, self.consumed, self.at = mix, share, work, consumed, state
+
+    def __iter__(self) -> Iterator[Plan]:
+        share, consumed = self.share, self.consumed
+        self.mix.state = self.at
+        while True:
+            samples = self.mix.take(consumed, share.global_batch_size)
+            consumed += share.global_batch_size
+            number_N = share.in_turn_N
+            if self.work:
+                work_N = np.array([self.work(length_P) for length_P in self.mix.lengths(samples)])
+                number_N = assign(work_N, share.microbatches, share.ranks, share.size)[:, share.rank].ravel()
+            after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
+            yield Plan([samples[j] for j in number_N.tolist()], number_N if self.work else None, after)
+
+
+class Reader:
+    """From a plan to tensors; in a worker process, where there are any."""
+
+    def __init__(self, mix: Mix, share: Share):
+        self.mix, self.seq_len, self.apart = mix, share.seq_len, share.apart
+
+    def __getitem__(self, plan: Plan) -> tuple[Tensors, dict[str, Any]]:
+        return tensors(self.mix.read(plan.samples, self.seq_len, self.apart), plan.number_N), plan.after
 
 
 class Loader:
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
-        training = config.training
-        per_round = training.local_batch_size * data_ranks
-        self.global_batch_size = per_round if training.global_batch_size == -1 else training.global_batch_size
-        self.microbatches = self.global_batch_size // per_round
-        self.seed, self.seq_len = training.seed, training.seq_len
-        self.source = open_source(config)
-        self.consumed = 0
-        """Samples, over all data ranks."""
-        first_M = torch.arange(self.microbatches) * data_ranks + data_rank
-        self._sample_MB = first_M.unsqueeze(1) * training.local_batch_size + torch.arange(training.local_batch_size)
+        self.share = Share(config, data_rank, data_ranks)
+        self.global_batch_size, self.microbatches = self.share.global_batch_size, self.share.microbatches
+        self.seed, self.options = config.training.seed, config.data
+        self.mix, self.held_out = training_sources(config)
+        self.work = Work(config.model) if config.data.balance_work else None
+        self.waited = 0.0
+        """Seconds that the last step waited for its samples."""
+        self._ahead: Ahead | None = None
+        self._go_to(0, self.mix.state)
 
     def next_step(self) -> list[Batch]:
         """This data rank's microbatches of the next optimizer step."""
-        batches = self.peek()
-        self.consumed += self.global_batch_size
-        return batches
+        begin = time.perf_counter()
+        parts, after = self._reading().next()
+        self.waited = time.perf_counter() - begin
+        self.consumed, self.state = after["consumed"], after["sources"]
+        self.begun = [
+            f"data: {name} begins epoch {int(epoch) + 1}"
+            for name, epoch in after["epochs"].items()
+            if int(epoch) > int(self.epochs[name])
+        ]
+        self.epochs = after["epochs"]
+        return self.share.batches(parts)
 
     def peek(self) -> list[Batch]:
         """What next_step will return."""
-        window_NL = self.source.samples(self.consumed + self._sample_MB.flatten(), self.seq_len + 1)
-        tokens_NS, labels_NS = window_NL[:, :-1].contiguous(), window_NL[:, 1:].contiguous()
-        valid_NS = torch.ones_like(labels_NS, dtype=torch.bool)
-        rows = (x_NS.chunk(self.microbatches) for x_NS in (tokens_NS, labels_NS, valid_NS))
-        return [Batch(*parts) for parts in zip(*rows, strict=True)]
+        parts, _ = self._reading().peek()
+        return self.share.batches(parts)
 
-    def state_dict(self) -> dict[str, int | str]:
-        return {"consumed": self.consumed} | self._identity()
+    def report(self) -> dict[str, float]:
+        return {"data_wait_s": self.waited} | {f"data.epoch.{name}": epoch for name, epoch in self.epochs.items()}
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
+    def notes(self) -> dict[str, str]:
+        """What the run's header says of a mix."""
+        sources, packing = self.mix.sources, self.options.packing
+        total = sum(source.weight for source in sources)
+        shares = ", ".join(f"{source.name} {source.weight / total:.1%}" for source in sources)
+        notes = {"sources": f"{shares} of the samples"} if len(sources) > 1 else {}
+        even = ", shared out by their work" if self.work else ""
+        return notes if packing == "stream" else notes | {"packing": f"{packing}{even}"}
+
+    def close(self) -> None:
+        """End the thread and the workers that read ahead."""
+        if self._ahead is not None:
+            self._end()
+            self._ahead = None
+
+    def _reading(self) -> Ahead:
+        if self._ahead is None:
+            plans = Plans(self.mix, self.share, self.work, self.consumed, self.state)
+            reader = Reader(self.mix, self.share)
+            self._ahead = Ahead(reader, plans, self.options.workers, self.options.prefetch)
+            self._end = weakref.finalize(self, self._ahead.close)
+        return self._ahead
+
+    def _go_to(self, consumed: int, state: list[list[int]]) -> None:
+        self.close()
+        self.consumed = consumed
+        """Samples, over all data ranks."""
+        self.state = state
+        """Of each source."""
+        self.mix.state = state
+        self.epochs = self.mix.epochs
+        """How often each source has been gone through, as far as it can be."""
+        self.begun: list[str] = []
+        """What to say of sources that the last step began anew."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"consumed": self.consumed, "sources": self.state} | self._identity()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a run of the same samples stopped; the batch size and the number of data ranks may differ."""
-        names = {"seed": "training.seed", "seq_len": "training.seq_len", "source": "the data (its fingerprint)"}
+        names = {
+            "seed": "training.seed",
+            "seq_len": "training.seq_len",
+            "packing": "data.packing",
+            "source": "the data (its fingerprint)",
+        }
         problems = [
-            f"{names[name]} was {state[name]!r} when the state was saved and is {here!r} now: "
+            f"{names[name]} was {state.get(name)!r} when the state was saved and is {here!r} now: "
             "the samples already seen would not be known; keep it, or start a new run"
             for name, here in self._identity().items()
-            if state[name] != here
+            if state.get(name) != here
         ]
         if problems:
             raise ConfigError(problems)
-        self.consumed = int(state["consumed"])
+        self._go_to(int(state["consumed"]), state["sources"])
 
     def _identity(self) -> dict[str, int | str]:
-        """What the content of a sample with a given number depends on."""
-        return {"seed": self.seed, "seq_len": self.seq_len, "source": self.source.fingerprint}
+        """What the content of a sample with a given number depends on, beside the weights of sources."""
+        source = ", ".join(source.fingerprint for source in self.mix.sources)
+        return {"seed": self.seed, "seq_len": self.share.seq_len, "packing": self.options.packing, "source": source}
+
+
+class ValidationSet:
+    """The same samples each time: sources in turn, each until it ends, the last step filled up with padding."""
+
+    def __init__(self, config: Config, data_rank: int, data_ranks: int, held_out: Sequence[Documents] = ()):
+        self.share, self.steps = Share(config, data_rank, data_ranks), config.validation.steps
+        self.mix = validation_sources(config, held_out)
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        turns, share = self._turns(), self.share
+        for step in itertools.count(1):
+            samples: list[Sample | None] = list(itertools.islice(turns, share.global_batch_size))
+            if not samples:
+                return
+            samples += [None] * (share.global_batch_size - len(samples))
+            mine = [samples[j] for j in share.in_turn_N.tolist()]
+            yield share.batches(tensors(self.mix.read(mine, share.seq_len, share.apart)))
+            if step == self.steps:
+                return
+
+    def _turns(self) -> Iterator[Sample]:
+        going = [(k, source.packer.once()) for k, source in enumerate(self.mix.sources)]
+        while going:
+            for k, pieces in tuple(going):
+                following = next(pieces, None)
+                if following is None:
+                    going.remove((k, pieces))
+                else:
+                    yield Sample(k, following)

@@ -1,63 +1,162 @@
-"""Where samples come from. A sample is a function of (seed, its global number): every mapping sees the same ones.
+"""The sources of a run, opened, checked and laid out as sequences.
 
-Shapes: N samples, L tokens of one sample, V vocabulary.
+Shapes: L tokens of one sequence, S positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sysconfig
-from functools import cached_property
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.counted import bits, key, uniform
+from titanmoe.data.documents import Documents, MemoryDocuments
+from titanmoe.data.held_out import split
+from titanmoe.data.mix import Mix, Source
+from titanmoe.data.open import open_documents
+from titanmoe.data.pack import Arrays, BestFit, Pieces, Stream
 from titanmoe.data.tokenizer import ByteTokenizer
 
+STDLIB = "stdlib"
 # Tests hold little prose and much data; site-packages differ between machines.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test"}
 
 
-class Corpus:
-    """Documents as one long row of tokens; a sample is a window of it at a counted offset."""
-
-    def __init__(self, tokens: Tensor, seed: int):
-        self.tokens = tokens
-        self._key = key("sample", seed)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        return "text:" + hashlib.blake2b(self.tokens.numpy(), digest_size=8).hexdigest()
-
-    def samples(self, number_N: Tensor, length: int) -> Tensor:
-        """(N, L), int64."""
-        offset_N = (bits(self._key, number_N) & (2**63 - 1)) % (len(self.tokens) - length + 1)
-        return self.tokens[offset_N.unsqueeze(1) + torch.arange(length)].to(torch.int64)
-
-
 class Synthetic:
-    """Random tokens, token t about as frequent as 1 / (t + 1), as words are in text (Zipf)."""
+    """Random tokens, token t about as frequent as 1 / (t + 1), as words are in text (Zipf). They never end."""
 
-    def __init__(self, vocab_size: int, seed: int):
-        self.vocab_size = vocab_size
-        self.fingerprint = f"synthetic:{vocab_size}"
-        self._key = key("synthetic", seed)
+    epochs = None
 
-    def samples(self, number_N: Tensor, length: int) -> Tensor:
-        """(N, L), int64: floor((V + 1)^u) - 1 with u uniform has P(t) = ln((t + 2) / (t + 1)) / ln(V + 1)."""
-        u_NL = uniform(bits(self._key, number_N).unsqueeze(1), torch.arange(length), torch.float64)
-        return ((self.vocab_size + 1.0) ** u_NL).to(torch.int64).clamp(max=self.vocab_size) - 1
+    def __init__(self, vocab_size: int, seq_len: int, seed: int, held_out: bool = False):
+        self.vocab_size, self.seq_len, self.taken = vocab_size, seq_len, 0
+        self._key = key("synthetic held out" if held_out else "synthetic", seed)
+
+    def take(self, count: int) -> list[Pieces]:
+        number_N = np.arange(self.taken, self.taken + count)
+        self.taken += count
+        whole_1 = np.array([self.seq_len])
+        return [Pieces(number_N[i : i + 1], whole_1) for i in range(count)]
+
+    def once(self) -> Iterator[Pieces]:
+        while True:
+            yield from self.take(1)
+
+    @property
+    def state(self) -> list[int]:
+        return [self.taken]
+
+    @state.setter
+    def state(self, state: list[int]) -> None:
+        (self.taken,) = state
+
+    def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
+        return [pieces.pairs_P for pieces in sequences]
+
+    def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
+        """floor((V + 1)^u) - 1 with u uniform has P(t) = ln((t + 2) / (t + 1)) / ln(V + 1)."""
+        number_1 = bits(self._key, torch.from_numpy(pieces.start_P))
+        u_L = uniform(number_1, torch.arange(self.seq_len + 1), torch.float64)
+        tokens = (((self.vocab_size + 1.0) ** u_L).to(torch.int64).clamp(max=self.vocab_size) - 1).numpy()
+        out.tokens_NS[n], out.labels_NS[n], out.valid_NS[n] = tokens[:-1], tokens[1:], True
 
 
-def open_source(config: Config) -> Corpus | Synthetic:
-    seed = config.training.seed
+def apart(config: Config) -> bool:
+    """Whether the documents of a sequence are kept from each other."""
+    return config.data.packing != "stream"
+
+
+def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
+    """And the documents that are held out of it."""
+    data, training, every = config.data, config.training, config.validation.held_out
+    if data.source == "synthetic":
+        packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed)
+        return Mix([Source("synthetic", f"synthetic:{config.model.vocab_size}", 1.0, packer)], training.seed), ()
+    documents = _open(config, data.paths if data.source == "files" else [STDLIB])
+    where = "data.paths" if data.source == "files" else "data.source"
+    held_out: Sequence[Documents] = ()
+    if every:
+        documents, held_out = zip(*(split(its, every) for its in documents), strict=True)
+        where = f"{where}, without what validation.held_out = {every} keeps"
+    return _mix(config, documents, data.weights, where, training.global_batch_size), held_out
+
+
+def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
+    training, validation = config.training, config.validation
+    if validation.paths:
+        return _mix(config, _open(config, validation.paths), [], "validation.paths", 1)
     if config.data.source == "synthetic":
-        return Synthetic(config.model.vocab_size, seed)
+        packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed, held_out=True)
+        return Mix([Source("synthetic", "", 1.0, packer)], training.seed)
+    some = [its for its in held_out if len(its)]
+    if not some:
+        raise ConfigError(
+            [
+                f"validation.held_out = {validation.held_out} keeps every {validation.held_out}th document, and no "
+                "source has so many: lower it, or name validation.paths"
+            ]
+        )
+    return _mix(config, some, [], f"what validation.held_out = {validation.held_out} keeps", 1)
+
+
+def _mix(config: Config, documents: Sequence[Documents], weights: list[float], where: str, least: int) -> Mix:
+    """least: sequences that the sources must have together."""
+    seq_len, seed, problems, sources = config.training.seq_len, config.training.seed, [], []
+    for k, its in enumerate(documents):
+        seen = sum(other.name == its.name for other in documents[:k])
+        name = f"{its.name}-{seen + 1}" if seen else its.name
+        # Each source shuffles in an order of its own.
+        own = seed if k == 0 else key("source", seed, k)
+        packer: Stream | BestFit
+        if config.data.packing == "best_fit":
+            packer = BestFit(its, seq_len, own)
+        else:
+            packer = Stream(its, seq_len, own, apart(config))
+        tokens = int(its.starts[len(its)])
+        if not len(its):
+            problems.append(f"{name} ({where}) holds no documents: leave it out, or give it some")
+        elif not packer.per_epoch:
+            problems.append(
+                f"training.seq_len = {seq_len} needs {seq_len + 1} tokens per sample, {name} ({where}) has {tokens}: "
+                "lower seq_len or add text"
+                if config.data.packing != "best_fit"
+                else f"{name} ({where}) holds {len(its)} documents but only {tokens} tokens, and one of two tokens is "
+                "the least to learn from: give it longer ones"
+            )
+        weight = weights[k] if weights else float(tokens)
+        sources.append(Source(name, its.fingerprint, weight, packer))
+    there = sum(source.packer.per_epoch for source in sources)
+    if not problems and there < least:
+        problems.append(
+            f"{where} hold{'s' * (len(sources) == 1)} {there} samples of training.seq_len = {seq_len}, fewer than "
+            f"training.global_batch_size = {least}: lower either, or add text"
+        )
+    if problems:
+        raise ConfigError(problems)
+    return Mix(sources, seed)
+
+
+def _open(config: Config, paths: list[str]) -> list[Documents]:
+    """One source per entry."""
+    found, problems = [], []
+    for path in paths:
+        try:
+            found.append(_documents(config, path))
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _documents(config: Config, path: str) -> Documents:
+    if config.data.source != "stdlib" or path != STDLIB:
+        return open_documents(config, path)
     tokenizer = ByteTokenizer()
     if config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(
@@ -66,44 +165,17 @@ def open_source(config: Config) -> Corpus | Synthetic:
                 f"use {tokenizer.vocab_size} or more (320 suits tp up to 64)"
             ]
         )
-    files, origin = _stdlib_files() if config.data.source == "stdlib" else _text_files(config.data.paths)
-    tokens = torch.cat([tokenizer.document(_read(file)) for file in files])
-    if len(tokens) <= config.training.seq_len:
-        raise ConfigError(
-            [
-                f"training.seq_len = {config.training.seq_len} needs {config.training.seq_len + 1} tokens per sample, "
-                f"{origin} has {len(tokens)}: lower seq_len or add text to data.paths"
-            ]
-        )
-    return Corpus(tokens, seed)
-
-
-def _stdlib_files() -> tuple[list[Path], str]:
     root = Path(sysconfig.get_path("stdlib"))
     files = [file for file in _walk(root, NOT_STDLIB) if file.suffix == ".py"]
     if not files:
         raise ConfigError(
             [
                 f'data.source = "stdlib" finds no .py files under {root}, this Python\'s library: '
-                'use data.source = "text" with data.paths'
+                'use data.source = "files" with data.paths'
             ]
         )
-    return files, f"the standard library's source under {root}"
-
-
-def _text_files(paths: list[str]) -> tuple[list[Path], str]:
-    files: list[Path] = []
-    problems: list[str] = []
-    for name in paths:
-        path = Path(name).expanduser()
-        found = [path] if path.is_file() else _walk(path, set())
-        if not found:
-            why = "holds no files" if path.is_dir() else f"does not exist (looked for {path.absolute()})"
-            problems.append(f"data.paths: {name!r} {why}")
-        files += found
-    if problems:
-        raise ConfigError(problems)
-    return files, f"data.paths = {paths}"
+    tokens = [tokenizer.document(_read(file)).numpy() for file in files]
+    return MemoryDocuments(STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(its) for its in tokens])))
 
 
 def _walk(root: Path, skipped: set[str]) -> list[Path]:

@@ -1,11 +1,36 @@
-"""A tokenizer that needs no vocabulary: one token per byte."""
+"""Text to tokens: bytes, which need no vocabulary, or any Hugging Face tokenizer.json.
+
+Shapes: T tokens of a text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from titanmoe.config import ConfigError
+
+if TYPE_CHECKING:  # the processes of `titanmoe tokenize` have no use for torch
+    from torch import Tensor
+
+FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+END_MARKS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
+"""Looked for where no tokenizer_config.json names one."""
+PIECE = 1 << 20
+"""Characters encoded at once: an encoding takes some hundred bytes per token."""
+
+
+class Placed(NamedTuple):
+    """Tokens of a text, and the characters [begin, end) that each stands for."""
+
+    tokens_T: np.ndarray
+    begin_T: np.ndarray
+    end_T: np.ndarray
 
 
 class ByteTokenizer:
@@ -13,9 +38,19 @@ class ByteTokenizer:
 
     bos, eos, pad = 256, 257, 258
     vocab_size = 259
+    identity = "bytes"
+    marks: dict[str, str] = {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
+
+    def place(self, text: str) -> Placed:
+        (tokens_T,) = self.encode_all([text])
+        begin_T = np.cumsum((tokens_T & 0xC0) != 0x80) - 1  # 10xxxxxx goes on with a character
+        return Placed(tokens_T, begin_T, begin_T + 1)
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Marks are left out; bytes that are no UTF-8 become U+FFFD."""
@@ -23,8 +58,137 @@ class ByteTokenizer:
 
     def document(self, data: bytes) -> Tensor:
         """A whole document between its marks, as int16: half a corpus's memory is worth a cast per batch."""
+        import torch
+
         tokens = torch.empty(len(data) + 2, dtype=torch.int16)
         tokens[0], tokens[-1] = self.bos, self.eos
         if data:
             tokens[1:-1] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         return tokens
+
+
+class JsonTokenizer:
+    """A tokenizer.json. Its begin mark is the one it puts before a text by itself; its end mark is named beside it."""
+
+    def __init__(self, file: Path):
+        import tokenizers
+
+        try:
+            self._source = file.read_text(encoding="utf-8")
+            self._marking = tokenizers.Tokenizer.from_str(self._source)
+            self._plain = tokenizers.Tokenizer.from_str(self._source)
+        except OSError as error:
+            raise ConfigError([f"{file}: {error.strerror}"]) from None
+        except Exception as error:  # the package has no class of its own
+            raise ConfigError([f"{file} is no tokenizer.json that tokenizers reads: {error}"]) from None
+        for tokenizer in (self._plain, self._marking):
+            tokenizer.no_padding()
+            tokenizer.no_truncation()
+        # A web page that holds "<|endoftext|>" as text must not end a document.
+        self._plain.encode_special_tokens = True
+        self.file = file
+        self._settings = _settings(file.parent / SETTINGS)
+        self.vocab_size = max(self._plain.get_vocab(with_added_tokens=True).values()) + 1
+        before, after = self._added()
+        self.bos = self._named("bos_token") if self._settings.get("add_bos_token") else before
+        self.eos = self._end(after)
+        self.marks = {name: text for name in ("bos_token", "eos_token") if (text := _text(self._settings.get(name)))}
+        self.marks.setdefault("eos_token", self._plain.id_to_token(self.eos))
+        if self.bos is not None:
+            self.marks.setdefault("bos_token", self._plain.id_to_token(self.bos))
+        digest = hashlib.blake2b(self._source.encode(), digest_size=8).hexdigest()
+        self.identity = f"{digest} bos {self.bos} eos {self.eos}"
+
+    def encode_all(self, texts: list[str]) -> list[np.ndarray]:
+        """Without marks; what looks like one in a text is text."""
+        pieces = [(number, piece) for number, text in enumerate(texts) for piece in _pieces(text)]
+        codes = self._plain.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
+        found: list[list[np.ndarray]] = [[] for _ in texts]
+        for (number, _), code in zip(pieces, codes, strict=True):
+            found[number].append(np.array(code.ids, np.uint32))
+        return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in found]
+
+    def place(self, text: str) -> Placed:
+        """What looks like a mark is one: a chat template wrote it."""
+        code = self._marking.encode(text, add_special_tokens=False)
+        offset_T2 = np.array(code.offsets, np.int64).reshape(-1, 2)
+        return Placed(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])
+
+    def decode(self, tokens: Iterable[int]) -> str:
+        return self._plain.decode(list(tokens))
+
+    def _added(self) -> tuple[int | None, int | None]:
+        """The tokens that the file itself puts before and after a text."""
+        plain = self._marking.encode("a", add_special_tokens=False).ids
+        ids = self._marking.encode("a").ids
+        at = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
+        after = ids[at + len(plain) :]
+        return ids[0] if at else None, after[0] if after else None
+
+    def _named(self, name: str) -> int:
+        text = _text(self._settings.get(name))
+        token = None if text is None else self._plain.token_to_id(text)
+        if token is None:
+            where = self.file.parent / SETTINGS
+            raise ConfigError([f"{where}: {name} is {text!r}, which is no token of {self.file}"])
+        return token
+
+    def _end(self, after: int | None) -> int:
+        if self._settings.get("eos_token") is not None:
+            return self._named("eos_token")
+        if after is not None:
+            return after
+        found = [token for text in END_MARKS if (token := self._plain.token_to_id(text)) is not None]
+        if len(found) != 1:
+            many = "several tokens that could be it" if found else "no token of a usual name"
+            raise ConfigError(
+                [
+                    f"{self.file} does not say which token ends a document, and has {many}: put a {SETTINGS} beside "
+                    'it that does, such as {"eos_token": "</s>"}'
+                ]
+            )
+        return found[0]
+
+
+Tokenizer = ByteTokenizer | JsonTokenizer
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """ "bytes", a tokenizer.json, or the folder that holds one."""
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    file = path / FILE if path.is_dir() else path
+    if not file.is_file():
+        raise ConfigError(
+            [f'tokenizer {name!r}: there is no file {file.absolute()}: name a {FILE}, its folder or "bytes"']
+        )
+    return JsonTokenizer(file)
+
+
+def _settings(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError([f"{file} is no JSON: {error}"]) from None
+    return found if isinstance(found, dict) else {}
+
+
+def _text(mark: Any) -> str | None:
+    """A mark is written as text, or as an object with its content."""
+    return mark.get("content") if isinstance(mark, dict) else mark
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Cut behind line ends that text follows, where no usual pre-tokenizer joins what lies on both sides."""
+    at = 0
+    while len(text) - at > PIECE:
+        cut = at + PIECE
+        while (cut := text.rfind("\n", at, cut)) > at and text[cut + 1].isspace():
+            pass
+        cut = cut + 1 if cut > at else at + PIECE
+        yield text[at:cut]
+        at = cut
+    yield text[at:]

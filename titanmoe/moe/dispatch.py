@@ -27,6 +27,7 @@ from torch import Tensor
 
 from titanmoe.comm import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
 from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens, to_weighted_rows
+from titanmoe.region import named
 
 
 class Way(NamedTuple):
@@ -54,7 +55,7 @@ class Route(NamedTuple):
     way: Any = None
 
 
-class _Dispatcher:
+class Dispatcher:
     """The pieces as they are where nothing is ever under way: a dispatcher need only know dispatch and combine."""
 
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
@@ -83,7 +84,7 @@ class _Dispatcher:
         return y_TD
 
 
-class _InPieces(_Dispatcher):
+class _InPieces(Dispatcher):
     """A dispatcher made of the pieces. What dispatch and combine do at once is for a single chunk."""
 
     def dispatch(
@@ -238,7 +239,7 @@ class Hierarchical(_InPieces):
         return to_tokens(y_RD, home.source_R, home.slot_TJ, self.kernels)
 
 
-class AllGather(_Dispatcher):
+class AllGather(Dispatcher):
     """Every rank of ep x etp sees every token of the group and picks what its experts want; the sums scatter back.
 
     Per rank and direction: T * (G - 1) rows of D elements whatever top_k is, in even pieces. Fits a group of two or so,
@@ -292,6 +293,7 @@ def cut(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int) -> tuple[Ten
     return number_TK, *sort_by_expert(number_TK, chunks * num_experts)
 
 
+@named("permute")
 def lay_out(
     chosen_TK: Tensor, order: Tensor, count_E: Tensor, ep: int, etp: int, bin: int, rows: int
 ) -> tuple[Tensor, Tensor]:
@@ -322,6 +324,7 @@ def lay_out(
     return entry[:rows], slot
 
 
+@named("permute")
 def copy_rows(
     x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor, Route]:
@@ -331,6 +334,7 @@ def copy_rows(
     return *to_weighted_rows(x_TD, weights_TK, entry_R, route.slot_TJ, kernels), route
 
 
+@named("permute")
 def by_expert(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """The order (and its inverse) that turns rows sorted by (sender, expert) into rows sorted by (expert, sender)."""
     start_Ge = (count_Ge.flatten().cumsum(0) - count_Ge.flatten()).view_as(count_Ge)

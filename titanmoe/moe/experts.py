@@ -24,9 +24,14 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
-    """Rows of expert i times its matrix, one product per expert. Empty groups give exact zero gradients."""
-    groups = x_RD.split(count_e.tolist())
-    return torch.cat([x @ w.t() for x, w in zip(groups, w_eFD.unbind(), strict=True)])
+    """Rows of expert i times its matrix, one product per expert. Empty groups give exact zero gradients.
+
+    Rows after the last expert's, which only a static buffer has, are zero here and anything in `grouped_product`.
+    """
+    sizes = count_e.tolist()
+    *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
+    products = [x @ w.t() for x, w in zip(groups, w_eFD.unbind(), strict=True)]
+    return torch.cat([*products, unused.new_zeros(unused.shape[0], w_eFD.shape[1])])
 
 
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
@@ -37,7 +42,8 @@ def grouped_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
 def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count_e: Tensor) -> Tensor:
     """Of the weights (e, D, F): the sum over an expert's rows of their outer products."""
     sizes = count_e.tolist()
-    return torch.stack([g.t() @ h for g, h in zip(grad_RD.split(sizes), h_RF.split(sizes), strict=True)])
+    pieces = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
+    return torch.stack([g.t() @ h for g, h in pieces])
 
 
 def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count_e: Tensor) -> Tensor:
@@ -152,6 +158,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1], dtype=dtype))
+        self.unused_rows = options.dispatcher == "symm_mem"
         self.w1_bias = self.w3_bias = self.w2_bias = None
         if model.expert_biases:
             self.w1_bias, self.w3_bias = (nn.Parameter(torch.empty(shape[:2], dtype=dtype)) for _ in range(2))
@@ -190,6 +197,9 @@ class Experts(nn.Module):
         of_Re = rows_of(count_e, x_RD.shape[0], gate_RF.dtype)
         gate_RF = torch.addmm(gate_RF, of_Re, local(self.w1_bias))
         up_RF = torch.addmm(up_RF, of_Re, local(self.w3_bias))
+        if self.unused_rows:  # a product with 0 would not keep what is no number out of the biases' gradients
+            used_R1 = torch.arange(x_RD.shape[0], device=x_RD.device).unsqueeze(1) < count_e.sum()
+            gate_RF, up_RF = gate_RF.where(used_R1, 0), up_RF.where(used_R1, 0)
         y_RD = down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, *how)
         # The etp ranks of an expert return summands: each adds the bias to columns of its own.
         bias_ed = local(self.w2_bias)

@@ -6,6 +6,7 @@ Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,8 @@ class MoE(nn.Module):
         self.router = Router(model, options, seed, layer, dtype)
         self.balance = Balance(model, options, microbatches)
         self.capacity = Capacity(model, options) if options.capacity_factor else None
-        kinds = {"alltoall": AllToAll, "allgather": AllGather, "hierarchical": Hierarchical}
+        # symm_mem has the step's own in its place while a step runs: titanmoe.moe.symmetric.
+        kinds = {"alltoall": AllToAll, "symm_mem": AllToAll, "allgather": AllGather, "hierarchical": Hierarchical}
         self.dispatcher = kinds[options.dispatcher](model.num_experts, options.overlap_chunks, options.kernels)
         self.experts = Experts(model, options, dtype)
         self.shared = shared
@@ -81,7 +83,7 @@ def finish_step(
     world: Group,
     bias_update_rate: float,
     device: torch.device,
-) -> dict[int, dict[str, float]]:
+) -> dict[int, dict[str, Any]]:
     """Once per optimizer step: add up what every rank and microbatch counted, move the selection biases, and tell.
 
     `numbers` are all MoE layers of the model, `mine` those of this rank's stages: one table, one sum over the world.
@@ -109,5 +111,6 @@ def finish_step(
             "imbalance": max(counts) / mean if mean else 1.0,
             "router_entropy": values["entropy"] / tokens,
             "dropped_fraction": values["dropped"] / sum(counts) if mean else 0.0,
+            "load": counts,
         }
     return report

@@ -36,7 +36,7 @@ class Router(nn.Module):
         """Logits (T, E), scores (T, E), weights of the chosen (T, K), the chosen (T, K), and the counts (B, E)."""
         wide = torch.promote_types(x_TD.dtype, self.wide)
         x_TD = x_TD.to(wide)
-        if self.options.jitter:
+        if self.options.jitter and torch.is_grad_enabled():  # noise is for training
             x_TD = x_TD * self._jitter(tokens.index_T, wide)
         bias_E = None if self.bias is None else local(self.bias).to(wide)
         logits_TE = F.linear(x_TD, local(self.weight).to(wide), bias_E)

@@ -32,7 +32,7 @@ def shifted(batch: Batch) -> tuple[Tensor, Tensor]:
 
     Without label where a sample ends, or where the next token begins another document.
     """
-    ids, labels, _, document = batch
+    ids, labels, document = batch.tokens_BS, batch.labels_BS, batch.document_BS
     beyond = labels[:, -1:].where(labels[:, -1:] != IGNORE, ids[:, -1:])
     later = F.pad(labels[:, 1:], (0, 1), value=IGNORE)
     if document is not None:
@@ -45,12 +45,14 @@ def cut(
 ) -> Slice:
     """further: with what multi-token prediction needs."""
     next_BL, later_BL = shifted(batch) if further else (None, None)
-    ids, labels, valid, document = (x if x is None else x.to(device, non_blocking=True) for x in batch)
+    ids, labels, valid, document, position, number = (
+        x if x is None else x.to(device, non_blocking=True) for x in batch
+    )
     samples, length = ids.shape
-    position = torch.arange(length, device=device).expand(samples, length)
+    place = torch.arange(length, device=device).expand(samples, length)
     first = (microbatch * meshes.data.size + meshes.data.rank) * samples
     sample = torch.arange(samples, device=device).unsqueeze(1).expand(samples, length)
-    index = (first + sample) * length + position
+    index = (first + sample if number is None else number.unsqueeze(1)) * length + place
 
     def over_cp(x: Tensor) -> Tensor:
         return placement.cut(x.to(device, non_blocking=True), meshes.cp.rank).contiguous()
@@ -59,7 +61,7 @@ def cut(
         return over_cp(x).chunk(meshes.tp.size, 1)[meshes.tp.rank].flatten()
 
     tokens = Tokens(
-        position_BS=over_cp(position),
+        position_BS=over_cp(place if position is None else position),
         index_T=owned(index),
         sample_T=owned(sample),
         valid_T=owned(valid),

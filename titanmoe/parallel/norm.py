@@ -8,8 +8,12 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.linalg import vector_norm
 
 from titanmoe.comm import Group, all_reduce
+
+ROW = 4096
+"""Numbers whose squares are added up in their own dtype."""
 
 
 def replicas(parameter: nn.Parameter) -> int:
@@ -25,13 +29,26 @@ def local_grad(parameter: nn.Parameter) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
+def local_norms(grads: list[Tensor]) -> list[Tensor]:
+    """float64. On CPUs, where torch would copy a tensor to widen it: of rows in their own dtype, widened then."""
+    if grads[0].device.type != "cpu":
+        return torch._foreach_norm(grads, 2, dtype=torch.float64)
+    return [torch.cat([vector_norm(rows, dim=1).double() for rows in _rows(grad)]).norm() for grad in grads]
+
+
+def _rows(grad: Tensor) -> tuple[Tensor, ...]:
+    flat = grad.reshape(-1)
+    whole = len(flat) // ROW * ROW
+    return flat[:whole].view(-1, ROW), flat[whole:].view(1, -1)
+
+
 @torch.no_grad()
 def grad_norm(parameters: dict[str, nn.Parameter], world: Group, copies: tuple[str, ...] = ()) -> Tensor:
     """Each rank adds its pieces' squares, divided by how many hold the same piece: one sum over the world.
 
     copies: names of one matrix, on different stages.
     """
-    norms = torch._foreach_norm([local_grad(p) for p in parameters.values()], 2, dtype=torch.float64)
+    norms = local_norms([local_grad(p) for p in parameters.values()])
     share = [1 / (replicas(p) * (len(copies) if name in copies else 1)) for name, p in parameters.items()]
     squares = torch.stack(norms).square() * torch.tensor(share, dtype=torch.float64, device=norms[0].device)
     return all_reduce(squares.sum(), world).sqrt()

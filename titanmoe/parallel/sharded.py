@@ -59,5 +59,7 @@ def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
     fully_shard(model, **options, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)
+            alone = (meshes.expert_data if isinstance(module, Experts) else meshes.dense_data).size() == 1
+            if not alone:  # where there is nothing to sum, torch would divide by 1.0, number by number
+                module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.runtime import Runtime, say
 from titanmoe.train.signals import Signals
+from titanmoe.train.validation import Validation
 
 
 class Training(Protocol):
@@ -31,6 +33,7 @@ class Training(Protocol):
     step: int
     tokens: float
     loader: Loader
+    validation: Validation | None
     optimizer: Optimizer
     parameters: dict[str, nn.Parameter]
     buffers: dict[str, Tensor]
@@ -44,6 +47,7 @@ class Checkpoints:
         self.group = dist.group.WORLD if self.world > 1 else None
         self.signals = Signals()
         self.saver = self._saver() if self.options.enable else None
+        self.tell: Callable[[int, str, str], None] = lambda step, kind, text: None
 
     def _saver(self) -> Saver:
         try:
@@ -152,6 +156,8 @@ class Checkpoints:
         if model_only:
             return []
         trainer.step, trainer.tokens = saved.record["step"], saved.record["tokens"]
+        if trainer.validation:
+            trainer.validation.load_state_dict(saved.record.get("validation", {}))
         trainer.optimizer.resume(trainer.step)
         return state.differences(saved.record, self.config)
 
@@ -209,4 +215,9 @@ class Checkpoints:
     def _save(self) -> float:
         trainer = self.trainer
         record = state.record(self.config, trainer.fold, trainer.step, trainer.tokens, trainer.loader.state_dict())
-        return self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)
+        if trainer.validation:
+            record["validation"] = trainer.validation.state_dict()
+        blocked = self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)
+        name = layout.name_of(trainer.step)
+        self.tell(trainer.step, "save", f"{name}, for which training stood still {blocked:.2f} s")
+        return blocked

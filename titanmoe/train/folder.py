@@ -13,6 +13,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 
 METRICS, LOCK = "metrics.jsonl", "lock"
+EXPERTS, EVENTS, CONFIG = "experts.jsonl", "events.jsonl", "config.toml"
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:
@@ -52,23 +53,30 @@ def _locked(folder: Path) -> TextIO:
 
 
 def rewind(folder: Path, step: int) -> None:
-    """Forget the lines of steps that will be made again. A run that begins anew puts those of the one before aside."""
-    file = folder / METRICS
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    kept = [line for line in lines if _step(line) <= step]
-    if step == 0 and lines:
+    """Forget the lines of steps that will be made again. A run that begins anew puts those of the one before aside.
+
+    Of events only spikes belong to a step that is made again; that the run was started or saved stays true.
+    """
+    if step == 0 and (folder / METRICS).exists() and (folder / METRICS).stat().st_size:
         n = 1
-        while (aside := folder / f"metrics-{n}.jsonl").exists():
+        while (folder / f"metrics-{n}.jsonl").exists():
             n += 1
-        os.rename(file, aside)
-    elif len(kept) < len(lines):
-        fresh = folder / f"{METRICS}.new"
-        layout.write(fresh, "".join(kept))
-        os.replace(fresh, file)
+        for name in (METRICS, EXPERTS, EVENTS):
+            if (file := folder / name).exists():
+                os.rename(file, folder / f"{file.stem}-{n}.jsonl")
+    for name in (METRICS, EXPERTS, EVENTS):
+        file = folder / name
+        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+        kept = [line for line in lines if _stays(line, step)]
+        if len(kept) < len(lines):
+            fresh = folder / f"{name}.new"
+            layout.write(fresh, "".join(kept))
+            os.replace(fresh, file)
 
 
-def _step(line: str) -> float:
+def _stays(line: str, step: int) -> bool:
     try:
-        return json.loads(line)["step"]
+        record = json.loads(line)
+        return record["step"] <= step or record.get("kind", "spike") != "spike"
     except (ValueError, KeyError, TypeError):  # a kill cut it off
-        return float("inf")
+        return False

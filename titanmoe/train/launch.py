@@ -45,8 +45,10 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         exit_with(error.problems, error.source)
     # After the config is known to be good: torch takes seconds to load.
+    from titanmoe.train.console import stamp
     from titanmoe.train.trainer import NonFinite, Trainer
 
+    stamp(runtime.rank)
     try:
         signal = Trainer(config, runtime).train()
         return 128 + signal if signal else 0

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
 from titanmoe.fold.legality import node_violations, violations
 from titanmoe.train.runtime import read_environment
+
+
+def _symmetric(config: Config, fold: Fold) -> Iterator[str]:
+    """What dispatcher = "symm_mem" asks of the machine and the mapping; a group of one sends nothing."""
+    ranks = fold.ep * fold.etp
+    if config.moe.dispatcher != "symm_mem" or ranks == 1:
+        return
+    from titanmoe.moe.symmetric import MOST, missing  # imports torch
+
+    if lack := missing(config.training.device):
+        yield f'moe.dispatcher = "symm_mem" cannot run here: {lack}; use dispatcher = "alltoall"'
+    held = config.model.num_experts // fold.ep
+    for name, number in (
+        (f"ep * etp = {fold.ep} * {fold.etp}", ranks),
+        (f"model.num_experts / ep = {config.model.num_experts} / {fold.ep}", held),
+    ):
+        if number > MOST:
+            yield (
+                f'moe.dispatcher = "symm_mem" takes at most {MOST} ranks of ep * etp and {MOST} experts on a rank, and '
+                f'{name} is {number}: use another ep or etp, or dispatcher = "alltoall"'
+            )
 
 
 def _grouped(config: Config, fold: Fold) -> Iterator[str]:
@@ -74,6 +96,25 @@ def _eight_bits(config: Config, fold: Fold) -> Iterator[str]:
         )
 
 
+def _watched(config: Config, world: int) -> Iterator[str]:
+    profile = config.profile
+    found = find_spec("wandb") if config.metrics.wandb else None
+    if config.metrics.wandb and (found is None or found.origin is None):  # of a mere folder of that name, none
+        asked = config.metrics.wandb
+        yield f'metrics.wandb = "{asked}" needs a package: pip install "titanmoe[wandb]", or leave it empty'
+    if late := [step for step in profile.steps if step > config.training.steps]:
+        yield f"profile.steps has {late[0]}, and training.steps is {config.training.steps}: choose earlier steps"
+    if absent := [rank for rank in profile.ranks if rank >= world]:
+        yield f"profile.ranks has {absent[0]}, and the ranks are 0 to {world - 1}: choose among them"
+    if profile.memory == "steps" and not profile.steps:
+        yield 'profile.memory = "steps" needs profile.steps: list some, or take "oom"'
+    if profile.memory != "none":
+        import torch
+
+        if config.training.device == "cpu" or not torch.cuda.is_available():
+            yield f'profile.memory = "{profile.memory}" records the memory of GPUs, and this run has none: use "none"'
+
+
 def ranks_of_a_node(config: Config) -> int:
     asked = config.parallelism.node
     return read_environment().local_world if asked == -1 else asked
@@ -92,9 +133,11 @@ def problems(config: Config, world: int) -> list[str]:
             f"tp {fold.tp}) over cp = {fold.cp}, {heads} % {fold.cp} = {heads % fold.cp}: use another cp, or "
             "cp_kind ring or allgather"
         )
+    found += list(_symmetric(config, fold))
     if config.moe.dispatcher == "hierarchical":
         found += node_violations(fold, ranks_of_a_node(config))
     found += [*_grouped(config, fold), *_kernels(config), *_eight_bits(config, fold)]
+    found += list(_watched(config, world))
     if not found:
         from titanmoe.parallel import pipeline  # imports torch
 

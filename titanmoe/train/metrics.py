@@ -1,24 +1,35 @@
-"""What a run tells: a console line, metrics.jsonl and TensorBoard, all from the same numbers (docs/metrics.md)."""
+"""What a run tells, all from the same numbers (docs/metrics.md).
+
+`Metrics` makes the numbers and keeps the files; what shows them (console, TensorBoard, Weights & Biases) is a Sink.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import platform
 import resource
 import sys
 import time
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.models.count import Parameters
-from titanmoe.train.folder import METRICS
+from titanmoe.train import console
+from titanmoe.train.clock import Clock
+from titanmoe.train.folder import CONFIG, EVENTS, EXPERTS, METRICS
 from titanmoe.train.runtime import Runtime
+from titanmoe.train.sink import Report, Sink
+from titanmoe.train.spikes import Spikes
+
+EXPERT_LINES = 500
+"""About so many lines of experts.jsonl in a run, unless metrics.experts_every says otherwise."""
 
 # Dense bf16/fp16 TFLOP/s, without sparsity, from the maker's data sheets. The first name found in the device's counts.
 PEAK_TFLOPS = {
@@ -70,42 +81,81 @@ class Metrics:
         folder: Path,
         notes: dict[str, str] | None = None,
         step: int = 0,
+        clock: Clock | None = None,
     ):
-        self.config, self.runtime = config, runtime
+        self.config, self.runtime, self.clock = config, runtime, clock
         self.writes = runtime.rank == 0
         if not self.writes:
             return
         self.folder = folder
         self._file = (folder / METRICS).open("a", encoding="utf-8")
-        self._board = None
-        if config.metrics.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # a second to load, for those who want it
-
-            # What it holds of later steps is hidden: they will be made again.
-            self._board = SummaryWriter(
-                str(folder / "tensorboard"), flush_secs=10, purge_step=step + 1 if step else None
-            )
+        self._experts = (folder / EXPERTS).open("a", encoding="utf-8")
+        self._events = (folder / EVENTS).open("a", encoding="utf-8")
+        (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
         self.flops_per_token = flops_per_token
         on_gpu = runtime.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(runtime.device) if on_gpu else "CPU"
         known = peak_flops(self.device_name, config.training.mixed_precision_param) if on_gpu else None
         self.peak = config.metrics.peak_tflops * 1e12 or known
-        self._banner(fold, parameters, notes or {})
+        self._spikes = Spikes()
         self._tokens = 0.0  # since the last line
         self._last_step: int | None = None
         self._steady_seconds, self._steady_steps = 0.0, 0  # without the first step
+        self._smoothed, self._weight = 0.0, 0.0
+        self._sinks = self._open_sinks(fold, parameters, notes or {}, step)
+        self._begin(fold, step)
         self._since = time.monotonic()
 
-    def log(self, step: int, values: dict[str, float]) -> None:
-        """After every step. `values`: loss, grad_norm, lr, tokens (of the step, all ranks), and what else to keep."""
+    def _open_sinks(self, fold: Fold, parameters: Parameters, notes: dict[str, str], step: int) -> list[Sink]:
+        config = self.config
+        console.banner(config, fold, parameters, self.device_name, self.peak, self.folder, notes)
+        sinks: list[Sink] = []
+        if config.metrics.tensorboard or config.metrics.wandb:
+            from titanmoe.train import board  # a second to load, for those who want it
+        if config.metrics.tensorboard:
+            sinks.append(board.Board(self.folder, config, step))
+        if config.metrics.wandb:
+            sinks.append(board.WandB(self.folder, config))
+        return [*sinks, console.open_console(config, self.folder.name)]
+
+    def _begin(self, fold: Fold, step: int) -> None:
+        """The event that names the machine: figures are worth nothing without it."""
+        machine = {
+            "ranks": fold.world,
+            "device": self.device_name,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "system": platform.platform(),
+        }
+        if torch.version.cuda:
+            machine["cuda"] = torch.version.cuda
+        if step:
+            self.event(step, "restart", f"goes on after step {step}", environment=machine)
+        else:
+            self.event(
+                step, "start", f"{fold.world} rank{'s' * (fold.world > 1)} on {self.device_name}", environment=machine
+            )
+
+    def log(self, step: int, values: dict[str, Any]) -> None:
+        """After every step. `values`: loss, grad_norm, lr, tokens (of the step, all ranks), and what else to keep.
+
+        A list among them is the load of a layer's experts.
+        """
         if not self.writes:
             return
+        loads = {int(name.split(".")[1]): value for name, value in values.items() if isinstance(value, list)}
+        values = {name: value for name, value in values.items() if not isinstance(value, list)}
+        if spike := self._spikes.check(values["loss"]):
+            self.event(step, "spike", spike)
+        self._smoothed = 0.9 * self._smoothed + 0.1 * values["loss"]
+        self._weight = 0.9 * self._weight + 0.1
+        self._log_experts(step, loads)
         self._tokens += values["tokens"]
-        first = self._last_step is None
-        if not (first or step % self.config.metrics.log_every == 0 or step == self.config.training.steps):
+        if not (self._due(step, self.config.metrics.log_every) or "val_loss" in values):
             return
-        now = time.monotonic()
-        seconds, steps = max(now - self._since, 1e-9), 1 if first else step - self._last_step
+        now, first = time.monotonic(), self._last_step is None
+        # Validation is told apart (val_s): the others are of training.
+        seconds, steps = max(now - self._since - values.get("val_s", 0.0), 1e-9), 1 if first else step - self._last_step
         if not first:
             self._steady_seconds += seconds
             self._steady_steps += steps
@@ -116,90 +166,45 @@ class Metrics:
             record["mfu"] = record["tokens_per_s"] * self.flops_per_token / (self.peak * self.runtime.world)
         record["memory_gib"] = memory_gib(self.runtime.device)
         record |= values
-
+        if self.clock is not None:
+            record |= {f"time.{name}": value for name, value in self.clock.take(steps).items()}
         self._file.write(as_json(record) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in record.items():
-                if name != "step":
-                    self._board.add_scalar(_board_tag(name), value, step)
-        print(self._line(record), flush=True)
-        if first:
-            print(
-                f"first step took {seconds:.1f} s, start-up and compilation in it; ETA counts from the next", flush=True
-            )
+        eta = None
+        if self._steady_steps:
+            eta = (self.config.training.steps - step) * self._steady_seconds / self._steady_steps
+        report = Report(step, record, loads, self._smoothed / self._weight, eta)
+        for sink in self._sinks:
+            sink.log(report)
         self._tokens, self._last_step, self._since = 0.0, step, now
+
+    def _due(self, step: int, every: int) -> bool:
+        return self._last_step is None or step % every == 0 or step == self.config.training.steps
+
+    def _log_experts(self, step: int, loads: dict[int, list[float]]) -> None:
+        every = self.config.metrics.experts_every
+        if every == -1:
+            every = math.ceil(self.config.training.steps / EXPERT_LINES)
+        if every and loads and self._due(step, every):
+            line = {"step": step, "load": {layer: [round(n) for n in load] for layer, load in loads.items()}}
+            self._experts.write(json.dumps(line, separators=(",", ":")) + "\n")
+            self._experts.flush()
+
+    def event(self, step: int, kind: str, text: str, **more: Any) -> None:
+        """What happened once: start, restart, save, spike, profile, stop."""
+        if not self.writes:
+            return
+        when = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        line = {"step": step, "kind": kind, "text": text, "time": when, **more}
+        self._events.write(json.dumps(line) + "\n")
+        self._events.flush()
+        for sink in self._sinks:
+            sink.event(step, kind, text)
 
     def close(self) -> None:
         if not self.writes:
             return
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-    def _line(self, record: dict[str, float]) -> str:
-        steps = self.config.training.steps
-        parts = [
-            f"step {record['step']:>{len(str(steps))}}/{steps}",
-            f"loss {record['loss']:.4f}",
-            f"grad norm {record['grad_norm']:.3f}",
-            f"lr {record['lr']:.2e}",
-            f"{record['tokens_per_s']:,.0f} tokens/s",
-        ]
-        if "mfu" in record:
-            parts.append(f"MFU {record['mfu']:.1%}")
-        parts.append(f"memory {record['memory_gib']:.2f} GiB")
-        if "imbalance" in record:
-            parts.append(f"imbalance {record['imbalance']:.2f}")
-        if record.get("dropped_fraction"):
-            parts.append(f"dropped {record['dropped_fraction']:.1%}")
-        if self.config.moe.force_balance:
-            parts.append("FORCED BALANCE")
-        if self._steady_steps:
-            left = (steps - record["step"]) * self._steady_seconds / self._steady_steps
-            parts.append(f"ETA {_duration(left)}")
-        return "  ".join(parts)
-
-    def _banner(self, fold: Fold, parameters: Parameters, notes: dict[str, str]) -> None:
-        model, training = self.config.model, self.config.training
-        dp = fold.dp_replicate * fold.dp_shard
-        samples = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
-        microbatches = samples // (training.local_batch_size * dp)
-        ranks = f"{fold.world} rank{'s' * (fold.world > 1)} on {self.device_name}"
-        peak = f", peak {self.peak / 1e12:,.1f} TFLOP/s each" if self.peak else ""
-        count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
-        rows = {
-            "model": f"{model.family} {model.size}: {count}",
-            "attention": _mapping(fold.attention_axes),
-            "experts": _mapping(fold.expert_axes),
-            **notes,
-            "devices": f"{ranks}, computing in {training.mixed_precision_param}{peak}",
-            "batch": f"{samples} x {training.seq_len} = {samples * training.seq_len:,} tokens per step: "
-            f"{dp} data rank{'s' * (dp > 1)} x {microbatches} microbatch{'es' * (microbatches > 1)} "
-            f"of {training.local_batch_size}",
-            "data": self.config.data.source,
-            "run folder": str(self.folder),
-        }
-        if self.config.moe.force_balance:
-            rows["routing"] = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
-        table = Table.grid(padding=(0, 2))
-        for name, text in rows.items():
-            table.add_row(Text(name, style="bold"), Text(text, overflow="fold"))
-        Console(highlight=False).print(table)
-
-
-def _mapping(axes: dict[str, int]) -> str:
-    return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
-
-
-def _board_tag(name: str) -> str:
-    """TensorBoard groups by what precedes the slash: all layers of one quantity side by side."""
-    if not name.startswith("layers."):
-        return name
-    _, layer, quantity = name.split(".", 2)
-    return f"{quantity}/layer {layer}"
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+        for file in (self._file, self._experts, self._events):
+            file.close()
+        for sink in self._sinks:
+            sink.close()

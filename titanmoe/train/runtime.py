@@ -6,6 +6,7 @@ torch is imported where it is used: a recipe is refused before anyone waits for 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gc
 import os
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 STOP_SECONDS = 5.0
 """How long a failed rank waits for its process groups to end."""
 
@@ -100,6 +102,7 @@ def start(config: Config) -> Runtime:
     device = _device(config.training.device, environment)
     if device.type == "cpu":
         _share_cores(environment.local_world)
+        _keep_pages()
     if config.training.deterministic:
         _deterministic()
     _join(environment, device, timedelta(seconds=config.training.first_step_timeout_s))
@@ -139,6 +142,20 @@ def _share_cores(local_world: int) -> None:
 
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world))
+
+
+def _keep_pages() -> None:
+    """Have glibc keep what is freed: a step asks for the same gigabytes again.
+
+    By default each large tensor is a mapping of its own, whose pages the kernel clears at first touch: 40 % of the
+    CPU time of a step with 316M parameters. A setting in the environment stays what it is.
+    """
+    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "gnu_get_libc_version"):
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _deterministic() -> None:

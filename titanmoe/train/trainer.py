@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -21,21 +23,28 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
 from titanmoe.models.count import flops_per_token, has_experts, parameters
 from titanmoe.moe.balance import AUX
+from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
+from titanmoe.moe.symmetric import Symmetric
 from titanmoe.parallel.apply import build, drive
-from titanmoe.parallel.batch import check_alike, cut
+from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.context import placement
+from titanmoe.parallel.expert import symmetric
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
 from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.tokens import IGNORE
+from titanmoe.train.around import around_dispatch
 from titanmoe.train.checkpoints import Checkpoints
+from titanmoe.train.clock import Clock
 from titanmoe.train.folder import claim, rewind
 from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
+from titanmoe.train.profile import Profiler
 from titanmoe.train.runtime import GarbageCollection, Runtime, say
 from titanmoe.train.schedule import lr_factor
+from titanmoe.train.validation import Validation
 
 
 class NonFinite(RuntimeError):
@@ -61,11 +70,15 @@ class Trainer:
         self.engine = drive(self.parts, config, self.meshes, self.loader.microbatches, self.device)
         self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
         self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
+        self.symmetric, self.overflow_reruns = symmetric(config, self.meshes, self.device), 0
         self.tied = TiedEnds(self.parts, config, self.meshes)
         self.placement = placement(config)
         self.optimizer = Optimizer(self.parameters, config.optimizer)
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.garbage = GarbageCollection(config.training.gc_every)
+        self.clock = Clock(self.device, on=runtime.rank == 0)
+        around_dispatch(self.dispatchers, partial(self.clock.part, "dispatch"))
+        self.validation = Validation(self) if config.validation.interval else None
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False
         self._lock: TextIO | None = None
@@ -78,6 +91,8 @@ class Trainer:
         with Checkpoints(self, run) as checkpoints:
             notes = checkpoints.begin() | self.notes()
             metrics = self.metrics(run, notes)
+            checkpoints.tell = metrics.event
+            profiler = Profiler(self, run, metrics.event)
             self.wants_to_stop = lambda: checkpoints.wants_to_stop
             first = self.step + 1
             if self.step >= self.config.training.steps:
@@ -87,16 +102,26 @@ class Trainer:
                 )
             try:
                 while self.step < self.config.training.steps and not self.stopping:
-                    report = self.train_step()
-                    metrics.log(self.step, report | checkpoints.after_step())
+                    with profiler.step(self.step + 1):
+                        report = self.train_step() | self.loader.report()
+                    for line in self.loader.begun:
+                        say(line)
+                    if self.validation:
+                        report |= self.validation.after_step()
+                        self.clock.lap("validation")
+                    report |= checkpoints.after_step()
+                    self.clock.lap("checkpoint")
+                    metrics.log(self.step, report)
                     self.garbage.collect(self.step)
                     if self.step == first:
                         self.runtime.steady_timeout(self.config.training.timeout_s, checkpoints.patient)
                 return checkpoints.finish()
-            except NonFinite:
+            except NonFinite as error:
+                metrics.event(self.step, "stop", str(error))
                 checkpoints.wait()
                 raise
             finally:
+                self.loader.close()
                 metrics.close()
                 if self._lock:
                     self._lock.close()
@@ -118,16 +143,19 @@ class Trainer:
         if self.runtime.rank == 0:
             rewind(run, self.step)
         count = parameters(self.config.model)
-        return Metrics(self.config, self.runtime, self.fold, count, self.flops_per_token, run, notes, self.step)
+        return Metrics(
+            self.config, self.runtime, self.fold, count, self.flops_per_token, run, notes, self.step, self.clock
+        )
 
     def notes(self) -> dict[str, str]:
         """What the run's header says beside the mapping."""
         options, recompute = self.config.pipeline, self.config.activation_checkpoint.mode
+        notes = self.loader.notes()
         if self.fold.pp == 1:
-            return {}
+            return notes
         stages = len(stage_ranks(self.config, self.fold.pp))
         name = options.schedule_csv or options.schedule
-        notes = {
+        notes |= {
             "pipeline": f"{name}: {stages} stages, {self.loader.microbatches} microbatches, "
             f"bubble {self.engine.bubble:.1%} of the time"
         }
@@ -139,16 +167,24 @@ class Trainer:
         return notes
 
     @property
+    def dispatchers(self) -> list[Dispatcher]:
+        own = [moe.dispatcher for moe in self.moe_layers.values()]
+        return own if self.symmetric is None else [*own, self.symmetric]
+
+    @property
     def flops_per_token(self) -> float:
         return flops_per_token(self.config.model, self.config.training.seq_len)
 
-    def train_step(self) -> dict[str, float]:
+    def train_step(self) -> dict[str, Any]:
         self.step += 1
+        self.clock.lap("other")
         batches = self.loader.next_step()
         totals = self.count(batches)
+        self.clock.lap("data")
 
         loss, further = self.forward_backward(batches, totals)
         self.finish_gradients()
+        self.clock.lap("forward_backward")
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
         self.check_finite(loss, norm)
         if self.config.optimizer.max_grad_norm > 0:
@@ -156,7 +192,9 @@ class Trainer:
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
         self.optimizer.step(lr)
         self.tokens += totals.tokens.item()
-        return self.report(loss, further, norm, lr, totals, self.finish_experts())
+        report = self.report(loss, further, norm, lr, totals, self.finish_experts())
+        self.clock.lap("optimizer")
+        return report
 
     def count(self, batches: list[Batch]) -> Totals:
         mine = torch.tensor([[(b.labels_BS != IGNORE).sum(), b.valid_BS.sum()] for b in batches], dtype=torch.float64)
@@ -165,26 +203,41 @@ class Trainer:
 
     def forward_backward(self, batches: list[Batch], totals: Totals) -> tuple[Tensor, Tensor]:
         """Gradients of the whole step on every rank's shards; returns the global loss, and multi-token prediction's."""
-        for moe in self.moe_layers.values():
-            moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
-        # The one division: sums over labels by their global count. Every reduction is a sum.
-        labels, where = totals.labels.clamp(min=1), (self.meshes, self.placement, self.device)
+        where = (self.meshes, self.placement, self.device)
         slices = [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
-        loss = self.engine.run(slices, labels)
-        further = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
-        # One message: the losses, and whether any rank has been asked to stop.
-        asked = torch.full_like(loss, self.wants_to_stop())
-        loss, further, asked = all_reduce(torch.stack((loss, further, asked)), self.meshes.world)
+        loss, further, asked, overflowed = self.attempt(slices, totals, self.symmetric)
+        if overflowed:  # a static receive buffer of some rank, and so nothing of it counts
+            self.overflow_reruns += 1
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            loss, further, asked, _ = self.attempt(slices, totals, None)
         self.stopping = bool(asked)
         # Only ranks of the last stage have them, and those of a tp group equal ones.
         return loss / self.meshes.tp.size, further / self.meshes.tp.size
+
+    def attempt(self, slices: list[Slice], totals: Totals, symmetric: Symmetric | None) -> Tensor:
+        """The losses, whether any rank has been asked to stop, and whether a receive buffer was too small: one message.
+
+        symmetric: the dispatcher to use in place of the layers' own, which are exact.
+        """
+        layers = self.moe_layers.values()
+        for moe in layers:
+            moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
+        # The one division: sums over labels by their global count. Every reduction is a sum.
+        labels = totals.labels.clamp(min=1)
+        with symmetric.serving(layers) if symmetric else nullcontext():
+            loss = self.engine.run(slices, labels)
+        further = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
+        asked = torch.full_like(loss, self.wants_to_stop())
+        overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
+        return all_reduce(torch.stack((loss, further, asked, overflowed)), self.meshes.world)
 
     def finish_gradients(self) -> None:
         """What backward left in pieces that FSDP does not know of."""
         sum_replicated(self.parameters.values(), self.meshes.tp)
         self.tied.add_gradients()
 
-    def finish_experts(self) -> dict[int, dict[str, float]]:
+    def finish_experts(self) -> dict[int, dict[str, Any]]:
         model, rate = self.config.model, self.config.moe.bias_update_rate
         numbers = [i for i in range(model.num_layers + model.mtp_depth) if has_experts(model, i)]
         if not numbers:
@@ -212,11 +265,13 @@ class Trainer:
         norm: Tensor,
         lr: float,
         totals: Totals,
-        layers: dict[int, dict[str, float]],
-    ) -> dict[str, float]:
+        layers: dict[int, dict[str, Any]],
+    ) -> dict[str, Any]:
         values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "tokens": totals.tokens.item()}
         if self.config.model.mtp_depth:
             values["mtp_loss"] = further.item()
+        if self.symmetric is not None:
+            values["overflow_reruns"] = self.overflow_reruns
         if layers:
             for name in AUX:
                 if getattr(self.config.moe, name):

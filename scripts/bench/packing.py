@@ -1,0 +1,69 @@
+"""How well long-tailed documents fill sequences, and how evenly data.balance_work shares their work out.
+
+    python scripts/bench/packing.py [--seq-len 8192] [--median 600] [--sigma 1.3] [--family mixtral] [--size 8x7b]
+
+Lengths are log-normal; nothing but lengths is looked at, as in the loader's own plan of a step. Printed is what work
+costs over what it would if it were even, for steps of samples dealt out in turn and by work:
+
+    rank         the busiest data rank of each microbatch over the mean one, over a step
+    microbatch   the heaviest microbatch over the mean one
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import numpy as np
+
+from titanmoe.config.schema import Model
+from titanmoe.data.documents import MemoryDocuments
+from titanmoe.data.pack import BestFit, Stream
+from titanmoe.data.work import Work, assign
+from titanmoe.models.families import preset
+
+STEPS = 20
+SHARES = ((4, 8, 4), (4, 8, 1), (1, 32, 1), (8, 64, 1), (16, 1, 2))  # microbatches, data ranks, samples of each
+
+
+def uneven(work_MRB: np.ndarray) -> np.ndarray:
+    work_MR = work_MRB.sum(2)
+    return np.array([work_MR.max(1).sum() / work_MR.mean(1).sum(), work_MR.sum(1).max() / work_MR.sum(1).mean()])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seq-len", type=int, default=8192)
+    parser.add_argument("--median", type=float, default=600)
+    parser.add_argument("--sigma", type=float, default=1.3)
+    parser.add_argument("--family", default="mixtral")
+    parser.add_argument("--size", default="8x7b")
+    asked = parser.parse_args()
+    draw, model = np.random.default_rng(0), Model(**preset(asked.family, asked.size))
+    lengths = np.maximum(2, draw.lognormal(np.log(asked.median), asked.sigma, 100_000).astype(np.int64))
+    documents = MemoryDocuments("long-tailed", np.zeros(0, np.int64), np.append(0, np.cumsum(lengths)))
+    work = Work(model)
+    most, mean = (work(np.array([asked.seq_len])), work(np.array([asked.seq_len // 16] * 16)))
+    print(
+        f"{asked.family} {asked.size}, {asked.seq_len} positions: one document of them costs {most / mean:.2f} times 16"
+    )
+    print(f"documents: median {np.median(lengths):.0f}, mean {lengths.mean():.0f}, longest {lengths.max()} tokens")
+    for packer in (Stream(documents, asked.seq_len, 0, apart=True), BestFit(documents, asked.seq_len, 0)):
+        name = {Stream: "documents", BestFit: "best_fit"}[type(packer)]
+        used = np.array([pieces.pairs_P.sum() for pieces in packer.take(2000)])
+        print(f"\n{name}: {1 - used.mean() / asked.seq_len:.2%} of the positions are padding")
+        print("microbatches  data ranks  samples   rank: in turn  by work   microbatch: in turn  by work")
+        for microbatches, ranks, size in SHARES:
+            count, found = microbatches * ranks * size, np.zeros((2, 2))
+            for _ in range(STEPS):
+                work_N = np.array([work(length_P) for length_P in packer.lengths(packer.take(count))])
+                found[0] += uneven(work_N.reshape(microbatches, ranks, size)) / STEPS
+                found[1] += uneven(work_N[assign(work_N, microbatches, ranks, size)]) / STEPS
+            (rank, microbatch), (rank_even, microbatch_even) = found
+            print(
+                f"{microbatches:>12}  {ranks:>10}  {size:>7}   {rank:>13.3f}  {rank_even:>7.3f}"
+                f"   {microbatch:>19.3f}  {microbatch_even:>7.3f}"
+            )
+
+
+if __name__ == "__main__":
+    main()

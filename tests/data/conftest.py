@@ -1,0 +1,32 @@
+import json
+from pathlib import Path
+
+import pytest
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def bpe(tmp_path_factory) -> Path:
+    """A folder as Hugging Face's: a byte-level BPE of 300 tokens and a chat template without {% generation %}."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=marks,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog, said the fox"] * 4, trainer)
+    folder = tmp_path_factory.mktemp("bpe")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": {"content": "<|endoftext|>"}, "bos_token": "<|endoftext|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder

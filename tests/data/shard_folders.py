@@ -1,0 +1,47 @@
+"""Folders of token shards for tests, made by the writer itself."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from titanmoe.data.shards import DTYPES, FORMAT, MANIFEST, VERSION, WORK, ShardWriter, write_json
+
+
+def manifest(shards, **changes):
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": "uint16",
+        "vocab_size": 1000,
+        "tokenizer": {"identity": "test", "bos": None, "eos": 0},
+        "documents": sum(shard["documents"] for shard in shards),
+        "tokens": sum(shard["tokens"] for shard in shards),
+        "counted": None,
+        "skipped": 0,
+        "empty": 0,
+        "examples": [],
+        "made_from": {},
+        "shards": shards,
+    } | changes
+
+
+def make(folder: Path, shards: list[list[list[int]]], counted=None, **changes) -> Path:
+    """shards: of each its documents' tokens."""
+    (folder / WORK).mkdir(parents=True)
+    made = []
+    for n, documents in enumerate(shards):
+        dtype = DTYPES[changes.get("dtype", "uint16")]
+        writer = ShardWriter(folder, f"{n:05d}-000", dtype, counted is not None)
+        for k, document in enumerate(documents):
+            mask = None if counted is None else np.array(counted[n][k], bool)
+            writer.add(np.array(document, np.uint32), mask)
+        made.append(writer.close())
+    (folder / WORK).rmdir()
+    write_json(folder / MANIFEST, manifest(made, **({} if counted is None else {"counted": 1}) | changes))
+    return folder
+
+
+def edit(folder: Path, **changes) -> None:
+    found = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(found | changes))

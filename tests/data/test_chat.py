@@ -1,0 +1,150 @@
+"""What the assistant said, and nothing else, carries loss."""
+
+import sys
+
+import pytest
+
+from tests.data.conftest import CHATML
+from titanmoe.config import ConfigError
+from titanmoe.data.chat import Chat, ChatError, open_chat
+from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
+
+MARKED = (
+    "{%- for message in messages %}\n"
+    "  {%- if message.role == 'assistant' %}\n"
+    "<|im_start|>assistant\n{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}\n"
+    "  {%- else %}<|im_start|>{{ message.role }}\n{{ message.content | trim }}<|im_end|>\n{% endif %}"
+    "{% endfor %}"
+)
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "Because, née."},
+    {"role": "user", "content": "日本"},
+    {"role": "assistant", "content": "the fox 日"},
+]
+
+
+def said(chat, messages) -> tuple[str, list[str]]:
+    """The whole text, and the runs of tokens that count."""
+    tokens, counted = chat.encode(messages)
+    assert len(tokens) == len(counted)
+    runs: list[list[int]] = []
+    for n, (token, counts) in enumerate(zip(tokens.tolist(), counted.tolist(), strict=True)):
+        if counts:
+            runs = [*runs, []] if not n or not counted[n - 1] else runs
+            runs[-1].append(token)
+
+    def text(ids):
+        decode = getattr(chat.tokenizer, "_plain", None)
+        return decode.decode(ids, skip_special_tokens=False) if decode else chat.tokenizer.decode(ids)
+
+    return text(tokens.tolist()), [text(run) for run in runs]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+@pytest.mark.parametrize(("template", "after"), [(CHATML, "<|im_end|>\n"), (MARKED, "<|im_end|>")])
+def test_the_assistants_part_counts(kind, template, after, bpe):
+    tokenizer = open_tokenizer("bytes" if kind == "bytes" else str(bpe))
+    text, runs = said(Chat(template, "t", tokenizer), TALK)
+    assert runs == [TALK[2]["content"] + after, TALK[4]["content"] + after]
+    assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhy?")
+    assert "\ufdd0" not in text and text.count("<|im_end|>") == 5
+
+
+def test_tokens_and_masks_are_those_of_transformers(bpe):
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"), eos_token="<|endoftext|>")
+    for template in MARKED, CHATML:
+        options = dict(chat_template=template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        expected = theirs.apply_chat_template(TALK, **options)
+        tokens, counted = Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
+        assert tokens.tolist() == expected["input_ids"]
+        if template == MARKED:  # theirs has no other way to know what the assistant said
+            assert counted.tolist() == [bool(said) for said in expected["assistant_masks"]]
+
+
+def test_a_token_on_both_sides_of_the_border_counts(bpe):
+    """Byte-level BPE joins a space with the word after it."""
+    template = "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    _, runs = said(Chat(template, "t", open_tokenizer(str(bpe))), [{"role": "assistant", "content": "the fox"}])
+    assert runs == [" the fox"]
+
+
+def test_a_template_that_shows_no_answers_is_refused(bpe):
+    tokenizer = ByteTokenizer()
+    each = "{% for m in messages %}%{% endfor %}"
+    forgets = each.replace(
+        "%}%{", "%}{% if loop.last or m.role != 'assistant' %}{{ m.role }} {{ m.content }};{% endif %}{"
+    )
+    with pytest.raises(ConfigError) as error:
+        Chat(forgets, "templates/t", tokenizer).encode(TALK)
+    (said,) = error.value.problems
+    assert "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered otherwise" in said
+    assert "Write {% generation %}" in said
+    other = (
+        each.replace("%}%{", "%}<{{ m.role }}>{{ m.content }}{") + "{% if add_generation_prompt %}[answer]{% endif %}"
+    )
+    with pytest.raises(ConfigError, match="message 3, the assistant's, is rendered with another beginning"):
+        Chat(other, "t", tokenizer).encode(TALK)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        ([], "no list of messages, or an empty one"),
+        ("hello", "no list of messages"),
+        ([{"content": "a"}], 'message 1 is not like {"role"'),
+        ([{"role": "user", "content": "a"}], "the assistant says nothing"),
+        ([{"role": "assistant", "content": "a\ufdd0"}], "no characters"),
+        ([{"role": "assistant"}], "the chat template t refuses it: no content"),
+    ],
+)
+def test_conversations_that_cannot_be_used(messages, says):
+    template = "{% for m in messages %}{% if not m.content %}{{ raise_exception('no content') }}{% endif %}{% endfor %}"
+    with pytest.raises(ChatError) as error:
+        Chat(template, "t", ByteTokenizer()).encode(messages)
+    assert says in str(error.value)
+
+
+def test_what_published_templates_use():
+    """loop controls, tojson as it is, marks of the tokenizer, no day's date, blocks that leave no lines."""
+    template = (
+        "{{ bos_token }}{% for m in messages %}\n"
+        "    {% if m.role == 'tool' %}\n"
+        "        {% continue %}\n"
+        "    {% endif %}\n"
+        "{{ m | tojson }}{% endfor %}{% if strftime_now is defined %}today{% endif %}"
+    )
+    messages = [{"role": "tool", "content": "x"}, {"role": "assistant", "content": "<é>"}]
+    text, _ = said(Chat(template, "t", ByteTokenizer()), messages)
+    assert text == '{"role": "assistant", "content": "<é>"}'
+    tokenizer = ByteTokenizer()
+    tokenizer.marks = {"bos_token": "<s>"}
+    assert said(Chat(template, "t", tokenizer), messages)[0] == f"<s>{text}"
+
+
+def test_where_templates_come_from(bpe, tmp_path, monkeypatch):
+    def why(template, name):
+        with pytest.raises(ConfigError) as error:
+            open_chat(template, open_tokenizer(name))
+        return error.value.problems[0]
+
+    (tmp_path / "tokenizer.json").write_bytes((bpe / "tokenizer.json").read_bytes())
+    file = tmp_path / "mine.jinja"
+    file.write_text(MARKED)
+    assert open_chat(str(file), ByteTokenizer()).template == MARKED
+    assert open_chat("", open_tokenizer(str(bpe))).template == CHATML
+    assert "the byte tokenizer has no chat template of its own" in why("", "bytes")
+    assert "has no chat template (chat_template.jinja, or in tokenizer_config.json)" in why("", str(tmp_path))
+    settings = '{"chat_template": [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]}'
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    assert open_chat("", open_tokenizer(str(tmp_path))).template == "b"
+    (tmp_path / "chat_template.jinja").write_text("c")
+    assert open_chat("", open_tokenizer(str(tmp_path))).template == "c"
+    assert "No such file" in why("gone.jinja", "bytes")
+    file.write_text("\n{% for %}")
+    assert f"{file}:2: the chat template is no Jinja" in why(str(file), "bytes")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    assert "need the package jinja2: pip install jinja2" in why("", str(tmp_path))

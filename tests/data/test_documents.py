@@ -1,0 +1,60 @@
+"""Which document a token lies in, and some documents of a source as one of their own."""
+
+import numpy as np
+import pytest
+
+from titanmoe.data.documents import MemoryDocuments, document_of
+from titanmoe.data.held_out import split
+
+LENGTHS = [3, 0, 5, 1, 0, 0, 7, 2, 4, 6, 0]
+
+
+class Elsewhere:
+    """Starts that are no array, as those of many shards."""
+
+    def __init__(self, starts):
+        self.starts = starts
+
+    def __len__(self):
+        return len(self.starts)
+
+    def __getitem__(self, which):
+        return self.starts[which]
+
+
+def documents(counted: bool = False, elsewhere: bool = False) -> MemoryDocuments:
+    starts = np.append(0, np.cumsum(LENGTHS)).astype(np.uint64)
+    tokens = np.arange(sum(LENGTHS), dtype=np.uint16)
+    out = MemoryDocuments("some", tokens, starts, tokens % 3 == 0 if counted else None)
+    if elsewhere:
+        out.starts = Elsewhere(starts)
+    return out
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_the_document_of_each_token(elsewhere):
+    expected = [i for i, length in enumerate(LENGTHS) for _ in range(length)]
+    assert document_of(documents(elsewhere=elsewhere), np.arange(sum(LENGTHS))).tolist() == expected
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+@pytest.mark.parametrize("every", [2, 3, 4, 11, 12])
+def test_both_parts_are_the_documents_that_they_should_be(every, elsewhere):
+    whole = documents(counted=True, elsewhere=elsewhere)
+    of = [range(*whole.starts[i : i + 2].astype(int).tolist()) for i in range(len(LENGTHS))]
+    parts = split(whole, every)
+    for held, part in enumerate(parts):
+        wanted = [list(of[i]) for i in range(len(LENGTHS)) if (i % every == every - 1) == bool(held)]
+        assert len(part) == len(wanted)
+        starts = part.starts
+        assert [list(part.read(starts[i], starts[i + 1])) for i in range(len(part))] == wanted
+        row = [token for its in wanted for token in its]
+        total = starts[len(part)]
+        assert total == len(row) and starts[np.arange(len(part) + 1)].tolist() == starts[:].tolist()
+        for a in range(total):
+            for b in range(a + 1, total + 1):
+                assert part.read(a, b).tolist() == row[a:b]
+                assert part.counted(a, b).tolist() == [token % 3 == 0 for token in row[a:b]]
+        number = [i for i, its in enumerate(wanted) for _ in its]
+        assert document_of(part, np.arange(total)).tolist() == number
+    assert parts[0].fingerprint != parts[1].fingerprint != whole.fingerprint

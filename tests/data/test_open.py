@@ -1,0 +1,104 @@
+"""An entry of data.paths becomes documents once, whoever asks first."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.data.shard_folders import make
+from tests.data.test_read import lines
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.data import open as open_module
+from titanmoe.data.open import open_documents
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    (tmp_path / "a.jsonl").write_bytes(lines(["one", "zwei"]))
+    config = Config()
+    config.data.source, config.data.paths = "files", [str(tmp_path / "a.jsonl")]
+    config.job.dump_folder = str(tmp_path / "runs")
+    return config
+
+
+def problem(config, entry) -> str:
+    with pytest.raises(ConfigError) as error:
+        open_documents(config, str(entry))
+    (only,) = error.value.problems
+    return only
+
+
+def test_the_second_start_finds_what_the_first_made(config, tmp_path, capsys, monkeypatch):
+    (entry,) = config.data.paths
+    first = open_documents(config, entry)
+    assert (first.name, len(first), first.vocab_size) == ("a.jsonl", 2, 259)
+    assert first.read(0, 5).tolist() == [256, *b"one", 257]
+    assert "data: a.jsonl: " in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", None)
+        assert open_documents(config, entry).fingerprint == first.fingerprint
+    assert capsys.readouterr().out == ""
+    (tmp_path / "a.jsonl").write_bytes(lines(["three"]))
+    assert open_documents(config, entry).fingerprint != first.fingerprint
+    config.data.cache = str(tmp_path / "elsewhere")
+    assert len(open_documents(config, entry)) == 1 and len(list((tmp_path / "elsewhere").iterdir())) == 1
+
+
+def test_ranks_that_start_together_make_it_once(config, tmp_path):
+    code = f"""
+import sys
+from titanmoe.config.schema import Config
+from titanmoe.data.open import open_documents
+config = Config()
+config.data.paths, config.job.dump_folder = {config.data.paths}, {config.job.dump_folder!r}
+documents = open_documents(config, config.data.paths[0])
+print(documents.fingerprint)
+assert "torch" not in sys.modules
+"""
+    (tmp_path / "a.jsonl").write_bytes(lines(["one", "zwei"] * 20_000))
+    paths = {"PYTHONPATH": str(ROOT)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=os.environ | paths | {"RANK": rank}, stdout=subprocess.PIPE, text=True
+        )
+        for rank in "01"
+    ]
+    said = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
+    assert said[0][-1] == said[1][-1] and said[0][-1].startswith("tokens:")
+    assert [len(line) for line in said] == [2, 1]  # rank 0 says what was made
+    assert len(list((tmp_path / "runs" / "cache").iterdir())) == 1
+
+
+def test_a_vocabulary_that_does_not_fit_is_told_before_the_work(config, tmp_path, monkeypatch, bpe):
+    monkeypatch.setattr(open_module, "tokenize", None)
+    config.model.vocab_size = 258
+    said = problem(config, config.data.paths[0])
+    assert "model.vocab_size = 258 is below 259" in said and "use 259 or more (320" in said
+    config.data.tokenizer = str(bpe)
+    assert "is below 295" in problem(config, config.data.paths[0])
+    assert "is below 1000" in problem(config, make(tmp_path / "shards", [[[1, 2]]]))
+
+
+def test_shards_are_known_by_their_manifest_and_share_a_tokenizer(config, tmp_path):
+    config.model.vocab_size = 1000
+    first, same = make(tmp_path / "first", [[[1, 2]]]), make(tmp_path / "same", [[[3]]])
+    other = make(tmp_path / "other", [[[4]]], tokenizer={"identity": "else", "bos": None, "eos": 0})
+    config.data.paths = [str(first), str(same), str(other), *config.data.paths]
+    assert open_documents(config, str(first)).read(0, 2).tolist() == [1, 2]
+    assert open_documents(config, str(same)).name == "same"
+    assert "is in tokens of another tokenizer (else) than" in problem(config, other)
+    assert "another tokenizer (bytes)" in problem(config, config.data.paths[-1])
+    config.data.format = "tokens"
+    assert len(open_documents(config, str(same))) == 1
+    assert "holds no token shards: there is no" in problem(config, tmp_path)
+
+
+def test_a_folder_that_was_not_finished_is_no_text(config, tmp_path):
+    (tmp_path / "half" / "work").mkdir(parents=True)
+    (tmp_path / "half" / "work" / "plan.json").write_text("{}")
+    assert "not all made: give the titanmoe tokenize command again" in problem(config, tmp_path / "half")

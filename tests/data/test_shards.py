@@ -1,0 +1,148 @@
+"""Token shards read as one row of documents, open at once however large, and show damage before they are read."""
+
+import os
+import pickle
+import resource
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.data.shard_folders import edit, make, manifest
+from titanmoe.config import ConfigError
+from titanmoe.data.documents import document_of
+from titanmoe.data.shards import MANIFEST, WORK, ShardDocuments, ShardWriter, verify, write_json
+
+documents = st.lists(st.integers(0, 999), min_size=1, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.lists(documents, min_size=1, max_size=4), min_size=1, max_size=4), st.data())
+def test_shards_are_one_row(tmp_path_factory, shards, data):
+    opened = ShardDocuments(make(tmp_path_factory.mktemp("shards") / "x", shards))
+    every = [document for shard in shards for document in shard]
+    tokens = np.concatenate(every)
+    starts = np.cumsum([0, *map(len, every)])
+    assert len(opened) == len(every) and len(opened.starts) == len(starts)
+    a, b = sorted(data.draw(st.tuples(*[st.integers(0, len(tokens))] * 2)))
+    assert opened.read(a, b).tolist() == tokens[a:b].tolist()
+    assert opened.counted(a, b) is None
+    at = np.array(data.draw(st.lists(st.integers(-len(starts), len(starts) - 1), max_size=9)), np.int64)
+    assert opened.starts[at].tolist() == starts[at].tolist()
+    i, j, step = data.draw(
+        st.tuples(*[st.one_of(st.none(), st.integers(-30, 30))] * 2, st.sampled_from([None, 1, 2, -1]))
+    )
+    assert opened.starts[i:j:step].tolist() == starts[i:j:step].tolist()
+    assert [opened.starts[k] for k in (0, -1)] == [0, len(tokens)]
+    with pytest.raises(IndexError):
+        opened.starts[len(starts)]
+    token = np.arange(len(tokens))
+    assert document_of(opened, token).tolist() == np.repeat(np.arange(len(every)), [*map(len, every)]).tolist()
+
+
+@pytest.mark.parametrize(("dtype", "top"), [("uint16", 65535), ("uint32", 200_000)])
+def test_tokens_keep_their_width_and_masks_their_place(tmp_path, dtype, top):
+    shards, counted = [[[1, top], [3]], [[4, 5, 6]]], [[[0, 1], [1]], [[0, 0, 1]]]
+    opened = ShardDocuments(make(tmp_path / "x", shards, counted, dtype=dtype, vocab_size=top + 1))
+    opened = pickle.loads(pickle.dumps(opened))  # as a worker process of the loader has it
+    assert opened.read(0, 6).tolist() == [1, top, 3, 4, 5, 6] and opened.read(0, 6).dtype == dtype
+    assert opened.counted(1, 6).tolist() == [True, True, False, False, True]
+    assert opened.counted(1, 6).dtype == bool
+    assert len(pickle.dumps(opened)) < 2000  # the maps stay here
+
+
+def test_the_fingerprint_is_of_the_content(tmp_path):
+    def of(name, shards):
+        return ShardDocuments(make(tmp_path / name, shards)).fingerprint
+
+    assert of("a", [[[1, 2]], [[3]]]) == of("b", [[[1, 2]], [[3]]])
+    assert len({of("c", [[[1, 2]], [[3]]]), of("d", [[[1, 2]], [[4]]]), of("e", [[[1], [2]], [[3]]])}) == 3
+
+
+def test_a_hundred_billion_tokens_open_in_seconds_and_little_memory(tmp_path):
+    """Sparse files: 800 shards of 2^27 tokens, 2^17 documents of 2^10 each. No index is read that is not asked for."""
+    per_shard, each, shards = 1 << 17, 1 << 10, 800
+    record = {"documents": per_shard, "tokens": per_shard * each, "crc32": {"tokens": 0, "starts": 0}}
+    records = [{"name": f"{n:05d}-000"} | record for n in range(shards)]
+    starts = np.arange(0, per_shard * each + 1, each, dtype="<u8").tobytes()
+    for n, its in enumerate(records):
+        with (tmp_path / f"{its['name']}.tokens").open("wb") as file:
+            file.truncate(per_shard * each * 2)
+        with (tmp_path / f"{its['name']}.starts").open("wb") as file:
+            if n in (0, 400, 799):
+                file.write(starts)
+            file.truncate(len(starts))
+    write_json(tmp_path / MANIFEST, manifest(records))
+
+    memory, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    opened = ShardDocuments(tmp_path)
+    total = opened.starts[-1]
+    middle = 400 * per_shard
+    assert total == shards * per_shard * each > 100e9
+    assert opened.starts[[middle, middle + 5, total // each - 1]].tolist() == [
+        middle * each,
+        (middle + 5) * each,
+        total - each,
+    ]
+    assert opened.read(total - 10, total).tolist() == [0] * 10
+    for n in range(shards):  # every shard mapped: a process may have about a thousand open files
+        assert len(opened.read(n * per_shard * each, n * per_shard * each + 4)) == 4
+    assert time.process_time() - began < 3
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 100_000  # KB; the index alone has 840 MB
+    assert len(os.listdir("/proc/self/fd")) < 200
+
+
+def problems(folder) -> str:
+    with pytest.raises(ConfigError) as error:
+        ShardDocuments(folder)
+    return "\n".join(error.value.problems)
+
+
+def test_damage_is_told_when_opened(tmp_path):
+    folder = make(tmp_path / "x", [[[1, 2], [3]], [[4, 5]]])
+    (folder / "00001-000.tokens").write_bytes(b"1")
+    (folder / "00000-000.starts").unlink()
+    said = problems(folder)
+    assert "00001-000.tokens has 1 bytes and had 4 as its manifest has it" in said
+    assert "00000-000.starts: No such file" in said
+
+
+def test_manifests_that_cannot_be_believed(tmp_path):
+    folder = make(tmp_path / "x", [[[1, 2], [3]]])
+    for changes, says in (
+        ({"version": 2}, "is of version 2, and this titanmoe reads version 1"),
+        ({"format": "other"}, "is no manifest of token shards"),
+        ({"tokens": 9}, "do not add up"),
+        ({"dtype": "int3"}, "was changed"),
+        ({"shards": 3}, "was changed"),
+    ):
+        before = (folder / MANIFEST).read_text()
+        edit(folder, **changes)
+        assert says in problems(folder)
+        (folder / MANIFEST).write_text(before)
+    (folder / MANIFEST).write_text('{"format": "titan')
+    assert f"{folder / MANIFEST} cannot be read" in problems(folder)
+    (folder / MANIFEST).unlink()
+    assert "holds no token shards: there is no" in problems(folder)
+    (folder / WORK).mkdir()
+    assert "not all made: give the titanmoe tokenize command again" in problems(folder)
+
+
+def test_changed_contents_are_found_by_reading_them(tmp_path):
+    folder = make(tmp_path / "x", [[[1, 2], [3]], [[4, 5]]], [[[0, 1], [1]], [[1, 1]]])
+    assert list(verify(folder)) == [("00000-000", []), ("00001-000", [])]
+    (folder / "00001-000.counted").write_bytes(b"\1\0")
+    (folder / "00000-000.tokens").write_bytes(np.array([1, 2, 2000], "<u2").tobytes())
+    ShardDocuments(folder)
+    (_, [beyond, sums]), (_, [counted]) = verify(folder)
+    assert "holds token 2000, beyond the vocabulary of 1000" in beyond
+    assert "00000-000.tokens has changed since it was written: checksum" in sums and "00001-000.counted" in counted
+
+
+def test_a_shard_is_written_as_it_comes(tmp_path, monkeypatch):
+    monkeypatch.setattr(ShardWriter, "FLUSH", 3)
+    opened = ShardDocuments(make(tmp_path / "x", [[[1, 2], [3, 4], [], [5]]]))
+    assert opened.read(0, 5).tolist() == [1, 2, 3, 4, 5] and opened.starts[:].tolist() == [0, 2, 4, 4, 5]
+    assert list(verify(tmp_path / "x")) == [("00000-000", [])]

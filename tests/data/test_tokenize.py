@@ -1,0 +1,336 @@
+"""titanmoe tokenize: the same bytes whoever works, however often it is killed, and plain words for what is wrong."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.data.test_read import lines
+from titanmoe.cli import main
+from titanmoe.config import ConfigError
+from titanmoe.data import tokenize as tokenize_module
+from titanmoe.data.shards import MANIFEST, ShardDocuments, verify
+from titanmoe.data.tokenize import plan, tokenize
+from titanmoe.data.tokenize_unit import Job, Unit
+from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXTS = [f"{n}: the quick brown fox jumps over the lazy dog number {n}, " * (1 + n % 7) for n in range(60)]
+
+
+@pytest.fixture
+def small_units(monkeypatch):
+    monkeypatch.setattr(tokenize_module, "LEAST_UNIT", 2500)
+
+
+def corpus(folder: Path, texts=TEXTS) -> Path:
+    """Three files of JSONL, and a text."""
+    folder.mkdir()
+    for n in range(3):
+        (folder / f"{n}.jsonl").write_bytes(lines(texts[n::3]))
+    (folder / "last.txt").write_text("the end")
+    return folder
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def documents(folder: Path) -> list[list[int]]:
+    opened = ShardDocuments(folder)
+    starts = opened.starts[:]
+    return [opened.read(a, b).tolist() for a, b in pairwise(starts)]
+
+
+def run(tmp_path, name, *paths, workers=1, **job):
+    job = Job([str(path) for path in paths], str(tmp_path / name), **{"shard_tokens": 1500} | job)
+    return tokenize(plan(job), workers, tell=lambda line: None)
+
+
+def problems(tmp_path, name, *paths, **job) -> str:
+    with pytest.raises(ConfigError) as error:
+        run(tmp_path, name, *paths, **job)
+    return "\n".join(error.value.problems)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_documents_come_in_the_inputs_order_however_many_work(tmp_path, small_units, kind, bpe):
+    name = "bytes" if kind == "bytes" else str(bpe)
+    source = corpus(tmp_path / "in")
+    manifest = run(tmp_path, "one", source, tokenizer=name)
+    assert run(tmp_path, "three", source, workers=3, tokenizer=name) == manifest
+    assert tree(tmp_path / "one") == tree(tmp_path / "three")
+
+    expected = [text for n in range(3) for text in TEXTS[n::3]] + ["the end"]
+    tokenizer = open_tokenizer(name)
+    marks = [[] if tokenizer.bos is None else [tokenizer.bos], [tokenizer.eos]]
+    rows = [[*marks[0], *row.tolist(), *marks[1]] for row in tokenizer.encode_all(expected)]
+    assert documents(tmp_path / "one") == rows
+    assert len(manifest["shards"]) > 5 and manifest["documents"] == 61
+    assert all(shard["tokens"] <= 1500 for shard in manifest["shards"])
+    assert all(not wrong for _, wrong in verify(tmp_path / "one"))
+
+
+SITE = """
+import os, signal, sys
+
+worker = "titanmoe.data.tokenize_unit" in sys.orig_argv
+who, at, whom = os.environ["KILL"].split(":")
+if worker == (who == "worker"):
+    left = [int(at)]
+
+    def deadly(call):
+        def wrapped(*args):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid() if whom == "self" else os.getppid(), signal.SIGKILL)
+            return call(*args)
+        return wrapped
+
+    os.fsync, os.replace = deadly(os.fsync), deadly(os.replace)
+"""
+VICTIM = """
+import sys
+from titanmoe.data import tokenize
+tokenize.LEAST_UNIT = 2500
+import argparse
+from titanmoe.data.tokenize_command import add_tokenize
+parser = argparse.ArgumentParser()
+add_tokenize(parser.add_subparsers())
+args = parser.parse_args(sys.argv[1:])
+sys.exit(args.run(args))
+"""
+
+
+def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path, small_units):
+    """Real kills, just before a file is synced or gets its name: of a worker, of the parent by a worker that works on,
+    of the parent by itself. In between, what was finished is not touched."""
+    source = corpus(tmp_path / "in")
+    run(tmp_path, "whole", source)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
+    out = tmp_path / "out"
+    words = ["tokenize", str(source), "--out", str(out), "--shard-tokens", "1500", "--workers", "2"]
+
+    def victim(kill: str) -> subprocess.CompletedProcess:
+        paths = {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}", "KILL": kill}
+        command = [sys.executable, "-c", VICTIM, *words]
+        return subprocess.run(command, env=os.environ | paths, capture_output=True, text=True, timeout=60)
+
+    ended, finished = [], {}
+    for kill in (
+        "parent:2:self",
+        "worker:3:self",
+        "worker:6:parent",
+        "worker:8:parent",
+        "worker:12:parent",
+        "parent:1:self",
+    ):
+        died = victim(kill)
+        ended.append(died.returncode)
+        if died.returncode == 2:
+            assert "was killed by signal 9" in died.stderr and "the same command goes on" in died.stderr
+        for name, stat in finished.items():
+            assert (out / name).stat().st_mtime_ns == stat.st_mtime_ns
+        records = [json.loads(file.read_text())["shard"] for file in (out / "work").glob("0*.json")]
+        names = [f"{shard['name']}.tokens" for shard in records if shard]
+        finished = {name: (out / name).stat() for name in names}
+        assert not (out / MANIFEST).exists()
+    assert ended == [-9, 2, -9, -9, -9, -9]
+    assert len(finished) > 6
+    with pytest.raises(ConfigError, match="not all made: give the titanmoe tokenize command again"):
+        ShardDocuments(out)
+
+    last = victim("parent:99:self")
+    assert last.returncode == 0 and "going on: " in last.stdout, last.stderr
+    ours, theirs = tree(out), tree(tmp_path / "whole")
+    assert ours == theirs
+    again = victim("worker:1:self")  # finished: nobody works
+    assert again.returncode == 0 and "61 documents" in again.stdout
+    assert tree(out) == ours
+
+
+def test_ended_at_every_point_in_turn(tmp_path, small_units, monkeypatch):
+    """As above, without processes: before each single file is synced or gets its name."""
+    source = corpus(tmp_path / "in", TEXTS[:30])
+
+    def in_process(job, todo, workers, meter):
+        for number, spans, records in todo:
+            items = records[-1]["items"] if records else 0
+            Unit(job, ByteTokenizer(), None, number, len(records), items).run(spans, meter.add)
+
+    monkeypatch.setattr(tokenize_module, "_run", in_process)
+    run(tmp_path, "whole", source)
+    whole, left = tree(tmp_path / "whole"), [0]
+
+    def deadly(call):
+        def wrapped(*args):
+            left[0] -= 1
+            if left[0] == 0:
+                raise SystemExit
+            return call(*args)
+
+        return wrapped
+
+    monkeypatch.setattr(os, "fsync", deadly(lambda file: None))
+    monkeypatch.setattr(os, "replace", deadly(os.replace))
+    points = 0
+    while True:
+        points += 1
+        left[0] = points
+        try:
+            run(tmp_path, f"out-{points}", source)
+            break
+        except SystemExit:
+            left[0] = -1
+            run(tmp_path, f"out-{points}", source)
+            assert tree(tmp_path / f"out-{points}") == whole, points
+    assert points > 30
+
+
+def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units, monkeypatch):
+    source = corpus(tmp_path / "in")
+    run(tmp_path, "whole", source)
+    job = Job([str(source)], str(tmp_path / "out"), shard_tokens=1500)
+    planned, stop = plan(job), lambda *args: (_ for _ in ()).throw(InterruptedError())
+    with monkeypatch.context() as patch:
+        patch.setattr(tokenize_module, "_manifest", stop)  # all but the manifest is there
+        with pytest.raises(ConfigError):
+            tokenize(planned, 1, tell=lambda line: None)
+    gone, kept = tmp_path / "out" / "00001-001.starts", tmp_path / "out" / "00001-000.tokens"
+    gone.unlink()
+    before = kept.stat().st_mtime_ns
+    told = []
+    tokenize(planned, 1, tell=told.append)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+    assert kept.stat().st_mtime_ns == before and told == ["going on: 7 of 8 units are made"]
+
+
+def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
+    source = corpus(tmp_path / "in")
+    with (source / "1.jsonl").open("ab") as file:
+        file.write(b'{"text": ""}\n{"text": 3}\nrubbish\n' + lines(["fine"]))
+    said = problems(tmp_path, "out", source)
+    assert said == f"{source / '1.jsonl'}:22: 'text' is a number, no text"
+    # What was finished is of use to a command that skips them.
+    manifest = run(tmp_path, "out", source, bad_lines="skip")
+    assert (manifest["documents"], manifest["skipped"], manifest["empty"]) == (62, 2, 1)
+    assert [line.partition(" ")[0] for line in manifest["examples"]] == [f"{source / '1.jsonl'}:{n}:" for n in (22, 23)]
+    run(tmp_path, "fresh", source, bad_lines="skip")
+    ours, theirs = tree(tmp_path / "out"), tree(tmp_path / "fresh")
+    assert {**ours, MANIFEST: b""} == {**theirs, MANIFEST: b""}
+    assert ByteTokenizer().decode(documents(tmp_path / "out")[-2 - len(TEXTS) // 3]) == "fine"
+
+
+def test_mistakes_are_told_before_any_work(tmp_path):
+    source = corpus(tmp_path / "in")
+    with pytest.raises(ConfigError) as error:
+        plan(Job([str(tmp_path / "gone")], "out", tokenizer="nowhere"))
+    assert len(error.value.problems) == 2
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    assert "other holds other files: name a folder that is new or empty" in problems(tmp_path, "other", source)
+    (tmp_path / "only.jsonl").write_bytes(lines(["", ""]))
+    assert "there is no document in it (0 bad lines and 2 empty" in problems(tmp_path, "x", tmp_path / "only.jsonl")
+    assert "in/x lies in " in problems(tmp_path, "in/x", source)
+    run(tmp_path, "x", source)
+    (source / "0.jsonl").write_bytes(lines(["changed"]))
+    said = problems(tmp_path, "x", source)
+    assert "was made, from something else: bytes was" in said and "Name another --out" in said
+    assert "field was 'text' and is 'body'" in problems(tmp_path, "x", source, field="body")
+    with (tmp_path / "x" / ".lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        assert "another process is writing to" in problems(tmp_path, "x", source)
+
+
+def test_chats_are_stored_with_what_counts(tmp_path, bpe):
+    talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the fox"}]
+    bad = [{"role": "user", "content": "why"}]
+    (tmp_path / "a.jsonl").write_bytes(lines([talk, bad, talk[::-1]], field="messages"))
+    said = problems(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe))
+    assert said.endswith("a.jsonl:2: the assistant says nothing in it, so there is nothing to learn from")
+    manifest = run(tmp_path, "x", tmp_path / "a.jsonl", format="chat", tokenizer=str(bpe), bad_lines="skip")
+    opened, tokenizer = ShardDocuments(tmp_path / "x"), open_tokenizer(str(bpe))
+    assert (len(opened), manifest["skipped"]) == (2, 1)
+    first, second = zip(opened.starts[:-1], opened.starts[1:], strict=True)
+
+    def said_in(span) -> str:
+        tokens, counted = opened.read(*span), opened.counted(*span)
+        assert tokens[-1] == tokenizer.eos and not counted[-1]  # the template wrote no end: it is no part of an answer
+        return tokenizer._plain.decode(tokens[counted].tolist(), skip_special_tokens=False)
+
+    assert said_in(first) == "the fox<|im_end|>\n"
+    assert said_in(second) == "<|im_start|>assistant\nthe fox<|im_end|>\n"  # nothing was asked before
+    assert manifest["counted"] == opened.counted(0, opened.starts[-1]).sum()
+
+    template = tmp_path / "t.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    (tmp_path / "a.jsonl").write_bytes(lines([talk + talk], field="messages"))
+    options = dict(
+        format="chat", chat_template=str(template), bad_lines="skip"
+    )  # the template's fault is no bad line's
+    assert "a.jsonl:1: the chat template" in problems(tmp_path, "y", tmp_path / "a.jsonl", **options)
+
+
+def test_a_begin_mark_is_not_written_twice(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines([[{"role": "assistant", "content": "ab"}]], field="messages"))
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    run(tmp_path, "x", tmp_path / "a.jsonl", format="chat", chat_template=str(tmp_path / "t.jinja"))
+    assert documents(tmp_path / "x") == [[256, 97, 98, 257]]
+    assert ShardDocuments(tmp_path / "x").counted(0, 4).tolist() == [False, True, True, False]
+
+
+def test_the_command(tmp_path, capsys):
+    source = corpus(tmp_path / "in")
+    out = str(tmp_path / "out")
+    assert main(["tokenize", str(source), "--out", out, "--workers", "2"]) == 0
+    said = capsys.readouterr().out
+    assert "4 files, 0.0 MB" in said and "tokens in 61 documents and 1 shards" in said
+    assert main(["tokenize", "--verify", out]) == 0
+    assert "1 shards are as they were written" in capsys.readouterr().out
+    with (tmp_path / "out" / "00000-000.tokens").open("r+b") as file:
+        file.write(b"x")
+    assert main(["tokenize", "--verify", out]) == 2
+    assert "00000-000.tokens has changed since it was written" in capsys.readouterr().err
+    assert main(["tokenize", "--workers", "0", "--chat-template", "t"]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in ("name files, folders", "--out is missing", "--format chat", "--workers = 0"))
+    assert main(["tokenize", "--verify", out, "--out", out]) == 2
+
+
+def test_units_depend_on_sizes_alone(monkeypatch):
+    from titanmoe.data.read import Source
+
+    def shape(sizes, shard_tokens=1 << 27):
+        sources = [Source(f"{n}.jsonl", "jsonl", size, 0) for n, size in enumerate(sizes)]
+        units = tokenize_module.cut(sources, shard_tokens)
+        parts = [(span.file, span.start, span.stop) for unit in units for span in unit]
+        assert sum(stop - start for _, start, stop in parts) == sum(sizes)
+        return [sum(span.bytes for span in unit) for unit in units]
+
+    mib = 1 << 20
+    assert shape([mib] * 20) == [8 * mib, 8 * mib, 4 * mib]  # small files share a unit
+    assert shape([20 * mib]) == [8 * mib, 8 * mib, 4 * mib]
+    assert len(shape([10 << 30])) == 256
+    assert max(shape([4 << 40])) == 512 * mib
+    assert max(shape([4 << 30], 1 << 20)) == 8 * mib
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
+    clock, told = [0.0], []
+    monkeypatch.setattr(tokenize_module.time, "monotonic", lambda: clock[0])
+    with tokenize_module.Meter(10**9, 2 * 10**8, told.append) as meter:  # a fifth was made before
+        for _ in range(8):
+            clock[0] += 10
+            meter.add(5 * 10**7, 10**8)
+    assert told == [
+        "35.0% of 1.00 GB, 10.00 M tokens/s, about 2 min to go",
+        "50.0% of 1.00 GB, 10.00 M tokens/s, about 2 min to go",
+    ]

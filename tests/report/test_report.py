@@ -1,0 +1,195 @@
+"""titanmoe report: what is on the page and in the PNGs, of runs as odd as they come."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from titanmoe.cli import main
+from titanmoe.config.fields import to_toml
+from titanmoe.config.schema import Config
+from titanmoe.heat import colour_share, colour_share_clear
+from titanmoe.report.charts import POINTS, number, percent, share_EC, smooth, thin, ticks
+from titanmoe.report.draw import Area, Line, Picture, Sheet, Words, png, svg
+from titanmoe.report.page import sheets
+from titanmoe.report.read import read_runs
+
+ENVIRONMENT = {"ranks": 4, "device": "CPU", "torch": "2.13.0"}
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    values = {"step": step, "loss": 2 + 4 / step, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 5000.0 + step}
+    values |= {"step_time_s": 0.5, "memory_gib": 0.4, "imbalance": 1.5, "router_entropy": 2.0, "dropped_fraction": 0.0}
+    times = {"data": 0.05, "forward_backward": 0.4, "optimizer": 0.05, "dispatch": 0.1}
+    return values | {f"time.{name}": seconds for name, seconds in times.items()} | more
+
+
+def make_run(folder: Path, steps: int = 40, config: Config | None = None, **more: Any) -> Path:
+    folder.mkdir(parents=True)
+    config = config or Config()
+    config.parallelism.tp, config.parallelism.experts.ep, config.training.steps = 2, 4, steps
+    (folder / "config.toml").write_text(to_toml(config))
+    lines = [line(step, **more) for step in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    loads = [{"step": s, "load": {"0": [s, 10, 10, 0], "1": [10, 10, 10, 10]}} for s in range(1, steps + 1)]
+    (folder / "experts.jsonl").write_text("".join(json.dumps(x) + "\n" for x in loads))
+    events = [
+        {"step": 0, "kind": "start", "text": "4 ranks on CPU", "environment": ENVIRONMENT},
+        {"step": 20, "kind": "spike", "text": "loss <9> & above"},
+        {"step": 30, "kind": "restart", "text": "goes on after step 30", "environment": ENVIRONMENT},
+    ]
+    times = [event | {"time": "2026-01-02T03:04:05+00:00"} for event in events]
+    (folder / "events.jsonl").write_text("".join(json.dumps(x) + "\n" for x in times))
+    return folder
+
+
+def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
+    run = make_run(tmp_path / "first")
+    assert main(["report", str(run)]) == 0
+    assert f"{run}/report/report.html, and 9 PNGs beside it" in capsys.readouterr().out
+    html = (run / "report" / "report.html").read_text()
+    assert not re.search(r'(src|href)="(?!data:image/png;base64,)', html) and "http" not in html.replace(
+        "http://www.w3.org/2000/svg", ""
+    )
+    for part in (
+        "Gradient norm",
+        "forward and backward 80%",
+        "of it dispatch in forward 20%",
+        "dp_shard 2 tp 2 / ep 4",
+    ):
+        assert part in html
+    for part in (
+        "loss &lt;9&gt; &amp; above",
+        "goes on after step 30",
+        "experts held",
+        "[parallelism.experts]",
+        "2.1000",
+    ):
+        assert part in html
+    assert "MFU</dt>" not in html and ">Dropped<" not in html  # nothing is known of either
+    drawn = [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", html)]
+    assert len(drawn) == 9
+    spoken = [text.text for text in drawn[0].iter("text")]
+    assert "spike" in spoken and "restart" in spoken
+    sizes = {file.name: Image.open(file).size for file in (run / "report").glob("*.png")}
+    assert sizes["loss.png"] == (1708, 976) and sizes["times.png"] == (840, 460) and "experts.png" in sizes
+
+
+def test_several_runs_are_compared(tmp_path):
+    config = Config()
+    config.optimizer.lr = 0.125
+    first = make_run(tmp_path / "a" / "run", mfu=0.4)
+    second = make_run(tmp_path / "b" / "run", 20, config, dropped_fraction=0.1)
+    assert main(["report", str(first), str(second), "--out", str(tmp_path / "out")]) == 0
+    html = (tmp_path / "out" / "report.html").read_text()
+    assert "<td>optimizer.lr</td><td>0.0003</td><td>0.125</td>" in html
+    assert "<td>optimizer.beta1" not in html
+    for part in (
+        "MFU",
+        "Dropped",
+        f"Where a step&#x27;s time goes: {first}",
+        f"Where a step&#x27;s time goes: {second}",
+    ):
+        assert part in html
+    assert {file.name for file in (tmp_path / "out").glob("*-2.png")} == {"times-2.png", "experts-2.png"}
+
+
+def test_a_run_cut_short_or_of_another_version_is_drawn_as_far_as_it_is_known(tmp_path):
+    run = make_run(tmp_path / "run", 3)
+    (run / "metrics.jsonl").write_text(
+        json.dumps(line(1)) + "\n" + json.dumps(line(2, loss=None, nonfinite={"loss": "nan"})) + '\n{"step": 3, "lo'
+    )
+    (run / "config.toml").write_text("[model]\nno_such_key = 1\n")
+    for name in ("experts.jsonl", "events.jsonl"):
+        (run / name).unlink()
+    assert main(["report", str(run)]) == 0
+    html = (run / "report" / "report.html").read_text()
+    assert "not finite" in html and "no_such_key" in html
+
+
+def test_what_is_no_run_is_told_at_once(tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "metrics.jsonl").touch()
+    assert main(["report", str(tmp_path / "gone"), str(tmp_path / "empty")]) == 2
+    told = capsys.readouterr().err
+    assert "2 problems" in told and "gone has no metrics.jsonl" in told and "has no line yet" in told
+    assert main(["report", *["x"] * 9]) == 2
+    assert "name 8 or fewer" in capsys.readouterr().err
+
+
+def test_a_long_run_of_many_experts_stays_small(tmp_path):
+    run = make_run(tmp_path / "run", 2)
+    lines = [json.dumps(line(step)) for step in range(1, 5001)]
+    (run / "metrics.jsonl").write_text("\n".join(lines))
+    draw = np.random.default_rng(0)
+    loads = [
+        {"step": step, "load": {str(layer): draw.integers(0, 99, 256).tolist() for layer in range(4)}}
+        for step in range(1, 251)
+    ]
+    (run / "experts.jsonl").write_text("\n".join(map(json.dumps, loads)))
+    assert main(["report", str(run)]) == 0
+    assert (run / "report" / "report.html").stat().st_size < 1_500_000
+
+
+def test_every_curve_lies_on_its_sheet(tmp_path):
+    runs = read_runs([make_run(tmp_path / "a_run_of_a_long_name", 5), make_run(tmp_path / ("b" * 60), 500)])
+    for name, sheet in sheets(runs).items():
+        for mark in sheet.marks if sheet else ():
+            if isinstance(mark, Line | Area):
+                xs, ys = zip(*mark.points, strict=True)
+                assert min(xs) >= 0 and max(xs) <= sheet.width and min(ys) >= 0 and max(ys) <= sheet.height, name
+
+
+def test_numbers_and_ticks_are_round():
+    assert [number(x) for x in (0, 6699, 1.5e9, 3e-4, 0.25, 12.5)] == ["0", "6.7k", "1.5G", "3e-4", "0.25", "12.5"]
+    assert [percent(x) for x in (0.413, 0.0261, 0.0)] == ["41%", "2.6%", "0%"]
+    assert ticks(0.3, 9.1) == [2.5, 5.0, 7.5] and ticks(1, 80, 6) == [20, 40, 60, 80] and ticks(3, 3) == [3]
+    assert smooth([1.0] * 100) == pytest.approx([1.0] * 100)
+
+
+def test_thinning_keeps_every_spike():
+    y = [1.0] * 10000
+    y[1234], y[8765] = 50.0, -7.0
+    points = thin(list(range(10000)), y)
+    assert len(points) <= POINTS and (1234, 50.0) in points and (8765, -7.0) in points
+    assert [x for x, _ in points] == sorted(x for x, _ in points)
+
+
+def test_a_dead_expert_and_a_hot_one_are_seen_among_hundreds():
+    load = np.full((256, 1000), 10.0)
+    load[17], load[200] = 0.0, 80.0
+    share = share_EC(load)
+    assert share.shape == (64, 240)
+    assert share[17 // 4].max() < 0.1 and share[200 // 4].min() > 7
+
+
+def test_colours_of_loads():
+    share = np.array([0.0, 0.25, 1.0, 4.0, 100.0])
+    assert colour_share(share).tolist()[2] == [240, 239, 236]
+    rgba = colour_share_clear(share)
+    assert rgba[:, 3].tolist() == [255, 255, 0, 255, 255]
+    assert (rgba[1] == rgba[0]).all() and (rgba[3] == rgba[4]).all() and rgba[1, 2] > rgba[3, 2]
+
+
+def test_svg_and_png_draw_the_same_marks(tmp_path):
+    square = [(10.0, 10.0), (30.0, 10.0), (30.0, 30.0), (10.0, 30.0)]
+    red = np.zeros((2, 2, 4), np.uint8)
+    red[...] = 255, 0, 0, 255
+    marks = [Area(square, "c0"), Line([(0, 50), (100, 50)], "ink", 4), Picture(60, 5, 20, 20, red), Words(5, 90, "<a>")]
+    sheet = Sheet(100, 100, "a & b", [*marks, Line([(50, 0), (50, 40)], "event", 2, dash=True)])
+    tree = ElementTree.fromstring(svg(sheet))
+    assert [child.tag for child in tree] == ["polygon", "polyline", "image", "text", "polyline"]
+    png(sheet, tmp_path / "x.png", scale=1)
+    picture = Image.open(tmp_path / "x.png")
+    assert picture.size == (100, 100)
+    assert picture.getpixel((20, 20)) == (0x2A, 0x78, 0xD6)
+    assert picture.getpixel((70, 15)) == (255, 0, 0) and picture.getpixel((5, 50)) == (11, 11, 11)
+    dashes = [picture.getpixel((50, y)) for y in range(40)]
+    assert (0xD0, 0x3B, 0x3B) in dashes and (0xFC, 0xFC, 0xFB) in dashes

@@ -1,0 +1,116 @@
+"""Where a step's time goes: laps add up to the whole, and a GPU's are read once it has come so far."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from titanmoe.train import clock as clock_module
+from titanmoe.train.around import around
+from titanmoe.train.clock import Clock
+
+
+@pytest.fixture
+def now(monkeypatch):
+    now = [10.0]
+    monkeypatch.setattr(clock_module.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def test_laps_add_up_and_parts_are_counted_apart(now):
+    clock = Clock(torch.device("cpu"))
+    clock.lap("other")  # nothing is known of what was before
+    for data, forward in ((1.0, 5.0), (3.0, 7.0)):
+        now[0] += data
+        clock.lap("data")
+        with clock.part("dispatch"):
+            now[0] += 2.0
+        now[0] += forward - 2.0
+        clock.lap("forward_backward")
+    assert clock.take(2) == {"data": 2.0, "forward_backward": 6.0, "dispatch": 2.0}
+    assert clock.take(1) == {}
+    now[0] += 4.0
+    clock.lap("other")
+    assert clock.take(1) == {"other": 4.0}
+
+
+def test_a_rank_that_does_not_report_keeps_nothing(now):
+    clock = Clock(torch.device("cpu"), on=False)
+    for name in ("other", "data"):
+        with clock.part("dispatch"):
+            clock.lap(name)
+    assert clock.take(1) == {}
+
+
+def test_on_a_gpu_only_marks_that_it_has_passed_are_read(monkeypatch):
+    """With the interface of torch.cuda.Event, on a stream of our own: nothing may wait for it."""
+    program, device = [0.0], [0.0]
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = program[0]
+
+        def query(self) -> bool:
+            return self.at <= device[0]
+
+        def elapsed_time(self, end: Event) -> float:
+            assert end.query()
+            return 1e3 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = Clock(torch.device("cuda"))
+    clock.lap("other")
+    for name, seconds in (("data", 1.0), ("forward_backward", 4.0)):
+        program[0] += seconds
+        clock.lap(name)
+    assert clock.take(1) == {}
+    device[0] = 2.0
+    assert clock.take(1) == {"data": 1.0}
+    device[0] = 9.0
+    assert clock.take(1) == {"forward_backward": 4.0}
+
+
+def test_marks_do_not_pile_up_between_reports(monkeypatch):
+    class Event:
+        def __init__(self, enable_timing: bool):
+            pass
+
+        def record(self) -> None:
+            pass
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, end: Event) -> float:
+            return 2.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    clock = Clock(torch.device("cuda"))
+    for _ in range(100):
+        with clock.part("dispatch"):
+            clock.lap("data")
+    assert len(clock._open) <= 2
+    assert clock.take(100)["dispatch"] == pytest.approx(2e-3)
+
+
+def test_around_leaves_the_method_as_it_was_but_for_the_context():
+    class Owner:
+        def method(self, a: int, b: int = 1) -> int:
+            return a + b
+
+    seen = []
+
+    class Region:
+        def __enter__(self) -> None:
+            seen.append("in")
+
+        def __exit__(self, *_: object) -> None:
+            seen.append("out")
+
+    owner = Owner()
+    around(owner, "method", Region)
+    assert owner.method(2, b=3) == 5 and seen == ["in", "out"]
+    assert Owner().method(1) == 2 and len(seen) == 2

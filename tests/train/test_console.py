@@ -1,0 +1,110 @@
+"""The screen: a panel on a terminal, lines elsewhere, other ranks stamped."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from titanmoe.config.schema import Config
+from titanmoe.train.console import Lines, LivePanel, Stamped, curve, duration, open_console, shares
+from titanmoe.train.sink import Report
+
+RECORD = {
+    "step": 20,
+    "loss": 2.6194,
+    "grad_norm": 0.4,
+    "lr": 4.22e-3,
+    "tokens_per_s": 6699.0,
+    "step_time_s": 0.61,
+    "mfu": 0.413,
+    "memory_gib": 0.41,
+    "tokens": 4096.0,
+    "imbalance": 2.8,
+    "dropped_fraction": 0.012,
+    "time.data": 0.02,
+    "time.forward_backward": 0.48,
+    "time.optimizer": 0.1,
+    "time.dispatch": 0.12,
+}
+REPORT = Report(20, RECORD, {}, 2.7, 25.0)
+
+
+@pytest.fixture
+def config() -> Config:
+    config = Config()
+    config.training.steps = 60
+    return config
+
+
+def terminal(width: int) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_panel_shows_where_the_run_is_within_the_width(config, width):
+    console = terminal(width)
+    panel = open_console(config, "debug", console)
+    assert isinstance(panel, LivePanel)
+    panel.log(REPORT)
+    panel.event(20, "spike", "loss 9 is far above")
+    panel.close()
+    text = console.file.getvalue()
+    for part in ("debug", "step 20 of 60", "33%  ETA 0:00:25", "2.6194", "smoothed 2.7000", "6,699", "MFU 41.3%"):
+        assert part in text
+    for part in ("0.41 GiB", "imbalance 2.80", "dropped 1.2%", "forward-backward 80% (dispatch 20%)"):
+        assert part in text
+    assert "spike: loss 9 is far above" in text
+    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is not left hidden
+    assert text.index("\x1b[?25h") < text.index("step 20 of 60")  # not even if the run is killed
+    drawn = Console(width=width, file=io.StringIO())
+    drawn.print(panel.panel(REPORT))
+    lines = drawn.file.getvalue().splitlines()
+    assert len(lines) == 7 and all(len(line) == width for line in lines)
+
+
+def test_lines_where_nobody_could_see_a_panel(config, capsys):
+    assert isinstance(open_console(config, "run", Console(file=io.StringIO())), Lines)
+    config.metrics.console = "lines"
+    lines = open_console(config, "run", terminal(80))
+    lines.log(REPORT)
+    lines.event(20, "save", "step-00000020")
+    lines.event(20, "spike", "loss 9 is far above")
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == (
+        "step 20/60  loss 2.6194  grad norm 0.400  lr 4.22e-03  6,699 tokens/s  MFU 41.3%  memory 0.41 GiB  "
+        "imbalance 2.80  dropped 1.2%  ETA 0:00:25"
+    )
+    assert second.startswith("first step took 0.6 s")
+    assert third == "step 20  SPIKE: loss 9 is far above"
+
+
+def test_small_things():
+    assert curve([1.0, 2.0, 3.0]) == "▁▅█"
+    assert curve([2.0, 2.0]) == "▁▁"
+    assert duration(3725.4) == "1:02:05"
+    assert shares({"loss": 1.0}) == ""
+    assert shares({"time.data": 1e-4, "time.optimizer": 1.0}) == "optimizer 100%"
+
+
+def test_what_another_rank_says_has_its_number():
+    stream = io.StringIO()
+    stamped = Stamped(stream, 3)
+    print("one\ntwo", file=stamped)
+    stamped.write("half ")
+    stamped.write("line\n")
+    assert stream.getvalue() == "[rank 3] one\n[rank 3] two\n[rank 3] half line\n"
+
+
+def test_a_traceback_too():
+    code = "from titanmoe.train.console import stamp; stamp(2); import warnings; warnings.warn('w'); 1 / 0"
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True
+    )
+    lines = run.stderr.splitlines()
+    assert lines[-1].endswith("ZeroDivisionError: division by zero")
+    assert all(line.startswith("[rank 2] ") for line in lines)

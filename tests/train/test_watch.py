@@ -1,0 +1,146 @@
+"""What is watched in real steps: loads, times, names in a trace. Watching changes no number."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import parity, world
+from tests.features import MODELS
+from titanmoe.train.legal import problems
+
+
+def run(changes: dict[str, Any]) -> None:
+    """The whole loop, as train.py runs it. The ranks stay, and so must the time-outs of their groups."""
+    trainer = parity.make_trainer(changes)
+    object.__setattr__(trainer.runtime, "steady_timeout", lambda *_: None)
+    trainer.train()
+
+
+def broken(changes: dict[str, Any]) -> None:
+    trainer = parity.make_trainer(changes)
+    object.__setattr__(trainer.runtime, "steady_timeout", lambda *_: None)
+    whole = trainer.forward_backward
+    trainer.forward_backward = lambda *args: tuple(loss * float("nan") for loss in whole(*args))
+    trainer.train()
+
+
+def small(folder: Path, **changes: Any) -> dict[str, Any]:
+    base = {"job.dump_folder": str(folder), "job.name": "run", "training.steps": 3, "model.vocab_size": 320}
+    return base | {key.replace("__", "."): value for key, value in changes.items()}
+
+
+def read(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "run" / name).read_text().splitlines()]
+
+
+def test_loads_and_times_reach_the_files_under_any_mapping(tmp_path: Path) -> None:
+    mappings = {
+        1: {},
+        4: {"parallelism.pp": 2, "parallelism.experts.ep": 2, "checkpoint.enable": True, "checkpoint.interval": 2},
+    }
+    for ranks, mapping in mappings.items():
+        world.run(ranks, run, small(tmp_path / str(ranks)) | mapping)
+    alone, folded = (read(tmp_path / str(ranks), "experts.jsonl") for ranks in mappings)
+    assert [line["step"] for line in alone] == [1, 2, 3]
+    assert alone == folded
+    tokens = [line["tokens"] for line in read(tmp_path / "1", "metrics.jsonl")]
+    for line, routed in zip(alone, tokens, strict=True):
+        assert [sum(load) for load in line["load"].values()] == [2 * routed] * 2  # top_k 2
+
+    for line in read(tmp_path / "4", "metrics.jsonl")[1:]:
+        parts = {
+            name: line[f"time.{name}"] for name in ("data", "forward_backward", "optimizer", "checkpoint", "other")
+        }
+        assert sum(parts.values()) == pytest.approx(line["step_time_s"], rel=0.05, abs=0.01)
+        assert 0 < line["time.dispatch"] < parts["forward_backward"]
+    events = [(line["step"], line["kind"]) for line in read(tmp_path / "4", "events.jsonl")]
+    assert events == [(0, "start"), (2, "save"), (3, "save")]
+
+
+def test_a_run_that_goes_on_tells_so_and_one_that_breaks_down_why(tmp_path: Path) -> None:
+    saving = small(tmp_path) | {"checkpoint.enable": True, "checkpoint.interval": 0}
+    world.run(1, run, saving | {"training.steps": 1})
+    world.run(1, run, saving)
+    with pytest.raises(world.RankError, match="NonFinite"):
+        world.run(1, broken, saving | {"training.steps": 9})
+    events = read(tmp_path, "events.jsonl")
+    told = [(line["step"], line["kind"]) for line in events]
+    assert told == [(0, "start"), (1, "save"), (1, "restart"), (3, "save"), (3, "restart"), (4, "stop")]
+    assert "Lower optimizer.lr" in events[-1]["text"]
+    assert [line["step"] for line in read(tmp_path, "experts.jsonl")] == [1, 2, 3]
+
+
+def test_a_trace_names_the_parts_of_a_step(tmp_path: Path) -> None:
+    profiled = {"profile.steps": [2], "profile.ranks": [1], "parallelism.experts.ep": 2, "model.shared_hidden": 16}
+    world.run(2, run, small(tmp_path) | profiled)
+    (trace,) = (tmp_path / "run" / "profile").glob("*.json.gz")
+    assert trace.name == "step-2-rank-1.json.gz"
+    with gzip.open(trace, "rt") as file:
+        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+    assert {"attention", "router", "permute", "dispatch", "experts", "shared expert", "combine", "optimizer"} <= names
+    assert "experts" in (trace.parent / "step-2-rank-1.txt").read_text()
+    (event,) = (line for line in read(tmp_path, "events.jsonl") if line["kind"] == "profile")
+    assert event["step"] == 2 and "ui.perfetto.dev" in event["text"]
+
+
+def named(changes: dict[str, Any]) -> Any:
+    """parity.measure of a trainer whose parts are named and whose every step is profiled."""
+    import titanmoe.train.trainer as trainer_module
+    from titanmoe.train.profile import Profiler
+
+    plain_step, init = trainer_module.Trainer.train_step, trainer_module.Trainer.__init__
+
+    def watched_init(self: Any, *args: Any) -> None:
+        init(self, *args)
+        self.profiler = Profiler(self, Path(changes["job.dump_folder"]), lambda *event: None)
+
+    def watched(self: Any) -> dict[str, Any]:
+        with self.profiler.step(self.step + 1):
+            return plain_step(self)
+
+    trainer_module.Trainer.__init__, trainer_module.Trainer.train_step = watched_init, watched
+    try:
+        return parity.measure(changes)
+    finally:
+        trainer_module.Trainer.__init__, trainer_module.Trainer.train_step = init, plain_step
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"parallelism.experts.ep": 2, "activation_checkpoint.mode": "full"},
+        pytest.param(
+            MODELS["deepseek_v3"] | {"compile.enable": True, "compile.backend": "aot_eager"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["recomputed", "compiled"],
+)
+def test_profiling_changes_no_number(case: dict[str, Any], tmp_path: Path) -> None:
+    case = case | {"model.num_layers": 1}
+    watched = case | {"profile.steps": [1], "job.dump_folder": str(tmp_path)}
+    got = world.run(2, named, watched, timeout=200)[0]
+    errors = parity.compare(got, parity.expected(case, 2), parity.read(case, 2))
+    assert max(errors.values()) <= 1e-10, errors
+    assert len(list((tmp_path / "profile").glob("*.json.gz"))) == 1
+
+
+def test_what_cannot_be_watched_is_refused() -> None:
+    asked = {"profile.steps": [99], "profile.ranks": [0, 7], "profile.memory": "oom", "metrics.wandb": "titan"}
+    config = parity.read({}, 1)
+    for path, value in asked.items():
+        table, name = path.split(".")
+        config = replace(config, **{table: replace(getattr(config, table), **{name: value})})
+    text = "\n".join(problems(config, 1))
+    for part in (
+        "profile.steps has 99, and training.steps is 10",
+        "profile.ranks has 7, and the ranks are 0 to 0",
+        'profile.memory = "oom" records the memory of GPUs',
+        'pip install "titanmoe[wandb]"',
+    ):
+        assert part in text

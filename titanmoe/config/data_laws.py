@@ -1,0 +1,81 @@
+"""Which fields of [data] and [validation] contradict each other: in the mix, in packing, in what is held out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titanmoe.config.schema import Config
+
+Law = tuple[tuple[str, ...], str]
+"""Paths of the fields that do not fit; values, constraint and fix."""
+
+
+def of_samples(config: Config) -> Iterator[Law]:
+    yield from _mix(config)
+    yield from _packing(config)
+    yield from _validation(config)
+
+
+def _mix(config: Config) -> Iterator[Law]:
+    weights, paths = config.data.weights, config.data.paths
+    fields = ("data.weights", "data.paths")
+    if weights and len(weights) != len(paths):
+        yield (
+            fields,
+            f"data.weights has {len(weights)} numbers for {len(paths)} entries of data.paths: give one for each, or "
+            "none, which weighs sources by their tokens",
+        )
+    elif weights and not sum(weights):
+        yield fields, f"data.weights = {weights} sums to 0, and no source would have a turn: make one positive"
+    else:
+        for path, weight in zip(paths, weights, strict=False):
+            if not weight:
+                yield fields, f"data.weights gives {path!r} the weight 0: leave both out, or give it a share"
+
+
+def _packing(config: Config) -> Iterator[Law]:
+    data = config.data
+    if data.source == "synthetic" and data.packing != "stream":
+        yield (
+            ("data.packing", "data.source"),
+            f'data.packing = "{data.packing}" is about documents, and data.source = "synthetic" has none: set packing '
+            '= "stream", or another source',
+        )
+    elif data.balance_work and data.packing == "stream":
+        yield (
+            ("data.balance_work", "data.packing"),
+            'data.balance_work = true evens out what samples cost, and with data.packing = "stream" all cost the same: '
+            'set packing = "documents" or "best_fit", or balance_work = false',
+        )
+
+
+def _validation(config: Config) -> Iterator[Law]:
+    validation, source = config.validation, config.data.source
+    if validation.interval and not validation.paths and not validation.held_out:
+        yield (
+            ("validation.interval", "validation.paths", "validation.held_out"),
+            f"validation.interval = {validation.interval} has nothing to validate on: name validation.paths, or set "
+            "validation.held_out = 100 to keep every 100th document of the training data for it",
+        )
+    if validation.paths and validation.held_out:
+        yield (
+            ("validation.paths", "validation.held_out"),
+            f"validation.held_out = {validation.held_out} keeps documents that nothing reads, since validation.paths "
+            "is given: drop one of them",
+        )
+    if validation.paths and not validation.interval:
+        yield (
+            ("validation.paths", "validation.interval"),
+            "validation.paths is given and validation.interval = 0 never reads it: set interval, such as 100, or "
+            "paths = []",
+        )
+    if validation.held_out == 1:
+        yield (
+            ("validation.held_out",),
+            "validation.held_out = 1 keeps every document, and none is left to train on: use 2 or more, such as 100",
+        )
+    if source == "synthetic" and validation.interval and not validation.paths and not validation.steps:
+        yield (
+            ("validation.steps", "data.source"),
+            'validation.steps = 0 asks for the whole set, and data.source = "synthetic" never ends: set steps = 10',
+        )

@@ -1,0 +1,92 @@
+"""Items read before they are asked for: by a thread of this process, or by worker processes (torchdata).
+
+torchdata's own state counts by worker, so that a run could resume only with as many; ours rides with each item.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import warnings
+from collections.abc import Generator, Iterator
+from typing import Any
+
+
+class Ahead:
+    def __init__(self, reader: Any, plans: Any, workers: int, depth: int):
+        """reader[plan] makes an item; depth: so many are read ahead, by each worker."""
+        self._items: queue.SimpleQueue = queue.SimpleQueue()
+        self._room = threading.Semaphore(1 if workers else depth)
+        self._stop = threading.Event()
+        self._first: list[Any] = []
+        items = _by_workers(reader, plans, workers, depth) if workers else (reader[plan] for plan in plans)
+        self._thread = threading.Thread(
+            target=_feed, args=([items], self._items, self._room, self._stop), name="titanmoe-data", daemon=True
+        )
+        self._thread.start()
+
+    def peek(self) -> Any:
+        if not self._first:
+            item = self._items.get()
+            if isinstance(item, BaseException):
+                self._items.put(item)
+                raise item
+            self._first.append(item)
+        return self._first[0]
+
+    def next(self) -> Any:
+        item = self.peek()
+        self._first.clear()
+        self._room.release()
+        return item
+
+    def close(self) -> None:
+        """Ends workers too."""
+        self._stop.set()
+        self._room.release()
+        self._thread.join()
+
+
+def _by_workers(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[Any]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
+        # Forked, so that what is in memory is shared and memory-mapped files stay open.
+        loader = StatefulDataLoader(
+            reader,
+            batch_size=None,
+            sampler=plans,
+            num_workers=workers,
+            prefetch_factor=depth,
+            collate_fn=_as_it_is,
+            worker_init_fn=_apart,
+            multiprocessing_context="fork",
+        )
+        return iter(loader)
+
+
+def _apart(_: int) -> None:
+    """Ctrl-C and torchrun ask the rank's whole group to end; the rank saves first, and for that keeps its workers."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the rank's own handler
+
+
+def _as_it_is(item: Any) -> Any:
+    return item
+
+
+def _feed(box: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event) -> None:
+    source = box.pop()  # the only reference to it: workers end with this function
+    try:
+        while True:
+            room.acquire()
+            if stop.is_set():
+                return
+            items.put(next(source))
+    except BaseException as error:
+        # A worker's error tells its traceback in words; this one's frames would keep the workers alive.
+        items.put(error if isinstance(source, Generator) else error.with_traceback(None))

@@ -1,0 +1,172 @@
+"""Conversations to tokens, by a Jinja chat template, and which of them the assistant said.
+
+The assistant's part is what the template marks with {% generation %}, else what each of its messages adds to the
+conversation so far, rendered with the prompt for an answer.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanmoe.config import ConfigError
+from titanmoe.data.tokenizer import SETTINGS, Tokenizer
+
+OPEN, CLOSE = "\ufdd0", "\ufdd1"
+"""Where the assistant's part begins and ends while a template renders: Unicode keeps these from being characters."""
+
+
+class ChatError(ValueError):
+    """A conversation that cannot be rendered."""
+
+
+class Chat:
+    def __init__(self, template: str, origin: str, tokenizer: Tokenizer):
+        self.template, self.origin, self.tokenizer = template, origin, tokenizer
+        try:
+            import jinja2
+        except ImportError:
+            raise ConfigError([f"{origin}: chat templates need the package jinja2: pip install jinja2"]) from None
+        environment = _environment()
+        self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+        try:
+            self._compiled = environment.from_string(template)
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError([f"{origin}:{error.lineno}: the chat template is no Jinja: {error.message}"]) from None
+        tags = {value for _, kind, value in environment.lex(template) if kind == "name"}
+        self.marks_generation = "generation" in tags and "endgeneration" in tags
+
+    def encode(self, messages: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens, and which of them are the assistant's. ChatError: this conversation is at fault; ConfigError: the
+        template is."""
+        _check(messages)
+        text, spans = self._marked(messages) if self.marks_generation else self._by_prefixes(messages)
+        tokens_T, begin_T, end_T = self.tokenizer.place(text)
+        said_T = np.zeros(len(tokens_T), bool)
+        for begin, end in spans:
+            said_T |= (begin_T < end) & (end_T > begin)
+        return tokens_T, said_T
+
+    def _render(self, messages: list[Any], prompt: bool = False) -> str:
+        try:
+            return self._compiled.render(messages=messages, add_generation_prompt=prompt, **self.tokenizer.marks)
+        except self._errors as error:
+            raise ChatError(f"the chat template {self.origin} refuses it: {error}") from None
+
+    def _marked(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
+        parts, spans, length, began = [], [], 0, -1
+        for char in _split(self._render(messages)):
+            if char == OPEN:
+                began = length
+            elif char == CLOSE:
+                spans.append((began, length))
+            else:
+                parts.append(char)
+                length += len(char)
+        return "".join(parts), spans
+
+    def _by_prefixes(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
+        whole, spans = self._render(messages), []
+        for n, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            asked = self._render(messages[:n], prompt=True) if n else ""
+            answered = self._render(messages[: n + 1])
+            for shorter, longer, what in (
+                (
+                    asked,
+                    answered,
+                    f"message {n + 1}, the assistant's, is rendered with another beginning than its prompt",
+                ),
+                (answered, whole, f"the first {n + 1} of {len(messages)} messages are rendered otherwise alone"),
+            ):
+                if not longer.startswith(shorter):
+                    at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
+                    raise ConfigError(
+                        [
+                            f"the chat template {self.origin} does not show what the assistant said: {what} (from "
+                            f"character {at}: {shorter[at : at + 30]!r}, then {longer[at : at + 30]!r}). Write "
+                            "{% generation %} and {% endgeneration %} around its part in the template"
+                        ]
+                    )
+            spans.append((len(asked), len(answered)))
+        return whole, spans
+
+
+def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
+    """The template of a file, or the tokenizer's own."""
+    if template:
+        file = Path(template).expanduser()
+        try:
+            return Chat(file.read_text(encoding="utf-8"), str(file), tokenizer)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError([f"chat template {file}: {getattr(error, 'strerror', None) or error}"]) from None
+    folder = getattr(tokenizer, "file", None)
+    if folder is None:
+        raise ConfigError(["the byte tokenizer has no chat template of its own: name a Jinja file (chat_template)"])
+    own, settings = folder.parent / "chat_template.jinja", folder.parent / SETTINGS
+    if own.is_file():
+        return Chat(own.read_text(encoding="utf-8"), str(own), tokenizer)
+    found = json.loads(settings.read_bytes()).get("chat_template") if settings.is_file() else None
+    if isinstance(found, list):  # several, by name
+        found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
+    if not found:
+        raise ConfigError([f"{folder.parent} has no chat template ({own.name}, or in {SETTINGS}): name a Jinja file"])
+    return Chat(found, str(settings), tokenizer)
+
+
+def _check(messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        raise ChatError("'messages' is no list of messages, or an empty one")
+    for n, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}')
+    text = json.dumps(messages, ensure_ascii=False, default=str)
+    if OPEN in text or CLOSE in text:
+        raise ChatError("it holds U+FDD0 or U+FDD1, which are no characters")
+    if all(message["role"] != "assistant" for message in messages):
+        raise ChatError("the assistant says nothing in it, so there is nothing to learn from")
+
+
+def _split(text: str) -> list[str]:
+    return [part for part in re.split(f"([{OPEN}{CLOSE}])", text) if part]
+
+
+def _environment() -> Any:
+    """As the templates of published models expect it, but for today's date (strftime_now), without which those that ask
+    for it have one of their own: tokens must not depend on the day."""
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %}...{% endgeneration %}"""
+
+        tags = {"generation"}
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            mark = [jinja2.nodes.Output([jinja2.nodes.TemplateData(char)], lineno=line) for char in (OPEN, CLOSE)]
+            return [mark[0], *body, mark[1]]
+
+    def refuse(text: str) -> None:
+        raise jinja2.TemplateError(text)
+
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _json
+    environment.globals["raise_exception"] = refuse
+    return environment
+
+
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
+) -> str:
+    """Jinja's own escapes for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,90 @@
+"""Some documents of a source as a source of their own: what is trained on, and what is kept for validation.
+
+Neither tokens nor starts are copied; what it keeps is three integers per run of neighbouring documents.
+
+Shapes: R runs, N documents asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from titanmoe.data.documents import Documents
+
+
+def split(documents: Documents, every: int) -> tuple[Part, Part]:
+    """All but every n-th document, and every n-th."""
+    held = np.arange(every - 1, len(documents), every)
+    first, end = np.append(0, held + 1), np.append(held, len(documents))
+    some = end > first
+    return Part(documents, first[some], end[some], f"without every {every}th"), Part(
+        documents, held, held + 1, f"every {every}th"
+    )
+
+
+class Part:
+    """Documents [first, end) of each run."""
+
+    def __init__(self, whole: Documents, first_R: np.ndarray, end_R: np.ndarray, which: str):
+        if not len(first_R):  # no document: one run of none
+            first_R = end_R = np.zeros(1, np.int64)
+        self.whole, self.first_R = whole, first_R
+        self.name, self.vocab_size = whole.name, whole.vocab_size
+        self.fingerprint = f"{whole.fingerprint} {which}"
+        self.document_R = _sums(end_R - first_R)
+        self.start_R = np.asarray(whole.starts[first_R]).astype(np.int64)
+        self.token_R = _sums(np.asarray(whole.starts[end_R]).astype(np.int64) - self.start_R)
+
+    def __len__(self) -> int:
+        return int(self.document_R[-1])
+
+    @property
+    def starts(self) -> _Starts:
+        return _Starts(self)
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        parts = [self.whole.read(a, b) for a, b in self._ranges(start, stop)]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def counted(self, start: int, stop: int) -> np.ndarray | None:
+        parts = [self.whole.counted(a, b) for a, b in self._ranges(start, stop)]
+        return None if parts[0] is None else np.concatenate(parts)
+
+    def _ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Where these tokens lie in the whole row."""
+        run = int(np.searchsorted(self.token_R, start, side="right")) - 1
+        out = []
+        while start < stop:
+            here, next_run = int(self.token_R[run]), int(self.token_R[run + 1])
+            if start < next_run:
+                first, count = int(self.start_R[run]) + start - here, min(stop, next_run) - start
+                out.append((first, first + count))
+                start += count
+            run += 1
+        return out or [(0, 0)]
+
+
+class _Starts:
+    def __init__(self, part: Part):
+        self.part = part
+
+    def __len__(self) -> int:
+        return len(self.part) + 1
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, slice):
+            which = np.arange(*which.indices(len(self)))
+        part = self.part
+        document_N = np.atleast_1d(np.asarray(which, dtype=np.int64))
+        document_N = np.where(document_N < 0, document_N + len(self), document_N)
+        # The end of the last document belongs to the last run.
+        run_N = np.searchsorted(part.document_R[:-1], document_N, side="right") - 1
+        inner_N = part.first_R[run_N] + document_N - part.document_R[run_N]
+        start_N = np.asarray(part.whole.starts[inner_N]).astype(np.int64) - part.start_R[run_N] + part.token_R[run_N]
+        return start_N if isinstance(which, np.ndarray | list) else int(start_N[0])
+
+
+def _sums(count_R: np.ndarray) -> np.ndarray:
+    return np.append(0, np.cumsum(count_R))

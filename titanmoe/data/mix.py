@@ -1,0 +1,76 @@
+"""Several sources in one run: whose turn it is, and how far each has come.
+
+Which source gives sample n of the run is a function of (seed, n); which of its sequences, of how many it has given.
+
+Shapes: N samples, K sources.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from titanmoe.counted import bits, key
+from titanmoe.data.pack import Arrays, Pieces, empty
+
+
+class Source(NamedTuple):
+    name: str
+    fingerprint: str
+    weight: float
+    packer: Any
+
+
+class Sample(NamedTuple):
+    source: int
+    pieces: Pieces
+
+
+class Mix:
+    def __init__(self, sources: list[Source], seed: int):
+        self.sources, self._key = sources, key("mix", seed)
+        weight_K = np.array([source.weight for source in sources])
+        self._until_K = np.cumsum(weight_K / weight_K.sum())[:-1]
+
+    def take(self, first: int, count: int) -> list[Sample]:
+        """Samples first, first + 1, ... of the run; they are taken in this order once."""
+        if len(self.sources) == 1:
+            return [Sample(0, pieces) for pieces in self.sources[0].packer.take(count)]
+        # The top 53 bits: a weight may be small.
+        random_N = bits(self._key, torch.arange(first, first + count)).numpy().view(np.uint64) >> np.uint64(11)
+        turn_N = np.searchsorted(self._until_K, random_N * 2.0**-53, side="right")
+        given_K = np.bincount(turn_N, minlength=len(self.sources)).tolist()
+        queues = [iter(source.packer.take(n)) for source, n in zip(self.sources, given_K, strict=True)]
+        return [Sample(turn, next(queues[turn])) for turn in turn_N.tolist()]
+
+    def read(self, samples: list[Sample | None], seq_len: int, apart: bool) -> Arrays:
+        """None is a sequence of nothing but padding."""
+        out = empty(len(samples), seq_len, apart)
+        for n, sample in enumerate(samples):
+            if sample is not None:
+                self.sources[sample.source].packer.fill(sample.pieces, out, n)
+        return out
+
+    def lengths(self, samples: list[Sample]) -> list[np.ndarray]:
+        """Of the documents of each sample, as far as they attend."""
+        found = [
+            iter(source.packer.lengths([sample.pieces for sample in samples if sample.source == k]))
+            for k, source in enumerate(self.sources)
+        ]
+        return [next(found[sample.source]) for sample in samples]
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """How often each source has been gone through; one without end is not there."""
+        return {s.name: s.packer.epochs for s in self.sources if s.packer.epochs is not None}
+
+    @property
+    def state(self) -> list[list[int]]:
+        return [source.packer.state for source in self.sources]
+
+    @state.setter
+    def state(self, state: list[list[int]]) -> None:
+        for source, its in zip(self.sources, state, strict=True):
+            source.packer.state = its

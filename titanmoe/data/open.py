@@ -1,0 +1,72 @@
+"""One entry of data.paths, opened: token shards as they are, anything else made into such in the cache, once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.data.shards import MANIFEST, ShardDocuments, is_shards, read_manifest
+from titanmoe.data.tokenize import is_begun, plan, tokenize
+from titanmoe.data.tokenize_command import cores, summary
+from titanmoe.data.tokenize_unit import Job
+
+
+def open_documents(config: Config, entry: str) -> ShardDocuments:
+    """Every rank calls this. The first to get the cache's lock fills it, those that share the folder wait."""
+    path = Path(entry).expanduser()
+    name = path.name or entry
+    if config.data.format == "tokens" or is_shards(path) or is_begun(path):
+        documents = ShardDocuments(path, name)
+    else:
+        documents = ShardDocuments(_cached(config, entry, name), name)
+    _fits(config, entry, documents.vocab_size)
+    _of_one_tokenizer(config, entry, documents)
+    return documents
+
+
+def _cached(config: Config, entry: str, name: str) -> Path:
+    data = config.data
+    job = Job([entry], "", data.tokenizer, data.format, data.field, data.chat_template, data.bad_lines)
+    planned = plan(job)
+    _fits(config, entry, planned.tokenizer.vocab_size)
+    out = Path(config.job.dump_folder, data.cache, planned.identity)
+
+    def tell(line: str) -> None:
+        print(f"data: {name}: {line}", flush=True)
+
+    new = not is_shards(out)
+    # The ranks of a node start together, and one of them works.
+    manifest = tokenize(replace(planned, job=replace(job, out=str(out))), cores(), wait=True, tell=tell)
+    if new and os.environ.get("RANK", "0") == "0":
+        for line in summary(str(out), manifest):
+            tell(line)
+    return out
+
+
+def _fits(config: Config, entry: str, vocab_size: int) -> None:
+    if vocab_size > config.model.vocab_size:
+        raise ConfigError(
+            [
+                f"model.vocab_size = {config.model.vocab_size} is below {vocab_size}, the vocabulary of {entry!r} and "
+                f"its tokenizer: use {vocab_size} or more ({-(-vocab_size // 64) * 64} suits tp up to 64)"
+            ]
+        )
+
+
+def _of_one_tokenizer(config: Config, entry: str, documents: ShardDocuments) -> None:
+    """As the first token shards of the recipe. Sources that are tokenized at start have one anyway."""
+    shards = [other for other in config.data.paths if is_shards(Path(other).expanduser())]
+    if not shards or shards[0] == entry:
+        return
+    first: dict[str, Any] = read_manifest(Path(shards[0]).expanduser())["tokenizer"]
+    if first != documents.tokenizer:
+        raise ConfigError(
+            [
+                f"{entry!r} is in tokens of another tokenizer ({documents.tokenizer['identity']}) than {shards[0]!r} "
+                f"({first['identity']}): make both with one, or set data.tokenizer to that of {shards[0]}/{MANIFEST}"
+            ]
+        )

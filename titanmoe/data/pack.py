@@ -1,0 +1,241 @@
+"""From documents to sequences of S positions, in a shuffled order that needs no index.
+
+stream      the row of all tokens is cut every S tokens, wherever that is, and the windows come in a counted order. In
+            an epoch every token but the rest is a label once; the cuts begin elsewhere in every epoch.
+documents   the same windows, each document in them apart from its neighbours.
+best_fit    documents come in a counted order, BUFFER at a time; those of one buffer are packed into as few sequences as
+            greedy best fit finds, longest first, and these come in a counted order. The buffer is what bounds memory.
+
+A packer hands out pieces, which cost no reading; `fill` reads those of one sequence. What a packer hands out next is a
+function of the seed and of its state, a few integers. A document of n tokens gives n - 1 pairs of a token and its
+label: its end mark is a label and, where documents are packed whole, never an input.
+
+Shapes: P pieces of one sequence, Q sequences of one buffer, S positions.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from titanmoe.counted import key
+from titanmoe.data.documents import Documents, document_of
+from titanmoe.data.shuffle import permuted
+from titanmoe.tokens import IGNORE
+
+BUFFER = 1024
+"""Documents that best fit looks at together."""
+
+
+class Pieces(NamedTuple):
+    """One sequence: where its pieces begin in the row of tokens, and how many pairs each has."""
+
+    start_P: np.ndarray
+    pairs_P: np.ndarray
+
+
+class Arrays(NamedTuple):
+    """Sequences under way to a Batch, with N of them."""
+
+    tokens_NS: np.ndarray
+    labels_NS: np.ndarray
+    valid_NS: np.ndarray
+    document_NS: np.ndarray | None
+    position_NS: np.ndarray | None
+
+
+def empty(count: int, seq_len: int, apart: bool) -> Arrays:
+    """All padding, each position of it a document of nobody."""
+    shape = (count, seq_len)
+    return Arrays(
+        np.zeros(shape, np.int64),
+        np.full(shape, IGNORE, np.int64),
+        np.zeros(shape, bool),
+        np.full(shape, -1, np.int64) if apart else None,
+        np.zeros(shape, np.int64) if apart else None,
+    )
+
+
+class Stream:
+    def __init__(self, documents: Documents, seq_len: int, seed: int, apart: bool):
+        self.documents, self.seq_len, self.seed, self.apart = documents, seq_len, seed, apart
+        self.pairs = max(0, int(documents.starts[len(documents)]) - 1)
+        self.per_epoch = self.pairs // seq_len
+        self.taken = 0
+
+    def take(self, count: int) -> list[Pieces]:
+        number_N = np.arange(self.taken, self.taken + count)
+        self.taken += count
+        start_N = np.empty_like(number_N)
+        for epoch in np.unique(number_N // self.per_epoch).tolist():
+            own_N = number_N // self.per_epoch == epoch
+            start_N[own_N] = self._starts(epoch, number_N[own_N] % self.per_epoch)
+        whole_1 = np.array([self.seq_len])
+        return [Pieces(start_N[i : i + 1], whole_1) for i in range(count)]
+
+    def _starts(self, epoch: int, number_N: np.ndarray) -> np.ndarray:
+        order = key("windows", self.seed, epoch)
+        slack = self.pairs - self.per_epoch * self.seq_len
+        return permuted(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
+
+    def once(self) -> Iterator[Pieces]:
+        """The first epoch, whole."""
+        self.taken = 0
+        while self.taken < self.per_epoch:
+            yield from self.take(min(BUFFER, self.per_epoch - self.taken))
+
+    @property
+    def epochs(self) -> float:
+        return self.taken / self.per_epoch
+
+    @property
+    def state(self) -> list[int]:
+        return [self.taken]
+
+    @state.setter
+    def state(self, state: list[int]) -> None:
+        (self.taken,) = state
+
+    def _begins(self, start_N: np.ndarray) -> Iterator[np.ndarray]:
+        """Where further documents begin in the windows that start there, up to the last label."""
+        first_N, last_N = (document_of(self.documents, start_N + more) + 1 for more in (0, self.seq_len))
+        starts = self.documents.starts
+        for start, first, last in zip(start_N.tolist(), first_N.tolist(), last_N.tolist(), strict=True):
+            yield np.unique(np.asarray(starts[first:last]).astype(np.int64)) - start
+
+    def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
+        """Of what attends within itself."""
+        if not self.apart:
+            return [pieces.pairs_P for pieces in sequences]
+        windows = self._begins(np.array([pieces.start_P[0] for pieces in sequences], np.int64))
+        return [np.diff(its[its < self.seq_len], prepend=0, append=self.seq_len) for its in windows]
+
+    def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
+        start = int(pieces.start_P[0])
+        stop = start + self.seq_len + 1
+        tokens, counted = self.documents.read(start, stop), self.documents.counted(start, stop)
+        out.tokens_NS[n], out.labels_NS[n], out.valid_NS[n] = tokens[:-1], tokens[1:], True
+        if counted is not None:
+            out.labels_NS[n][~counted[1:]] = IGNORE
+        if self.apart:
+            (begins,) = self._begins(pieces.start_P)
+            out.labels_NS[n, begins - 1] = IGNORE  # the token after a document's end is another's first
+            begins = np.append(0, begins[begins < self.seq_len])
+            document_S = np.searchsorted(begins, np.arange(self.seq_len), side="right") - 1
+            out.document_NS[n], out.position_NS[n] = document_S, np.arange(self.seq_len) - begins[document_S]
+
+
+class _Packed:
+    """The sequences of one buffer, in their order. Full pieces, of which long documents make many, are mere numbers."""
+
+    def __init__(self, begin_Q: np.ndarray, whole_1: np.ndarray, bins: list[Pieces], order_Q: np.ndarray):
+        self.begin_Q, self.whole_1, self.bins, self.order_Q = begin_Q, whole_1, bins, order_Q
+
+    def __len__(self) -> int:
+        return len(self.order_Q)
+
+    def __getitem__(self, which: slice) -> list[Pieces]:
+        return [self._sequence(i) for i in self.order_Q[which].tolist()]
+
+    def _sequence(self, i: int) -> Pieces:
+        full = len(self.begin_Q)
+        return Pieces(self.begin_Q[i : i + 1], self.whole_1) if i < full else self.bins[i - full]
+
+
+class BestFit:
+    def __init__(self, documents: Documents, seq_len: int, seed: int):
+        self.documents, self.seq_len, self.seed = documents, seq_len, seed
+        self.pairs = max(0, int(documents.starts[len(documents)]) - len(documents))
+        self.buffers = -(-len(documents) // BUFFER)
+        self.state = [0, 0, 0]
+
+    @property
+    def per_epoch(self) -> int:
+        """At least so many sequences: were there no padding."""
+        return -(-self.pairs // self.seq_len)
+
+    @property
+    def state(self) -> list[int]:
+        """Epoch, buffer, and sequences taken from it."""
+        return [self.epoch, self.buffer, self.taken]
+
+    @state.setter
+    def state(self, state: list[int]) -> None:
+        self.epoch, self.buffer, self.taken = state
+        self._packed: _Packed | None = None
+
+    @property
+    def epochs(self) -> float:
+        share = self.taken / len(self._packed) if self._packed else 0.0
+        return self.epoch + (self.buffer + share) / self.buffers
+
+    def take(self, count: int) -> list[Pieces]:
+        out: list[Pieces] = []
+        while len(out) < count:
+            if self._packed is None:
+                self._packed = self._pack()
+            new = self._packed[self.taken : self.taken + count - len(out)]
+            out += new
+            self.taken += len(new)
+            if self.taken == len(self._packed):
+                onward = self.epoch * self.buffers + self.buffer + 1
+                self.state = [*divmod(onward, self.buffers), 0]
+        return out
+
+    def once(self) -> Iterator[Pieces]:
+        """The first epoch, whole."""
+        for buffer in range(self.buffers):
+            self.state = [0, buffer, 0]
+            yield from self._pack()[:]
+
+    def _pack(self) -> _Packed:
+        """The sequences of this buffer."""
+        number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, len(self.documents)))
+        document = permuted(key("documents", self.seed, self.epoch), number, len(self.documents))
+        start = np.asarray(self.documents.starts[document]).astype(np.int64)
+        pairs = np.asarray(self.documents.starts[document + 1]).astype(np.int64) - start - 1
+        start, pairs = start[pairs > 0], pairs[pairs > 0]
+        whole, rest = pairs // self.seq_len, pairs % self.seq_len
+        piece = np.arange(whole.sum()) - np.repeat(np.cumsum(whole) - whole, whole)
+        begin = np.repeat(start, whole) + piece * self.seq_len
+        short = np.flatnonzero(rest)
+        short = short[np.argsort(-rest[short], kind="stable")]
+        start, rest = (start + whole * self.seq_len)[short], rest[short]
+        bins = [Pieces(start[bin], rest[bin]) for bin in best_fit(rest.tolist(), self.seq_len)]
+        count = len(begin) + len(bins)
+        order = key("sequences", self.seed, self.epoch, self.buffer)
+        return _Packed(begin, np.array([self.seq_len]), bins, permuted(order, np.arange(count), count))
+
+    def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
+        return [pieces.pairs_P for pieces in sequences]
+
+    def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
+        first = 0
+        for i, (start, pairs) in enumerate(zip(pieces.start_P.tolist(), pieces.pairs_P.tolist(), strict=True)):
+            here, stop = slice(first, first + pairs), start + pairs + 1
+            tokens, counted = self.documents.read(start, stop), self.documents.counted(start, stop)
+            out.tokens_NS[n, here], out.labels_NS[n, here], out.valid_NS[n, here] = tokens[:-1], tokens[1:], True
+            if counted is not None:
+                out.labels_NS[n, here][~counted[1:]] = IGNORE
+            out.document_NS[n, here], out.position_NS[n, here] = i, np.arange(pairs)
+            first += pairs
+
+
+def best_fit(sizes: list[int], room: int) -> list[list[int]]:
+    """Bins of the numbers of these sizes, each size into the fullest bin that still has room for it."""
+    bins: list[list[int]] = []
+    left: list[tuple[int, int]] = []  # of each bin that is not full: its room, its number
+    for i, size in enumerate(sizes):
+        at = bisect_left(left, (size, -1))
+        if at < len(left):
+            free, bin = left.pop(at)
+            bins[bin].append(i)
+        else:
+            free, bin = room, len(bins)
+            bins.append([i])
+        if free > size:
+            insort(left, (free - size, bin))
+    return bins

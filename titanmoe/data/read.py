@@ -1,0 +1,360 @@
+"""From the names a user gives to documents: files, folders and globs; text, JSONL and Parquet; packed or not.
+
+What is wrong with a line or a row is an answer (`Bad`), which the caller refuses or counts; what is wrong with a file
+is a ConfigError.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from titanmoe.config import ConfigError
+
+KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+PACKED = (".gz", ".zst")
+
+
+class Bad(NamedTuple):
+    """What is wrong, and with what."""
+
+    why: str
+
+
+class Record(NamedTuple):
+    where: Callable[[], str]
+    value: Any
+
+
+@dataclass(frozen=True)
+class Source:
+    file: str
+    kind: str
+    bytes: int
+    mtime_ns: int
+
+    @property
+    def packed(self) -> bool:
+        return self.file.endswith(PACKED)
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of a source: bytes [start, stop) of a JSONL file, whose lines are those that begin there; row groups
+    [start, stop) of a Parquet file; all of any other. `bytes` is how much of the input it is."""
+
+    file: str
+    kind: str
+    start: int
+    stop: int
+    bytes: int
+
+
+# ---- which files
+
+
+def find(paths: list[str], format: str) -> list[Source]:
+    """Every file that the paths name, in their order; a folder's in the order of their names."""
+    found: list[Source] = []
+    problems: list[str] = []
+    for name in paths:
+        path = Path(name).expanduser()
+        if path.is_file():
+            files = [path]
+        elif path.is_dir():
+            files = [file for file in _walk(path) if _fits(file, format)]
+            if not files:
+                problems.append(f"{name!r} holds no files" + (f" of format {format}" if format != "auto" else ""))
+        else:
+            named = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+            files = [file for match in named for file in (_walk(match) if match.is_dir() else [match])]
+            files = [file for file in files if file in named or _fits(file, format)]
+            if not files:
+                problems.append(f"{name!r} does not exist (looked for {path.absolute()})")
+        for file in files:
+            stat = file.stat()
+            found.append(Source(str(file), _kind(file, format), stat.st_size, stat.st_mtime_ns))
+    shards = sorted({str(Path(source.file).parent) for source in found if Path(source.file).suffix == ".tokens"})
+    problems += [
+        f"{folder} holds token shards, which are a source of their own: name it by itself" for folder in shards
+    ]
+    problems += [f"{source.file} is empty: remove it, or leave it out" for source in found if not source.bytes]
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _walk(root: Path) -> list[Path]:
+    """Every regular file below root but hidden ones, in an order that does not depend on the file system."""
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        found += [Path(folder, name) for name in names if not name.startswith(".")]
+    return sorted((file for file in found if file.is_file()), key=lambda file: file.relative_to(root).as_posix())
+
+
+def _extension(file: Path) -> str:
+    return Path(file.stem).suffix.lower() if file.suffix in PACKED else file.suffix.lower()
+
+
+def _kind(file: Path, format: str) -> str:
+    if format == "chat":
+        return "parquet" if _extension(file) == ".parquet" else "jsonl"
+    return KINDS.get(_extension(file), "text") if format == "auto" else format
+
+
+def _fits(file: Path, format: str) -> bool:
+    """Whether a folder's file is meant: data sets come with pages about themselves."""
+    kind = KINDS.get(_extension(file), "text")
+    return format in ("auto", "text") or kind == format or (format == "chat" and kind != "text")
+
+
+# ---- how they are shared out
+
+
+def spans(source: Source, size: int) -> Iterator[Span]:
+    """The source in parts of about `size` bytes, as far as it can be entered in the middle."""
+    if source.kind == "jsonl" and not source.packed:
+        for start in range(0, source.bytes, size):
+            stop = min(start + size, source.bytes)
+            yield Span(source.file, source.kind, start, stop, stop - start)
+    elif source.kind == "parquet":
+        groups = [g.total_byte_size for g in _row_groups(source.file)]
+        scale, start = source.bytes / max(sum(groups), 1), 0
+        while start < len(groups):
+            stop, held = start + 1, groups[start]
+            while stop < len(groups) and (held + groups[stop]) * scale <= size:
+                held, stop = held + groups[stop], stop + 1
+            yield Span(source.file, source.kind, start, stop, int(held * scale))
+            start = stop
+    else:
+        yield Span(source.file, source.kind, 0, source.bytes, source.bytes)
+
+
+# ---- what they hold
+
+
+class Reader:
+    """The documents of a span. `at` is how far into its bytes the reading is."""
+
+    def __init__(self, span: Span, field: str):
+        self.span, self.field, self.at = span, field, 0
+
+    def __iter__(self) -> Iterator[Record | Bad]:
+        """The field of each line or row; all of a text."""
+        if self.span.kind == "text":
+            return self._text()
+        return self._parquet() if self.span.kind == "parquet" else self._jsonl()
+
+    def _text(self) -> Iterator[Record | Bad]:
+        with _open(self.span.file) as (stream, _), _reading(self.span.file):
+            data = stream.read()
+        self.at = self.span.bytes
+        if not data:
+            yield Bad(f"{self.span.file} is empty")
+            return
+        try:
+            yield Record(lambda: self.span.file, data.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            yield Bad(f"{self.span.file}:{line}: byte {error.start} is no UTF-8 ({error.reason})")
+
+    def _jsonl(self) -> Iterator[Record | Bad]:
+        span, packed = self.span, self.span.file.endswith(PACKED)
+        with _open(span.file) as (stream, raw), _reading(span.file):
+            place = start = span.start
+            if start:
+                stream.seek(start - 1)
+                place = start = start - 1 + len(stream.readline())
+            line = b""
+            for number, line in enumerate(stream, 1):
+                if place >= span.stop and not packed:
+                    break
+                where = partial(_line_number, span.file, start, number)
+                place += len(line)
+                self.at = min(raw.tell() if packed else place - span.start, span.bytes)
+                if not line.isspace():
+                    yield _record(line, where, self.field)
+            if packed and not place:
+                yield Bad(f"{span.file} is empty")
+
+    def _parquet(self) -> Iterator[Record | Bad]:
+        span = self.span
+        with _reading(span.file):
+            file = _parquet_file(span.file)
+            names = file.schema_arrow.names
+            if self.field not in names:
+                raise ConfigError([_no_field(span.file, self.field, names)])
+            rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
+            row, of_span, done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
+            for batch in file.iter_batches(256, row_groups=range(span.start, span.stop), columns=[self.field]):
+                for value in batch.column(0).to_pylist():
+                    row, done = row + 1, done + 1
+                    self.at = span.bytes * done // of_span
+                    yield Record(partial("{}: row {}".format, span.file, row), value)
+
+
+def _line_number(file: str, start: int, number: int) -> str:
+    """FILE:LINE, the line being the `number`th of those that begin at byte `start` or after: counted when asked."""
+    before = 0
+    if start:
+        with open(file, "rb") as stream:
+            while start and (block := stream.read(min(start, 1 << 24))):
+                before, start = before + block.count(b"\n"), start - len(block)
+    return f"{file}:{before + number}"
+
+
+def _record(line: bytes, where: Callable[[], str], field: str) -> Record | Bad:
+    try:
+        text = line.rstrip(b"\r\n").decode("utf-8")
+        record = json.loads(text)
+    except UnicodeDecodeError as error:
+        return Bad(f"{where()}: byte {error.start} of the line is no UTF-8 ({error.reason})")
+    except ValueError as error:
+        reason = getattr(error, "msg", str(error))
+        return Bad(f"{where()}: is no JSON ({reason}): JSONL holds one whole object per line")
+    except RecursionError:
+        return Bad(f"{where()}: JSON nested too deeply")
+    if not isinstance(record, dict):
+        return Bad(f"{where()}: holds {named(record)}, no object: JSONL holds one object per line")
+    if field not in record:
+        return Bad(_no_field(where(), field, list(record)))
+    value = record[field]
+    if "\\u" in text and _surrogate(value):
+        return Bad(f"{where()}: {field!r} holds half a surrogate pair (\\ud800 to \\udfff), which is no character")
+    return Record(where, value)
+
+
+def named(value: Any) -> str:
+    """What a value is called in JSON."""
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a text", list: "a list"}
+    return names.get(type(value), "an object")
+
+
+def _surrogate(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _no_field(where: str, field: str, names: list[str]) -> str:
+    hint = f"it has {', '.join(map(repr, names[:12])) or 'none'}"
+    return f"{where}: has no field {field!r}, {hint}: " + (
+        "a chat is read with format chat" if "messages" in names and field == "text" else "name the one that holds text"
+    )
+
+
+# ---- packed files
+
+
+class _open:
+    """A file's bytes, unpacked, and the file as it lies on the disk."""
+
+    def __init__(self, file: str):
+        self.file = file
+
+    def __enter__(self) -> tuple[io.BufferedIOBase, io.BufferedIOBase]:
+        try:
+            self.raw = open(self.file, "rb", buffering=1 << 20)
+        except OSError as error:
+            raise ConfigError([f"{self.file}: {error.strerror}"]) from None
+        stream: Any = self.raw
+        if self.file.endswith(".gz"):
+            import gzip
+
+            stream = io.BufferedReader(gzip.GzipFile(fileobj=self.raw), 1 << 20)
+        elif self.file.endswith(".zst"):
+            stream = io.BufferedReader(_Zstd(self.raw, self.file), 1 << 20)
+        return stream, self.raw
+
+    def __exit__(self, *error: object) -> None:
+        self.raw.close()
+
+
+class _Zstd(io.RawIOBase):
+    """Frame after frame. The packages' own readers take a file that was cut off for one that ended."""
+
+    def __init__(self, raw: io.BufferedIOBase, file: str):
+        self.raw, self.new = raw, _unpacker(file)
+        self.frame: Any = None
+        self.ready = self.rest = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self.ready:
+            block = self.rest or self.raw.read(1 << 18)
+            if not block:
+                if self.frame is not None:
+                    raise EOFError
+                return 0
+            self.frame = self.frame or self.new()
+            self.ready, self.rest = self.frame.decompress(block), b""
+            if self.frame.eof:
+                self.rest, self.frame = self.frame.unused_data, None
+        size = min(len(into), len(self.ready))
+        into[:size], self.ready = self.ready[:size], self.ready[size:]
+        return size
+
+
+def _unpacker(file: str) -> Any:
+    try:
+        from compression import zstd  # Python 3.14
+
+        return zstd.ZstdDecompressor
+    except ImportError:
+        pass
+    try:
+        import zstandard
+
+        return lambda: zstandard.ZstdDecompressor().decompressobj()
+    except ImportError:
+        raise ConfigError([f"{file}: reading .zst needs the package zstandard: pip install zstandard"]) from None
+
+
+# ---- Parquet
+
+
+def _parquet_file(file: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError([f"{file}: reading Parquet needs the package pyarrow: pip install pyarrow"]) from None
+    return pyarrow.parquet.ParquetFile(file)
+
+
+def _row_groups(file: str) -> list[Any]:
+    with _reading(file):
+        metadata = _parquet_file(file).metadata
+        return [metadata.row_group(n) for n in range(metadata.num_row_groups)]
+
+
+class _reading:
+    """What a file's own format says of it, with its name."""
+
+    def __init__(self, file: str):
+        self.file = file
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, (ConfigError, GeneratorExit)):
+            return
+        if isinstance(error, EOFError):
+            raise ConfigError([f"{self.file}: ends in the middle of packed data: it was cut off"]) from None
+        module = type(error).__module__.partition(".")[0]
+        if isinstance(error, (OSError, zlib.error)) or module in ("zstandard", "compression", "pyarrow", "_zstd"):
+            text = " ".join(str(error).split())
+            raise ConfigError([f"{self.file} cannot be read: {text}"]) from None

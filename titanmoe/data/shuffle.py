@@ -1,0 +1,34 @@
+"""Order without an index: a permutation of any size that is computed number by number, in no memory.
+
+A balanced Feistel network permutes 0 ... 4^h - 1 whatever its round function; a number it throws outside of the wanted
+range is sent through again until it falls inside, which makes a permutation of that range (Black and Rogaway, "Ciphers
+with arbitrary finite domains", 2002). 4^h is less than 4 times the size, so that few go through more than twice.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from titanmoe.counted import bits
+
+ROUNDS = 4
+
+
+def permuted(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
+    """Where each of these numbers below size stands in the order that the key names."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    out_N = torch.as_tensor(number_N, dtype=torch.int64).clone()
+    left = torch.arange(len(out_N))
+    while len(left):
+        out_N[left] = _feistel(key, out_N[left], half)
+        left = left[out_N[left] >= size]
+    return out_N.numpy()
+
+
+def _feistel(key: int, x_N: torch.Tensor, half: int) -> torch.Tensor:
+    mask = (1 << half) - 1
+    high_N, low_N = x_N >> half, x_N & mask
+    for turn in range(ROUNDS):
+        high_N, low_N = low_N, high_N ^ (bits(key, low_N * ROUNDS + turn) & mask)
+    return high_N << half | low_N

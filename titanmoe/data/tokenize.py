@@ -1,0 +1,356 @@
+"""Text to token shards, in parallel over processes, so that what was made survives a kill.
+
+The input is cut into units by its size alone. Each becomes shards of its own (titanmoe.data.tokenize_unit), whoever
+makes them and when; so what comes of it depends neither on the number of processes nor on interruptions.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import titanmoe
+from titanmoe.config import ConfigError
+from titanmoe.data.chat import open_chat
+from titanmoe.data.read import Source, Span, find, spans
+from titanmoe.data.shards import (
+    DTYPES,
+    FORMAT,
+    MANIFEST,
+    VERSION,
+    WORK,
+    is_shards,
+    misfits,
+    read_manifest,
+    write_json,
+)
+from titanmoe.data.tokenize_unit import Job, dtype_name, record_name
+from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
+
+LOCK, PLAN = ".lock", "plan.json"
+LEAST_UNIT, UNITS = 8 << 20, 256
+"""Small inputs are cut into units of 8 MiB, middling ones into some 256 for as many processes."""
+TOKEN_BYTES = 4
+"""Of English under a usual vocabulary. A large input's unit is about what fills a shard."""
+
+
+def is_begun(folder: Path) -> bool:
+    return (folder / WORK / PLAN).is_file()
+
+
+@dataclass(frozen=True)
+class Plan:
+    job: Job
+    tokenizer: Tokenizer
+    sources: list[Source]
+    identity: str
+    """Of what the shards will hold."""
+
+
+def plan(job: Job) -> Plan:
+    problems: list[str] = []
+
+    def tried(make: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return make(*args)
+        except ConfigError as error:
+            problems.extend(error.problems)
+
+    tokenizer = tried(open_tokenizer, job.tokenizer)
+    sources = tried(find, job.paths, job.format)
+    chat = tried(open_chat, job.chat_template, tokenizer) if job.format == "chat" and tokenizer else None
+    if problems:
+        raise ConfigError(problems)
+    # Neither where it goes nor what is done about bad lines changes a shard that could be finished.
+    asked = {key: value for key, value in asdict(job).items() if key not in ("paths", "out", "bad_lines", "tokenizer")}
+    asked |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
+    found = [(str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
+    identity = hashlib.blake2b(json.dumps([asked, found]).encode(), digest_size=16).hexdigest()
+    return Plan(job, tokenizer, sources, identity)
+
+
+def cut(sources: list[Source], shard_tokens: int) -> list[list[Span]]:
+    """Units, in the order of the input."""
+    total = sum(source.bytes for source in sources)
+    size = max(min(total // UNITS, TOKEN_BYTES * shard_tokens), LEAST_UNIT)
+    units: list[list[Span]] = []
+    held = 0
+    for source in sources:
+        for span in spans(source, size):
+            if not units or held + span.bytes > size:
+                units.append([])
+                held = 0
+            units[-1].append(span)
+            held += span.bytes
+    return units
+
+
+def tokenize(plan: Plan, workers: int, wait: bool = False, tell: Callable[[str], None] = print) -> dict[str, Any]:
+    """The manifest of the finished folder. Where it is finished already, that is all; where it is not, only what is
+    missing is made. wait: for another process that is at it."""
+    out = Path(plan.job.out)
+    _apart(out, plan.job.paths)
+    try:
+        foreign = out.is_dir() and not (out / WORK).is_dir() and any(p.name != LOCK for p in out.iterdir())
+        if foreign and not is_shards(out):
+            raise ConfigError([f"{out} holds other files: name a folder that is new or empty"])
+        out.mkdir(parents=True, exist_ok=True)
+        with _locked(out, wait):
+            if is_shards(out):
+                _same(plan, out / MANIFEST, read_manifest(out)["made_from"])
+                shutil.rmtree(out / WORK, ignore_errors=True)
+                return read_manifest(out)
+            return _make(plan, out, workers, tell)
+    except OSError as error:
+        raise ConfigError([f"{error.filename or out}: {error.strerror}"]) from None
+
+
+def _apart(out: Path, paths: list[str]) -> None:
+    """What is written must not be found by the same command when it goes on."""
+    for path in paths:
+        folder, made = Path(path).expanduser().resolve(), out.resolve()
+        if made.is_relative_to(folder) and not any(part.startswith(".") for part in made.relative_to(folder).parts):
+            raise ConfigError([f"{out} lies in {path}, all of which is read: write the shards elsewhere"])
+
+
+@contextmanager
+def _locked(out: Path, wait: bool) -> Iterator[None]:
+    with (out / LOCK).open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            raise ConfigError([f"another process is writing to {out.absolute()}: wait for it, or stop it"]) from None
+        yield
+
+
+def _same(plan: Plan, file: Path, made_from: dict[str, Any]) -> None:
+    if made_from["identity"] == plan.identity:
+        return
+    was, now = made_from["job"], _described(plan)
+    changes = [f"{key} was {was.get(key)!r} and is {now[key]!r}" for key in now if was.get(key) != now[key]]
+    what = ", ".join(changes) or "a file of the input has changed"
+    raise ConfigError(
+        [f"{file} says that {file.parent} is being made, or was made, from something else: {what}. Name another --out"]
+    )
+
+
+def _described(plan: Plan) -> dict[str, Any]:
+    job = {key: value for key, value in asdict(plan.job).items() if key not in ("out", "bad_lines")}
+    return job | {"files": len(plan.sources), "bytes": sum(source.bytes for source in plan.sources)}
+
+
+def _make(plan: Plan, out: Path, workers: int, tell: Callable[[str], None]) -> dict[str, Any]:
+    work = out / WORK
+    work.mkdir(exist_ok=True)
+    made_from = {"identity": plan.identity, "job": _described(plan)}
+    if (work / PLAN).exists():
+        _same(plan, work / PLAN, json.loads((work / PLAN).read_bytes()))
+    else:
+        write_json(work / PLAN, made_from)
+    for file in work.iterdir():
+        if file.suffix[1:].isdecimal():  # a process that was killed was writing it
+            file.unlink(missing_ok=True)
+
+    units = cut(plan.sources, plan.job.shard_tokens)
+    records = [_records(plan, out, number) for number in range(len(units))]
+    todo = [number for number, found in enumerate(records) if not (found and found[-1]["last"])]
+    if any(records):
+        tell(f"going on: {len(units) - len(todo)} of {len(units)} units are made")
+    if todo:
+        sizes = [sum(span.bytes for span in unit) for unit in units]
+        with Meter(sum(sizes), sum(sizes) - sum(sizes[n] for n in todo), tell) as meter:
+            _run(plan.job, [(n, units[n], records[n]) for n in todo], workers, meter)
+        records = [_records(plan, out, number) for number in range(len(units))]
+
+    manifest = _manifest(plan, made_from, [record for found in records for record in found])
+    if not manifest["documents"]:
+        left_out = f" ({manifest['skipped']} bad lines and {manifest['empty']} empty documents were left out)"
+        shutil.rmtree(work)
+        raise ConfigError([f"{', '.join(plan.job.paths)}: there is no document in it{left_out}"])
+    write_json(out / MANIFEST, manifest, scratch=work)
+    shutil.rmtree(work)
+    return manifest
+
+
+def _records(plan: Plan, out: Path, unit: int) -> list[dict[str, Any]]:
+    """Of the unit's shards that are finished and there."""
+    found: list[dict[str, Any]] = []
+    while (file := out / WORK / f"{record_name(unit, len(found))}.json").exists():
+        record = json.loads(file.read_bytes())
+        if record["shard"] and any(misfits(out, record["shard"], DTYPES[dtype_name(plan.tokenizer)])):
+            break
+        found.append(record)
+        if record["last"]:
+            break
+    return found
+
+
+def _manifest(plan: Plan, made_from: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+    shards = [record["shard"] for record in records if record["shard"]]
+    tokenizer = plan.tokenizer
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "dtype": dtype_name(tokenizer),
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer": {"identity": tokenizer.identity, "bos": tokenizer.bos, "eos": tokenizer.eos},
+        "documents": sum(shard["documents"] for shard in shards),
+        "tokens": sum(shard["tokens"] for shard in shards),
+        "counted": sum(record["counted"] for record in records) if plan.job.format == "chat" else None,
+        "skipped": sum(record["skipped"] for record in records),
+        "empty": sum(record["empty"] for record in records),
+        "examples": [line for record in records for line in record["examples"]][:10],
+        "made_from": made_from,
+        "shards": shards,
+    }
+
+
+# ---- the processes
+
+
+def _run(job: Job, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], workers: int, meter: Meter) -> None:
+    """A thread per process hands it units until there are none, or one of them fails."""
+    waiting, processes = deque(todo), []
+    answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+    threads = []
+    try:
+        for _ in range(min(workers, len(todo))):
+            processes.append(_start(job))
+            threads.append(threading.Thread(target=_drive, args=(processes[-1], waiting, answers), daemon=True))
+            threads[-1].start()
+        running = len(threads)
+        while running:
+            try:
+                answer = answers.get(timeout=0.5)
+            except queue.Empty:
+                meter.show()
+                continue
+            if answer is None:
+                running -= 1
+            elif "problems" in answer:
+                raise ConfigError(answer["problems"])
+            elif "at" in answer:
+                meter.add(*answer["at"])
+    finally:
+        waiting.clear()
+        for process in processes:
+            process.kill()
+        for thread in threads:
+            thread.join()
+
+
+def _start(job: Job) -> subprocess.Popen[str]:
+    # Not multiprocessing: its processes import the parent's main module, which in a training run is the trainer.
+    home = str(Path(titanmoe.__file__).parent.parent)
+    paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "titanmoe.data.tokenize_unit"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+        start_new_session=True,  # Ctrl-C is for the parent
+    )
+    process.stdin.write(json.dumps(asdict(job)) + "\n")
+    return process
+
+
+def _drive(process: subprocess.Popen[str], waiting: deque[Any], answers: queue.Queue[dict[str, Any] | None]) -> None:
+    file = ""
+    try:
+        with process:
+            while waiting:
+                try:
+                    number, unit, records = waiting.popleft()
+                except IndexError:
+                    break
+                file = unit[0].file
+                items = records[-1]["items"] if records else 0
+                parts = [list(vars(span).values()) for span in unit]
+                asked = {"unit": number, "shard": len(records), "items": items, "spans": parts}
+                process.stdin.write(json.dumps(asked) + "\n")
+                process.stdin.flush()
+                for line in process.stdout:
+                    answer = json.loads(line)
+                    answers.put(answer)
+                    if "at" not in answer:
+                        break
+                else:
+                    raise EOFError
+                if "problems" in answer:
+                    return
+            process.stdin.close()
+            process.wait()
+    except (EOFError, BrokenPipeError):
+        code = process.wait()
+        why = (
+            f"was killed by signal {-code} (too little memory? use fewer workers)" if code < 0 else "failed, see above"
+        )
+        answers.put(
+            {"problems": [f"the process at {file} {why}: the same command goes on from the last finished shard"]}
+        )
+    finally:
+        answers.put(None)
+
+
+class Meter:
+    """How far it is: a bar on a terminal, else a line every half minute."""
+
+    def __init__(self, total: int, done: int, tell: Callable[[str], None]):
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.total, self.begun_at, self.done, self.tokens, self.tell = total, done, done, 0, tell
+        self.began = self.told = time.monotonic()
+        console = Console(stderr=True)
+        self._bar = None
+        if console.is_terminal:
+            columns = (BarColumn(), DownloadColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=console)
+            self._task = self._bar.add_task("", total=total, completed=done, rate="")
+
+    def __enter__(self) -> Meter:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second since this command began."""
+        return self.tokens / max(time.monotonic() - self.began, 1e-9)
+
+    def add(self, size: int, tokens: int) -> None:
+        self.done += size
+        self.tokens += tokens
+        self.show()
+
+    def show(self) -> None:
+        now = time.monotonic()
+        if self._bar:
+            self._bar.update(self._task, completed=self.done, rate=f"{self.rate / 1e6:.2f} M tokens/s")
+        elif now - self.told >= 30:
+            self.told = now
+            left = (self.total - self.done) * (now - self.began) / max(self.done - self.begun_at, 1)
+            self.tell(
+                f"{self.done / self.total:.1%} of {self.total / 1e9:.2f} GB, {self.rate / 1e6:.2f} M tokens/s, "
+                f"about {left / 60:.0f} min to go"
+            )

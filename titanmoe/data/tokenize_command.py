@@ -1,0 +1,127 @@
+"""`titanmoe tokenize`: what a person asks for, checked, and what was made."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from titanmoe.config.load import ConfigError, layout
+
+EPILOG = """\
+Killed at any moment, the same command goes on from the last finished shard and ends with the same bytes. What the
+shards hold depends neither on --workers nor on interruptions. docs/data.md says more.
+"""
+
+
+def add_tokenize(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "tokenize",
+        help="text, JSONL, Parquet and chats to token shards",
+        description="Makes token shards, which a run reads without delay, of files, folders and globs.",
+        epilog=EPILOG,
+    )
+    parser.set_defaults(run=run_tokenize)
+    parser.add_argument("paths", metavar="IN", nargs="*", help="files, folders, globs; .gz and .zst too")
+    parser.add_argument("--out", metavar="DIR", help="the folder to make")
+    parser.add_argument(
+        "--tokenizer", metavar="T", default="bytes", help='tokenizer.json or its folder (default "bytes")'
+    )
+    parser.add_argument(
+        "--format",
+        choices=["auto", "text", "jsonl", "parquet", "chat"],
+        default="auto",
+        help="auto: by extension; chat: JSONL or Parquet with messages",
+    )
+    parser.add_argument("--field", default="text", help='that holds the text (default "text", of chats "messages")')
+    parser.add_argument("--chat-template", metavar="FILE", default="", help="Jinja; default the tokenizer folder's own")
+    parser.add_argument(
+        "--bad-lines", choices=["error", "skip"], default="error", help="skip: leave them out and say how many"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", default=cores(), help="processes (default one per core)")
+    parser.add_argument(
+        "--shard-tokens", type=int, metavar="N", default=1 << 27, help="most tokens of a shard (default 2^27)"
+    )
+    parser.add_argument("--verify", metavar="DIR", type=Path, help="instead: read a folder's shards, compare checksums")
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run_tokenize(args: argparse.Namespace) -> int:
+    try:
+        if args.verify:
+            return _verify(args)
+        return _tokenize(args)
+    except ConfigError as error:
+        print(layout(error.problems, error.source), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from the last finished shard", file=sys.stderr)
+        return 130
+
+
+def _tokenize(args: argparse.Namespace) -> int:
+    from titanmoe.data.tokenize import plan, tokenize
+    from titanmoe.data.tokenize_unit import Job
+
+    problems = []
+    if not args.paths:
+        problems.append("nothing to tokenize: name files, folders or globs")
+    if not args.out:
+        problems.append("--out is missing: name the folder to make")
+    if args.chat_template and args.format != "chat":
+        problems.append(
+            f"--chat-template is an option of --format chat, and the format is {args.format}: leave one out"
+        )
+    for option, value in ("--workers", args.workers), ("--shard-tokens", args.shard_tokens):
+        if value < 1:
+            problems.append(f"{option} = {value} is out of range: give at least 1")
+    if problems:
+        raise ConfigError(problems)
+    job = Job(
+        args.paths,
+        args.out,
+        args.tokenizer,
+        args.format,
+        args.field,
+        args.chat_template,
+        args.bad_lines,
+        args.shard_tokens,
+    )
+    planned = plan(job)
+    print(f"{len(planned.sources)} files, {sum(s.bytes for s in planned.sources) / 1e6:.1f} MB")
+    for line in summary(args.out, tokenize(planned, args.workers)):
+        print(line)
+    return 0
+
+
+def summary(out: str, manifest: dict[str, Any]) -> list[str]:
+    tokens, counted = manifest["tokens"], manifest["counted"]
+    lines = [f"{out}: {tokens:,} tokens in {manifest['documents']:,} documents and {len(manifest['shards'])} shards"]
+    if counted is not None:
+        lines.append(f"the assistant's: {counted:,} tokens, {counted / tokens:.1%}")
+    if manifest["empty"]:
+        lines.append(f"left out: {manifest['empty']:,} empty documents")
+    if manifest["skipped"]:
+        lines += [f"left out: {manifest['skipped']:,} bad lines, such as", *(f"  {e}" for e in manifest["examples"])]
+    return lines
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from titanmoe.data.shards import verify
+
+    if args.paths or args.out:
+        raise ConfigError(["--verify DIR only reads: leave out IN and --out"])
+    shards, problems = 0, []
+    for _, found in verify(args.verify):
+        shards += 1
+        problems += found
+    if problems:
+        raise ConfigError(problems)
+    print(f"{args.verify}: {shards} shards are as they were written")
+    return 0

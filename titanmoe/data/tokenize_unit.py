@@ -1,0 +1,197 @@
+"""One unit of `titanmoe tokenize`: a part of the input to shards of its own. A process takes units from its parent,
+line by line as JSON on stdin, and tells on stdout how far it is.
+
+What a unit's shards hold depends on the unit alone. A record beside each finished shard says how many of the unit's
+lines or rows lie behind it, from where one that was interrupted goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanmoe.config import ConfigError
+from titanmoe.data.chat import Chat, ChatError, open_chat
+from titanmoe.data.read import Bad, Reader, Record, Span, named
+from titanmoe.data.shards import DTYPES, WORK, ShardWriter, write_json
+from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
+
+BATCH = 1 << 20
+"""Characters that go through the tokenizer together."""
+EXAMPLES = 3
+"""Skipped lines that a record names."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What was asked for."""
+
+    paths: list[str]
+    out: str
+    tokenizer: str = "bytes"
+    format: str = "auto"
+    field: str = "text"
+    chat_template: str = ""
+    bad_lines: str = "error"
+    shard_tokens: int = 1 << 27
+
+    @property
+    def column(self) -> str:
+        return "messages" if self.format == "chat" and self.field == "text" else self.field
+
+
+@dataclass
+class Made:
+    """Of the shard in the making, in items of its unit: lines or rows."""
+
+    items: int
+    skipped: int = 0
+    empty: int = 0
+
+
+def dtype_name(tokenizer: Tokenizer) -> str:
+    return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+
+def record_name(unit: int, shard: int) -> str:
+    return f"{unit:05d}-{shard:03d}"
+
+
+class Unit:
+    def __init__(self, job: Job, tokenizer: Tokenizer, chat: Chat | None, number: int, shard: int, items: int):
+        self.job, self.tokenizer, self.chat, self.number, self.shard = job, tokenizer, chat, number, shard
+        self.made, self.examples = Made(items), []
+        self.writer: ShardWriter | None = None
+        self.bos_N = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.uint32)
+        self.eos_N = np.array([tokenizer.eos], np.uint32)
+
+    def run(self, spans: list[Span], tell: Callable[[int, int], None]) -> None:
+        """tell(bytes, tokens) as they are done."""
+        for batch, size in self._batches(spans):
+            tokens = 0
+            for entry, tokens_T, counted_T in self._encoded(batch):
+                tokens += self._take(entry, tokens_T, counted_T)
+            tell(size, tokens)
+        self._close(last=True)
+
+    def _batches(self, spans: list[Span]) -> Iterator[tuple[list[Record | Bad], int]]:
+        """Records, and how much of the input they and those passed over are."""
+        done, batch, held, reported = 0, [], 0, 0
+        passed = self.made.items
+        for span in spans:
+            reader = Reader(span, self.job.column)
+            for entry in reader if self.chat else texts_only(reader, self.job.column):
+                if passed:
+                    passed -= 1
+                    continue
+                batch.append(entry)
+                held += len(entry.value) if isinstance(entry, Record) and isinstance(entry.value, str) else 1024
+                if held >= BATCH:
+                    yield batch, done + reader.at - reported
+                    batch, held, reported = [], 0, done + reader.at
+            done += span.bytes
+        yield batch, done - reported
+
+    def _encoded(
+        self, batch: list[Record | Bad]
+    ) -> Iterator[tuple[Record | Bad, np.ndarray | None, np.ndarray | None]]:
+        """Each entry, its tokens unless it is bad or empty, and which of them count unless all do."""
+        texts = [] if self.chat else [entry.value for entry in batch if _is_text(entry)]
+        rows = iter(self.tokenizer.encode_all(texts) if texts else [])
+        for entry in batch:
+            if isinstance(entry, Bad) or (not self.chat and not _is_text(entry)):
+                yield entry, None, None
+            elif not self.chat:
+                yield entry, np.concatenate([self.bos_N, next(rows), self.eos_N]), None
+            else:
+                try:
+                    yield entry, *self._conversation(entry)
+                except ChatError as error:
+                    yield Bad(f"{entry.where()}: {error}"), None, None
+                except ConfigError as error:
+                    raise ConfigError([f"{entry.where()}: {problem}" for problem in error.problems]) from None
+
+    def _conversation(self, entry: Record) -> tuple[np.ndarray, np.ndarray]:
+        """With the marks of a document where the template did not write them; these are nothing to learn."""
+        tokens_T, said_T = self.chat.encode(entry.value)
+        if self.tokenizer.bos is not None and (not len(tokens_T) or tokens_T[0] != self.tokenizer.bos):
+            tokens_T, said_T = np.concatenate([self.bos_N, tokens_T]), np.concatenate([[False], said_T])
+        if not len(tokens_T) or tokens_T[-1] != self.tokenizer.eos:
+            tokens_T, said_T = np.concatenate([tokens_T, self.eos_N]), np.concatenate([said_T, [False]])
+        return tokens_T, said_T
+
+    def _take(self, entry: Record | Bad, tokens_T: np.ndarray | None, counted_T: np.ndarray | None) -> int:
+        if tokens_T is not None:
+            if self.writer is not None and self.writer.tokens + len(tokens_T) > self.job.shard_tokens:
+                self._close(last=False)
+            if self.writer is None:
+                name, dtype = record_name(self.number, self.shard), DTYPES[dtype_name(self.tokenizer)]
+                self.writer = ShardWriter(Path(self.job.out), name, dtype, self.chat is not None)
+            self.writer.add(tokens_T, counted_T)
+        elif isinstance(entry, Record) and entry.value == "":
+            self.made.empty += 1
+        else:
+            why = entry.why
+            if self.job.bad_lines == "error":
+                raise ConfigError([why])
+            self.made.skipped += 1
+            self.examples = [*self.examples, why][:EXAMPLES]
+        self.made.items += 1
+        return 0 if tokens_T is None else len(tokens_T)
+
+    def _close(self, last: bool) -> None:
+        made = {"last": last, **vars(self.made), "examples": self.examples}
+        made["counted"] = self.writer.counted if self.writer and self.chat else 0
+        made["shard"] = self.writer.close() if self.writer else None
+        write_json(Path(self.job.out) / WORK / f"{record_name(self.number, self.shard)}.json", made)
+        self.writer, self.made, self.examples = None, Made(self.made.items), []
+        self.shard += 1
+
+
+def _is_text(entry: Record | Bad) -> bool:
+    return isinstance(entry, Record) and isinstance(entry.value, str) and entry.value != ""
+
+
+def texts_only(entries: Iterable[Record | Bad], field: str) -> Iterator[Record | Bad]:
+    for entry in entries:
+        if isinstance(entry, Record) and not isinstance(entry.value, str):
+            yield Bad(f"{entry.where()}: {field!r} is {named(entry.value)}, no text")
+        else:
+            yield entry
+
+
+def serve() -> None:
+    # Nothing else may write where the parent reads.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def answer(**what: Any) -> None:
+        print(json.dumps(what), file=answers, flush=True)
+
+    try:
+        job = Job(**json.loads(sys.stdin.readline()))
+        tokenizer = open_tokenizer(job.tokenizer)
+        chat = open_chat(job.chat_template, tokenizer) if job.format == "chat" else None
+        for line in sys.stdin:
+            asked = json.loads(line)
+            unit = Unit(job, tokenizer, chat, asked["unit"], asked["shard"], asked["items"])
+            unit.run([Span(*span) for span in asked["spans"]], lambda size, tokens: answer(at=[size, tokens]))
+            answer(done=asked["unit"])
+    except ConfigError as error:
+        answer(problems=error.problems)
+    except OSError as error:
+        answer(problems=[f"{error.filename or job.out}: {error.strerror}"])
+
+
+if __name__ == "__main__":
+    try:
+        serve()
+    except (BrokenPipeError, KeyboardInterrupt):  # the parent is gone, or says what happened
+        os._exit(1)

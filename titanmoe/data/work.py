@@ -1,0 +1,62 @@
+"""Even work: which data rank and microbatch takes which samples of a step.
+
+A microbatch takes as long as its busiest data rank, since experts are shared, and a pipeline waits for its longest
+microbatch. Attention's share of a sample's work grows with the squares of its documents' lengths, so of samples equally
+long in tokens one may cost many times another.
+
+Shapes: N samples of a step, M microbatches, R data ranks, B samples of a microbatch on a data rank; N = M * R * B.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+import numpy as np
+
+from titanmoe.config.schema import Model
+from titanmoe.models.count import layer_flops, window
+
+
+class Work:
+    """Forward FLOPs of documents, with the arithmetic of titanmoe.models.count."""
+
+    def __init__(self, model: Model):
+        blocks = [window(model, i) for i in range(model.num_layers + model.mtp_depth)]
+        # Of a query and a key: a product each for the score and for the weighted value.
+        per_pair = 2 * model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim))
+        self.per_pair = {width: per_pair * blocks.count(width) for width in set(blocks)}
+        layers, rest = layer_flops(model, 1)  # in which a token sees half a pair
+        self.per_token = sum(layers) + rest - per_pair // 2 * len(blocks)
+
+    def __call__(self, length_P: np.ndarray) -> float:
+        n = length_P.astype(np.float64)
+        total = self.per_token * n.sum()
+        for width, cost in self.per_pair.items():
+            seen = np.minimum(n, width) if width else n
+            # A token sees itself and those before it, at most `seen`: a triangle, then a band.
+            total += cost * (seen * (seen + 1) / 2 + (n - seen) * seen).sum()
+        return float(total)
+
+
+def assign(work_N: np.ndarray, microbatches: int, ranks: int, size: int) -> np.ndarray:
+    """(M, R, B): the samples of each microbatch of each data rank.
+
+    Heaviest first into the lightest of M * R groups that has room; R groups of like weight form a microbatch; in it,
+    the rank that has done least so far takes the heaviest. Ties go by number, so that all ranks find the same.
+    """
+    groups: list[list[int]] = [[] for _ in range(microbatches * ranks)]
+    weight = np.zeros(len(groups))
+    heap = [(0.0, g) for g in range(len(groups))]
+    for sample in np.argsort(-work_N, kind="stable").tolist():
+        load, g = heapq.heappop(heap)
+        groups[g].append(sample)
+        weight[g] = load + work_N[sample]
+        if len(groups[g]) < size:
+            heapq.heappush(heap, (float(weight[g]), g))
+    out_MRB = np.empty((microbatches, ranks, size), np.int64)
+    done_R = np.zeros(ranks)
+    for m, like in enumerate(np.argsort(-weight, kind="stable").reshape(microbatches, ranks)):
+        for rank, g in zip(np.argsort(done_R, kind="stable").tolist(), like.tolist(), strict=True):
+            out_MRB[m, rank] = sorted(groups[g])
+            done_R[rank] += weight[g]
+    return out_MRB

@@ -1,0 +1,251 @@
+"""The charts of a page: what is drawn, and where."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from titanmoe.heat import colour_share_clear
+from titanmoe.report.draw import Area, Line, Picture, Point, Sheet, Words
+from titanmoe.report.read import Run
+
+LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
+SIZE = (420.0, 230.0)
+LETTER = 6.1
+"""Width of a legend's letter, about: what the page's font will be is not known here."""
+POINTS = 400
+"""A curve shows no more; of what lies between, its extremes."""
+PARTS = {
+    "forward_backward": ("forward and backward", "c0"),
+    "optimizer": ("optimizer", "c1"),
+    "data": ("data", "c2"),
+    "checkpoint": ("checkpoint", "c3"),
+    "validation": ("validation", "c4"),
+    "other": ("other", "muted"),
+}
+
+
+class Curve(NamedTuple):
+    name: str
+    x: list[float]
+    y: list[float]
+    role: str
+
+
+def number(value: float) -> str:
+    """In few characters: 6,699 is 6.7k."""
+    size = abs(value)
+    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= limit:
+            return f"{value / limit:.3g}{unit}"
+    if size and size < 1e-3:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{float(mantissa):g}e{int(exponent)}"
+    return f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    return f"{100 * value:.2g}%" if value < 0.1 else f"{100 * value:.0f}%"
+
+
+def ticks(low: float, high: float, about: int = 4) -> list[float]:
+    """Round numbers within, one to five apart."""
+    if high <= low:
+        return [low]
+    rough = (high - low) / about
+    power = 10 ** math.floor(math.log10(rough))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough * 0.999)
+    return [round(i * step, 12) for i in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
+
+
+def smooth(y: list[float]) -> list[float]:
+    """An exponential average over about a fortieth of the curve, without a bias towards its start."""
+    keep, total, weight, out = 1 - 1 / max(2.0, len(y) / 40), 0.0, 0.0, []
+    for value in y:
+        total, weight = keep * total + value, keep * weight + 1
+        out.append(total / weight)
+    return out
+
+
+def thin(x: list[float], y: list[float]) -> list[Point]:
+    """At most POINTS, with the lowest and the highest of every stretch, so that no spike is lost."""
+    if len(x) <= POINTS:
+        return list(zip(x, y, strict=True))
+    out: list[Point] = []
+    edges = np.linspace(0, len(x), POINTS // 2 + 1).astype(int)
+    for a, b in pairwise(edges):
+        for i in sorted({a + int(np.argmin(y[a:b])), a + int(np.argmax(y[a:b]))}):
+            out.append((x[i], y[i]))
+    return out
+
+
+class Frame:
+    """Axes: from values to places on the sheet."""
+
+    def __init__(
+        self,
+        title: str,
+        unit: str,
+        x: Point,
+        y: Point,
+        form: Callable[[float], str],
+        width: float,
+        height: float,
+        legend: list[Curve] | None = None,
+    ):
+        self.x, self.width, self.height = x, width, height
+        self.top = TOP
+        pad = 0.06 * (y[1] - y[0]) or abs(y[0]) * 0.1 or 1.0
+        self.y = (0.0 if 0 <= y[0] < 0.25 * y[1] or y[0] == 0 else y[0] - pad, y[1] + pad)
+        self.sheet = Sheet(width, height, title)
+        add = self.sheet.marks.append
+        add(Words(12, 19, title, "ink", 13, bold=True))
+        if unit:
+            add(Words(width - RIGHT, 19, unit, "muted", 11, "end"))
+        at = width
+        for curve in legend or ():
+            wide = 33 + LETTER * len(curve.name)
+            if at + wide > width:
+                at, self.top = 12.0, self.top + LEGEND
+            add(Line([(at, self.top - 15), (at + 14, self.top - 15)], curve.role, 3))
+            add(Words(at + 19, self.top - 11, curve.name, "soft", 11))
+            at += wide
+        for value in ticks(*self.y, about=max(4, round(height / 70))):
+            at = self.place(x[0], value)[1]
+            add(Line([(LEFT, at), (width - RIGHT, at)], "grid", 1))
+            add(Words(LEFT - 6, at + 4, form(value), anchor="end"))
+        add(Line([(LEFT, height - BOTTOM), (width - RIGHT, height - BOTTOM)], "base", 1))
+        for value in ticks(*x, about=max(2, round(width / 110))):
+            if value == int(value):
+                add(Words(self.place(value, 0)[0], height - BOTTOM + 16, number(value), anchor="middle"))
+
+    def place(self, x: float, y: float) -> Point:
+        across = (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1)
+        up = (y - self.y[0]) / (self.y[1] - self.y[0])
+        right, floor = self.width - RIGHT, self.height - BOTTOM
+        return LEFT + across * (right - LEFT), floor - up * (floor - self.top)
+
+    def line(self, points: list[Point], role: str, width: float = 1.6, opacity: float = 1.0) -> None:
+        self.sheet.marks.append(Line([self.place(*point) for point in points], role, width, opacity))
+
+    def hover(self, curves: list[Curve]) -> None:
+        self.sheet.hover = {
+            "x": [self.x, [LEFT, self.width - RIGHT]],
+            "top": [self.top, self.height - BOTTOM],
+            "series": [
+                {"name": c.name, "role": c.role, "points": [[x, float(f"{y:.5g}")] for x, y in thin(c.x, c.y)]}
+                for c in curves
+            ],
+        }
+
+
+def curves_chart(
+    title: str,
+    unit: str,
+    curves: list[Curve],
+    form: Callable[[float], str] = number,
+    smoothed: bool = False,
+    marks: dict[str, list[float]] | None = None,
+    size: tuple[float, float] = SIZE,
+) -> Sheet | None:
+    """None where there is nothing to draw. marks: steps of restarts and of spikes."""
+    curves = [curve for curve in curves if curve.x]
+    if not curves:
+        return None
+    xs, ys = ([value for curve in curves for value in getattr(curve, axis)] for axis in ("x", "y"))
+    frame = Frame(title, unit, (min(xs), max(xs)), (min(ys), max(ys)), form, *size, curves if len(curves) > 1 else None)
+    for kind, steps in (marks or {}).items():
+        for step in steps:
+            if min(xs) <= step <= max(xs):
+                ends = [frame.place(step, frame.y[0]), frame.place(step, frame.y[1])]
+                role = "event" if kind == "spike" else "muted"
+                frame.sheet.marks.append(Line(ends, role, 1.2, dash=True))
+                frame.sheet.marks.append(Words(ends[1][0] + 3, ends[1][1] + 9, kind, role, 10))
+    for curve in curves:
+        soft = smoothed and len(curve.x) >= 30
+        frame.line(thin(curve.x, curve.y), curve.role, 1.2 if soft else 1.8, 0.3 if soft else 1.0)
+        if soft:
+            frame.line(thin(curve.x, smooth(curve.y)), curve.role, 2.0)
+        if len(curve.x) == 1:
+            x, y = frame.place(curve.x[0], curve.y[0])
+            frame.sheet.marks.append(Area([(x - 3, y), (x, y - 3), (x + 3, y), (x, y + 3)], curve.role))
+    frame.hover(curves)
+    return frame.sheet
+
+
+def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet | None:
+    """Seconds of a step, stacked by part. The first line is left out: its start-up would press the rest flat."""
+    lines = [line for line in run.lines if "time.forward_backward" in line]
+    lines = lines[1:] if len(lines) > 2 else lines
+    if not lines:
+        return None
+    stride = math.ceil(len(lines) / POINTS)
+    groups = [lines[i : i + stride] for i in range(0, len(lines), stride)]
+    x = [float(group[-1]["step"]) for group in groups]
+    if len(x) == 1:
+        x, groups = [x[0] - 1, x[0]], groups * 2
+
+    def mean(part: str) -> list[float]:
+        return [float(np.mean([line.get(f"time.{part}", 0.0) for line in group])) for group in groups]
+
+    parts = {part: values for part in PARTS if any(values := mean(part))}
+    total = np.sum(list(parts.values()), 0)
+    curves = [Curve(PARTS[part][0], x, values, PARTS[part][1]) for part, values in parts.items()]
+    if any(dispatch := mean("dispatch")):
+        curves.append(Curve("of it dispatch in forward", x, dispatch, "soft"))
+    legend = [c._replace(name=f"{c.name} {percent(sum(c.y) / total.sum())}") for c in curves]
+    frame = Frame(title, "seconds", (x[0], x[-1]), (0.0, float(total.max())), number, *size, legend)
+    below = np.zeros(len(x))
+    for curve in curves[: len(parts)]:
+        above = below + curve.y
+        edge = [frame.place(*point) for point in zip(x, above, strict=True)]
+        floor = [frame.place(*point) for point in zip(x[::-1], below[::-1], strict=True)]
+        frame.sheet.marks.append(Area(edge + floor, curve.role, 0.85))
+        below = above
+    frame.hover(curves)
+    return frame.sheet
+
+
+def share_EC(load_EC: np.ndarray) -> np.ndarray:
+    """Load over the mean of its layer, at most 240 steps and 64 rows; of several experts in a row, the furthest out."""
+    share = load_EC / np.maximum(load_EC.mean(0, keepdims=True), 1e-9)
+    if share.shape[1] > 240:
+        edges = np.linspace(0, share.shape[1], 241).astype(int)
+        share = np.stack([share[:, a:b].mean(1) for a, b in pairwise(edges)], 1)
+    if share.shape[0] > 64:
+        edges = np.linspace(0, share.shape[0], 65).astype(int)
+        rows = []
+        for a, b in pairwise(edges):
+            out = np.abs(np.log2(np.maximum(share[a:b], 1e-3))).argmax(0)
+            rows.append(np.take_along_axis(share[a:b], out[None], 0)[0])
+        share = np.stack(rows)
+    return share
+
+
+def load_picture(load_EC: np.ndarray) -> np.ndarray:
+    return colour_share_clear(share_EC(load_EC))
+
+
+def loads_sheet(run: Run) -> Sheet | None:
+    """All layers under each other, for a PNG."""
+    if not run.load:
+        return None
+    columns = 1 if len(run.load) <= 4 else 2 if len(run.load) <= 16 else 4
+    width, row, head = 840.0, 84.0, 56.0
+    cell = (width - 24) / columns
+    height = head + math.ceil(len(run.load) / columns) * row
+    sheet = Sheet(width, height, f"experts' load, {run.name}")
+    sheet.marks.append(
+        Words(12, 21, f"Load of every expert over the mean of its layer: {run.name}", "ink", 14, bold=True)
+    )
+    text = f"steps {run.load_steps[0]} to {run.load_steps[-1]}, left to right; a row per expert; blue under, red over"
+    sheet.marks.append(Words(12, 40, text, "soft", 11))
+    for i, (layer, load) in enumerate(sorted(run.load.items())):
+        x, y = 12 + i % columns * cell, head + i // columns * row
+        sheet.marks.append(Words(x, y + 9, f"layer {layer}", "soft", 11))
+        sheet.marks.append(Picture(x, y + 14, cell - 12, row - 22, load_picture(load)))
+    return sheet

@@ -1,0 +1,43 @@
+"""`titanmoe report`: what a run did, on a page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from titanmoe.config import ConfigError
+from titanmoe.report.draw import MOST
+
+
+def add_report(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser(
+        "report",
+        help="a page (HTML and PNGs) of a run, or of several beside each other",
+        description="Draws loss, speed, times, experts' load, events, mapping and config of runs into one HTML page "
+        "that needs no network, and every chart as a PNG. A run that is going on can be drawn too.",
+    )
+    report.add_argument("RUN", type=Path, nargs="+", help="folder of a run, such as runs/debug")
+    report.add_argument("--out", type=Path, metavar="FOLDER", help="default: report/ in the first run's folder")
+    report.set_defaults(run=run_report)
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from titanmoe.report.page import write
+    from titanmoe.report.read import read_runs
+
+    if len(args.RUN) > MOST:
+        problem = f"{len(args.RUN)} runs have no colours that could be told apart: name {MOST} or fewer"
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    folder = args.out or args.RUN[0] / "report"
+    try:
+        files = write(read_runs(args.RUN), folder)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: cannot write to {folder}: {error.strerror}", file=sys.stderr)
+        return 2
+    print(f"{files[0]}, and {len(files) - 1} PNGs beside it")
+    return 0

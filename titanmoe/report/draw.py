@@ -1,0 +1,180 @@
+"""Marks on a sheet, as SVG for the page and as PNG: one drawing, two ways out.
+
+A role is a colour by its meaning: the page's style sheet knows it for light and dark, PNGs are light.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from dataclasses import dataclass, field
+from html import escape
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+Point = tuple[float, float]
+LIGHT = {
+    "page": "#f9f9f7",
+    "card": "#fcfcfb",
+    "ink": "#0b0b0b",
+    "soft": "#52514e",
+    "muted": "#898781",
+    "grid": "#e1e0d9",
+    "base": "#c3c2b7",
+    "event": "#d03b3b",
+    **dict(c0="#2a78d6", c1="#1baf7a", c2="#eda100", c3="#e34948"),
+    **dict(c4="#4a3aa7", c5="#eb6834", c6="#008300", c7="#e87ba4"),
+}
+DARK = {
+    "page": "#0d0d0d",
+    "card": "#1a1a19",
+    "ink": "#ffffff",
+    "soft": "#c3c2b7",
+    "muted": "#898781",
+    "grid": "#2c2c2a",
+    "base": "#383835",
+    "event": "#e66767",
+    **dict(c0="#3987e5", c1="#199e70", c2="#c98500", c3="#e66767"),
+    **dict(c4="#9085e9", c5="#d95926", c6="#00a300", c7="#d55181"),
+}
+MOST = 8
+"""Colours of runs that can still be told apart."""
+SHARP = 2
+"""PNGs are drawn so many times larger and scaled down, which smooths every edge."""
+
+
+@dataclass
+class Line:
+    points: list[Point]
+    role: str
+    width: float = 1.6
+    opacity: float = 1.0
+    dash: bool = False
+
+
+@dataclass
+class Area:
+    points: list[Point]
+    role: str
+    opacity: float = 1.0
+
+
+@dataclass
+class Words:
+    x: float
+    y: float  # of the base line
+    text: str
+    role: str = "muted"
+    size: float = 11
+    anchor: Literal["start", "middle", "end"] = "start"
+    bold: bool = False
+
+
+@dataclass
+class Picture:
+    x: float
+    y: float
+    width: float
+    height: float
+    rgba: np.ndarray
+
+
+@dataclass
+class Sheet:
+    width: float
+    height: float
+    title: str
+    marks: list[Line | Area | Words | Picture] = field(default_factory=list)
+    hover: dict | None = None
+    """What the page's script needs to name the values under the pointer."""
+
+
+def png_bytes(rgba: np.ndarray) -> bytes:
+    from PIL import Image
+
+    stream = io.BytesIO()
+    Image.fromarray(rgba).save(stream, "PNG", optimize=True)
+    return stream.getvalue()
+
+
+def data_uri(rgba: np.ndarray) -> str:
+    return "data:image/png;base64," + base64.b64encode(png_bytes(rgba)).decode()
+
+
+def _n(value: float) -> str:
+    return f"{value:.1f}".removesuffix(".0")
+
+
+def svg(sheet: Sheet, more: str = "") -> str:
+    box = f"0 0 {_n(sheet.width)} {_n(sheet.height)}"
+    out = [f'<svg viewBox="{box}" role="img" aria-label="{escape(sheet.title)}"{more}>']
+    for mark in sheet.marks:
+        if isinstance(mark, Words):
+            style = f"fill:var(--{mark.role});font-size:{_n(mark.size)}px" + (";font-weight:600" if mark.bold else "")
+            out.append(
+                f'<text x="{_n(mark.x)}" y="{_n(mark.y)}" text-anchor="{mark.anchor}" style="{style}">'
+                f"{escape(mark.text)}</text>"
+            )
+        elif isinstance(mark, Picture):
+            out.append(
+                f'<image x="{_n(mark.x)}" y="{_n(mark.y)}" width="{_n(mark.width)}" height="{_n(mark.height)}" '
+                f'preserveAspectRatio="none" style="image-rendering:pixelated" href="{data_uri(mark.rgba)}"/>'
+            )
+        else:
+            points = " ".join(f"{_n(x)},{_n(y)}" for x, y in mark.points)
+            if isinstance(mark, Line):
+                style = f"fill:none;stroke:var(--{mark.role});stroke-width:{_n(mark.width)}"
+                style += ";stroke-dasharray:3 3" * mark.dash
+            else:
+                style = f"fill:var(--{mark.role});stroke:none"
+            style += f";opacity:{mark.opacity:.2f}" if mark.opacity < 1 else ""
+            out.append(f'<poly{"line" if isinstance(mark, Line) else "gon"} points="{points}" style="{style}"/>')
+    return "".join([*out, "</svg>"])
+
+
+def png(sheet: Sheet, file: Path, scale: int = 2) -> None:
+    """Pillow comes with TensorBoard; its own font keeps the picture the same on every machine."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    k = scale * SHARP
+    picture = Image.new("RGB", (round(sheet.width * k), round(sheet.height * k)), LIGHT["card"])
+    for mark in sheet.marks:
+        if isinstance(mark, Picture):
+            part = Image.fromarray(mark.rgba).resize((round(mark.width * k), round(mark.height * k)), Image.NEAREST)
+            picture.paste(part, (round(mark.x * k), round(mark.y * k)), part)
+        elif isinstance(mark, Words):
+            continue
+        elif mark.opacity < 1:
+            shade = Image.new("L", picture.size, 0)
+            _trace(ImageDraw.Draw(shade), mark, round(255 * mark.opacity), k)
+            picture.paste(LIGHT[mark.role], (0, 0), shade)
+        else:
+            _trace(ImageDraw.Draw(picture), mark, LIGHT[mark.role], k)
+    picture = picture.reduce(SHARP)
+    draw = ImageDraw.Draw(picture)
+    for mark in sheet.marks:
+        if isinstance(mark, Words):
+            font = ImageFont.load_default(mark.size * scale)
+            anchor = {"start": "l", "middle": "m", "end": "r"}[mark.anchor] + "s"
+            thick = 0.4 if mark.bold else 0
+            place = mark.x * scale, mark.y * scale
+            draw.text(place, mark.text, LIGHT[mark.role], font, anchor, stroke_width=thick)
+    picture.save(file)
+
+
+def _trace(draw: Any, mark: Line | Area, fill: Any, k: int) -> None:
+    points = [(x * k, y * k) for x, y in mark.points]
+    if isinstance(mark, Area):
+        draw.polygon(points, fill=fill)
+        return
+    width = max(1, round(mark.width * k))
+    if not mark.dash:
+        draw.line(points, fill=fill, width=width, joint="curve")
+        return
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    pieces = max(1, round(np.hypot(x1 - x0, y1 - y0) / (3 * k)))
+    for i in range(0, pieces, 2):
+        ends = [(x0 + (x1 - x0) * j / pieces, y0 + (y1 - y0) * j / pieces) for j in (i, i + 1)]
+        draw.line(ends, fill=fill, width=width)

@@ -1,0 +1,307 @@
+"""The page: one HTML file with everything in it, for desks and phones, light and dark."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from titanmoe import __version__
+from titanmoe.fold.picture import draw
+from titanmoe.report.charts import Curve, curves_chart, load_picture, loads_sheet, number, percent, times_chart
+from titanmoe.report.draw import DARK, LIGHT, Sheet, data_uri, png, svg
+from titanmoe.report.read import Run
+
+WIDE = (854.0, 488.0)
+"""Beside it two cards stand on each other."""
+SHOWN_EVENTS = 200
+FOLD_COLOURS = {"#008000": "c1", "#808000": "c2", "#800000": "event"}
+"""A terminal's green, yellow and red, which a dark page would swallow."""
+
+
+def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
+    """The charts by file name, in the page's order."""
+
+    def curves(name: str) -> list[Curve]:
+        return [Curve(run.name, *run.series(name), f"c{i}") for i, run in enumerate(runs)]
+
+    marks: dict[str, list[float]] = {"spike": [], "restart": []}
+    for run in runs if len(runs) == 1 else ():  # of several runs nobody could tell whose they are
+        for event in run.events:
+            if event["kind"] in marks:
+                marks[event["kind"]].append(event["step"])
+    loss = dict(title="Loss", unit="nats per token", curves=curves("loss"), smoothed=True, marks=marks)
+    found = {
+        "loss": curves_chart(**loss, size=WIDE),
+        "loss_narrow": curves_chart(**loss),
+        "val_loss": curves_chart("Validation loss", "nats per token", curves("val_loss")),
+        "grad_norm": curves_chart("Gradient norm", "before clipping", curves("grad_norm")),
+        "lr": curves_chart("Learning rate", "", curves("lr")),
+        "tokens_per_s": curves_chart("Throughput", "tokens/s, all ranks", curves("tokens_per_s"), smoothed=True),
+        "mfu": curves_chart("MFU", "", curves("mfu"), percent, smoothed=True),
+        "memory": curves_chart("Memory", "GiB, rank 0, peak so far", curves("memory_gib")),
+        "imbalance": curves_chart("Imbalance", "busiest expert over mean, worst layer", curves("imbalance")),
+        "router_entropy": curves_chart("Router entropy", "nats, mean over layers", curves("router_entropy")),
+        "dropped": curves_chart("Dropped", "part of choices", curves("dropped_fraction"), percent)
+        if any(any(curve.y) for curve in curves("dropped_fraction"))
+        else None,
+    }
+    for i, run in enumerate(runs):
+        title = "Where a step's time goes" + (f": {run.name}" if len(runs) > 1 else "")
+        found["times" if len(runs) == 1 else f"times-{i + 1}"] = times_chart(run, title)
+    return found
+
+
+def write(runs: list[Run], folder: Path) -> list[Path]:
+    """The page and the PNGs; returns what was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = {name: sheet for name, sheet in sheets(runs).items() if sheet is not None}
+    files = [folder / "report.html"]
+    files[0].write_text(page(runs, found), encoding="utf-8")
+    pictures = {name: sheet for name, sheet in found.items() if name != "loss_narrow"}
+    for i, run in enumerate(runs):
+        if (sheet := loads_sheet(run)) is not None:
+            pictures["experts" if len(runs) == 1 else f"experts-{i + 1}"] = sheet
+    for name, sheet in pictures.items():
+        files.append(folder / f"{name}.png")
+        png(sheet, files[-1])
+    return files
+
+
+def page(runs: list[Run], found: dict[str, Sheet]) -> str:
+    title = " and ".join(run.name for run in runs)
+    colours = (";".join(f"--{name}:{value}" for name, value in theme.items()) for theme in (LIGHT, DARK))
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><style>',
+        STYLE.replace("LIGHT", next(colours)).replace("DARK", next(colours)),
+        "</style></head><body><main>",
+        *_header(runs, title),
+        *_charts(found),
+        *_loads(runs),
+        *_events(runs),
+        *_folds(runs),
+        *_configs(runs),
+        f"<footer>titanmoe {__version__}; what each number is: docs/metrics.md</footer>",
+        f'</main><div id="tip"></div><script>{SCRIPT}</script></body></html>',
+    ]
+    return "\n".join(parts)
+
+
+def _header(runs: list[Run], title: str) -> Iterator[str]:
+    yield f"<h1>{escape(title)}</h1>"
+    rows = []
+    for i, run in enumerate(runs):
+        last, config = run.lines[-1], run.config
+        of = f" of {config.training.steps:,}" if config else ""
+        fold = run.fold
+        mapping = "?"
+        if fold:
+            views = (fold.attention_axes, fold.expert_axes)
+            mapping = " / ".join(" ".join(f"{k} {n}" for k, n in v.items() if n > 1) or "one rank" for v in views)
+        cells = {
+            "run": f'<i style="background:var(--c{i})"></i>{escape(run.name)}',
+            "model": escape(f"{config.model.family} {config.model.size}") if config else "?",
+            "mapping (attention / experts)": escape(mapping),
+            "ranks": escape(f"{run.environment.get('ranks', '?')} x {run.environment.get('device', '?')}"),
+            "steps": f"{last['step']:,}{of}",
+            "loss": "not finite" if last["loss"] is None else f"{last['loss']:.4f}",
+            "tokens/s": _known(run.median("tokens_per_s"), number),
+            "MFU": _known(run.median("mfu"), percent),
+            "memory": _known(last.get("memory_gib"), lambda gib: f"{gib:.2f} GiB"),
+            "imbalance": _known(run.median("imbalance"), lambda ratio: f"{ratio:.2f}"),
+        }
+        rows.append(cells)
+    if len(rows) == 1:
+        (cells,) = rows
+        yield '<dl class="tiles">'
+        for name, value in cells.items():
+            if name != "run" and value != "-":
+                yield f"<div><dt>{name}</dt><dd>{value}</dd></div>"
+        yield "</dl>"
+    else:
+        names = [name for name in rows[0] if any(cells[name] != "-" for cells in rows)]
+        yield '<div class="scroll"><table><tr>' + "".join(f"<th>{name}</th>" for name in names) + "</tr>"
+        for cells in rows:
+            yield "<tr>" + "".join(f"<td>{cells[name]}</td>" for name in names) + "</tr>"
+        yield "</table></div>"
+    yield '<p class="note">Speed, MFU and imbalance are medians without the first line, which has start-up in it.</p>'
+
+
+def _known(value: Any, form: Any) -> str:
+    return "-" if value is None else form(value)
+
+
+def _charts(found: dict[str, Sheet]) -> Iterator[str]:
+    yield '<div class="grid">'
+    for name, sheet in found.items():
+        data = f" data-hover='{escape(json.dumps(sheet.hover))}'" if sheet.hover else ""
+        kind = {"loss": "card wide", "loss_narrow": "card narrow"}.get(name, "card")
+        yield f'<figure class="{kind}">{svg(sheet, data)}</figure>'
+    yield "</div>"
+
+
+def _loads(runs: list[Run]) -> Iterator[str]:
+    for run in runs:
+        if not run.load:
+            continue
+        yield f"<h2>Load of every expert{f': {escape(run.name)}' if len(runs) > 1 else ''}</h2>"
+        yield (
+            '<p class="note">A row per expert, steps from left to right. <b class="under"></b> a quarter of the '
+            f'layer\'s mean and less, clear at the mean, <b class="over"></b> four times the mean and more. '
+            f"Steps {run.load_steps[0]:,} to {run.load_steps[-1]:,}.</p>"
+        )
+        yield '<div class="loads">'
+        for layer, load in sorted(run.load.items()):
+            worst = float((load.max(0) / load.mean(0).clip(1e-9)).max())
+            idle = int((load[:, -1] == 0).sum())
+            text = f"worst {worst:.1f} x mean" + (f", {idle} of {len(load)} idle at the end" if idle else "")
+            yield (
+                f'<figure class="card"><figcaption><b>layer {layer}</b> <span>{text}</span></figcaption>'
+                f'<img alt="load of the experts of layer {layer}" src="{data_uri(load_picture(load))}"></figure>'
+            )
+        yield "</div>"
+
+
+def _events(runs: list[Run]) -> Iterator[str]:
+    rows = [(run, event) for run in runs for event in run.events]
+    if not rows:
+        return
+    yield '<h2>Events</h2><div class="scroll"><table class="events"><tr>'
+    yield "".join(
+        f"<th>{name}</th>" for name in (*(("run",) if len(runs) > 1 else ()), "step", "what", "when (UTC)", "")
+    )
+    yield "</tr>"
+    for run, event in rows[-SHOWN_EVENTS:]:
+        cells = [escape(run.name)] if len(runs) > 1 else []
+        cells += [f"{event['step']:,}", f'<b class="{escape(event["kind"])}">{escape(event["kind"])}</b>']
+        cells += [escape(event["time"].replace("T", " ").removesuffix("+00:00")), escape(event["text"])]
+        yield "<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>"
+    yield "</table></div>"
+    if len(rows) > SHOWN_EVENTS:
+        yield f'<p class="note">The last {SHOWN_EVENTS} of {len(rows):,}.</p>'
+
+
+def _folds(runs: list[Run]) -> Iterator[str]:
+    """Each mapping once."""
+    seen: dict[str, list[str]] = {}
+    for run in runs:
+        if (fold := run.fold) is None:
+            continue
+        node = run.config.parallelism.node
+        console = Console(record=True, width=120, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+        console.print(draw(fold, 8 if node == -1 else node, run.config.model), soft_wrap=True)
+        html = console.export_html(inline_styles=True, code_format="{code}")
+        for terminal, role in FOLD_COLOURS.items():
+            html = html.replace(terminal, f"var(--{role})")
+        seen.setdefault(html, []).append(run.name)
+    for html, names in seen.items():
+        yield f"<h2>The fold{': ' + escape(', '.join(names)) if len(runs) > 1 else ''}</h2>"
+        yield f'<div class="scroll card"><pre class="fold">{html}</pre></div>'
+
+
+def _configs(runs: list[Run]) -> Iterator[str]:
+    yield "<h2>Config and environment</h2>"
+    if len(runs) > 1:
+        yield from _differences(runs)
+    for run in runs:
+        environment = "".join(f"{escape(str(k)):<8} {escape(str(v))}\n" for k, v in run.environment.items())
+        yield f"<details><summary>{escape(run.name)}: {escape(str(run.folder))}</summary>"
+        yield f"<pre>{environment}</pre><pre>{escape(run.config_text)}</pre></details>"
+
+
+def _differences(runs: list[Run]) -> Iterator[str]:
+    settings = [run.settings() for run in runs]
+    names = sorted({name for one in settings for name in one})
+    differ = [name for name in names if len({repr(one.get(name)) for one in settings}) > 1]
+    yield '<div class="scroll"><table><tr><th>what differs</th>'
+    yield "".join(f'<th><i style="background:var(--c{i})"></i>{escape(r.name)}</th>' for i, r in enumerate(runs))
+    yield "</tr>"
+    for name in differ:
+        values = "".join(f"<td>{escape(str(one.get(name, '-')))}</td>" for one in settings)
+        yield f"<tr><td>{escape(name)}</td>{values}</tr>"
+    yield "</table></div>"
+
+
+STYLE = """
+:root{LIGHT;color-scheme:light}
+@media(prefers-color-scheme:dark){:root{DARK;color-scheme:dark}}
+*{box-sizing:border-box}
+body{margin:0;background:var(--page);color:var(--ink);font:14px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
+main{max-width:1320px;margin:0 auto;padding:24px 20px 60px}
+h1{font-size:24px;margin:0 0 14px;overflow-wrap:anywhere}
+h2{font-size:17px;margin:32px 0 8px}
+.note,footer{color:var(--soft);font-size:13px;margin:8px 0 16px}
+footer{margin-top:40px}
+.tiles{display:flex;flex-wrap:wrap;gap:10px;margin:0}
+.tiles div{background:var(--card);border:1px solid var(--grid);border-radius:8px;padding:8px 14px;flex:1 1 auto}
+dt{color:var(--soft);font-size:12px}
+dd{margin:0;font-size:17px;font-weight:600}
+.grid{display:grid;grid-template-columns:repeat(3,minmax(0,1fr));gap:14px}
+.card{margin:0;background:var(--card);border:1px solid var(--grid);border-radius:8px;padding:6px}
+.wide{grid-column:span 2;grid-row:span 2}
+.narrow{display:none}
+svg{display:block;width:100%;height:auto;font-family:inherit;font-variant-numeric:tabular-nums}
+i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:6px}
+.loads{display:grid;grid-template-columns:repeat(auto-fill,minmax(260px,1fr));gap:14px}
+.loads img{display:block;width:100%;height:96px;image-rendering:pixelated;border-radius:4px;background:var(--page)}
+figcaption{padding:2px 6px 6px;font-size:12px}
+figcaption span{color:var(--soft);float:right}
+.under,.over{display:inline-block;width:14px;height:10px;border-radius:3px;background:rgb(42,120,214)}
+.over{background:rgb(214,59,45)}
+.scroll{overflow-x:auto}
+table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
+th{color:var(--soft);font-weight:500;text-align:left}
+td,th{padding:5px 18px 5px 0;border-bottom:1px solid var(--grid);white-space:nowrap}
+.events td:last-child{white-space:normal;min-width:260px}
+.spike,.stop{color:var(--event)}
+pre{font:12px/1.35 ui-monospace,SFMono-Regular,Menlo,"DejaVu Sans Mono",monospace;margin:10px 0;overflow-x:auto}
+.fold{padding:4px 10px}
+summary{cursor:pointer;overflow-wrap:anywhere}
+#tip{position:fixed;display:none;pointer-events:none;background:var(--card);border:1px solid var(--base);
+border-radius:6px;padding:6px 10px;font-size:12px;box-shadow:0 2px 10px #0003;
+font-variant-numeric:tabular-nums;z-index:2}
+@media(max-width:1000px){.grid{grid-template-columns:repeat(2,minmax(0,1fr))}}
+@media(max-width:680px){main{padding:16px 12px 40px}.grid{grid-template-columns:minmax(0,1fr)}.wide{display:none}
+.narrow{display:block}.tiles div{flex:1 1 40%}dd{font-size:15px}}
+"""
+"""Phones get a narrow drawing of the loss, as letters of the wide one would shrink with it."""
+
+SCRIPT = """
+const tip = document.getElementById("tip");
+for (const svg of document.querySelectorAll("svg[data-hover]")) {
+  const h = JSON.parse(svg.dataset.hover), [[x0, x1], [left, right]] = h.x;
+  const rule = document.createElementNS("http://www.w3.org/2000/svg", "line");
+  rule.style.cssText = "stroke:var(--base);display:none";
+  rule.setAttribute("y1", h.top[0]); rule.setAttribute("y2", h.top[1]);
+  svg.append(rule);
+  svg.onpointermove = e => {
+    const box = svg.getBoundingClientRect(), at = (e.clientX - box.left) / box.width * svg.viewBox.baseVal.width;
+    const step = x0 + (Math.min(Math.max(at, left), right) - left) / (right - left) * (x1 - x0);
+    tip.replaceChildren();
+    let shown = 0;
+    for (const s of h.series) {
+      const p = s.points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
+      if (!tip.childElementCount) {
+        const head = document.createElement("b");
+        head.textContent = "step " + p[0].toLocaleString("en"); tip.append(head);
+        shown = left + (p[0] - x0) / ((x1 - x0) || 1) * (right - left);
+      }
+      const row = document.createElement("div"), chip = document.createElement("i");
+      chip.style.background = `var(--${s.role})`;
+      row.append(chip, `${s.name} ${p[1].toLocaleString("en", {maximumSignificantDigits: 5})}`); tip.append(row);
+    }
+    rule.setAttribute("x1", shown); rule.setAttribute("x2", shown);
+    rule.style.display = tip.style.display = "block";
+    const wide = tip.offsetWidth;
+    tip.style.left = Math.min(e.clientX + 14, innerWidth - wide - 8) + "px";
+    tip.style.top = Math.min(e.clientY + 14, innerHeight - tip.offsetHeight - 8) + "px";
+  };
+  svg.onpointerleave = () => rule.style.display = tip.style.display = "none";
+}
+"""

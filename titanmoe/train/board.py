@@ -1,0 +1,122 @@
+"""TensorBoard and Weights & Biases: the numbers of metrics.jsonl under the names a person looks for."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from titanmoe.config.fields import to_toml
+from titanmoe.config.schema import Config
+from titanmoe.heat import colour_share
+from titanmoe.train.sink import Report
+
+GROUPS = {
+    "train": ("loss", "mtp_loss", "grad_norm", "lr", "tokens"),
+    "speed": ("tokens_per_s", "step_time_s", "mfu"),
+    "memory": ("memory_gib",),
+    "time": ("checkpoint_blocked_s",),
+    "experts": (
+        *("imbalance", "router_entropy", "dropped_fraction"),
+        *("aux_loss", "aux_loss_sequence", "aux_loss_global", "z_loss"),
+    ),
+}
+"""Per-layer figures are grouped by quantity, so that all layers of one stand side by side; times by `time`."""
+COLUMNS = 200
+"""Reports that a load's image shows; older ones are thinned out."""
+
+
+def tag(name: str) -> str:
+    if name.startswith("layers."):
+        _, layer, quantity = name.split(".", 2)
+        return f"layers {quantity}/layer {layer}"
+    if name.startswith("time."):
+        return name.replace(".", "/", 1)
+    return next((f"{group}/{name}" for group, names in GROUPS.items() if name in names), f"more/{name}")
+
+
+class Board:
+    def __init__(self, folder: Path, config: Config, step: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What it holds of later steps is hidden: they will be made again.
+        purge = step + 1 if step else None
+        self.writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10, purge_step=purge)
+        self.writer.add_text("config", "    " + to_toml(config).replace("\n", "\n    "), step)
+        self.every = max(1, config.training.steps // 50)
+        self.images: int | None = None
+        self.loads: dict[int, list[np.ndarray]] = {}
+
+    def log(self, report: Report) -> None:
+        for name, value in report.record.items():
+            if name != "step":
+                self.writer.add_scalar(tag(name), value, report.step)
+        self.writer.add_scalar("train/loss_smoothed", report.smoothed, report.step)
+        for layer, load in report.load.items():
+            share_E = np.asarray(load) / max(float(np.mean(load)), 1.0)
+            history = self.loads.setdefault(layer, [])
+            history.append(share_E)
+            if len(history) > COLUMNS:
+                del history[1:-1:2]
+        if self.images is None or report.step - self.images >= self.every:
+            self._draw(report.step)
+            self.images = report.step
+
+    def _draw(self, step: int) -> None:
+        """A row per expert, a column per report: grey is the mean, blue less and red more. Histograms over experts."""
+        for layer, history in self.loads.items():
+            image_EC3 = colour_share(np.stack(history, 1))
+            scale = max(1, 160 // image_EC3.shape[0]), max(1, 400 // image_EC3.shape[1])
+            image_EC3 = image_EC3.repeat(scale[0], 0).repeat(scale[1], 1)
+            self.writer.add_image(f"load/layer {layer}", image_EC3, step, dataformats="HWC")
+            self.writer.add_histogram(f"load over its mean/layer {layer}", torch.from_numpy(history[-1]), step)
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        self.writer.add_text(f"events/{kind}", text, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """One run there for one folder here: a run that goes on is the same."""
+
+    def __init__(self, folder: Path, config: Config):
+        import wandb
+
+        self.wandb = wandb
+        self.run = wandb.init(
+            project=config.metrics.wandb,
+            name=folder.name,
+            id=_own_id(folder),
+            resume="allow",
+            dir=str(folder),
+            config=asdict(config),
+        )
+        # Its own count of steps may not go back, and that of a resumed run does.
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+
+    def log(self, report: Report) -> None:
+        values = {tag(name): value for name, value in report.record.items() if name != "step"}
+        for layer, load in report.load.items():
+            values[f"load/layer {layer}"] = self.wandb.Histogram(load)
+        self.run.log({"step": report.step, "train/loss_smoothed": report.smoothed, **values})
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        if kind in ("spike", "stop"):
+            self.run.alert(title=f"step {step}: {kind}", text=text)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+def _own_id(folder: Path) -> str:
+    """Drawn once for a folder and kept in it."""
+    file = folder / "wandb-id"
+    if not file.exists():
+        file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")
+    return file.read_text(encoding="utf-8")

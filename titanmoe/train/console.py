@@ -1,0 +1,218 @@
+"""The run on a screen: one panel that stays in place on a terminal, else one line per report. Rank 0 alone speaks."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.models.count import Parameters
+from titanmoe.train.sink import Report, Sink
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+CURVE = 48
+"""Reports that the panel's curve shows."""
+QUIET = ("start", "restart", "save", "stop")
+"""Events that need no line of their own: the header, the reports or the error tell of them."""
+
+
+def open_console(config: Config, name: str, console: Console | None = None) -> Sink:
+    console = console or Console(highlight=False)
+    asked = config.metrics.console
+    if asked == "live" or (asked == "auto" and console.is_terminal and not console.is_dumb_terminal):
+        return LivePanel(config, name, console)
+    return Lines(config)
+
+
+def figures(record: dict[str, float]) -> dict[str, str]:
+    shown = {
+        "loss": f"{record['loss']:.4f}",
+        "grad norm": f"{record['grad_norm']:.3f}",
+        "lr": f"{record['lr']:.2e}",
+        "tokens/s": f"{record['tokens_per_s']:,.0f}",
+    }
+    if "mfu" in record:
+        shown["MFU"] = f"{record['mfu']:.1%}"
+    shown["memory"] = f"{record['memory_gib']:.2f} GiB"
+    if "imbalance" in record:
+        shown["imbalance"] = f"{record['imbalance']:.2f}"
+    if record.get("dropped_fraction"):
+        shown["dropped"] = f"{record['dropped_fraction']:.1%}"
+    if "val_loss" in record:
+        best = "the best" if record["val_loss"] == record["val_best"] else f"best {record['val_best']:.4f}"
+        shown["val loss"] = f"{record['val_loss']:.4f} ({best})"
+        shown["perplexity"] = f"{record['val_perplexity']:.2f}"
+    return shown
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+class Lines:
+    def __init__(self, config: Config):
+        self.config, self.first = config, True
+
+    def log(self, report: Report) -> None:
+        steps = self.config.training.steps
+        parts = [f"step {report.step:>{len(str(steps))}}/{steps}"]
+        for name, value in figures(report.record).items():
+            parts.append(f"{value} {name}" if name == "tokens/s" else f"{name} {value}")
+        if self.config.moe.force_balance:
+            parts.append("FORCED BALANCE")
+        if report.eta is not None:
+            parts.append(f"ETA {duration(report.eta)}")
+        print("  ".join(parts), flush=True)
+        if self.first:
+            seconds = report.record["step_time_s"]
+            what = "start-up and compilation in it; ETA counts from the next"
+            print(f"first step took {seconds:.1f} s, {what}", flush=True)
+        self.first = False
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        if kind not in QUIET:
+            print(f"step {step}  {kind.upper()}: {text}", flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+class LivePanel:
+    """What others print meanwhile appears above it; the last state stays when the run ends."""
+
+    def __init__(self, config: Config, name: str, console: Console):
+        self.config, self.name, self.console = config, name, console
+        self.losses: deque[float] = deque(maxlen=CURVE)
+        self.live = Live(Text("waiting for the first step"), console=console, refresh_per_second=2)
+        self.live.start()
+        console.show_cursor(True)  # which it hides, and a run that is killed could not bring back
+
+    def log(self, report: Report) -> None:
+        self.losses.append(report.record["loss"])
+        self.live.update(self.panel(report))
+
+    def event(self, step: int, kind: str, text: str) -> None:
+        if kind not in QUIET:
+            self.live.console.print(Text.assemble((f"step {step}  {kind}: ", "bold"), text))
+
+    def close(self) -> None:
+        self.live.stop()
+
+    def panel(self, report: Report) -> Panel:
+        steps, record = self.config.training.steps, report.record
+        eta = "ETA ..." if report.eta is None else f"ETA {duration(report.eta)}"
+        head = Table.grid(padding=(0, 2), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True)
+        head.add_row(
+            Text(f"step {report.step:,} of {steps:,}", "bold"),
+            ProgressBar(steps, report.step),
+            Text(f"{report.step / steps:.0%}  {eta}", "bold"),
+        )
+        cells = figures(record)
+        if "imbalance" in record and record["imbalance"] > 2:
+            cells["imbalance"] = f"[yellow]{cells['imbalance']}[/]"
+        cells = {"loss": cells.pop("loss"), "smoothed": f"{report.smoothed:.4f}", **cells}
+        names, values = Table.grid(expand=True), list(cells)
+        half = -(-len(values) // 2)
+        for _ in range(half):
+            names.add_column(ratio=1)
+        for row in (values[:half], values[half:]):
+            names.add_row(*(f"[dim]{name}[/] {cells[name]}" for name in row))
+        lines = [head, names, Text.assemble(("loss ", "dim"), curve(self.losses))]
+        if times := shares(record):
+            lines.append(Text.assemble(("time ", "dim"), times))
+        if self.config.moe.force_balance:
+            lines.append(Text("FORCED BALANCE: a benchmark, the router is not asked", "bold yellow"))
+        return Panel(Group(*lines), title=self.name, title_align="left", border_style="dim")
+
+
+def curve(values: deque[float]) -> str:
+    low, high = min(values), max(values)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0
+    return "".join(BLOCKS[round((value - low) * scale)] for value in values)
+
+
+def shares(record: dict[str, float]) -> str:
+    """Parts of the step, of those that take half a percent; forward's dispatch is within forward and backward."""
+    parts = {name.removeprefix("time."): value for name, value in record.items() if name.startswith("time.")}
+    dispatch, whole = parts.pop("dispatch", 0.0), sum(parts.values())
+    shown = []
+    for name, value in parts.items():
+        inside = f" (dispatch {dispatch / whole:.0%})" if name == "forward_backward" and dispatch else ""
+        if value >= 0.005 * whole:
+            shown.append(f"{name.replace('_', '-')} {value / whole:.0%}{inside}")
+    return "  ".join(shown)
+
+
+def banner(
+    config: Config,
+    fold: Fold,
+    parameters: Parameters,
+    device_name: str,
+    peak: float | None,
+    folder: Path,
+    notes: dict[str, str],
+) -> None:
+    model, training = config.model, config.training
+    dp = fold.dp_replicate * fold.dp_shard
+    samples = training.global_batch_size if training.global_batch_size > 0 else training.local_batch_size * dp
+    microbatches = samples // (training.local_batch_size * dp)
+    ranks = f"{fold.world} rank{'s' * (fold.world > 1)} on {device_name}"
+    each = f", peak {peak / 1e12:,.1f} TFLOP/s each" if peak else ""
+    count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
+    rows = {
+        "model": f"{model.family} {model.size}: {count}",
+        "attention": mapping(fold.attention_axes),
+        "experts": mapping(fold.expert_axes),
+        **notes,
+        "devices": f"{ranks}, computing in {training.mixed_precision_param}{each}",
+        "batch": f"{samples} x {training.seq_len} = {samples * training.seq_len:,} tokens per step: "
+        f"{dp} data rank{'s' * (dp > 1)} x {microbatches} microbatch{'es' * (microbatches > 1)} "
+        f"of {training.local_batch_size}",
+        "data": config.data.source,
+        "run folder": str(folder),
+    }
+    if config.moe.force_balance:
+        rows["routing"] = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
+    table = Table.grid(padding=(0, 2))
+    for name, text in rows.items():
+        table.add_row(Text(name, style="bold"), Text(text, overflow="fold"))
+    Console(highlight=False).print(table)
+
+
+def mapping(axes: dict[str, int]) -> str:
+    return " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1) or "one rank"
+
+
+class Stamped:
+    """A stream whose lines begin with the rank: of ranks that have nothing to say unless something is wrong."""
+
+    def __init__(self, stream: TextIO, rank: int):
+        self.stream, self.mark, self.open = stream, f"[rank {rank}] ", False
+
+    def write(self, text: str) -> int:
+        for line in text.splitlines(keepends=True):
+            self.stream.write(line if self.open else self.mark + line)
+            self.open = not line.endswith("\n")
+        return len(text)
+
+    def __getattr__(self, name: str):
+        return getattr(self.stream, name)
+
+
+def stamp(rank: int) -> None:
+    if rank:
+        sys.stdout, sys.stderr = Stamped(sys.stdout, rank), Stamped(sys.stderr, rank)
