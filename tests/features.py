@@ -86,6 +86,7 @@ DISPATCHERS: dict[str, dict[str, Any]] = {
     name: {"moe.dispatcher": name} for name in ("alltoall", "allgather", "hierarchical")
 }
 DISPATCHERS["chunks"] = {"moe.overlap_chunks": 3}
+DISPATCHERS["symm_mem"] = {"moe.dispatcher": "symm_mem", "moe.symm_mem_factor": 1.5}
 DISPATCHERS["hierarchical_chunks"] = DISPATCHERS["hierarchical"] | {"moe.overlap_chunks": 2}
 SCHEDULES = {
     name: {"pipeline.schedule": name}
@@ -125,6 +126,8 @@ def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
     out = as_changes(fold)
     for feature, name in choice.items():
         out |= FEATURES[feature][name]
+    if out.get("moe.dispatcher") == "symm_mem":
+        out["moe.pad_to_capacity"] = False  # of no use together, and refused
     if out.get("moe.dispatcher") == "hierarchical":
         out["parallelism.node"] = fold.etp * max(1, fold.ep // 2)
     microbatches = 2

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests import reference, world
+from tests import reference, symmetric, world  # noqa: F401 (the emulated operations)
 from titanmoe import counted
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
@@ -247,8 +247,10 @@ NEUTRAL = (
     "compile.",
     "moe.dispatcher",
     "moe.overlap_chunks",
+    "moe.symm_mem_factor",
     "moe.pad_to_capacity",
     "moe.grouped_mm",
+    "moe.kernels",
 )
 
 

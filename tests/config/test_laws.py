@@ -177,6 +177,14 @@ def test_out_of_range(path, value):
             {"moe.overlap_chunks": 2, "moe.dispatcher": "allgather"},
             'overlap_chunks = 2 .*dispatcher = "allgather" makes none: use dispatcher = "alltoall" or "hierarchical"',
         ),
+        (
+            {"moe.overlap_chunks": 2, "moe.dispatcher": "symm_mem"},
+            'overlap_chunks = 2 cuts .*dispatcher = "symm_mem" leaves on the device: use dispatcher = "alltoall"',
+        ),
+        (
+            {"moe.pad_to_capacity": True, "moe.capacity_factor": 1.0, "moe.dispatcher": "symm_mem"},
+            'pad_to_capacity = true makes every size static.* use dispatcher = "alltoall", .*or pad_to_capacity',
+        ),
         ({"job.name": "a/b"}, "job.name = 'a/b' is no name of a folder"),
         ({"job.name": ".."}, "job.name = '..' is no name of a folder"),
         (FILES | {"data.weights": [1.0]}, "data.weights has 1 numbers for 2 entries of data.paths"),

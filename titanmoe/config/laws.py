@@ -119,6 +119,7 @@ RANGES = {
     "parallelism.experts.edp_replicate": DERIVED,
     "pipeline.virtual_stages": DERIVED,
     "pipeline.layers_per_stage": NOT_NEGATIVE,
+    "moe.symm_mem_factor": COUNT,
     "moe.overlap_chunks": COUNT,
     "moe.capacity_factor": NOT_NEGATIVE,
     "moe.jitter": BELOW_ONE,
@@ -172,6 +173,7 @@ def contradictions(config: Config) -> list[Violation]:
         *_precision(config.training),
         *_dropping(config.moe),
         *_overlap(config.moe),
+        *_symmetric(config.moe),
         *_checkpoint(config.checkpoint),
     ]
 
@@ -407,6 +409,23 @@ def _overlap(moe: MoE) -> Iterator[Violation]:
             ("moe.overlap_chunks", "moe.dispatcher"),
             f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all into chunks, and moe.dispatcher = "
             f'"{moe.dispatcher}" makes none: use dispatcher = "alltoall" or "hierarchical", or overlap_chunks = 1',
+        )
+
+
+def _symmetric(moe: MoE) -> Iterator[Violation]:
+    if moe.dispatcher != "symm_mem":
+        return
+    if moe.overlap_chunks > 1:
+        yield Violation(
+            ("moe.overlap_chunks", "moe.dispatcher"),
+            f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all by numbers of rows, which moe.dispatcher = "
+            '"symm_mem" leaves on the device: use dispatcher = "alltoall" or "hierarchical", or overlap_chunks = 1',
+        )
+    if moe.pad_to_capacity:
+        yield Violation(
+            ("moe.pad_to_capacity", "moe.dispatcher"),
+            'moe.pad_to_capacity = true makes every size static, so that moe.dispatcher = "symm_mem" has nothing to '
+            'spare the host: use dispatcher = "alltoall", which then does not wait either, or pad_to_capacity = false',
         )
 
 

@@ -302,8 +302,10 @@ class Pipeline:
 class MoE:
     """Router, balance and dispatch. What belongs to the architecture (top_k, score_function, ...) is in [model]."""
 
-    dispatcher: Literal["alltoall", "allgather", "hierarchical"] = "alltoall"
-    """alltoall moves each token only to its experts' ranks. allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep. hierarchical is an all-to-all in which a token crosses to each node once, and is copied inside it: where ep x etp spans nodes and a token has several experts on one."""
+    dispatcher: Literal["alltoall", "allgather", "hierarchical", "symm_mem"] = "alltoall"
+    """alltoall moves each token only to its experts' ranks. allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep. hierarchical is an all-to-all in which a token crosses to each node once, and is copied inside it: where ep x etp spans nodes and a token has several experts on one. symm_mem is alltoall through symmetric memory (NVSHMEM), in which the host never waits for sizes: for GPUs of one NVLink domain that wait for the host."""
+    symm_mem_factor: float = 2.0
+    """symm_mem only: rows that a rank has room for, by what arrives under even routing. A step in which a rank would receive more is made again by alltoall, exactly (metric overflow_reruns): raise it if that happens often, lower it for memory. From ep on it never happens."""
     overlap_chunks: int = 1
     """Above 1: each expert's rows travel in so many all-to-alls, so that a chunk is under way while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. 1: off."""
     capacity_factor: float = 0.0
@@ -332,6 +334,10 @@ class MoE:
     """Aux-loss-free balance: after each step an expert's selection bias moves by this much against its load (DeepSeek-V3: 0.001)."""
     grouped_mm: Literal["auto", "grouped", "loop"] = "auto"
     """How experts multiply. auto takes torch's grouped product where dtype and sizes allow, else the plain loop."""
+    expert_dtype: Literal["compute", "fp8", "fp8_emulated"] = "compute"
+    """In what experts multiply. compute: training.mixed_precision_param. fp8: in 8 bits with a scale per row, on Hopper GPUs, for large experts; gradients of the weights, router and everything else stay as they are. fp8_emulated: the same roundings on any device, slowly, to see what they do to a loss."""
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """How routing, rows and activations are computed. auto takes Triton kernels on GPUs where Triton is installed, else torch's operations. torch to compare with them or to rule them out."""
 
 
 @dataclass

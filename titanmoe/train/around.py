@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
-from titanmoe.moe.layer import MoE
+from titanmoe.moe.dispatch import Dispatcher
 
 SENDS = ("start", "parts", "arrive")
 RETURNS = ("leave", "land")
@@ -25,9 +25,11 @@ def around(owner: Any, name: str, region: Callable[[], AbstractContextManager]) 
     setattr(owner, name, inside)
 
 
-def around_dispatch(layers: Iterable[MoE], sends: Callable[[], AbstractContextManager], returns: Any = None) -> None:
-    for moe in layers:
+def around_dispatch(
+    dispatchers: Iterable[Dispatcher], sends: Callable[[], AbstractContextManager], returns: Any = None
+) -> None:
+    for dispatcher in dispatchers:
         for name in SENDS:
-            around(moe.dispatcher, name, sends)
+            around(dispatcher, name, sends)
         for name in RETURNS:
-            around(moe.dispatcher, name, returns or sends)
+            around(dispatcher, name, returns or sends)

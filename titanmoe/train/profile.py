@@ -99,7 +99,7 @@ def name_parts(trainer: Trainer) -> None:
                 around(block.moe.shared, "forward", partial(region, "shared expert"))
         if part.head is not None:
             around(part.head, "forward", partial(region, "head and loss"))
-    around_dispatch(trainer.moe_layers.values(), partial(region, "dispatch"), partial(region, "combine"))
+    around_dispatch(trainer.dispatchers, partial(region, "dispatch"), partial(region, "combine"))
     for name in ("forward_backward", "finish_gradients"):
         around(trainer, name, partial(region, name.replace("_", " ")))
     around(trainer.optimizer, "step", partial(region, "optimizer"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,13 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
 from titanmoe.models.count import flops_per_token, has_experts, parameters
 from titanmoe.moe.balance import AUX
+from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
+from titanmoe.moe.symmetric import Symmetric
 from titanmoe.parallel.apply import build, drive
-from titanmoe.parallel.batch import check_alike, cut
+from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.context import placement
+from titanmoe.parallel.expert import symmetric
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
 from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
@@ -66,13 +70,14 @@ class Trainer:
         self.engine = drive(self.parts, config, self.meshes, self.loader.microbatches, self.device)
         self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
         self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
+        self.symmetric, self.overflow_reruns = symmetric(config, self.meshes, self.device), 0
         self.tied = TiedEnds(self.parts, config, self.meshes)
         self.placement = placement(config)
         self.optimizer = Optimizer(self.parameters, config.optimizer)
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.garbage = GarbageCollection(config.training.gc_every)
         self.clock = Clock(self.device, on=runtime.rank == 0)
-        around_dispatch(self.moe_layers.values(), partial(self.clock.part, "dispatch"))
+        around_dispatch(self.dispatchers, partial(self.clock.part, "dispatch"))
         self.validation = Validation(self) if config.validation.interval else None
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False
@@ -162,6 +167,11 @@ class Trainer:
         return notes
 
     @property
+    def dispatchers(self) -> list[Dispatcher]:
+        own = [moe.dispatcher for moe in self.moe_layers.values()]
+        return own if self.symmetric is None else [*own, self.symmetric]
+
+    @property
     def flops_per_token(self) -> float:
         return flops_per_token(self.config.model, self.config.training.seq_len)
 
@@ -193,19 +203,34 @@ class Trainer:
 
     def forward_backward(self, batches: list[Batch], totals: Totals) -> tuple[Tensor, Tensor]:
         """Gradients of the whole step on every rank's shards; returns the global loss, and multi-token prediction's."""
-        for moe in self.moe_layers.values():
-            moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
-        # The one division: sums over labels by their global count. Every reduction is a sum.
-        labels, where = totals.labels.clamp(min=1), (self.meshes, self.placement, self.device)
+        where = (self.meshes, self.placement, self.device)
         slices = [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
-        loss = self.engine.run(slices, labels)
-        further = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
-        # One message: the losses, and whether any rank has been asked to stop.
-        asked = torch.full_like(loss, self.wants_to_stop())
-        loss, further, asked = all_reduce(torch.stack((loss, further, asked)), self.meshes.world)
+        loss, further, asked, overflowed = self.attempt(slices, totals, self.symmetric)
+        if overflowed:  # a static receive buffer of some rank, and so nothing of it counts
+            self.overflow_reruns += 1
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            loss, further, asked, _ = self.attempt(slices, totals, None)
         self.stopping = bool(asked)
         # Only ranks of the last stage have them, and those of a tp group equal ones.
         return loss / self.meshes.tp.size, further / self.meshes.tp.size
+
+    def attempt(self, slices: list[Slice], totals: Totals, symmetric: Symmetric | None) -> Tensor:
+        """The losses, whether any rank has been asked to stop, and whether a receive buffer was too small: one message.
+
+        symmetric: the dispatcher to use in place of the layers' own, which are exact.
+        """
+        layers = self.moe_layers.values()
+        for moe in layers:
+            moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
+        # The one division: sums over labels by their global count. Every reduction is a sum.
+        labels = totals.labels.clamp(min=1)
+        with symmetric.serving(layers) if symmetric else nullcontext():
+            loss = self.engine.run(slices, labels)
+        further = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
+        asked = torch.full_like(loss, self.wants_to_stop())
+        overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
+        return all_reduce(torch.stack((loss, further, asked, overflowed)), self.meshes.world)
 
     def finish_gradients(self) -> None:
         """What backward left in pieces that FSDP does not know of."""
@@ -245,6 +270,8 @@ class Trainer:
         values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "tokens": totals.tokens.item()}
         if self.config.model.mtp_depth:
             values["mtp_loss"] = further.item()
+        if self.symmetric is not None:
+            values["overflow_reruns"] = self.overflow_reruns
         if layers:
             for name in AUX:
                 if getattr(self.config.moe, name):

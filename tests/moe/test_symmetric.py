@@ -1,0 +1,322 @@
+"""The dispatcher over symmetric memory, on operations emulated by their contract: unused rows hold NaN, sizes are not
+told to the host, and a step in which a receive buffer is too small is made again.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests import parity, reference, symmetric, world
+from tests.features import MODELS
+from tests.moe.test_dispatch import CASES, LAYOUTS, RANKS, D, E, K, T, arriving, inputs, plain, whole_world
+from titanmoe.comm import ALONE, Group
+from titanmoe.fold.degrees import derive
+from titanmoe.moe.dispatch import AllToAll, Dispatcher
+from titanmoe.moe.symmetric import ALIGN, Symmetric, used
+
+ROOT = Path(__file__).resolve().parents[2]
+HERE = {"moe.dispatcher": "symm_mem", "model.dim": D, "model.top_k": K, "training.seq_len": T}
+
+
+def make(group: Group, ep: int, etp: int, factor: float = 8.0) -> Symmetric:
+    mapping = {"parallelism.experts.ep": ep, "parallelism.experts.etp": etp, "moe.symm_mem_factor": factor}
+    config = parity.read(HERE | mapping, group.size)
+    return Symmetric(config, derive(group.size, config.parallelism), group, torch.device("cpu"))
+
+
+def toy_experts(rows: Tensor, weights: Tensor, count_e: Tensor, first: int, share: float) -> Tensor:
+    """Expert number e multiplies by (e + 1), its weight and its share; unused rows become NaN."""
+    expert_R = (torch.arange(len(count_e)) + first).repeat_interleave(count_e)
+    y = rows[: len(expert_R)] * weights[: len(expert_R)] * (expert_R + 1).unsqueeze(1) * share
+    return torch.cat((y, rows[len(expert_R) :] * float("nan")))
+
+
+def round_trip(dispatcher: Dispatcher, case: str) -> tuple[Tensor, Tensor, Tensor]:
+    """y and both gradients."""
+    group, etp = dispatcher.group, dispatcher.etp
+    share = (group.rank % etp + 1) / (etp * (etp + 1) / 2)
+    x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
+    x_TD.requires_grad_()
+    weights_TK.requires_grad_()
+    rows, weights, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+    first = group.rank // etp * dispatcher.local_experts
+    y_TD = dispatcher.combine(toy_experts(rows, weights, count_e, first, share), route)
+    cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
+    return y_TD, *torch.autograd.grad(y_TD, (x_TD, weights_TK), cotangent)
+
+
+def check_case(dispatcher: Symmetric, case: str) -> None:
+    group, local = dispatcher.group, dispatcher.local_experts
+    expert_rank = group.rank // dispatcher.etp
+    x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
+    rows, weights, count_e, _ = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+    want, counts = arriving(case, group.size, range(expert_rank * local, (expert_rank + 1) * local))
+    if group.size > 1:
+        assert count_e.tolist() == [max(1, -(-n // ALIGN)) * ALIGN for n in counts]
+        mask = used(torch.tensor(counts), len(rows))
+        assert rows[~mask].eq(0).all() and weights[~mask].eq(0).all()
+        rows, weights = rows[mask], weights[mask]
+    else:
+        assert count_e.tolist() == counts and rows[sum(counts) :].eq(0).all()
+        rows, weights = rows[: sum(counts)], weights[: sum(counts)]
+    assert list(zip(rows[:, 0].tolist(), weights[:, 0].tolist(), strict=True)) == want
+
+    y_TD, *grads = round_trip(dispatcher, case)
+    x_TD.requires_grad_()
+    weights_TK.requires_grad_()
+    want_TD = plain(x_TD, weights_TK, chosen_TK)
+    cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
+    want_grads = torch.autograd.grad(want_TD, (x_TD, weights_TK), cotangent)
+    for got, wanted in zip((y_TD, *grads), (want_TD, *want_grads), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+    assert not dispatcher.overflowed
+
+
+def cases_on_ranks(ep: int, etp: int) -> None:
+    dispatcher = make(whole_world(), ep, etp)
+    before = len(symmetric.calls)
+    for case in CASES:
+        check_case(dispatcher, case)
+    # rows and weights there, twice; and once back, and with the gradients there, back, back
+    once = ["there", "there", "there", "there", "back", "there", "back", "back"]
+    assert symmetric.calls[before:] == once * len(CASES)
+
+
+@pytest.mark.parametrize("ep, etp", LAYOUTS)
+def test_rows_arrive_in_aligned_bins_and_come_home(ep: int, etp: int) -> None:
+    world.run(RANKS, cases_on_ranks, ep, etp)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_alone_sends_nothing(case: str) -> None:
+    before = len(symmetric.calls)
+    check_case(make(ALONE, 1, 1), case)
+    assert len(symmetric.calls) == before
+
+
+class HostMustNotWait(TorchFunctionMode):
+    """Raises where a value of a tensor becomes one of Python's."""
+
+    ASKS = ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu")
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "") in self.ASKS:
+            raise AssertionError(f"the host waits in {function.__name__}")
+        return function(*args, **(kwargs or {}))
+
+
+def waits(kind: str) -> bool:
+    dispatcher = make(whole_world(), RANKS, 1) if kind == "symm_mem" else AllToAll(E)
+    dispatcher.lay(whole_world(), RANKS, 1)
+    x_TD, weights_TK, chosen_TK = inputs("some_dropped", dist.get_rank())
+    x_TD.requires_grad_()
+    try:
+        with HostMustNotWait():
+            rows, weights, _, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+            dispatcher.combine(rows * weights, route).sum().backward()
+    except AssertionError as error:
+        assert "the host waits" in str(error)
+        return True
+    return False
+
+
+def test_the_host_waits_for_no_size() -> None:
+    assert world.run(RANKS, waits, "alltoall") == [True] * RANKS
+    assert world.run(RANKS, waits, "symm_mem") == [False] * RANKS
+
+
+def crowded(case: str) -> tuple[bool, list[bool]]:
+    """One round trip with buffers for even routing: whether this rank would overflow, and whether all is finite."""
+    dispatcher = make(whole_world(), RANKS, 1, 1.0)
+    dispatcher.away_rows = 4 * ALIGN  # less than any layout needs for one expert's rows of all ranks
+    x_TD, weights_TK, chosen_TK = inputs(case, dist.get_rank())
+    if case == "one_expert":  # 3 of a token's rows to rank 2, which holds experts 4 and 5, in bins of 24 and 48
+        chosen_TK[:, 0], chosen_TK[:, 2] = 4, 5
+    dispatcher.rows = dispatcher.rows._replace(away=tuple(b[: 4 * ALIGN] for b in dispatcher.rows.away))
+    dispatcher.weights = dispatcher.weights._replace(away=tuple(b[: 4 * ALIGN] for b in dispatcher.weights.away))
+    rows, weights, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+    y_TD = dispatcher.combine(toy_experts(rows, weights, count_e, 0, 1.0), route)
+    return bool(dispatcher.overflowed), [bool(y_TD.eq(0).all()), count_e.tolist() == [ALIGN] * 2]
+
+
+def test_nothing_is_sent_where_one_rank_has_no_room() -> None:
+    """The emulated operation raises if it is made to write more than the buffer holds; the real one would not."""
+    answers = world.run(RANKS, crowded, "one_expert")
+    assert [flag for flag, _ in answers] == [False, False, True, False]
+    assert all(all(empty) for _, empty in answers)
+
+
+def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
+    """parity.measure, one layer's choice forced in the first step; the flags by step; how many operations ran."""
+    from titanmoe.train import trainer as trainer_module
+
+    step, flags, before = trainer_module.Trainer.train_step, [], len(symmetric.calls)
+
+    def forced(self: Any) -> dict[str, float]:
+        if layer in self.moe_layers:
+            router = self.moe_layers[layer].router
+            router.expert_bias.copy_(torch.tensor(bias if self.step == 0 else [0.0] * len(bias)))
+        report = step(self)
+        flags.append(bool(self.symmetric.overflowed))
+        assert all(type(moe.dispatcher) is AllToAll for moe in self.moe_layers.values()), "not exact outside of a step"
+        return report
+
+    trainer_module.Trainer.train_step = forced
+    try:
+        return parity.measure(changes), flags, len(symmetric.calls) - before
+    finally:
+        trainer_module.Trainer.train_step = step
+
+
+FORCED = [1e6, 1e6] + [0.0] * 6
+
+
+V = {"pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4, "activation_checkpoint.mode": "full"}
+OVERFLOWS = {  # the last layer's experts 0 and 1 get all rows; the mapping, and which rank of the world holds them
+    "second stage": ({"parallelism.pp": 2, "parallelism.experts.ep": 2}, 2),
+    "end of a V": ({"parallelism.pp": 2, "parallelism.experts.ep": 2} | V, 0),
+    "ep across tp and cp": (
+        {
+            "parallelism.tp": 2,
+            "parallelism.cp": 2,
+            "parallelism.experts.ep": 4,
+            "activation_checkpoint.mode": "moe",
+            "training.seq_len": 128,
+        },
+        0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OVERFLOWS)
+def test_a_step_that_overflows_on_one_rank_is_made_again(case: str) -> None:
+    """Every number of both steps is the plain model's, counters and balance included; the second does not overflow."""
+    mapping, full = OVERFLOWS[case]
+    changes = {
+        "moe.dispatcher": "symm_mem",
+        "moe.symm_mem_factor": 1.6,
+        "moe.aux_loss_global": 0.02,
+        "moe.aux_loss_sequence": 0.01,
+        "moe.jitter": 0.1,
+        "training.seq_len": 64,
+    }
+    changes |= mapping
+    config = parity.read(changes, 4)
+    last = config.model.num_layers - 1
+    answers = world.run(4, overflowing, changes, last, FORCED)
+    got = answers[0][0]
+    assert [flags for _, flags, _ in answers] == [[rank == full, False] for rank in range(4)]
+    assert all(calls for _, _, calls in answers)
+    assert [report["overflow_reruns"] for report in got.reports] == [1, 1]
+
+    weights = reference.initial_weights(config.model, config.training.seed, torch.float64)
+    none = reference.initial_bias(config.model)
+    given = {name: torch.tensor(FORCED) if f".{last}." in name else zero for name, zero in none.items()}
+    batches = parity.grouped(config, derive(4, config.parallelism).dp, 0)
+    want = reference.step(config, weights, batches, 1, given)
+    assert parity.error(got.grads, want.grads)[0] < 1e-10
+    assert got.loss[0] == pytest.approx(want.loss, rel=1e-10)
+    assert got.norm[0] == pytest.approx(want.grad_norm, rel=1e-10)
+    for name, term in {"aux_loss_sequence": "seq", "aux_loss_global": "glob"}.items():
+        wanted = getattr(config.moe, name) * want.aux[term]
+        assert got.reports[0][name] == pytest.approx(wanted, rel=1e-10)
+    assert got.reports[0][f"layers.{last}.tokens_max"] == torch.as_tensor(want.counts[last]).max()
+
+    exact = world.run(4, overflowing, changes | {"moe.symm_mem_factor": 4.0}, last, FORCED)[0][0]
+    assert [report["overflow_reruns"] for report in exact.reports] == [0, 0]
+    for a, b in zip(got.reports, exact.reports, strict=True):
+        for name in a.keys() - {"overflow_reruns"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-10), name
+    assert parity.error(got.weights, exact.weights)[0] < 1e-10
+
+
+class _Garbage(torch.autograd.Function):
+    """NaN in the rows from `end` on, forward or backward."""
+
+    @staticmethod
+    def forward(ctx, x, end, backward):
+        ctx.end, ctx.backward = end, backward
+        return x.view_as(x) if backward else torch.cat((x[:end], torch.full_like(x[end:], torch.nan)))
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.backward:
+            grad = torch.cat((grad[: ctx.end], torch.full_like(grad[ctx.end :], torch.nan)))
+        return grad, None, None
+
+
+def with_garbage(changes: dict[str, Any]) -> Any:
+    """parity.measure; torch's grouped product leaves NaN in rows of no expert, forward and backward, as it may."""
+    real: Callable[..., Tensor] = torch._grouped_mm
+    rows = []
+
+    def poisoned(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        if b.dim() == 2:  # the weights' gradient: sums over rows
+            return real(a, b, offs=offs)
+        end = int(offs[-1])
+        rows.append(a.shape[0] - end)
+        return _Garbage.apply(real(_Garbage.apply(a, end, True), b, offs=offs), end, False)
+
+    torch._grouped_mm = poisoned
+    try:
+        return parity.measure(changes), max(rows)
+    finally:
+        torch._grouped_mm = real
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {},
+        # the clamp would take NaN for too large, and so keep it out of the gradients
+        MODELS["gpt_oss"] | {"model.expert_activation": "swiglu"},
+    ],
+    ids=["plain", "biases"],
+)
+def test_unused_rows_touch_no_number(model: dict[str, Any]) -> None:
+    single = {f"training.{key}": "float32" for key in ("dtype", "mixed_precision_param", "mixed_precision_reduce")}
+    changes = model | single | {"moe.dispatcher": "symm_mem", "parallelism.experts.ep": 2}
+    changes |= {"parallelism.cp": 2, "parallelism.experts.etp": 2, "training.global_batch_size": 4}
+    answers = world.run(4, with_garbage, changes)
+    assert all(unused > 0 for _, unused in answers)
+    got, want = answers[0][0], parity.expected(changes, 4)
+    errors = parity.compare(got, want, parity.read(changes, 4))
+    assert max(errors[name] for name in ("loss", "grads", "norm")) < 1e-4
+
+
+def test_a_machine_that_cannot_run_it_is_refused() -> None:
+    """In a process of its own, without the emulation. A group of one sends nothing, and so asks for nothing."""
+    code = (
+        "from titanmoe.config import ConfigError\n"
+        "from titanmoe.train.launch import read\n"
+        "ask = ['--config', 'train_configs/debug.toml', '--parallelism.tp', '1', '--training.device', 'cpu',\n"
+        "       '--moe.dispatcher', 'symm_mem', '--parallelism.experts.ep']\n"
+        "assert read([*ask, '1'], 2).moe.dispatcher == 'symm_mem'\n"
+        "try:\n"
+        "    read([*ask, '2'], 2)\n"
+        "except ConfigError as error:\n"
+        "    print(*error.problems, sep='\\n')\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.stdout.startswith('moe.dispatcher = "symm_mem" cannot run here: PyTorch '), run.stdout + run.stderr
+    assert 'has no symm_mem::all_to_all_vdev_2d on cpu; use dispatcher = "alltoall"' in run.stdout
+
+
+def test_a_group_that_the_operations_cannot_take_is_refused() -> None:
+    from titanmoe.config import ConfigError
+
+    ask = {"moe.dispatcher": "symm_mem", "model.num_experts": 64, "parallelism.experts.ep": 2}
+    with pytest.raises(ConfigError, match=r"16 experts on a rank, and model.num_experts / ep = 64 / 2 is 32"):
+        parity.read(ask, 2)
+    with pytest.raises(ConfigError, match=r"at most 16 ranks of ep \* etp .* ep \* etp = 16 \* 2 is 32"):
+        parity.read(ask | {"parallelism.experts.ep": 16, "parallelism.experts.etp": 2}, 32)
