@@ -103,9 +103,9 @@ def fold(found: Found, world: int, degrees: dict[str, int], dtype: str | None, d
         device=device,
     )
     # Dropless, and the choice is the router's alone: what training adds to it is no part of the model.
-    moe = replace(
-        Config().moe, router_dtype=told.moe.router_dtype, grouped_mm="loop" if told.moe.grouped_mm == "loop" else "auto"
-    )
+    own = {"grouped_mm": "loop", "kernels": "torch"}  # what someone may have ruled out
+    kept = {name: value for name, value in own.items() if getattr(told.moe, name) == value}
+    moe = replace(Config().moe, router_dtype=told.moe.router_dtype, **kept)
     config = Config(model=replace(told.model, mtp_depth=0), training=training, moe=moe)
     resolved, wrong = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
     problems += wrong
