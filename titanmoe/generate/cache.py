@@ -35,6 +35,8 @@ class Rows:
         self.device, self.capacity = device, 0
         self.known: list[int] = []
         self.added: list[int] = []
+        self.row_B = self.place_B = self.numbers([])
+        """Of the token that a forward adds to each row: its row and position. Here, so that layers make no copies."""
 
     def begin(self, lengths: list[int], further: int) -> None:
         """The forward of all prompts comes next. further: tokens that may follow a prompt."""
@@ -45,6 +47,7 @@ class Rows:
         """A forward of one more token of each row comes next."""
         self.known = self.ends
         self.added = [1] * len(self.known)
+        self.row_B, self.place_B = self.numbers(range(len(self.known))), self.numbers(self.known)
 
     def keep(self, rows: list[int]) -> None:
         self.known, self.added = [self.known[i] for i in rows], [self.added[i] for i in rows]
@@ -102,12 +105,11 @@ class Cached:
                 self.k_BGLh[row, :, :n] = k[0, first:end].transpose(0, 1)
                 self.v_BGLv[row, :, :n] = v[0, first:end].transpose(0, 1)
         elif count := len(rows.added):
-            row_B, place_B = torch.arange(count, device=rows.device), rows.numbers(rows.known)
-            self.k_BGLh[row_B, :, place_B] = k[0, :count]
-            self.v_BGLv[row_B, :, place_B] = v[0, :count]
+            self.k_BGLh[rows.row_B, :, rows.place_B] = k[0, :count]
+            self.v_BGLv[rows.row_B, :, rows.place_B] = v[0, :count]
             seen = max(rows.ends)
             out_1THv[0, :count] = last_attention(
-                q[0, :count], self.k_BGLh[:, :, :seen], self.v_BGLv[:, :, :seen], place_B + 1, window, sinks_H
+                q[0, :count], self.k_BGLh[:, :, :seen], self.v_BGLv[:, :, :seen], rows.place_B + 1, window, sinks_H
             )
         return out_1THv
 
