@@ -124,8 +124,16 @@ def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> s
             f"a page      {tensorboard.parent / 'titanmoe'} report {shlex.quote(str(shown))}",
             f"curves      {tensorboard} --logdir {shlex.quote(str(shown.parent))}",
             f"go on       {resume(folder, ranks, arguments, last['step'])}",
+            *text(folder, tensorboard.parent / "titanmoe", str(shown)),
         ]
     )
+
+
+def text(folder: Path, titanmoe: Path, shown: str) -> list[str]:
+    """The command that shows what a run learnt, if it saved a checkpoint."""
+    if not list(folder.glob("checkpoints/*/manifest.json")):
+        return []
+    return [f"its text    {titanmoe} generate --checkpoint {shlex.quote(shown)} --prompt 'def ' --stream"]
 
 
 def resume(folder: Path, ranks: int, arguments: list[str], step: int) -> str:

@@ -23,6 +23,7 @@ from titanmoe.fold.groups import View, groups
 from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, listing
 from titanmoe.fold.search import changes, legal_stages, nearest
+from titanmoe.generate.command import add_generate
 from titanmoe.report.command import add_report
 from titanmoe.train.runtime import leave
 
@@ -48,6 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     add_checkpoint(commands)
     add_convert(commands)
     add_tokenize(commands)
+    add_generate(commands)
     add_report(commands)
     args = parser.parse_args(argv)
     try:

@@ -1,0 +1,92 @@
+"""Checkpoints of small models, and what ranks make of them; the plain model's logits for the same weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import parity, reference
+from titanmoe import counted
+from titanmoe.checkpoint.folder import Lazy, write_checkpoint
+from titanmoe.config.schema import Config
+
+# What training adds to routing and must not come into play.
+TRAINED_WITH = {"moe.capacity_factor": 0.5, "moe.jitter": 0.3, "moe.aux_loss": 0.1}
+
+
+def write(path: Path, changes: dict[str, Any]) -> tuple[Config, dict[str, Tensor], dict[str, Tensor]]:
+    """The config, weights and selection biases of a new checkpoint, none of them zero."""
+    config = parity.read(changes | TRAINED_WITH, 1)
+    weights = reference.initial_weights(config.model, 0)
+    for name, tensor in weights.items():
+        tensor += 0.1 * counted.normal(counted.key(name), torch.arange(tensor.numel()), tensor.dtype).view_as(tensor)
+    bias = {
+        name: counted.uniform(counted.key(name), torch.arange(len(zero)))
+        for name, zero in reference.initial_bias(config.model).items()
+    }
+    tensors = {
+        f"model.{name}": Lazy(tuple(tensor.shape), tensor.dtype, lambda tensor=tensor: tensor)
+        for name, tensor in (weights | bias).items()
+    }
+    write_checkpoint(path, tensors, {"step": 7, "config": dataclasses.asdict(config)})
+    return config, weights, bias
+
+
+def plain_logits(config: Config, weights: dict[str, Tensor], bias: dict[str, Tensor], ids: list[int]) -> Tensor:
+    """(S, V), of the whole sequence at once, without a cache."""
+    config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity_factor=0.0, jitter=0.0))
+    ids_1S = torch.tensor([ids])
+    tokens = reference.Tokens.of([[reference.Batch(ids_1S, ids_1S, torch.ones_like(ids_1S, dtype=torch.bool))]])
+    return reference.forward(config, weights, tokens, bias)[0][0]
+
+
+def generator(path: Path, degrees: dict[str, int], eos: int | None = None) -> Any:
+    """On a rank."""
+    from titanmoe.fold.degrees import derive
+    from titanmoe.fold.meshes import build_meshes
+    from titanmoe.generate.loop import Generator
+    from titanmoe.generate.model import build, find, fold
+
+    found, device = find(path), torch.device("cpu")
+    config = fold(found, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, None, "cpu")
+    meshes = build_meshes(derive(dist.get_world_size(), config.parallelism), "cpu")
+    return Generator(build(config, meshes, found, device), meshes, device, config.model.vocab_size, eos)
+
+
+def forced(path: Path, degrees: dict[str, int], rows: list[list[int]], prompts: list[int]) -> dict[int, Tensor]:
+    """On a rank: by number of its rows, the logits after a prompt of so many tokens and after each that follows."""
+    made = generator(path, degrees)
+    data = made.meshes.data
+    mine = list(range(len(rows)))[data.rank :: data.size]
+    further = {len(row) - prompt for row, prompt in zip(rows, prompts, strict=True)}
+    (steps,) = further
+    with torch.no_grad():
+        made.rows.begin([prompts[i] for i in mine], steps)
+        seen = [made.forward([token for i in mine for token in rows[i][: prompts[i]]])]
+        for step in range(steps):
+            made.rows.go_on()
+            seen.append(made.forward([rows[i][prompts[i] + step] for i in mine]))
+    return {i: torch.stack([logits_BV[b] for logits_BV in seen]) for b, i in enumerate(mine)}
+
+
+def tokens(
+    path: Path,
+    degrees: dict[str, int],
+    prompts: list[list[int]],
+    size: int,
+    most: int,
+    eos: int | None,
+    sampling: dict[str, Any],
+) -> list[tuple[int, list[int], str]]:
+    """On a rank: number, tokens and end of every prompt."""
+    from titanmoe.generate.loop import Prompt
+    from titanmoe.generate.sample import Sampling
+
+    asked = [Prompt(number, ids) for number, ids in enumerate(prompts)]
+    batches = generator(path, degrees, eos).batches(asked, size, most, Sampling(**sampling))
+    return [(made.number, made.tokens, made.end) for batch in batches for made in batch]

@@ -1,0 +1,85 @@
+"""Which prompts share a batch or a rank, and which have ended, changes no token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import world
+from tests.features import MODELS
+from tests.generate import saved
+from titanmoe import counted
+
+MOST = 10
+FOLDS: dict[str, dict[str, int]] = {
+    "tp2-ep4": dict(tp=2, ep=4),
+    "tp2-ep2-etp2": dict(tp=2, ep=2, etp=2),
+    "dp4-etp4": dict(etp=4),
+}
+DRAWN = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
+
+
+def prompts(vocab_size: int) -> list[list[int]]:
+    lengths = [3, 1, 9, 2, 14, 5, 7]
+    return [
+        (counted.bits(counted.key("prompt", i), torch.arange(n)) % vocab_size).tolist() for i, n in enumerate(lengths)
+    ]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> tuple[Path, Any]:
+    path = tmp_path_factory.mktemp("gpt_oss") / "saved"
+    return path, saved.write(path, MODELS["gpt_oss"])
+
+
+def ask(ranks: int, path: Path, degrees: dict[str, int], size: int, eos: int | None, **sampling: Any) -> list:
+    answers = world.run(ranks, saved.tokens, path, degrees, prompts(48), size, MOST, eos, sampling)
+    assert all(answer == answers[0] for answer in answers)
+    return answers[0]
+
+
+def test_greedy_tokens_are_the_plain_models(checkpoint) -> None:
+    path, model = checkpoint
+    for (number, tokens, end), prompt in zip(ask(1, path, {}, 3, None, temperature=0), prompts(48), strict=True):
+        row = list(prompt)
+        for _ in range(MOST):
+            row.append(int(saved.plain_logits(*model, row)[-1].argmax()))
+        assert (prompt + tokens, end) == (row, "length"), number
+
+
+@pytest.mark.parametrize(
+    "sampling, folds", [({"temperature": 0.0}, list(FOLDS)), (DRAWN, ["tp2-ep2-etp2"])], ids=["greedy", "drawn"]
+)
+def test_batches_and_mappings_change_no_token(checkpoint, sampling: dict[str, Any], folds: list[str]) -> None:
+    path, _ = checkpoint
+    endless = ask(1, path, {}, 1, None, **sampling)
+    assert [number for number, _, _ in endless] == list(range(7))
+    # A token that ends some rows, at different times.
+    ends = {token: {row.index(token) for _, row, _ in endless if token in row} for token in range(48)}
+    eos = max(ends, key=lambda token: len(ends[token]))
+    assert len(ends[eos]) >= 2 and any(eos not in row for _, row, _ in endless)
+    want = [
+        (number, row[: row.index(eos)], "eos") if eos in row else (number, row, "length") for number, row, _ in endless
+    ]
+    assert ask(1, path, {}, 1, eos, **sampling) == want
+    assert ask(1, path, {}, 16, eos, **sampling) == want
+    for fold in folds:
+        assert ask(4, path, FOLDS[fold], 2, eos, **sampling) == want
+
+
+def test_tokens_beyond_the_tokenizers_never_come(checkpoint) -> None:
+    path, _ = checkpoint
+    seen = world.run(1, narrow, path)[0]
+    assert seen <= set(range(5)) and len(seen) > 1
+
+
+def narrow(path: Path) -> set[int]:
+    from titanmoe.generate.loop import Prompt
+    from titanmoe.generate.sample import Sampling
+
+    generator = saved.generator(path, {})
+    generator.vocab_size = 5
+    return {token for made in generator.batch([Prompt(0, [1])], 40, Sampling()) for token in made.tokens}

@@ -1,0 +1,82 @@
+"""The next token: which may come, how often, and that draws depend on seed, prompt and position alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from titanmoe.generate.sample import Sampling, choose, distribution
+
+LOGITS = [2.0, -1.0, 0.5, 2.0, 1.3, -3.0, 0.0, 1.1, -0.5, 0.4]
+CASES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "cold": {"temperature": 0.5},
+    "hot": {"temperature": 3.0},
+    "top-k": {"top_k": 4},
+    "top-k of equals": {"top_k": 1},
+    "top-k of all": {"top_k": 99},
+    "top-p": {"top_p": 0.7},
+    "top-p of one": {"top_p": 1e-9},
+    "both": {"temperature": 1.5, "top_k": 6, "top_p": 0.8},
+}
+DRAWS = 40_000
+
+
+def plain(logits: list[float], temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> list[float]:
+    """The share of every token, by the definitions."""
+    order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
+    order = order[: top_k or len(order)]
+    weights = {token: math.exp(logits[token] / temperature) for token in order}
+    share = {token: weight / sum(weights.values()) for token, weight in weights.items()}
+    kept, reached = [], 0.0
+    for token in order:
+        if reached < top_p:
+            kept.append(token)
+        reached += share[token]
+    whole = sum(share[token] for token in kept)
+    return [share[token] / whole if token in kept else 0.0 for token in range(len(logits))]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_distribution(case: str) -> None:
+    share_BV, token_BV = distribution(torch.tensor([LOGITS, LOGITS[::-1]]), Sampling(**CASES[case]))
+    got = torch.zeros_like(share_BV).scatter(1, token_BV, share_BV)
+    want = [plain(row, **CASES[case]) for row in (LOGITS, LOGITS[::-1])]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-6)
+    assert torch.equal(got > 0, torch.tensor(want) > 0)
+
+
+@pytest.mark.parametrize("case", ["all", "both"])
+def test_draws_are_as_frequent_as_their_shares(case: str) -> None:
+    logits_BV = torch.tensor([LOGITS]).expand(DRAWS, -1)
+    drawn = choose(logits_BV, Sampling(**CASES[case], seed=3), [5] * DRAWS, list(range(DRAWS)))
+    count = torch.bincount(torch.tensor(drawn), minlength=len(LOGITS)).double()
+    share = torch.tensor(plain(LOGITS, **CASES[case]), dtype=torch.float64)
+    deviation = (DRAWS * share * (1 - share)).sqrt()
+    assert ((count - DRAWS * share).abs() <= 4 * deviation).all()
+
+
+def test_draws_are_functions_of_seed_prompt_and_position() -> None:
+    logits_BV = torch.zeros(64, 1000)
+    numbers, positions = [0] * 32 + [1] * 32, [*range(32), *range(32)]
+
+    def draw(seed: int, of: slice = slice(None)) -> list[int]:
+        return choose(logits_BV[of], Sampling(seed=seed), numbers[of], positions[of])
+
+    first = draw(0)
+    assert draw(0) == first and draw(1) != first
+    assert first[:32] != first[32:]
+    assert draw(0, slice(20, 40)) == first[20:40]  # in any company
+
+
+def test_no_temperature_is_the_likeliest() -> None:
+    assert choose(torch.tensor([LOGITS[1:], [*LOGITS[4:], 9.0, 0, 0]]), Sampling(0), [0, 1], [3, 4]) == [2, 6]
+
+
+def test_what_is_ruled_out_never_comes() -> None:
+    logits_BV = torch.full((2000, 5), -math.inf)
+    logits_BV[:, 3] = 0
+    assert set(choose(logits_BV, Sampling(), [0] * 2000, list(range(2000)))) == {3}

@@ -1,0 +1,1 @@
+"""Text from a checkpoint, on one rank or folded."""

@@ -1,0 +1,158 @@
+"""What attention remembers of the tokens before, and the head where a row ends.
+
+A forward's tokens lie one after the other in one row, as if they were one sample: first all prompts, later one token
+of each. So no prompt is padded to the length of another, tp shares the tokens out as it does a sequence, and the MoE
+layers see the tokens there are. Only attention knows which tokens belong together. It is cached where it is called with
+keys and values, behind RoPE and norms, so that all kinds of attention are cached alike.
+
+Shapes: T tokens of a forward, B rows (prompts) of this rank, L positions, H query heads and G key heads of this rank,
+g query heads of each key head, h head width, v value width, D model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanmoe.comm import all_gather, gather, local
+from titanmoe.models.layers import promote
+from titanmoe.models.transformer import Transformer
+from titanmoe.models.vocabulary import Head
+
+UNIT = 16
+"""Prompts are padded to so many positions within attention: its kernels on GPUs read masks in aligned rows."""
+
+
+class Rows:
+    """How many positions of each row are known, and how many the running forward adds."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.capacity = device, 0
+        self.known: list[int] = []
+        self.added: list[int] = []
+
+    def begin(self, lengths: list[int], further: int) -> None:
+        """The forward of all prompts comes next. further: tokens that may follow a prompt."""
+        self.known, self.added = [0] * len(lengths), lengths
+        self.capacity = max(lengths, default=0) + further
+
+    def go_on(self) -> None:
+        """A forward of one more token of each row comes next."""
+        self.known = self.ends
+        self.added = [1] * len(self.known)
+
+    def keep(self, rows: list[int]) -> None:
+        self.known, self.added = [self.known[i] for i in rows], [self.added[i] for i in rows]
+
+    @property
+    def begins(self) -> bool:
+        return not any(self.known)
+
+    @property
+    def ends(self) -> list[int]:
+        """Positions known after the forward."""
+        return [known + added for known, added in zip(self.known, self.added, strict=True)]
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """First and end of each row's tokens in the forward."""
+        out, first = [], 0
+        for added in self.added:
+            out.append((first, first + added))
+            first += added
+        return out
+
+    def numbers(self, values: Any) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+class Cached:
+    """Stands in an attention's `attend`, whose own still attends within prompts."""
+
+    def __init__(self, attend: Callable[..., Tensor], rows: Rows):
+        self.attend, self.rows = attend, rows
+        self.k_BGLh: Tensor | None = None
+        self.v_BGLv: Tensor | None = None
+
+    def __call__(
+        self,
+        q_1THh: Tensor,
+        k_1TGh: Tensor,
+        v_1TGv: Tensor,
+        document: None,
+        window: int = 0,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        rows, (q, k, v) = self.rows, (q_1THh, k_1TGh, v_1TGv)
+        out_1THv = q.new_zeros(*q.shape[:3], v.shape[-1])
+        if rows.begins:
+            self.k_BGLh, self.v_BGLv = (
+                x.new_zeros(len(rows.added), x.shape[2], rows.capacity, x.shape[3]) for x in (k, v)
+            )
+            for row, (first, end) in enumerate(rows.spans):
+                n = end - first
+                unit = 4 * window if 0 < 4 * window < n else UNIT
+                mine = [F.pad(x[:, first:end], (0, 0, 0, 0, 0, -n % unit)) for x in (q, k, v)]
+                out_1THv[:, first:end] = self.attend(*mine, None, window, sinks_H)[:, :n]
+                self.k_BGLh[row, :, :n] = k[0, first:end].transpose(0, 1)
+                self.v_BGLv[row, :, :n] = v[0, first:end].transpose(0, 1)
+        elif count := len(rows.added):
+            row_B, place_B = torch.arange(count, device=rows.device), rows.numbers(rows.known)
+            self.k_BGLh[row_B, :, place_B] = k[0, :count]
+            self.v_BGLv[row_B, :, place_B] = v[0, :count]
+            seen = max(rows.ends)
+            out_1THv[0, :count] = last_attention(
+                q[0, :count], self.k_BGLh[:, :, :seen], self.v_BGLv[:, :, :seen], place_B + 1, window, sinks_H
+            )
+        return out_1THv
+
+    def keep(self, row_B: Tensor) -> None:
+        self.k_BGLh, self.v_BGLv = self.k_BGLh[row_B], self.v_BGLv[row_B]
+
+
+def last_attention(
+    q_BHh: Tensor, k_BGLh: Tensor, v_BGLv: Tensor, seen_B: Tensor, window: int = 0, sinks_H: Tensor | None = None
+) -> Tensor:
+    """(B, H, v): each row's last token to its first seen_B keys, of which a window leaves the last."""
+    q_BGgh = q_BHh.unflatten(1, (k_BGLh.shape[1], -1))
+    scores_BGgL = promote(q_BGgh @ k_BGLh.transpose(-1, -2)) / math.sqrt(q_BHh.shape[-1])
+    place_L, seen_B1 = torch.arange(k_BGLh.shape[2], device=q_BHh.device), seen_B.unsqueeze(1)
+    hidden_BL = place_L >= seen_B1
+    if window:
+        hidden_BL |= place_L < seen_B1 - window
+    scores_BGgL.masked_fill_(hidden_BL[:, None, None], -torch.inf)
+    if sinks_H is not None:
+        sinks = promote(sinks_H).view(*q_BGgh.shape[1:3], 1).expand(*scores_BGgL.shape[:3], 1)
+        scores_BGgL = torch.cat((scores_BGgL, sinks), -1)
+    shares = scores_BGgL.softmax(-1)[..., : k_BGLh.shape[2]]
+    return (shares.to(v_BGLv.dtype) @ v_BGLv).flatten(1, 2)
+
+
+class LastHead(nn.Module):
+    """Logits (1, B, V), of the last token of each row."""
+
+    def __init__(self, head: Head, rows: Rows):
+        super().__init__()
+        self.head, self.rows = head, rows
+
+    def forward(self, x_1sD: Tensor, labels: None) -> Tensor:
+        last_B = self.rows.numbers([end - 1 for _, end in self.rows.spans])
+        x_1BD = self.head.norm(gather(x_1sD, 1, self.head.tp)[:, last_B])
+        if not len(last_B):
+            return x_1BD
+        return all_gather(F.linear(x_1BD, local(self.head.weight)), 2, self.head.tp)
+
+
+def lay(model: Transformer, rows: Rows) -> list[Cached]:
+    """Gives every attention of the model a cache, and the head the ends of rows."""
+    caches = []
+    for block in model.blocks().values():
+        block.attention.attend = Cached(block.attention.attend, rows)
+        caches.append(block.attention.attend)
+    model.head = LastHead(model.head, rows)
+    return caches

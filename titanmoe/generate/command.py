@@ -1,0 +1,236 @@
+"""`titanmoe generate`: text from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.config.load import ConfigError, layout
+
+if TYPE_CHECKING:
+    from titanmoe.data.tokenizer import Tokenizer
+    from titanmoe.generate.loop import Made, Prompt
+    from titanmoe.generate.model import Found
+
+EPILOG = """\
+Under torchrun (torchrun --no-python --nproc-per-node 4 titanmoe generate ...) the model lies as --tp, --ep and --etp
+say, whatever mapping it was trained under, and data ranks share the prompts out. docs/generate.md says more.
+"""
+DEGREES = {
+    "tp": "ranks that share every matrix and the cache out",
+    "ep": "ranks that share the experts out",
+    "etp": "ranks that share every expert out",
+}
+
+
+def add_generate(commands: argparse._SubParsersAction) -> None:
+    generate = commands.add_parser(
+        "generate",
+        help="text from a checkpoint: what the model has learnt",
+        description="Goes on from prompts with what a checkpoint's model finds likely.",
+        epilog=EPILOG,
+    )
+    generate.set_defaults(run=run_generate)
+    generate.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="RUN",
+        help="a run's folder (its latest checkpoint), a checkpoint, or the folder of a Hugging Face model",
+    )  # fmt: skip
+    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="can be given several times")
+    generate.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in every line")
+    generate.add_argument("--tokenizer", metavar="T", help="tokenizer.json or its folder, or bytes (default the run's)")
+    generate.add_argument("--max-tokens", type=int, default=128, metavar="N", help="after each prompt (default 128)")
+    generate.add_argument(
+        "--batch-size", type=int, default=16, metavar="N", help="prompts at a time on a data rank (default 16)"
+    )
+    choice = generate.add_argument_group("choice of the next token")
+    choice.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X",
+        help="1: as likely as the model finds them; lower: rather the likeliest; 0: the likeliest always (default 0.8)",
+    )  # fmt: skip
+    choice.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest")
+    choice.add_argument("--top-p", type=float, metavar="X", help="only the likeliest that together have this share")
+    choice.add_argument("--seed", type=int, metavar="N", help="of the draws (default 0)")
+    output = generate.add_argument_group("output").add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="a line of JSON for each prompt")
+    output.add_argument("--stream", action="store_true", help="of one prompt, show each token as it comes")
+    where = generate.add_argument_group("where and how it is computed")
+    for name, text in DEGREES.items():
+        path = "experts." * (name != "tp") + name
+        where.add_argument(f"--{name}", f"--parallelism.{path}", dest=name, type=int, default=1, metavar="N", help=text)
+    for name in ("pp", "cp"):
+        where.add_argument(f"--parallelism.{name}", dest=name, type=int, default=1, help=argparse.SUPPRESS)
+    where.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    where.add_argument(
+        "--dtype", choices=["float64", "float32", "bfloat16"], help="to compute in (default as in training)"
+    )
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    first = os.environ.get("RANK", "0") == "0"
+    try:
+        return _run(args)
+    except ConfigError as error:
+        text = layout(error.problems, error.source)
+    except CheckpointError as error:
+        text = layout([str(error)])
+    except KeyboardInterrupt:
+        return 130
+    if first:
+        print(text, file=sys.stderr)
+    return 2
+
+
+def _run(args: argparse.Namespace) -> int:
+    from titanmoe.generate.model import find, fold, tokenizer_of
+    from titanmoe.train.runtime import start, stop, world_size
+
+    texts = _prompts(args)
+    found = find(args.checkpoint)
+    tokenizer = tokenizer_of(found, args.tokenizer)
+    degrees = {name: getattr(args, name) for name in ("pp", "cp", *DEGREES)}
+    config = fold(found, world_size(), degrees, args.dtype, args.device)
+    ids = _encode(texts, tokenizer, found)
+    runtime = start(config)
+    try:
+        _generate(args, texts, ids, tokenizer, found, config, runtime)
+        return 0
+    finally:
+        stop()
+
+
+def _prompts(args: argparse.Namespace) -> list[str]:
+    """ConfigError with all that is wrong with the command line."""
+    problems, texts = [], list(args.prompt)
+    if args.prompts is not None:
+        try:
+            texts += args.prompts.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            problems.append(f"--prompts {args.prompts} cannot be read: {reason}")
+    if not texts and not problems:
+        problems.append("there is no prompt: give --prompt TEXT, or --prompts FILE with one in every line")
+    for name in ("max_tokens", "batch_size", "top_k"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            problems.append(f"--{name.replace('_', '-')} = {value} is below 1: use 1 or more, or leave it out")
+    if not 0 <= args.temperature < math.inf:
+        problems.append(f"--temperature = {args.temperature} is no temperature: use 0 for the likeliest token, or more")
+    if args.top_p is not None and not 0 < args.top_p <= 1:
+        problems.append(f"--top-p = {args.top_p} is no share above 0 and up to 1: use such as 0.9, or leave it out")
+    idle = [name for name in ("top_k", "top_p", "seed") if getattr(args, name) is not None]
+    if args.temperature == 0 and idle:
+        given = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
+        problems.append(f"--temperature 0 draws nothing, and {given} would have no effect: leave one of them out")
+    if args.stream and len(texts) > 1:
+        problems.append(f"--stream shows one prompt as its text is made, and there are {len(texts)}: give one")
+    if problems:
+        raise ConfigError(problems)
+    return texts
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Found) -> list[Prompt]:
+    """A prompt begins as a document of the training data did. What looks like a mark in it is text."""
+    from titanmoe.generate.loop import Prompt
+
+    vocab_size = found.config.model.vocab_size
+    if tokenizer.vocab_size > vocab_size:
+        raise ConfigError(
+            [
+                f"the tokenizer has {tokenizer.vocab_size} tokens and the model of {found.path} only {vocab_size}: "
+                "name the one it was trained with, as --tokenizer"
+            ]
+        )
+    begin = [] if tokenizer.bos is None else [tokenizer.bos]
+    prompts = [Prompt(i, begin + tokens.tolist()) for i, tokens in enumerate(tokenizer.encode_all(list(texts)))]
+    if empty := [prompt.number + 1 for prompt in prompts if not prompt.ids]:
+        raise ConfigError(
+            [f"prompt {empty[0]} is empty, and the tokenizer has no mark to begin a text with: give it some text"]
+        )
+    return prompts
+
+
+def _generate(
+    args: argparse.Namespace,
+    texts: list[str],
+    prompts: list[Prompt],
+    tokenizer: Tokenizer,
+    found: Found,
+    config: Any,
+    runtime: Any,
+) -> None:
+    from titanmoe.fold.degrees import derive
+    from titanmoe.fold.meshes import build_meshes
+    from titanmoe.generate.loop import Generator
+    from titanmoe.generate.model import build
+    from titanmoe.generate.sample import Sampling
+
+    first = runtime.rank == 0
+    longest, trained = max(len(prompt.ids) for prompt in prompts) + args.max_tokens, found.config.training.seq_len
+    if first and longest > trained:
+        print(f"note: up to {longest} tokens in a row; the model was trained on {trained}", file=sys.stderr)
+    meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type)
+    model = build(config, meshes, found, runtime.device)
+    generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, tokenizer.eos)
+    sampling = Sampling(args.temperature, args.top_k or 0, args.top_p or 1.0, args.seed or 0)
+    stream = _Stream(texts[0], prompts[0], tokenizer) if args.stream and first else None
+
+    began, count = time.monotonic(), 0
+    for batch in generator.batches(prompts, args.batch_size, args.max_tokens, sampling, stream and stream.tell):
+        if not first:
+            continue
+        for made in batch:
+            count += len(made.tokens)
+            if stream:
+                stream.finish(made)
+            else:
+                print(_line(args, texts, prompts, tokenizer, made), flush=True)
+    if first:
+        seconds, at = time.monotonic() - began, f" (step {found.step})" if found.step else ""
+        print(
+            f"{args.checkpoint}{at}: {count} tokens after {len(texts)} prompt{'s' * (len(texts) > 1)} in "
+            f"{seconds:.1f} s, reading prompts included ({count / seconds:,.0f} tokens/s), {config.training.dtype} on "
+            f"{runtime.world} x {runtime.device.type}",
+            file=sys.stderr,
+        )
+
+
+def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """Decoded with the prompt before it: a text's first word has its space taken by some tokenizers."""
+    return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
+
+
+def _line(args: argparse.Namespace, texts: list[str], prompts: list[Prompt], tokenizer: Tokenizer, made: Made) -> str:
+    number, ids = made.number, prompts[made.number].ids
+    text = _continuation(tokenizer, ids, made.tokens)
+    if args.json:
+        told = {"number": number, "prompt": texts[number], "text": text, "end": made.end}
+        return json.dumps(told | {"prompt_tokens": ids, "tokens": made.tokens})
+    title = f"--- {number + 1}, {len(made.tokens)} tokens, ended by {made.end}\n" if len(texts) > 1 else ""
+    return f"{title}{texts[number]}{text}"
+
+
+class _Stream:
+    """Prints what tokens make certain: a character may have several, and its first ones decode to U+FFFD."""
+
+    def __init__(self, text: str, prompt: Prompt, tokenizer: Tokenizer):
+        self.prompt, self.tokenizer, self.shown = prompt, tokenizer, 0
+        print(text, end="", flush=True)
+
+    def tell(self, made: Made) -> None:
+        self._show(_continuation(self.tokenizer, self.prompt.ids, made.tokens).rstrip("\ufffd"))
+
+    def finish(self, made: Made) -> None:
+        self._show(_continuation(self.tokenizer, self.prompt.ids, made.tokens))
+        print(flush=True)
+
+    def _show(self, text: str) -> None:
+        print(text[self.shown :], end="", flush=True)
+        self.shown = max(self.shown, len(text))

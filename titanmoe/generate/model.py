@@ -1,0 +1,168 @@
+"""A model to generate with: the run's own, or a Hugging Face folder's, laid on the ranks there are and filled.
+
+Weights lie whole on every data rank, in the dtype they compute in: nothing is gathered for a token, and where a model
+does not fit a device, tp, ep and etp cut it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.command import the_latest
+from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.config import ConfigError
+from titanmoe.config.fields import build as build_config
+from titanmoe.config.fields import flat
+from titanmoe.config.schema import Config, Experts, Parallelism
+from titanmoe.data.shards import is_shards, read_manifest
+from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
+from titanmoe.fold.degrees import resolve
+from titanmoe.fold.legality import model_violations
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where weights lie, and the config they were trained with."""
+
+    path: Path
+    config: Config
+    carried: Path
+    """Folder of a Hugging Face model's other files, if they came along."""
+    step: int | None
+    """None: a Hugging Face folder."""
+
+
+def find(path: Path) -> Found:
+    """RUN, one of its checkpoints, or a Hugging Face folder."""
+    if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():
+        from titanmoe.checkpoint.hf.config import describe
+
+        described = describe(path)
+        seq_len = described.json.get("max_position_embeddings") or Config().training.seq_len
+        config = Config(model=described.model, training=replace(Config().training, seq_len=seq_len))
+        return Found(path, config, path, None)
+    path = the_latest(path)
+    if broken := layout.damage(path, contents=False):
+        raise CheckpointError("; ".join(broken))
+    record = layout.read_manifest(path).record
+    table = record.get("config", {})
+    if "model" not in table:
+        raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it holds: it has no [model]")
+    known = flat(Config())
+    values = {name: value for name, value in _flat(table) if name in known}
+    return Found(path, build_config(values), path / layout.CARRIED, record.get("step", 0))
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def tokenizer_of(found: Found, asked: str | None) -> Tokenizer:
+    """As asked, else the one that the run's tokens came from."""
+    data, carried = found.config.data, found.carried / FILE
+    if asked is not None or data.tokenizer != "bytes":
+        return open_tokenizer(asked if asked is not None else data.tokenizer)
+    shards = [path for entry in data.paths if is_shards(path := Path(entry).expanduser())]
+    identity = read_manifest(shards[0])["tokenizer"]["identity"] if shards else None
+    own = open_tokenizer(str(carried)) if carried.is_file() and identity != "bytes" else open_tokenizer("bytes")
+    if identity not in (None, own.identity):
+        raise ConfigError(
+            [f"the run read token shards of the tokenizer {identity}, which is not beside the checkpoint: name it with "
+             f"--tokenizer (a {FILE} or its folder)"]
+        )  # fmt: skip
+    if found.step is None and not carried.is_file():
+        raise ConfigError([f"{found.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes"])
+    return own
+
+
+def fold(found: Found, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
+    """What will run; ConfigError with everything that is wrong with it."""
+    problems = [
+        f"parallelism.{name} = {degrees[name]}: {why}, so text is made with {name} = 1; tp, ep and etp cut the model"
+        for name, why in (
+            ("pp", "a token passes all stages before the next can begin, and the others would wait"),
+            ("cp", "there is one new token of a sequence at a time, and nothing of it to share out"),
+        )
+        if degrees[name] != 1
+    ]
+    tp, ep, etp = (degrees[name] for name in ("tp", "ep", "etp"))
+    told = found.config
+    training = replace(
+        Config().training,
+        dtype=dtype or told.training.mixed_precision_param,
+        mixed_precision_param=dtype or told.training.mixed_precision_param,
+        seq_len=max(tp, 1),  # a multiple of tp, which is all its laws ask
+        device=device,
+    )
+    # Dropless, and the choice is the router's alone: what training adds to it is no part of the model.
+    own = {"grouped_mm": "loop", "kernels": "torch"}  # what someone may have ruled out
+    kept = {name: value for name, value in own.items() if getattr(told.moe, name) == value}
+    moe = replace(Config().moe, router_dtype=told.moe.router_dtype, **kept)
+    config = Config(model=replace(told.model, mtp_depth=0), training=training, moe=moe)
+    resolved, wrong = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
+    problems += wrong
+    edp = resolved.pop("edp", 1)  # its laws are about shares of the weights, which here are whole
+    problems += model_violations(resolved, config)
+    if problems:
+        raise ConfigError(problems)
+    experts = Experts(ep=ep, etp=etp, edp=1, edp_replicate=edp * resolved["edp_replicate"])
+    return replace(config, parallelism=Parallelism(tp=tp, dp_shard=1, dp_replicate=resolved["dp"], experts=experts))
+
+
+def build(config: Config, meshes: Any, found: Found, device: Any) -> Any:
+    """The transformer on this rank, filled."""
+    import torch
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+
+    from titanmoe.models.transformer import Transformer
+    from titanmoe.parallel.context import context_parallel, placement
+    from titanmoe.parallel.expert import expert_parallel
+    from titanmoe.parallel.tensor import tensor_parallel
+
+    with torch.device("meta"):
+        model = Transformer(config, 1, getattr(torch, config.training.dtype))
+    tensor_parallel(model, meshes.dense["tp"], meshes.tp)
+    context_parallel(model, config.parallelism.cp_kind, placement(config), meshes.cp)
+    expert_parallel(model, meshes)
+    model.to_empty(device=device)
+    model.tie()
+    for buffer in model.buffers():
+        buffer.zero_()
+    with torch.no_grad():
+        _fill(model, found, config)
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            # Its piece is all that a forward uses of it.
+            plain = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
+            setattr(module, name, nn.Parameter(plain, requires_grad=False))
+    model.tie()
+    return model.eval()
+
+
+def _fill(model: Any, found: Found, config: Config) -> None:
+    from titanmoe.checkpoint import state
+
+    tied = config.model.tie_embeddings
+    wanted = state.targets(dict(model.named_parameters()), state.persistent_buffers(model), None, tied)
+    if found.step is None:
+        from titanmoe.checkpoint.hf.source import open_hf
+
+        source = open_hf(found.path, config.model)
+        if source.has_mtp:
+            source = open_hf(found.path, config.model, drop=("mtp",))
+        source.check()
+        for name, (_, piece) in wanted.items():
+            piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
+        return
+    from titanmoe.checkpoint.folder import Checkpoint
+
+    Checkpoint(found.path).fill(wanted)
