@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from titanmoe.fold.degrees import Fold
@@ -48,11 +48,20 @@ def named(fold: Fold) -> str:
     return "-".join(f"{axis}{n}" for axis, n in degrees(fold).items() if n > 1) or "alone"
 
 
-def cover(rows: Sequence[dict[str, Any]], seed: int = 0) -> list[int]:
-    """Numbers of rows that together meet every pair of values that any row meets; greedy, so not the fewest."""
-    pairs = [
-        frozenset(itertools.combinations(sorted((key, str(value)) for key, value in row.items()), 2)) for row in rows
-    ]
+def cover(
+    rows: Sequence[dict[str, Any]], seed: int = 0, left_out: Callable[[str, str], bool] | None = None
+) -> list[int]:
+    """Numbers of rows that together meet every pair of values that any row meets; greedy, so not the fewest.
+
+    left_out: of two keys, whether their values need not meet.
+    """
+
+    def pairs_of(row: dict[str, Any]) -> frozenset:
+        items = sorted((key, str(value)) for key, value in row.items())
+        pairs = itertools.combinations(items, 2)
+        return frozenset((a, b) for a, b in pairs if left_out is None or not left_out(a[0], b[0]))
+
+    pairs = [pairs_of(row) for row in rows]
     left = set().union(*pairs)
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)

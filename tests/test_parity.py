@@ -40,20 +40,26 @@ def candidates(world: int, count: int) -> list[tuple[Fold, dict[str, str]]]:
     return out
 
 
-def sample(pool: list[tuple[Fold, dict[str, str]]], rows: list[dict[str, Any]]) -> list[Any]:
-    return [pytest.param(*pool[i], id="-".join([named(pool[i][0]), *pool[i][1].values()])) for i in sorted(cover(rows))]
+def sample(pool: list[tuple[Fold, dict[str, str]]], chosen: list[int], *marks: pytest.MarkDecorator) -> list[Any]:
+    return [pytest.param(*pool[i], id="-".join([named(pool[i][0]), *pool[i][1].values()]), marks=marks) for i in chosen]
 
 
 def on_4_ranks() -> list[Any]:
-    """Every pair of two features, of an axis (there or not) and a feature, and of two axes."""
+    """Every pair of an axis (there or not) with an axis or a feature, and of schedules with kinds of cp.
+
+    The sweep has every pair of two features besides.
+    """
     pool = candidates(4, 1500)
-    return sample(pool, [one_or_more(fold) | choice for fold, choice in pool])
+    rows = [one_or_more(fold) | choice for fold, choice in pool]
+    quick = cover(rows, left_out=lambda a, b: a in FEATURES and b in FEATURES and {a, b} != {"schedule", "cp"})
+    rest = set(cover(rows)).difference(quick)
+    return sample(pool, sorted(quick)) + sample(pool, sorted(rest), pytest.mark.sweep)
 
 
 def on_8_ranks() -> list[Any]:
     """Every pair of two axes, there or not; features as chance has them. The sweep takes all."""
     pool = candidates(8, 1500)[::2]
-    return sample(pool, [one_or_more(fold) for fold, _ in pool])
+    return sample(pool, sorted(cover([one_or_more(fold) for fold, _ in pool])))
 
 
 @pytest.mark.parametrize(("fold", "choice"), on_4_ranks())

@@ -5,10 +5,13 @@ Gradients are summed over data ranks and never divided: the loss is divided once
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -16,6 +19,32 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.experts import Experts
+from titanmoe.moe.router import Router
+
+
+class NarrowOnTheWire:
+    """Reduce-scatter for FSDP2: gradients travel in the 16 bits they were computed in and are added up wide.
+
+    An all-to-all and a local sum. The numbers are those of a wide reduce-scatter, which sends the same 16 bits as 32.
+    """
+
+    def __init__(self, ranks: int, wide: torch.dtype):
+        self.ranks, self.wide = ranks, wide
+        self._sent = 0
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Called in turn for what is sent and for the sum of what arrives, which is so many times smaller."""
+        numbers = math.prod(size)
+        is_sum = numbers * self.ranks == self._sent
+        self._sent = 0 if is_sum else numbers
+        return torch.empty(size, dtype=self.wide if is_sum else dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        arrived = torch.empty_like(input_tensor)
+        dist.all_to_all_single(arrived, input_tensor, group=group)
+        torch.sum(arrived.view(self.ranks, -1), 0, dtype=self.wide, out=output_tensor)
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
@@ -37,7 +66,10 @@ def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
     param = getattr(torch, config.training.mixed_precision_param)
     reduce = getattr(torch, config.training.mixed_precision_reduce)
     # Inputs are left alone: what enters a block already has the width its weights compute in.
-    policy = MixedPrecisionPolicy(param, torch.promote_types(param, reduce), cast_forward_inputs=False)
+    wide = torch.promote_types(param, reduce)
+    # NCCL adds up on the way. A pipeline adds up microbatches, in the dtype given here, before it sends.
+    narrow_wire = meshes.dense_data.device_type == "cpu" and wide != param and meshes.pp.size == 1
+    policy = MixedPrecisionPolicy(param, param if narrow_wire else wide, cast_forward_inputs=False)
     keep_wide = MixedPrecisionPolicy(cast_forward_inputs=False)
     options = {"mesh": meshes.dense_data, "reshard_after_forward": reshard(config)}
 
@@ -59,7 +91,9 @@ def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
     fully_shard(model, **options, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            alone = (meshes.expert_data if isinstance(module, Experts) else meshes.dense_data).size() == 1
-            if not alone:  # where there is nothing to sum, torch would divide by 1.0, number by number
+            mesh = meshes.expert_data if isinstance(module, Experts) else meshes.dense_data
+            if mesh.size() > 1:  # where there is nothing to sum, torch would divide by 1.0, number by number
                 module.set_gradient_divide_factor(1.0)
+            if narrow_wire and not isinstance(module, Router):
+                module.set_custom_reduce_scatter(NarrowOnTheWire(mesh.size(-1) if mesh.ndim > 1 else mesh.size(), wide))
             module.set_force_sum_reduction_for_comms(True)
