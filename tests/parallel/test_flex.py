@@ -1,7 +1,7 @@
 """flex_attention against plain attention: numbers of the forward pass, which is all it has on CPUs, and the blocks.
 
-The kernels of GPUs visit the blocks that the mask names, the plain operations here ask for every pair: so the blocks are
-judged by themselves.
+The kernels of GPUs visit the blocks that the mask names, the plain operations here ask for every pair. So the blocks
+are judged by themselves.
 """
 
 from __future__ import annotations

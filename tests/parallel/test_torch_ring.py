@@ -1,4 +1,4 @@
-"""Torch's ring template against our own ring, on real ranks; mappings against the reference are in tests/test_parity.py."""
+"""Torch's ring template against our own ring, on real ranks. tests/test_parity.py has it against the reference."""
 
 from __future__ import annotations
 
