@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from titanmoe.comm import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
 from titanmoe.moe import fp8
 from titanmoe.moe.experts import can_group, grouped_gradient, grouped_loop, grouped_product
 from titanmoe.moe.layer import MoE as Layer
-from titanmoe.parallel.context import _block, _block_backward, alone, block_reference
+from titanmoe.parallel.context import Placement, _block, _block_backward, alone, block_reference
+from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.tokens import Tokens
 
 pytestmark = [
@@ -146,6 +148,60 @@ def test_products_in_8_bits_equal_their_formula(counts: list[int]) -> None:
     for want, got in zip(*results, strict=True):
         # both round the result to bfloat16; the hardware adds up in fewer bits than float32 has
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_flex_attention_is_the_plain_one(dtype: torch.dtype, window: int, documents: bool, with_sinks: bool) -> None:
+    """Forward and backward; 500 positions, which are no whole number of blocks."""
+    q, k, v = (torch.randn(2, 500, heads, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.randn(4, device="cuda", dtype=dtype, requires_grad=True) if with_sinks else None
+    document = torch.stack([torch.arange(500, device="cuda") // n for n in (60, 300)]) if documents else None
+    want = causal_attention(q, k, v, document, window, sinks)
+    masks = Masks(Placement(1, zigzag=False), 0)
+    got = flex_attention_over(q, k, v, document, window, sinks, masks=masks, group=ALONE)
+    close = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 3e-3, "atol": 3e-3}
+    torch.testing.assert_close(got, want, **close)
+    grad, inputs = torch.randn_like(want), (q, k, v, *([sinks] if with_sinks else []))
+    grads = zip(*(torch.autograd.grad(out, inputs, grad) for out in (got, want)), strict=True)
+    for mine, expected in grads:
+        torch.testing.assert_close(mine, expected, **close)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_flex_attention_of_a_ranks_queries_is_the_plain_one(rank: int) -> None:
+    """As under allgather with cp = 2, values narrower than keys as in latent attention."""
+    q, k, v = (torch.randn(2, 512, 4, w, device="cuda", dtype=torch.bfloat16, requires_grad=True) for w in (96, 96, 64))
+    document, placement = torch.arange(512, device="cuda").expand(2, -1) // 200, Placement(2, zigzag=True)
+    want = placement.cut(causal_attention(q, k, v, document), rank)
+    got = flex(placement.cut(q, rank), k, v, Masks(placement, rank)(512, document, 0, q.device), None)
+    torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
+    grad = torch.randn_like(want)
+    grads = zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (got, want)), strict=True)
+    for mine, expected in grads:
+        torch.testing.assert_close(mine, expected, rtol=3e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_takes_fewer_key_heads(heads: int, causal: bool) -> None:
+    """40 positions: the kernels' tiles are wider."""
+    for dtype, width in ((torch.bfloat16, 32), (torch.bfloat16, 16), (torch.float32, 32)):  # width of values
+        shapes = (4, 32), (heads, 32), (heads, width)
+        q, k, v = (torch.randn(2, n, 40, w, device="cuda", dtype=dtype, requires_grad=True) for n, w in shapes)
+        want, want_lse = block_reference(q, *(x.repeat_interleave(4 // heads, 1) for x in (k, v)), None, causal)
+        grad = torch.randn_like(want)
+        want_grads = torch.autograd.grad(want, (q, k, v), grad)
+        with torch.no_grad():
+            out, lse = _block(q, k, v, None, causal)
+            grads = _block_backward(grad, q, k, v, None, out, lse.contiguous(), causal)
+        close = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-3, "atol": 1e-3}
+        torch.testing.assert_close(out, want, **close)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-2, atol=1e-2)
+        for got, expected in zip(grads, want_grads, strict=True):
+            torch.testing.assert_close(got.to(dtype), expected, **close)
 
 
 def test_a_run_is_timed_and_traced(tmp_path: Path) -> None:

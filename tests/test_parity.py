@@ -226,6 +226,28 @@ def test_windows_and_sinks_across_the_pieces_of_a_sequence(kind: str) -> None:
     parity.check(4, MODELS["gpt_oss"] | CP_KINDS[kind] | {"training.seq_len": 32} | case, documents=True)
 
 
+@pytest.mark.parametrize(
+    "case, placement, dtype",
+    [
+        ("cp2", "contiguous", "float32"),
+        ("cp4", "zigzag", "float32"),
+        ("cp4", "contiguous", "float64"),
+        ("cp2_tp2", "zigzag", "float64"),
+        ("sinks", "zigzag", "float64"),
+    ],
+)
+def test_torchs_own_ring(case: str, placement: str, dtype: str) -> None:
+    changes = {
+        "cp2": {"parallelism.cp": 2},
+        "cp4": {"parallelism.cp": 4, "parallelism.experts.ep": 2},
+        "cp2_tp2": {"parallelism.cp": 2, "parallelism.tp": 2, "parallelism.experts.ep": 4},
+        "sinks": {"parallelism.cp": 2, "parallelism.tp": 2, "model.attention_sinks": True},
+    }[case]
+    changes |= {f"training.{name}": dtype for name in ("dtype", "mixed_precision_param", "mixed_precision_reduce")}
+    changes |= {"parallelism.attention_backend": "torch", "parallelism.cp_placement": placement}
+    parity.check(2 if case == "cp2" else 4, changes)
+
+
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("crowd", ["all to one expert", "none to half of them"])
 def test_crowded_and_deserted_experts(dispatcher: str, crowd: str) -> None:

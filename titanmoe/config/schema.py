@@ -277,6 +277,8 @@ class Parallelism:
     """How context parallel attends. ring: least memory, any number of heads. ulysses: fewest bytes while cp <= heads / tp. allgather: simplest, keys and values whole on every rank."""
     cp_placement: Literal["zigzag", "contiguous"] = "zigzag"
     """zigzag gives each cp rank an early and a late piece of the sequence, so that causal attention is even work."""
+    attention_backend: Literal["auto", "torch", "plain"] = "auto"
+    """Whose attention runs, with cp or without. auto: on GPUs torch's wherever it can do what is asked (its ring, flex_attention for documents, windows and sinks), ours elsewhere. torch: that or a refusal; on CPUs only the ring. plain: ours throughout, to compare or where torch's fails."""
     node: int = -1
     """Ranks of one node, which ranks fill in order; moe.dispatcher = "hierarchical" asks for it. Fewer than a machine has where some of its ranks are closer to each other. -1: as many as torchrun started on this machine."""
     experts: Experts = field(default_factory=Experts)

@@ -124,14 +124,16 @@ def build(config: Config, meshes: Any, found: Found, device: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     from titanmoe.models.transformer import Transformer
-    from titanmoe.parallel.context import context_parallel, placement
+    from titanmoe.parallel.attend import context_parallel
+    from titanmoe.parallel.context import placement
     from titanmoe.parallel.expert import expert_parallel
     from titanmoe.parallel.tensor import tensor_parallel
 
     with torch.device("meta"):
         model = Transformer(config, 1, getattr(torch, config.training.dtype))
     tensor_parallel(model, meshes.dense["tp"], meshes.tp)
-    context_parallel(model, config.parallelism.cp_kind, placement(config), meshes.cp)
+    # Prompts have many lengths; torch's flex_attention compiles for each.
+    context_parallel(model, replace(config.parallelism, attention_backend="plain"), placement(config), meshes.cp)
     expert_parallel(model, meshes)
     model.to_empty(device=device)
     model.tie()

@@ -7,8 +7,9 @@ import torch
 from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
+from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
-from titanmoe.parallel.context import context_parallel, placement
+from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
 from titanmoe.parallel.materialize import materialize
 from titanmoe.parallel.pipeline import Alone, Pipeline, split_layers, splits_backward, stage_ranks
@@ -32,7 +33,7 @@ def build(config: Config, meshes: Meshes, microbatches: int, device: torch.devic
             dtype = getattr(torch, config.training.dtype)
             model = Transformer(config, microbatches, dtype, layers[stage], first, last)
         tensor_parallel(model, meshes.dense["tp"], meshes.tp)
-        context_parallel(model, config.parallelism.cp_kind, placement(config), meshes.cp)
+        context_parallel(model, config.parallelism, placement(config), meshes.cp)
         expert_parallel(model, meshes)
         recompute(model, config.activation_checkpoint)
         compute = getattr(torch, config.training.mixed_precision_param)

@@ -31,9 +31,8 @@ from torch import Tensor
 
 from titanmoe.comm import ALONE, Group, _ops, all_to_all, gather
 from titanmoe.config.schema import Config
-from titanmoe.models.attention import Attention, causal_attention
+from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
-from titanmoe.models.transformer import Transformer
 
 _aten = torch.ops.aten
 
@@ -103,6 +102,19 @@ def _padded(width: int, *xs: Tensor) -> list[Tensor]:
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
 
 
+def _can_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
+    """What the flash kernel of GPUs takes: 16-bit numbers, one width for keys and values, no bias."""
+    width = q.shape[-1]
+    return (
+        bias is None and q.dtype in (torch.bfloat16, torch.float16) and v.shape[-1] == width <= 256 and width % 8 == 0
+    )
+
+
+def _repeated(heads: int, *xs: Tensor) -> list[Tensor]:
+    """The memory-efficient kernel wants as many key heads as query heads."""
+    return [x.repeat_interleave(heads // x.shape[1], 1) for x in xs]
+
+
 def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     if q.device.type == "cpu":
         scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
@@ -110,7 +122,10 @@ def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
             *_padded(width, q, k, v), 0.0, causal, attn_mask=bias, scale=scale
         )
         out = out[..., : v.shape[-1]]
+    elif _can_flash(q, v, bias):
+        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     else:
+        k, v = _repeated(q.shape[1], k, v)
         out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[:2]
         lse = lse[..., : q.shape[2]]  # padded to the kernel's tile
     if bias is not None:
@@ -127,11 +142,20 @@ def _block_backward(grad, q, k, v, bias, out, lse, causal):
             grad, *qkv, out, lse, 0.0, causal, attn_mask=bias, scale=scale
         )
         return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+    if _can_flash(q, v, bias):
+        state, unused = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in ((2,), ()))  # dropout's
+        return _aten._scaled_dot_product_flash_attention_backward(
+            grad, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, state, unused
+        )
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     mask = [True, True, True, False]
-    return _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, k, v, bias, out, lse, none, none, 0.0, mask, causal
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # to the tile in which forward gave it
+    dq, dk, dv = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, *_repeated(q.shape[1], k, v), bias, out, lse, none, none, 0.0, mask, causal
     )[:3]
+    if k.shape[1] < q.shape[1]:
+        dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
+    return dq, dk, dv
 
 
 def _bias(document_BL: Tensor | None, i: int, j: int, length: int, window: int, like: Tensor) -> Tensor | None:
@@ -299,11 +323,8 @@ class _Ring(torch.autograd.Function):
 
 
 def _heads_first(*xs: Tensor) -> list[Tensor]:
-    """(B, S, H, h) to (B, H, S, h); the kernels on GPUs need as many key heads as query heads."""
-    xs = [x.transpose(1, 2) for x in xs]
-    if xs[0].device.type == "cpu":
-        return xs
-    return [x.repeat_interleave(xs[0].shape[1] // x.shape[1], 1) for x in xs]
+    """(B, S, H, h) to (B, H, S, h)."""
+    return [x.transpose(1, 2) for x in xs]
 
 
 def ring_attention(
@@ -322,20 +343,26 @@ def allgather_attention(
 
 
 def ulysses_attention(
-    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, placement: Placement, group: Group
+    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, placement: Placement, group: Group, whole=None
 ) -> Tensor:
+    """whole: how to attend once the sequence is whole; by default as `on_one_rank`."""
     # Key heads that cp cannot share out evenly are repeated until it can.
     heads = math.lcm(k_BSGh.shape[2], group.size)
     k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k_BSGh, v_BSGh))
     q, k, v = (placement.natural(_swap(x, 2, 1, group), 1) for x in (q_BSHh, k, v))
     if sinks_H is not None:
         sinks_H = sinks_H.chunk(group.size)[group.rank]
-    out = (alone if window or sinks_H is not None else causal_attention)(q, k, v, document_BL, window, sinks_H)
+    out = (whole or on_one_rank)(q, k, v, document_BL, window, sinks_H)
     return _swap(placement.by_rank(out, 1), 1, 2, group)
 
 
 alone = partial(allgather_attention, placement=Placement(1, zigzag=False), group=ALONE)
 """The whole sequence on this rank, chunk by chunk."""
+
+
+def on_one_rank(q_BLHh, k_BLGh, v_BLGh, document_BL=None, window=0, sinks_H=None) -> Tensor:
+    plain = causal_attention if not window and sinks_H is None else alone
+    return plain(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H)
 
 
 def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
@@ -345,12 +372,3 @@ def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
 
 
 KINDS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
-
-
-def context_parallel(model: Transformer, kind: str, placement: Placement, cp: Group) -> None:
-    for block in model.blocks().values():
-        attention = block.attention
-        if cp.size > 1:
-            attention.attend = partial(KINDS[kind], placement=placement, group=cp)
-        elif isinstance(attention, Attention) and (attention.window or attention.sinks is not None):
-            attention.attend = alone

@@ -96,6 +96,26 @@ def _eight_bits(config: Config, fold: Fold) -> Iterator[str]:
         )
 
 
+def _attention(config: Config, fold: Fold) -> Iterator[str]:
+    """What attention_backend = "torch" asks of the device, the model and the documents; "auto" takes ours instead."""
+    options, model, training = config.parallelism, config.model, config.training
+    if options.attention_backend != "torch":
+        return
+    import torch
+
+    from titanmoe.models.count import window
+    from titanmoe.parallel.attend import way
+
+    device = "cpu" if training.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    dtype, apart = getattr(torch, training.mixed_precision_param), config.data.packing != "stream"
+    masked = {apart or window(model, layer) > 0 for layer in range(model.num_layers)}
+    ways = [way("torch", options.cp_kind, fold.cp, device, dtype, mask, model.attention_sinks) for mask in masked]
+    for why in sorted({why for _, why in ways if why}):
+        other = "" if fold.cp > 1 and options.cp_kind == "ring" else ', or cp > 1 with cp_kind = "ring"'
+        fix = other if device == "cpu" else ', or cp_kind = "allgather" or "ulysses"' if masked != {False} else ""
+        yield f'parallelism.attention_backend = "torch" cannot hold here: {why}; use "auto"{fix}'
+
+
 def _watched(config: Config, world: int) -> Iterator[str]:
     profile = config.profile
     found = find_spec("wandb") if config.metrics.wandb else None
@@ -137,6 +157,7 @@ def problems(config: Config, world: int) -> list[str]:
     if config.moe.dispatcher == "hierarchical":
         found += node_violations(fold, ranks_of_a_node(config))
     found += [*_grouped(config, fold), *_kernels(config), *_eight_bits(config, fold)]
+    found += list(_attention(config, fold))
     found += list(_watched(config, world))
     if not found:
         from titanmoe.parallel import pipeline  # imports torch

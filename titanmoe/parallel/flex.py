@@ -1,0 +1,117 @@
+"""Attention by torch's flex_attention: documents, windows and sinks without a mask of the whole sequence.
+
+Which blocks of keys a block of queries looks at is told from the first and last position and document of each block, in
+O(blocks^2) numbers; inside a block that is neither all hidden nor all seen, the kernel asks for every pair.
+
+Shapes: B samples, L sequence, S positions of the queries, all of them or this rank's part; H query heads, G key heads,
+h head width; Q blocks of queries, N blocks of keys.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from titanmoe.comm import Group, gather
+from titanmoe.models.layers import promote
+from titanmoe.parallel.context import Placement
+
+BLOCK = 128
+
+
+def _ends(x_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """The least and the greatest number in each block, (B, blocks); the last block may be short."""
+    short = -x_BS.shape[1] % BLOCK
+    blocks = torch.cat((x_BS, x_BS[:, -1:].expand(-1, short)), 1).unflatten(1, (-1, BLOCK))
+    return blocks.amin(-1), blocks.amax(-1)
+
+
+def _ordered(mask_BQN: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys each block of queries takes, and which, those first; one list for all heads."""
+    order = mask_BQN.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+    return mask_BQN.sum(-1, dtype=torch.int32).unsqueeze(1), order.unsqueeze(1)
+
+
+def block_mask(position_S: Tensor, length: int, document_BL: Tensor | None, window: int) -> BlockMask:
+    """Queries at these positions of the sequence, keys at all of them."""
+    place_L = torch.arange(length, device=position_S.device)
+    query, key = ([x.unsqueeze(dim) for x in _ends(at.unsqueeze(0))] for at, dim in ((position_S, 2), (place_L, 1)))
+    some = query[1] >= key[0]
+    every = query[0] >= key[1]
+    if window:
+        some = some & (query[0] - key[1] < window)
+        every = every & (query[1] - key[0] < window)
+    if document_BL is not None:
+        asks, seen = (
+            [x.unsqueeze(dim) for x in _ends(at)] for at, dim in ((document_BL[:, position_S], 2), (document_BL, 1))
+        )
+        some = some & (asks[0] <= seen[1]) & (seen[0] <= asks[1])
+        every = every & (asks[0] == seen[1]) & (seen[0] == asks[1])
+    # A short block has room for pairs that do not exist: never seen whole.
+    if len(position_S) % BLOCK:
+        every = every & (torch.arange(every.shape[1], device=every.device) < every.shape[1] - 1).unsqueeze(1)
+    if length % BLOCK:
+        every = every & (torch.arange(every.shape[2], device=every.device) < every.shape[2] - 1)
+
+    def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        at = position_S[q]
+        allowed = at >= k
+        if window:
+            allowed = allowed & (at - k < window)
+        if document_BL is not None:
+            allowed = allowed & (document_BL[b, at] == document_BL[b, k])
+        return allowed
+
+    return BlockMask.from_kv_blocks(
+        *_ordered(some & ~every), *_ordered(every), BLOCK, sees, seq_lengths=(len(position_S), length)
+    )
+
+
+class Masks:
+    """The masks of the microbatch at hand, one for each window: all layers attend under the same."""
+
+    def __init__(self, placement: Placement, rank: int):
+        self.placement, self.rank = placement, rank
+        self.last: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
+
+    def positions(self, length: int, device: torch.device) -> Tensor:
+        return self.placement.cut(torch.arange(length, device=device).unsqueeze(0), self.rank)[0]
+
+    def __call__(self, length: int, document_BL: Tensor | None, window: int, device: torch.device) -> BlockMask:
+        if torch.compiler.is_compiling():
+            return block_mask(self.positions(length, device), length, document_BL, window)
+        key, version = (length, window, device), 0 if document_BL is None else document_BL._version
+        document, at, mask = self.last.get(key, (None, -1, None))
+        if document is not document_BL or at != version:
+            mask = block_mask(self.positions(length, device), length, document_BL, window)
+            self.last[key] = document_BL, version, mask
+        return mask
+
+
+@functools.cache
+def _kernel():
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: BlockMask, sinks_H: Tensor | None) -> Tensor:
+    """On a CPU in plain operations, and without a backward: to be compared with the others."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh))
+    attend = flex_attention if q.device.type == "cpu" else _kernel()
+    grouped = q.shape[1] != k.shape[1]
+    if sinks_H is None:
+        return attend(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
+    out, more = attend(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+    # exp(lse) / (exp(lse) + exp(sink)) of the whole is not the sink's.
+    kept = torch.sigmoid(more.lse - promote(sinks_H).view(-1, 1))
+    return (out * kept.unsqueeze(-1)).to(q.dtype).transpose(1, 2)
+
+
+def flex_attention_over(
+    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, masks: Masks, group: Group
+) -> Tensor:
+    """This rank's queries against the gathered keys and values of the whole sequence."""
+    k, v = (masks.placement.natural(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))
+    return flex(q_BSHh, k, v, masks(k.shape[1], document_BL, window, q_BSHh.device), sinks_H)

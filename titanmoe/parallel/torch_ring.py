@@ -1,0 +1,99 @@
+"""Ring attention in torch's own template, which its context-parallel attention API is made of.
+
+That API wants DTensors and the SDPA kernels of GPUs. The template takes any kernel, so it runs on CPUs too, where it is
+compared with the reference. It knows the causal mask and both placements, but neither documents nor windows. A sink is
+merged at the end, as in `titanmoe.parallel.context`: backward needs the final log-sum-exp alone.
+
+The template is private to torch. `missing` says what a version lacks of it; our own ring then stands in.
+
+Shapes: as in `titanmoe.parallel.context`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from titanmoe.comm import Group
+from titanmoe.parallel.context import Placement, _block, _block_backward, _heads_first, _sinks_grad
+
+try:
+    from torch.distributed.tensor.experimental._context_parallel import _attention as _torch
+except ImportError:
+    _torch = None
+
+_TEMPLATE = ("group", "seq_dim", "op", "query", "key", "value", "is_causal")
+_TEMPLATE_BACKWARD = (*_TEMPLATE[:3], "grad_out", "grad_out_name", *_TEMPLATE[3:6], "out", "logsumexp", "is_causal")
+_OPTIONS = ("convert_to_f32", "enable_load_balance", "rotate_method")
+
+
+def missing() -> str:
+    """What this torch lacks of the template, in words; empty when it has everything."""
+    for name, wanted in (
+        ("_templated_ring_attention", _TEMPLATE),
+        ("_templated_ring_attention_backward", _TEMPLATE_BACKWARD),
+    ):
+        found = getattr(_torch, name, None)
+        if found is None or not set(wanted) <= inspect.signature(found).parameters.keys():
+            return f"torch {torch.__version__} has no {name}({', '.join(wanted)})"
+    if not all(hasattr(getattr(_torch, "_cp_options", None), name) for name in _OPTIONS):
+        return f"torch {torch.__version__} has no _cp_options with {', '.join(_OPTIONS)}"
+    return ""
+
+
+@contextmanager
+def _options(zigzag: bool, dtype: torch.dtype) -> Iterator[None]:
+    """The template reads its options from a global of its module."""
+    options = _torch._cp_options
+    before = [getattr(options, name) for name in _OPTIONS]
+    # All-to-all is the ring; torch's default gathers the keys and values of the whole sequence.
+    wanted = [dtype != torch.float64, zigzag, _torch._RotateMethod.ALL_TO_ALL]
+    try:
+        for name, value in zip(_OPTIONS, wanted, strict=True):
+            setattr(options, name, value)
+        yield
+    finally:
+        for name, value in zip(_OPTIONS, before, strict=True):
+            setattr(options, name, value)
+
+
+def _op(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
+    return _block(q, k, v, None, is_causal)
+
+
+def _op_backward(grad, query, key, value, out, logsumexp, is_causal):
+    return _block_backward(grad.contiguous(), query, key, value, None, out.contiguous(), logsumexp, is_causal)
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, sinks, zigzag, group):
+        ctx.group, ctx.zigzag = _resolve_process_group(group.name), zigzag
+        with _options(zigzag, q.dtype):
+            out, lse = _torch._templated_ring_attention(ctx.group, 2, _op, q, k, v, is_causal=True)
+        if sinks is not None:
+            before, lse = lse, torch.logaddexp(lse, sinks.to(lse.dtype).view(-1, 1))
+            out = (out * (before - lse).exp().unsqueeze(-1)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        with _options(ctx.zigzag, q.dtype):
+            dq, dk, dv = _torch._templated_ring_attention_backward(
+                ctx.group, 2, _op_backward, grad, "grad", q, k, v, out, lse, is_causal=True
+            )
+        return dq, dk, dv, _sinks_grad(grad, out, lse, sinks), None, None
+
+
+# Its options and process groups are nothing to trace; a compiled attention is cut into two graphs here.
+@torch.compiler.disable
+def torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, *, placement: Placement, group: Group) -> Tensor:
+    q, k, v = _heads_first(q_BSHh, k_BSGh, v_BSGh)
+    return _Ring.apply(q, k, v, sinks_H, placement.zigzag, group).transpose(1, 2)
