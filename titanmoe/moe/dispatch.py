@@ -67,6 +67,10 @@ class Dispatcher:
         self.group, self.ep, self.etp = group, ep, etp
         self.local_experts = self.num_experts // ep
 
+    def cut_into(self, chunks: int) -> None:
+        """Another number of chunks from now on; the same on all ranks of the group."""
+        self.chunks = chunks
+
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
         return self.dispatch(x_TD, weights_TK, chosen_TK, bin)
 
@@ -191,6 +195,10 @@ class Hierarchical(_InPieces):
         self.node_experts = self.num_experts // across.size
         self.inner = AllToAll(self.node_experts, self.chunks)
         self.inner.lay(within, self.ep // across.size, self.etp)
+
+    def cut_into(self, chunks: int) -> None:
+        super().cut_into(chunks)
+        self.inner.cut_into(chunks)
 
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
         T, N, across = x_TD.shape[0], self.across.size, self.across
