@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import parity, world
-from titanmoe.moe.chunks import MOST, Choice, Costs, Line, choose, fewest, fit, pipelined
+from titanmoe.comm import Group
+from titanmoe.moe.chunks import MOST, Choice, Costs, Line, choose, fewest, fit, measure, pipelined, stand_in
 
 ROWS = [1024, 2048, 4096, 8192]
 FREE = Line(0.0, 0.0)
@@ -155,23 +160,34 @@ def test_a_chosen_count_is_set_and_changes_no_number(changes: dict[str, Any], wo
             assert max(errors.values()) <= parity.TOLERANCE["float64"], errors
 
 
-def told(ep: int) -> tuple[Any, dict[str, str]]:
-    changes = {"model.vocab_size": 320, "moe.overlap_chunks": -1, "parallelism.experts.ep": ep}
-    trainer = parity.make_trainer(changes)
-    chunks = trainer.chunks.chunks if trainer.chunks else 1
-    assert [d.chunks for d in trainer.dispatchers] == [chunks] * 2
+def told(ep: int, folder: str) -> tuple[Choice | None, dict[str, str]]:
+    """A run of one step, the whole loop. The ranks stay, and so must the time-outs of their groups."""
+    changes = {"model.vocab_size": 320, "training.steps": 1, "job.dump_folder": folder, "job.name": "run"}
+    trainer = parity.make_trainer(changes | {"moe.overlap_chunks": -1, "parallelism.experts.ep": ep})
+    chosen = trainer.chunks.chunks if trainer.chunks else 1
+    assert [d.chunks for d in trainer.dispatchers] == [chosen] * 2
+    object.__setattr__(trainer.runtime, "steady_timeout", lambda *_: None)
+    trainer.train()
     return trainer.chunks, trainer.notes()
 
 
-def test_the_header_tells_the_choice() -> None:
-    for choice, notes in world.run(2, told, 2):
+def test_header_and_events_tell_the_choice(tmp_path: Path) -> None:
+    everyone = world.run(2, told, 2, str(tmp_path))
+    assert len({choice.chunks for choice, _ in everyone}) == 1
+    for choice, notes in everyone:
         assert notes["overlap chunks"] == str(choice)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    (event,) = (line for line in lines if line["kind"] == "chunks")
+    choice = everyone[0][0]
+    assert event["text"] == str(choice) and event["chunks"] == choice.chunks
+    assert event["costs"]["backward"]["slope"] == choice.costs.backward.slope
 
 
-def test_experts_of_one_rank_are_not_measured() -> None:
-    for choice, notes in world.run(2, told, 1):
+def test_experts_of_one_rank_are_not_measured(tmp_path: Path) -> None:
+    for choice, notes in world.run(2, told, 1, str(tmp_path)):
         assert choice is None
         assert notes["overlap chunks"].startswith("1: no row leaves")
+    assert '"kind": "chunks"' not in (tmp_path / "run" / "events.jsonl").read_text()
 
 
 def test_all_ranks_fit_the_numbers_of_the_slowest() -> None:
@@ -181,13 +197,6 @@ def test_all_ranks_fit_the_numbers_of_the_slowest() -> None:
 
 
 def slowest() -> Costs:
-    import time
-
-    import torch.distributed as dist
-
-    from titanmoe.comm import Group
-    from titanmoe.moe.chunks import measure, stand_in
-
     config = parity.read({}, 2)
     both = Group(dist.group.WORLD.group_name, 2, dist.get_rank())
     experts = stand_in(config.model, config.moe, 2, 1, torch.float32, torch.device("cpu"))

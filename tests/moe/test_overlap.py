@@ -176,8 +176,8 @@ def test_chunks_are_chosen_where_messages_are_slow() -> None:
     slow, quick = world.run(4, chosen, True), world.run(4, chosen, False)
     assert len({str(choice) for choice in slow}) == len({str(choice) for choice in quick}) == 1
     assert slow[0].chunks > 1 and min(slow[0].alone) > 1, str(slow[0])
-    assert slow[0].costs.back.slope == pytest.approx(MESSAGE, rel=0.5), str(slow[0])
-    assert slow[0].costs.backward.slope == pytest.approx(COMPUTE, rel=0.5), str(slow[0])
+    there, back, forward, backward = (line.slope for line in vars(slow[0].costs).values())
+    assert min(there, back) > 0.5 * MESSAGE and min(forward, backward) > 0.5 * COMPUTE, str(slow[0])
     assert quick[0].chunks == 1, str(quick[0])
 
 
