@@ -59,7 +59,8 @@ class Dispatcher:
     """The pieces as they are where nothing is ever under way: a dispatcher need only know dispatch and combine."""
 
     def __init__(self, num_experts: int, chunks: int = 1):
-        self.num_experts, self.chunks = num_experts, chunks
+        # Those that are to be measured (-1) are one until titanmoe.parallel.expert.measured_chunks has done so.
+        self.num_experts, self.chunks = num_experts, max(1, chunks)
         self.lay(ALONE, 1, 1)
 
     def lay(self, group: Group, ep: int, etp: int) -> None:

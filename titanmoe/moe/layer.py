@@ -37,10 +37,9 @@ class MoE(nn.Module):
         self.router = Router(model, options, seed, layer, dtype)
         self.balance = Balance(model, options, microbatches)
         self.capacity = Capacity(model, options) if options.capacity_factor else None
-        # Chunks that are to be measured (-1) are one until titanmoe.parallel.expert.measured_chunks has done so.
         # symm_mem has the step's own in its place while a step runs: titanmoe.moe.symmetric.
         kinds = {"alltoall": AllToAll, "symm_mem": AllToAll, "allgather": AllGather, "hierarchical": Hierarchical}
-        self.dispatcher = kinds[options.dispatcher](model.num_experts, max(1, options.overlap_chunks))
+        self.dispatcher = kinds[options.dispatcher](model.num_experts, options.overlap_chunks)
         self.experts = Experts(model, options, dtype)
         self.shared = shared
         self.pad = options.pad_to_capacity
