@@ -250,6 +250,7 @@ NEUTRAL = (
     "moe.symm_mem_factor",
     "moe.pad_to_capacity",
     "moe.grouped_mm",
+    "moe.kernels",
 )
 
 

@@ -11,9 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
-from titanmoe.moe.experts import can_group, grouped_loop, grouped_product
+from titanmoe.moe import fp8
+from titanmoe.moe.experts import can_group, grouped_gradient, grouped_loop, grouped_product
+from titanmoe.moe.layer import MoE as Layer
 from titanmoe.parallel.context import _block, _block_backward, alone, block_reference
+from titanmoe.tokens import Tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -86,6 +90,62 @@ def test_windows_and_sinks_by_chunks_are_the_plain_ones(dtype: torch.dtype, wind
     grads = zip(*(torch.autograd.grad(out, (q, k, v, sinks), grad) for out in (got, want)), strict=True)
     for mine, expected in grads:
         torch.testing.assert_close(mine, expected, **close)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+def test_a_layer_with_padded_bins_fits_a_cuda_graph(kernels: str) -> None:
+    """Forward and backward are captured once; replayed over other tokens they give what eager code gives."""
+    model = Model(num_experts=8, top_k=2, dim=128, expert_hidden=256)
+    options = MoE(capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.01, kernels=kernels)
+    layer = Layer(model, options, None, 0, 0, 1, torch.bfloat16).cuda()
+    generator = torch.Generator("cuda").manual_seed(0)
+    for weight in layer.parameters():
+        torch.nn.init.normal_(weight, std=0.1, generator=generator)
+    if not can_group(torch.empty(0, 128, device="cuda", dtype=torch.bfloat16), 128, 256):
+        pytest.skip("the loop over experts asks the host for their rows")
+    index = torch.arange(2 * 64, device="cuda")
+    everyone = torch.ones_like(index, dtype=torch.bool)
+    tokens = Tokens(index.view(2, 64) % 64, index, index // 64, everyone, torch.tensor(0, device="cuda"))
+    layer.begin_step(1, torch.tensor(128.0, device="cuda"), 2)
+    given = torch.randn(3, 2, 64, 128, device="cuda", generator=generator).bfloat16()
+    x = given[0].clone().requires_grad_()
+
+    def both() -> list[torch.Tensor]:
+        y = layer(x, tokens)
+        return [y, *torch.autograd.grad(y.float().square().sum(), (x, *layer.parameters()))]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            both()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = both()
+    for case in given[1:]:
+        with torch.no_grad():
+            x.copy_(case)
+        graph.replay()
+        for got, want in zip(captured, both(), strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("counts", [[5, 0, 130, 1], [64, 64, 64, 64], [0, 0, 0, 3]])
+def test_products_in_8_bits_equal_their_formula(counts: list[int]) -> None:
+    if reason := fp8.missing(True):
+        pytest.skip(reason)
+    count = torch.tensor(counts, device="cuda")
+    x = torch.randn(sum(counts), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    cotangents = [torch.randn(sum(counts), 32, device="cuda", dtype=torch.bfloat16) for _ in weights]
+    results = []
+    for emulated in (True, False):
+        outputs = fp8.scaled_products(x, count, emulated, grouped_gradient, *weights)
+        results.append([*outputs, *torch.autograd.grad(outputs, (x, *weights), cotangents)])
+    for want, got in zip(*results, strict=True):
+        # both round the result to bfloat16; the hardware adds up in fewer bits than float32 has
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * float(want.abs().max()))
 
 
 def test_a_run_is_timed_and_traced(tmp_path: Path) -> None:

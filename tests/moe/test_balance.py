@@ -10,6 +10,7 @@ from torch import Tensor
 
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.balance import AUX, STATISTICS, Balance
+from titanmoe.moe.router import count_choices
 from titanmoe.tokens import Tokens
 
 E, K, L = 8, 2, 16
@@ -31,7 +32,8 @@ def forward(one: Balance, logits_TE: Tensor, chosen_TK: Tensor, told: Tokens) ->
     scores_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(-1)
     weights_TK = scores_TE.gather(1, chosen_TK)
     chosen_TK = chosen_TK.where(told.valid_T.unsqueeze(1), E)
-    return one(weights_TK, logits_TE, scores_TE, chosen_TK, told, len(told.position_BS))
+    count_BE = count_choices(chosen_TK, told.sample_T, len(told.position_BS), E)
+    return one(weights_TK, logits_TE, scores_TE, count_BE, told)
 
 
 def reported(one: Balance) -> dict[str, float]:

@@ -450,3 +450,13 @@ def test_no_tokens_at_all() -> None:
     none = torch.zeros(0, 3)
     rows, _, _, route = (d := AllToAll(8)).dispatch(torch.zeros(0, 4), none, none.long(), 0)
     assert rows.shape == (0, 4) and d.combine(rows, route).shape == (0, 4)
+
+
+@pytest.mark.parametrize("experts", [7, 2**15 - 1, 2**15, 40000])
+def test_entries_are_sorted_by_expert_and_then_by_token(experts: int) -> None:
+    """Keys are narrow where every expert's number fits, the number of no expert among them."""
+    chosen_TK = torch.randint(experts - 6, experts + 1, (30, 2), generator=torch.Generator().manual_seed(0))
+    order, count = sort_by_expert(chosen_TK, experts)
+    flat = chosen_TK.flatten().tolist()
+    assert order.tolist() == sorted(range(60), key=lambda i: (flat[i], i))
+    assert count.tolist()[-6:] == [flat.count(e) for e in range(experts - 6, experts)] and len(count) == experts

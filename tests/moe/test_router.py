@@ -32,7 +32,7 @@ def router(dim: int, dtype: torch.dtype = torch.float64, layer: int = 1, **optio
     return out
 
 
-def route(logits_TE: Tensor, bias: list[float] | None = None, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def route(logits_TE: Tensor, bias: list[float] | None = None, **options: Any) -> tuple[Tensor, ...]:
     """Through a router that gives exactly these logits: the inputs are unit vectors."""
     count, experts = logits_TE.shape
     made = router(count, logits_TE.dtype, num_experts=experts, **options)
@@ -79,7 +79,7 @@ def test_choice_and_weights_are_those_of_a_plain_loop(
     shape = dict(top_k=top_k, score_function=score, norm_topk=norm, route_scale=scale)
     shape |= dict(num_groups=groups[0], top_groups=groups[1])
     logits_TE = torch.tensor(logits, dtype=torch.float64)
-    got_TE, scores_TE, weights_TK, chosen_TK = route(logits_TE, bias, **shape)
+    got_TE, scores_TE, weights_TK, chosen_TK, _ = route(logits_TE, bias, **shape)
     assert torch.equal(got_TE, logits_TE)
     torch.testing.assert_close(scores_TE, logits_TE.sigmoid() if score == "sigmoid" else logits_TE.softmax(-1))
     for t, row in enumerate(logits):
@@ -106,7 +106,7 @@ def test_scores_outside_the_best_groups_are_never_chosen() -> None:
 @pytest.mark.parametrize("score", SCORES)
 def test_the_bias_changes_the_choice_and_no_weight(score: str) -> None:
     logits = torch.tensor([[3.0, 2, 1, 0]], dtype=torch.float64)
-    _, scores, weights, chosen = route(logits, [0, 0, 0, 5.0], score_function=score, norm_topk=False)
+    _, scores, weights, chosen, _ = route(logits, [0, 0, 0, 5.0], score_function=score, norm_topk=False)
     assert chosen.tolist() == [[3, 0]]
     want = logits[:, [3, 0]].softmax(-1) if score == "softmax_after_topk" else scores[:, [3, 0]]
     torch.testing.assert_close(weights, want)
@@ -115,7 +115,7 @@ def test_the_bias_changes_the_choice_and_no_weight(score: str) -> None:
 def test_gradients_reach_the_weight_through_the_weights_alone() -> None:
     made = router(5)
     x_TD = torch.randn(7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
-    _, _, weights_TK, chosen_TK = made(x_TD, tokens(7))
+    _, _, weights_TK, chosen_TK, _ = made(x_TD, tokens(7))
     assert not chosen_TK.requires_grad
     (weights_TK * torch.tensor([1.0, 2.0])).sum().backward()
     assert made.weight.grad.abs().sum() > 0 and x_TD.grad.abs().sum() > 0
@@ -145,7 +145,7 @@ def test_jitter_is_a_function_of_step_layer_and_token() -> None:
 def test_force_balance_goes_round_by_the_global_token_index() -> None:
     made = router(4, force_balance=True, top_k=3, norm_topk=False)
     x_TD = torch.randn(10, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    _, scores_TE, weights_TK, chosen_TK = made(x_TD, tokens(10, first=6))
+    _, scores_TE, weights_TK, chosen_TK, _ = made(x_TD, tokens(10, first=6))
     want = [[(t * 3 + k) % 8 for k in range(3)] for t in range(6, 16)]
     assert chosen_TK.tolist() == want
     assert torch.equal(weights_TK, scores_TE.gather(1, torch.tensor(want)))
@@ -155,7 +155,7 @@ def test_padding_gets_no_expert() -> None:
     valid = torch.tensor([True, False, True, False])
     for forced in (False, True):
         made = router(4, force_balance=forced)
-        _, _, weights_TK, chosen_TK = made(torch.ones(4, 4, dtype=torch.float64), tokens(4, valid=valid))
+        _, _, weights_TK, chosen_TK, _ = made(torch.ones(4, 4, dtype=torch.float64), tokens(4, valid=valid))
         assert (chosen_TK == 8).all(1).tolist() == (~valid).tolist()
         assert (chosen_TK[valid] < 8).all() and weights_TK.isfinite().all()
 
@@ -176,7 +176,7 @@ def test_gating_promotes_and_never_demotes(
     made = router(16, stored, router_dtype=option)
     assert made.weight.dtype == torch.promote_types(stored, torch.float32) and made.expert_bias.dtype == torch.float32
     x_TD = torch.randn(6, 16, generator=torch.Generator().manual_seed(2)).to(given)
-    logits_TE, scores_TE, weights_TK, _ = made(x_TD, tokens(6))
+    logits_TE, scores_TE, weights_TK, *_ = made(x_TD, tokens(6))
     assert {logits_TE.dtype, scores_TE.dtype, weights_TK.dtype} == {wide}
     want = x_TD.double() @ made.weight.double().t()
     torch.testing.assert_close(logits_TE.double(), want, rtol=0, atol=1e-14 if wide == torch.float64 else 1e-5)
@@ -187,7 +187,7 @@ def test_the_router_bias_is_a_weight_and_not_the_selection_bias() -> None:
     with torch.no_grad():
         made.bias.copy_(torch.linspace(-3, 3, 8))
     x_TD = torch.randn(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    logits_TE, _, weights_TK, chosen_TK = made(x_TD, tokens(5))
+    logits_TE, _, weights_TK, chosen_TK, _ = made(x_TD, tokens(5))
     want_TE = x_TD @ made.weight.t() + made.bias
     torch.testing.assert_close(logits_TE, want_TE)
     top = want_TE.topk(2)

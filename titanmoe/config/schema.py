@@ -334,6 +334,10 @@ class MoE:
     """Aux-loss-free balance: after each step an expert's selection bias moves by this much against its load (DeepSeek-V3: 0.001)."""
     grouped_mm: Literal["auto", "grouped", "loop"] = "auto"
     """How experts multiply. auto takes torch's grouped product where dtype and sizes allow, else the plain loop."""
+    expert_dtype: Literal["compute", "fp8", "fp8_emulated"] = "compute"
+    """In what experts multiply. compute: training.mixed_precision_param. fp8: in 8 bits with a scale per row, on Hopper GPUs, for large experts; gradients of the weights, router and everything else stay as they are. fp8_emulated: the same roundings on any device, slowly, to see what they do to a loss."""
+    kernels: Literal["auto", "triton", "torch"] = "auto"
+    """How routing, rows and activations are computed. auto takes Triton kernels on GPUs where Triton is installed, else torch's operations. torch to compare with them or to rule them out."""
 
 
 @dataclass

@@ -66,24 +66,20 @@ class Balance(nn.Module):
         self.step_samples.fill_(samples)
 
     def forward(
-        self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, chosen_TK: Tensor, tokens: Tokens, samples: int
+        self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, count_BE: Tensor, tokens: Tokens
     ) -> Tensor:
         """Returns the routing weights, the auxiliary losses' gradient attached."""
-        E = self.model.num_experts
         valid_T1 = tokens.valid_T.unsqueeze(1).to(scores_TE.dtype)
         p_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if self.model.score_function == "sigmoid" else scores_TE
-        count_BE = torch.zeros(samples * (E + 1), dtype=torch.float64, device=p_TE.device)
-        bucket_TK = tokens.sample_T.unsqueeze(1) * (E + 1) + chosen_TK
-        count_BE.scatter_add_(0, bucket_TK.flatten(), torch.ones_like(bucket_TK.flatten(), dtype=torch.float64))
-        count_BE = count_BE.view(samples, E + 1)
-        count_BE[:, E] = tokens.valid_T.view(samples, -1).sum(1)  # the last column now counts the sample's tokens
+        of_sample_B1 = tokens.valid_T.view(len(count_BE), -1).sum(1, keepdim=True)
+        count_BE = torch.cat((count_BE, of_sample_B1), 1).to(torch.float64)  # the last column: the sample's tokens
 
         terms = self._terms(p_TE * valid_T1, logits_TE, valid_T1, count_BE, tokens.microbatch)
         with torch.no_grad():
             m = tokens.microbatch.view(1)
             entropy = -(torch.special.xlogy(p_TE, p_TE) * valid_T1).sum()
             values = [terms.get(name, entropy.new_zeros(())) for name in AUX] + [entropy, valid_T1.sum()]
-            self.count_ME.index_copy_(0, m, count_BE[:, :E].sum(0, keepdim=True))
+            self.count_ME.index_copy_(0, m, count_BE[:, :-1].sum(0, keepdim=True))
             row_1X = torch.stack([*values, entropy.new_zeros(())]).to(torch.float64).unsqueeze(0)
             self.statistics_MX.index_copy_(0, m, row_1X)
         return _Attach.apply(weights_TK, sum(terms.values())) if terms else weights_TK

@@ -39,7 +39,7 @@ class MoE(nn.Module):
         self.capacity = Capacity(model, options) if options.capacity_factor else None
         # symm_mem has the step's own in its place while a step runs: titanmoe.moe.symmetric.
         kinds = {"alltoall": AllToAll, "symm_mem": AllToAll, "allgather": AllGather, "hierarchical": Hierarchical}
-        self.dispatcher = kinds[options.dispatcher](model.num_experts, options.overlap_chunks)
+        self.dispatcher = kinds[options.dispatcher](model.num_experts, options.overlap_chunks, options.kernels)
         self.experts = Experts(model, options, dtype)
         self.shared = shared
         self.pad = options.pad_to_capacity
@@ -51,8 +51,8 @@ class MoE(nn.Module):
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         samples, x_TD = x_BsD.shape[0], x_BsD.flatten(0, 1)
-        logits_TE, scores_TE, weights_TK, chosen_TK = self.router(x_TD, tokens)
-        weights_TK = self.balance(weights_TK, logits_TE, scores_TE, chosen_TK, tokens, samples)
+        logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
+        weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
         bin = 0
         if self.capacity is not None:
             kept_TK = self.capacity.drop(chosen_TK, weights_TK, tokens, samples)

@@ -2,9 +2,9 @@
 
 A row is one visit of a token to an expert. `source_R` says which token a row copies, `slot_TJ` lists a token's rows.
 A source of T (one past the last token) makes a zero row; a slot of R (one past the last row) adds nothing.
-No atomics: the order of every sum is fixed.
+No atomics: the order of every sum is fixed. `kernels` is `[moe] kernels`; what they do is in titanmoe.moe.kernels.rows.
 
-Shapes: T tokens, D width, R rows, J rows per token.
+Shapes: T tokens, D width, R rows, J rows per token, K weights per token.
 """
 
 from __future__ import annotations
@@ -13,12 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanmoe.moe.kernels import fused
 
-def _copy(x_TD: Tensor, source_R: Tensor) -> Tensor:
+
+def _copy(x_TD: Tensor, source_R: Tensor, kernels: str) -> Tensor:
+    if fused(kernels, x_TD):
+        from titanmoe.moe.kernels.rows import fetch_rows
+
+        return fetch_rows(x_TD, source_R)
     return F.pad(x_TD, (0, 0, 0, 1)).index_select(0, source_R)
 
 
-def _sum(y_RD: Tensor, slot_TJ: Tensor) -> Tensor:
+def _sum(y_RD: Tensor, slot_TJ: Tensor, kernels: str) -> Tensor:
+    if fused(kernels, y_RD):
+        from titanmoe.moe.kernels.rows import sum_rows
+
+        return sum_rows(y_RD, slot_TJ)
     padded = F.pad(y_RD, (0, 0, 0, 1))
     if slot_TJ.shape[1] == 1:
         return padded.index_select(0, slot_TJ[:, 0])
@@ -27,53 +37,87 @@ def _sum(y_RD: Tensor, slot_TJ: Tensor) -> Tensor:
 
 class _ToRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TD, source_R, slot_TJ):
-        ctx.save_for_backward(source_R, slot_TJ)
-        return _copy(x_TD, source_R)
+    def forward(ctx, x_TD, source_R, slot_TJ, kernels):
+        ctx.save_for_backward(slot_TJ)
+        ctx.kernels = kernels
+        return _copy(x_TD, source_R, kernels)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        _, slot_TJ = ctx.saved_tensors
-        return _sum(grad_RD, slot_TJ), None, None
+        return _sum(grad_RD, *ctx.saved_tensors, ctx.kernels), None, None, None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_RD, source_R, slot_TJ):
-        ctx.save_for_backward(source_R, slot_TJ)
-        return _sum(y_RD, slot_TJ)
+    def forward(ctx, y_RD, source_R, slot_TJ, kernels):
+        ctx.save_for_backward(source_R)
+        ctx.kernels = kernels
+        return _sum(y_RD, slot_TJ, kernels)
 
     @staticmethod
     def backward(ctx, grad_TD):
-        source_R, _ = ctx.saved_tensors
-        return _copy(grad_TD, source_R), None, None
+        return _copy(grad_TD, *ctx.saved_tensors, ctx.kernels), None, None, None
 
 
-def to_rows(x_TD: Tensor, source_R: Tensor, slot_TJ: Tensor) -> Tensor:
+class _ToWeightedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weights_TK, entry_R, slot_TJ):
+        from titanmoe.moe.kernels.rows import fetch_weighted_rows
+
+        ctx.save_for_backward(slot_TJ)
+        ctx.top_k = weights_TK.shape[1]
+        return fetch_weighted_rows(x_TD, weights_TK, entry_R)
+
+    @staticmethod
+    def backward(ctx, grad_RD, grad_R1):
+        from titanmoe.moe.kernels.rows import sum_weighted_rows
+
+        return *sum_weighted_rows(grad_RD, grad_R1, *ctx.saved_tensors, ctx.top_k), None, None
+
+
+def to_rows(x_TD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
     """Row r is a copy of token source_R[r]."""
-    return _ToRows.apply(x_TD, source_R, slot_TJ)
+    return _ToRows.apply(x_TD, source_R, slot_TJ, kernels)
 
 
-def to_tokens(y_RD: Tensor, source_R: Tensor, slot_TJ: Tensor) -> Tensor:
+def to_tokens(y_RD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "auto") -> Tensor:
     """Token t is the sum of the rows slot_TJ[t]."""
-    return _ToTokens.apply(y_RD, source_R, slot_TJ)
+    return _ToTokens.apply(y_RD, source_R, slot_TJ, kernels)
+
+
+def to_weighted_rows(
+    x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot_TJ: Tensor, kernels: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Row r is a copy of token entry_R[r] // K, and has that token's weight entry_R[r] % K, (R, 1)."""
+    if fused(kernels, x_TD):
+        return _ToWeightedRows.apply(x_TD, weights_TK, entry_R, slot_TJ)
+    K = weights_TK.shape[1]
+    weights_R1 = to_rows(
+        weights_TK.reshape(-1, 1), entry_R, slot_TJ.view(weights_TK.numel(), slot_TJ.shape[1] // K), kernels
+    )
+    return to_rows(x_TD, entry_R // K, slot_TJ, kernels), weights_R1
 
 
 class _Reorder(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_RD, order_R, inverse_R):
+    def forward(ctx, x_RD, order_R, inverse_R, kernels):
         ctx.save_for_backward(inverse_R)
-        return x_RD.index_select(0, order_R)
+        ctx.kernels = kernels
+        return _move(x_RD, order_R, kernels)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        (inverse_R,) = ctx.saved_tensors
-        return grad_RD.index_select(0, inverse_R), None, None
+        return _move(grad_RD, *ctx.saved_tensors, ctx.kernels), None, None, None
 
 
-def reorder(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor) -> Tensor:
+def _move(x_RD: Tensor, order_R: Tensor, kernels: str) -> Tensor:
+    # Nothing points past the end, so that the plain way need not pad.
+    return _copy(x_RD, order_R, kernels) if fused(kernels, x_RD) else x_RD.index_select(0, order_R)
+
+
+def reorder(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor, kernels: str = "auto") -> Tensor:
     """x[order], for a permutation whose inverse is known."""
-    return _Reorder.apply(x_RD, order_R, inverse_R)
+    return _Reorder.apply(x_RD, order_R, inverse_R, kernels)
 
 
 def invert(order_R: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Which experts a token visits, and with what weight.
 
-Shapes: T tokens this rank owns, D model, E experts, K top-k. Expert number E stands for "no expert".
+Shapes: T tokens this rank owns, D model, E experts, K top-k, B samples. Expert number E stands for "no expert".
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from titanmoe import counted
 from titanmoe.comm import local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.moe.kernels import fused
 from titanmoe.tokens import Tokens
 
 
@@ -31,17 +32,20 @@ class Router(nn.Module):
     def begin_step(self, step: int) -> None:
         self.jitter_key.fill_(counted.key("jitter", self.seed, step, self.layer))
 
-    def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Logits (T, E), scores (T, E), weights of the chosen (T, K) and the chosen (T, K)."""
-        model = self.model
+    def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Logits (T, E), scores (T, E), weights of the chosen (T, K), the chosen (T, K), and the counts (B, E)."""
         wide = torch.promote_types(x_TD.dtype, self.wide)
         x_TD = x_TD.to(wide)
         if self.options.jitter and torch.is_grad_enabled():  # noise is for training
             x_TD = x_TD * self._jitter(tokens.index_T, wide)
         bias_E = None if self.bias is None else local(self.bias).to(wide)
         logits_TE = F.linear(x_TD, local(self.weight).to(wide), bias_E)
-        scores_TE = torch.sigmoid(logits_TE) if model.score_function == "sigmoid" else logits_TE.softmax(-1)
+        choose = self._fused if fused(self.options.kernels, logits_TE) else self._plain
+        return logits_TE, *choose(logits_TE, tokens)
 
+    def _plain(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        model = self.model
+        scores_TE = torch.sigmoid(logits_TE) if model.score_function == "sigmoid" else logits_TE.softmax(-1)
         chosen_TK = self._choose(scores_TE.detach(), tokens.index_T)
         if model.score_function == "softmax_after_topk":
             weights_TK = logits_TE.gather(1, chosen_TK).softmax(-1)
@@ -50,7 +54,17 @@ class Router(nn.Module):
         if model.norm_topk:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
         chosen_TK = chosen_TK.where(tokens.valid_T.unsqueeze(1), model.num_experts)
-        return logits_TE, scores_TE, weights_TK * model.route_scale, chosen_TK
+        count_BE = count_choices(chosen_TK, tokens.sample_T, len(tokens.position_BS), model.num_experts)
+        return scores_TE, weights_TK * model.route_scale, chosen_TK, count_BE
+
+    def _fused(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        from titanmoe.moe.kernels.route import MODES, Routing
+
+        model, of = self.model, (tokens.index_T, tokens.sample_T, tokens.valid_T, len(tokens.position_BS))
+        shape = (model.top_k, model.num_groups, model.top_groups, MODES[model.score_function], model.norm_topk)
+        return Routing.apply(
+            logits_TE, self.expert_bias, *of, *shape, float(model.route_scale), self.options.force_balance
+        )
 
     def _choose(self, scores_TE: Tensor, index_T: Tensor) -> Tensor:
         model = self.model
@@ -77,3 +91,10 @@ class Router(nn.Module):
         dim = torch.arange(self.model.dim, device=index_T.device)
         noise_TD = counted.uniform(self.jitter_key, index_T.unsqueeze(1) * self.model.dim + dim, dtype)
         return 1 + self.options.jitter * (2 * noise_TD - 1)
+
+
+def count_choices(chosen_TK: Tensor, sample_T: Tensor, samples: int, num_experts: int) -> Tensor:
+    """(B, E): how often the tokens of each sample chose each expert."""
+    bucket = (sample_T.unsqueeze(1) * (num_experts + 1) + chosen_TK).flatten()
+    count = bucket.new_zeros(samples * (num_experts + 1)).scatter_add_(0, bucket, torch.ones_like(bucket))
+    return count.view(samples, -1)[:, :num_experts]

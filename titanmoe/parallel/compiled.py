@@ -1,15 +1,41 @@
 """torch.compile, per part of a block.
 
 Attention, dense layers, the experts and the head compile each as one graph. The experts are an FSDP unit of their own,
-whose hooks would cut a whole block's graph; the dispatch between them runs as it is.
+whose hooks would cut a whole block's graph; the dispatch between them runs as it is. However many rows a rank's experts
+are sent, none and one as well, they run the one graph of their first call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Tensor
 
 from titanmoe.config.schema import Compile
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.experts import Experts
+
+
+def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The experts' products as one graph. static: every call has as many rows, as where bins are padded."""
+    plain = experts.products
+
+    def products(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
+        torch._check(x_RD.shape[0] == weight_R1.shape[0])
+        return plain(x_RD, weight_R1, count_e)
+
+    compiled = torch.compile(products, backend=backend, fullgraph=True)
+
+    def run(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
+        if not experts.groups(x_RD):  # a loop over the experts asks the host for each one's rows
+            return plain(x_RD, weight_R1, count_e)
+        if not static:
+            for rows in (x_RD, weight_R1):
+                torch._dynamo.decorators.mark_unbacked(rows, 0)
+        return compiled(x_RD, weight_R1, count_e)
+
+    return run
 
 
 def compile_parts(model: Transformer, options: Compile, compute: torch.dtype, runs_backward_twice: bool) -> None:
@@ -23,9 +49,10 @@ def compile_parts(model: Transformer, options: Compile, compute: torch.dtype, ru
         parts += [block.attention_norm, block.attention, block.ffn_norm, block.ffn]
         if block.moe is not None:
             parts.append(block.moe.shared)
-            if compute == torch.bfloat16:  # what torch's grouped product can be traced in
-                experts = block.moe.experts  # not its forward, in which rows may be under way
-                experts.products = torch.compile(experts.products, backend=options.backend)
+            experts = block.moe.experts
+            # what torch's grouped product can be traced in; not its forward, in which rows may be under way
+            if compute == torch.bfloat16 and experts.dtype == "compute":
+                experts.products = compile_products(experts, options.backend, block.moe.pad)
     for part in parts:
         if part is not None:
             # The forward only: the module's hooks (FSDP's) stay outside the graph.

@@ -50,6 +50,52 @@ def _grouped(config: Config, fold: Fold) -> Iterator[str]:
             )
 
 
+def _kernels(config: Config) -> Iterator[str]:
+    if config.moe.kernels != "triton":
+        return
+    import torch
+
+    from titanmoe.moe.kernels import missing
+
+    on_gpu = config.training.device != "cpu" and torch.cuda.is_available()
+    if reason := missing(on_gpu):
+        yield (f'moe.kernels = "triton", but {reason}: use "auto", which takes them where they can run, or "torch"')
+
+
+def _eight_bits(config: Config, fold: Fold) -> Iterator[str]:
+    """What the experts' products in 8 bits ask for."""
+    if config.moe.expert_dtype == "compute":
+        return
+    import torch
+
+    from titanmoe.moe import fp8
+
+    dtype, hidden = config.training.mixed_precision_param, config.model.expert_hidden // fold.etp
+    for name, width in (("model.expert_hidden / etp", hidden), ("model.dim", config.model.dim)):
+        if width % fp8.UNIT:
+            yield (
+                f'moe.expert_dtype = "{config.moe.expert_dtype}" wants rows of whole 16-byte units; {name} is '
+                f'{width}: use a multiple of {fp8.UNIT}, or expert_dtype = "compute"'
+            )
+    if config.moe.expert_dtype != "fp8":
+        return
+    if reason := fp8.missing(config.training.device != "cpu" and torch.cuda.is_available()):
+        yield (
+            f'moe.expert_dtype = "fp8" needs 8-bit products, but {reason}: use expert_dtype = "compute", or '
+            '"fp8_emulated" to see what the roundings do'
+        )
+    if dtype != "bfloat16":
+        yield (
+            f'moe.expert_dtype = "fp8" gives results in bfloat16, and training.mixed_precision_param = "{dtype}": use '
+            '"bfloat16" there, or expert_dtype = "compute"'
+        )
+    if config.moe.grouped_mm == "loop":
+        yield (
+            'moe.expert_dtype = "fp8" is a grouped product, and moe.grouped_mm = "loop" asks for none: use '
+            'grouped_mm = "auto", or expert_dtype = "compute"'
+        )
+
+
 def _watched(config: Config, world: int) -> Iterator[str]:
     profile = config.profile
     found = find_spec("wandb") if config.metrics.wandb else None
@@ -90,7 +136,7 @@ def problems(config: Config, world: int) -> list[str]:
     found += list(_symmetric(config, fold))
     if config.moe.dispatcher == "hierarchical":
         found += node_violations(fold, ranks_of_a_node(config))
-    found += list(_grouped(config, fold))
+    found += [*_grouped(config, fold), *_kernels(config), *_eight_bits(config, fold)]
     found += list(_watched(config, world))
     if not found:
         from titanmoe.parallel import pipeline  # imports torch

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Collects wheels for a machine that can fetch nothing, into the folder wheels/, which scripts/bench/h200.sh installs:
+#
+#     scripts/bench/wheels.sh [NAME[==VERSION] ...]       by default what an image with torch and no more usually lacks
+#
+# For CPython 3.12 on x86-64 Linux; PY=3.11 for another. Without what they depend on: name all that is missing there.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+python=${PYTHON:-python3}
+[ $# -gt 0 ] || set -- torchdata tensorboard tensorboard-data-server werkzeug rich pygments
+platforms=()
+for tag in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do
+    platforms+=(--platform "${tag}_x86_64")
+done
+"$python" -m pip download --no-deps --only-binary=:all: --python-version "${PY:-3.12}" --implementation cp \
+    "${platforms[@]}" --dest wheels "$@"
+du -sh wheels

@@ -1,0 +1,115 @@
+"""torch.compile: one graph each for attention, experts of any number of rows, and a layer with padded bins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from tests.features import MODELS
+from tests.parity import TINY
+from titanmoe.config.schema import Model, MoE
+from titanmoe.models.attention import Attention
+from titanmoe.models.latent_attention import LatentAttention
+from titanmoe.models.layers import rope_angles
+from titanmoe.moe.experts import Experts
+from titanmoe.moe.layer import MoE as Layer
+from titanmoe.parallel.compiled import compile_products
+from titanmoe.tokens import Tokens
+
+SHAPE = dict(num_experts=4, top_k=2, dim=16, expert_hidden=24)
+
+
+@pytest.fixture(autouse=True)
+def anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def filled(module: nn.Module) -> Any:
+    for seed, weight in enumerate(module.parameters()):
+        nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(seed))
+    return module
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def same(results: list[list[Tensor]]) -> None:
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        {},
+        pytest.param({"expert_biases": True, "expert_activation": "clamped_swiglu"}, marks=pytest.mark.slow),
+    ],
+    ids=["swiglu", "gpt_oss"],
+)
+def test_dropless_experts_compile_once_for_any_number_of_rows(switches: dict[str, Any]) -> None:
+    """None and one are numbers that torch.compile likes to make graphs of their own for."""
+    experts = filled(Experts(Model(**SHAPE, **switches), MoE(), torch.bfloat16))
+    compiled = compile_products(experts, "aot_eager", static=False)
+    for counts in ([3, 4, 5, 6], [9, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 40, 0, 0], [1, 1, 1, 1]):
+        results = []
+        for products in (compiled, experts.products):
+            x_RD, weight_R1 = random(sum(counts), 16, dtype=torch.bfloat16), random(sum(counts), 1, seed=1)
+            y_RD = products(x_RD.view_as(x_RD), weight_R1.view_as(weight_R1), torch.tensor(counts))
+            grads = torch.autograd.grad(y_RD.float().square().sum(), [x_RD, weight_R1, *experts.parameters()])
+            results.append([y_RD, *grads])
+        same(results)
+        assert graphs() == 1, f"compiled again for {counts}"
+
+
+def test_a_layer_with_padded_bins_is_one_graph_whatever_the_routing() -> None:
+    options = MoE(capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.02)
+    shape = Model(**SHAPE, score_function="sigmoid", num_groups=2, top_groups=1)
+    layer = filled(Layer(shape, options, None, 0, 0, 1, torch.bfloat16))
+    index = torch.arange(32)
+    tokens = Tokens(index.view(2, 16) % 16, index, index // 16, index % 5 != 4, torch.tensor(0))
+    layer.begin_step(1, torch.tensor(32.0), 2)
+    compiled = torch.compile(layer.forward, backend="aot_eager", fullgraph=True)
+    for seed, favourite in enumerate((None, 0, 3)):
+        layer.router.expert_bias.zero_()
+        if favourite is not None:
+            layer.router.expert_bias[favourite] = 9.0
+        results = []
+        for forward in (compiled, layer.forward):
+            x_BsD = random(2, 16, 16, dtype=torch.bfloat16, seed=seed)
+            y_BsD = forward(x_BsD, tokens)
+            results.append([y_BsD, *torch.autograd.grad(y_BsD.float().square().sum(), [x_BsD, *layer.parameters()])])
+        same(results)
+        assert graphs() == 1
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "deepseek_v3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mixtral", "qwen3_moe"))]
+)
+def test_attention_is_one_graph(name: str) -> None:
+    given = {key.removeprefix("model."): value for key, value in (TINY | MODELS[name]).items() if "model." in key}
+    shape = Model(**given)
+    latent = shape.kv_lora_rank > 0
+    attention = filled(LatentAttention(shape, torch.float32) if latent else Attention(shape, 0, torch.float32))
+    rope = rope_angles(
+        torch.arange(8).expand(2, 8), shape, shape.qk_rope_head_dim if latent else shape.head_dim, torch.float32
+    )
+    results = []
+    for forward in (torch.compile(attention.forward, backend="aot_eager", fullgraph=True), attention.forward):
+        x_BsD = random(2, 8, shape.dim)
+        y_BsD = forward(x_BsD, rope, None)
+        results.append([y_BsD, *torch.autograd.grad(y_BsD.square().sum(), [x_BsD, *attention.parameters()])])
+    same(results)
+    assert graphs() == 1

@@ -1,0 +1,253 @@
+"""Triton's kernels against their plain references: on a GPU with `pytest -m gpu`, elsewhere line by line.
+
+Without a GPU this file runs in a process with TRITON_INTERPRET=1, which tests/moe/test_interpreter.py starts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import parity
+from tests.features import MODELS
+from titanmoe.config.schema import Model, MoE
+from titanmoe.moe.dispatch import by_expert, copy_rows, lay_out, sort_by_expert
+from titanmoe.moe.experts import down
+from titanmoe.moe.kernels import interpreted
+from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens
+from titanmoe.moe.router import Router
+from titanmoe.tokens import Tokens
+
+DEVICE = "cpu" if interpreted() else "cuda"
+pytestmark = [
+    pytest.mark.skipif(not interpreted() and not torch.cuda.is_available(), reason="no CUDA device"),
+    *([] if interpreted() else [pytest.mark.gpu]),
+]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+CLOSE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}
+E = 4
+PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return values.to(DEVICE, dtype).requires_grad_()
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    assert got.dtype == want.dtype
+    torch.testing.assert_close(got, want, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+
+
+def choices(kind: str, tokens: int, top_k: int) -> Tensor:
+    """Distinct experts of each token, E for none."""
+    rows = torch.rand(tokens, E, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :top_k]
+    if kind == "one expert":
+        rows = torch.arange(top_k).expand(tokens, -1) + (E - top_k)
+    elif kind == "an idle expert":
+        rows = torch.where(rows == 1, E, rows)
+    elif kind == "padding":
+        rows = torch.where((torch.arange(tokens) % 3 == 1).unsqueeze(1), E, rows)
+    elif kind == "none":
+        rows = torch.full_like(rows, E)
+    return rows.contiguous().to(DEVICE)
+
+
+def through(kernels: str, x: Tensor, weights: Tensor, entry: Tensor, slot: Tensor) -> list[Tensor]:
+    rows, row_weights, route = copy_rows(x, weights, entry, slot, kernels)
+    back = to_tokens(rows * row_weights.to(rows.dtype), route.source_R, route.slot_TJ, kernels)
+    cotangents = [random(*y.shape, dtype=y.dtype, seed=9).detach() for y in (rows, row_weights, back)]
+    grads = torch.autograd.grad((rows, row_weights, back), (x, weights), cotangents)
+    return [rows, row_weights, back, *grads]
+
+
+@pytest.mark.parametrize("kind", ["random", "one expert", "an idle expert", "padding", "none"])
+@pytest.mark.parametrize(
+    "tokens, top_k, etp, bin, width",
+    [(37, 2, 1, 0, 24), (37, 1, 1, 0, 24), (5, 3, 2, 0, 130), (16, 2, 1, 20, 8), (1, 1, 1, 0, 1), (0, 2, 1, 0, 8)],
+)
+def test_tokens_to_rows_and_back(kind: str, tokens: int, top_k: int, etp: int, bin: int, width: int) -> None:
+    for dtype in DTYPES:
+        chosen = choices(kind, tokens, top_k)
+        order, count = sort_by_expert(chosen, E)
+        rows = E * etp * bin if bin else int(count.sum()) * etp
+        entry, slot = lay_out(chosen, order, count, 2, etp, bin, rows)
+        inputs = (
+            random(tokens, width, dtype=dtype),
+            random(tokens, top_k, dtype=torch.promote_types(dtype, torch.float32), seed=1),
+        )
+        got, again, want = (through(kernels, *inputs, entry, slot) for kernels in ("triton", "triton", "torch"))
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        for g, a, w in zip(got, again, want, strict=True):
+            close(g, w, dtype)
+            assert torch.equal(g, a), "two runs differ"
+
+
+def test_rows_wider_than_a_program() -> None:
+    """5,000 columns are two tiles; 300 rows of one column are one tile and no more."""
+    for rows, width in ((3, 5000), (300, 1)):
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        x = random(rows, width, dtype=torch.float32)
+        results = []
+        for kernels in ("triton", "torch"):
+            moved = reorder(x, order, invert(order), kernels)
+            back = to_rows(moved, order, invert(order).unsqueeze(1), kernels)
+            cotangent = random(rows, width, dtype=torch.float32, seed=4).detach()
+            results.append([moved, back, *torch.autograd.grad((moved, back), x, (cotangent, cotangent))])
+        for got, want in zip(*results, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_regrouped_rows_come_back() -> None:
+    count = torch.tensor([[3, 0], [1, 4]], device=DEVICE)
+    x = random(8, 6, dtype=torch.float32)
+    regroup = by_expert(count, 8)
+    assert torch.equal(reorder(reorder(x, *regroup, "triton"), *reversed(regroup), "triton"), x)
+
+
+@pytest.mark.parametrize(
+    "hidden, counts, clamped",
+    [
+        (100, [2, 0, 3, 1], False),
+        (100, [2, 0, 3, 1], True),
+        (100, [0, 23, 0, 0], True),
+        (100, [0, 0, 0, 0], False),
+        (2056, [1, 0, 2, 0], False),  # two tiles
+    ],
+)
+def test_activation_with_the_routing_weight(hidden: int, counts: list[int], clamped: bool) -> None:
+    for dtype in DTYPES:
+        count, wide = torch.tensor(counts, device=DEVICE), torch.promote_types(dtype, torch.float32)
+        results = []
+        for kernels in ("triton", "torch"):
+            leaves = [
+                (random(sum(counts), hidden, dtype=dtype, seed=0) * 6).detach().requires_grad_(),
+                (random(sum(counts), hidden, dtype=dtype, seed=1) * 6).detach().requires_grad_(),
+                random(sum(counts), 1, dtype=wide, seed=2),
+                (random(4, 8, hidden, dtype=dtype, seed=3) / hidden**0.5).detach().requires_grad_(),
+            ]
+            y = down(*(x.view_as(x) for x in leaves), count, False, clamped, kernels)
+            grads = torch.autograd.grad(y, leaves, random(*y.shape, dtype=dtype, seed=4).detach())
+            results.append([y.detach(), *grads])
+        for got, want in zip(*results, strict=True):
+            scale = max(1.0, float(want.abs().max()) if want.numel() else 1.0)
+            # the plain way rounds to bfloat16 after each operation
+            close(got / scale, want / scale, dtype)
+
+
+def told(samples: int, length: int, valid: Tensor | None = None) -> Tokens:
+    index = torch.arange(samples * length, device=DEVICE)
+    valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid
+    sample = index // max(1, length)
+    return Tokens(index.view(samples, length), index, sample, valid, torch.tensor(0, device=DEVICE))
+
+
+def router(experts: int, dtype: torch.dtype, kernels: str, forced: bool = False, **model: Any) -> Router:
+    shape = Model(**({"top_k": 3, "dim": experts} | model), num_experts=experts)
+    made = Router(shape, MoE(kernels=kernels, force_balance=forced), 0, 0, dtype).to(DEVICE)
+    with torch.no_grad():
+        made.weight.copy_(torch.eye(experts))  # what enters are the logits
+        made.expert_bias.copy_(torch.linspace(-0.1, 0.1, experts))
+    return made
+
+
+def routed(logits: Tensor, tokens: Tokens, which: str = "both", **options: Any) -> list[Tensor]:
+    made = router(logits.shape[1], logits.dtype, **options)
+    _, scores, weights, chosen, count = made(logits, tokens)
+    if not logits.numel():
+        return [scores, weights, chosen, count]
+    outputs = {"both": (scores, weights), "scores": (scores,), "weights": (weights,)}[which]
+    valid = tokens.valid_T.unsqueeze(1)  # nothing comes back to padding
+    cotangents = [random(*y.shape, dtype=y.dtype, seed=7 + y.shape[1]).detach() * valid for y in outputs]
+    return [scores, weights, chosen, count, *torch.autograd.grad(outputs, logits, cotangents)]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after_topk"])
+@pytest.mark.parametrize(
+    "experts, norm, shape",
+    [
+        (8, False, {}),
+        (300, True, {}),
+        (6, False, {"num_groups": 3, "top_groups": 2}),
+        (16, True, {"num_groups": 4, "top_groups": 2, "route_scale": 2.6}),
+        (5, False, {"top_k": 1}),
+        (4, True, {"num_groups": 4, "top_groups": 3}),
+    ],
+)
+def test_routing(score: str, experts: int, norm: bool, shape: dict[str, Any]) -> None:
+    length = 13 if experts == 16 else 3  # a program has 32 tokens of 16 experts, and 1 of 300
+    valid = (torch.arange(3 * length) % 7 != 3).to(DEVICE)
+    options, real = dict(score_function=score, norm_topk=norm, **shape), valid.unsqueeze(1)
+    for dtype, which in ((torch.float64, "both"), (torch.float32, "scores"), (torch.float32, "weights")):
+        logits = random(3 * length, experts, dtype=dtype, seed=5)
+        got, want = (routed(logits, told(3, length, valid), which, kernels=k, **options) for k in ("triton", "torch"))
+        for g, w in zip(got[2:4], want[2:4], strict=True):
+            assert torch.equal(g, w)
+        for g, w in zip((*got[:2], got[-1]), (*want[:2], want[-1]), strict=True):
+            close(g * real, w * real, dtype)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after_topk"])
+def test_ties_forced_balance_and_no_tokens(score: str) -> None:
+    level = torch.zeros(9, 8, dtype=torch.float32, device=DEVICE, requires_grad=True)
+    for forced in (False, True):
+        for logits, tokens in ((level, told(1, 9)), (level[:0].detach(), told(1, 0))):
+            got, want = (
+                routed(logits, tokens, kernels=k, forced=forced, score_function=score, norm_topk=False)
+                for k in ("triton", "torch")
+            )
+            for g, w in zip(got, want, strict=True):
+                close(g, w, torch.float32)
+
+
+def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
+    """So that a diverged run ends with its own error and not with an access outside a table."""
+    logits = torch.full((4, 8), float("nan"), device=DEVICE, requires_grad=True)
+    _, _, _, chosen, count = router(8, torch.float32, "triton")(logits, told(2, 2))
+    assert chosen.tolist() == [[0, 1, 2]] * 4 and count.tolist() == [[2, 2, 2, 0, 0, 0, 0, 0]] * 2
+
+
+def test_compiled_calls_keep_the_kernels_whole() -> None:
+    chosen = choices("random", 12, 2)
+    order, count = sort_by_expert(chosen, E)
+    entry, slot = lay_out(chosen, order, count, 1, 1, 0, 24)
+    x, weights = random(12, 8, dtype=torch.float32), random(12, 2, dtype=torch.float32, seed=1)
+
+    logits = random(12, 8, dtype=torch.float32, seed=2)
+    made = router(8, torch.float32, "triton")
+
+    def forward(x: Tensor, weights: Tensor, logits: Tensor) -> Tensor:
+        rows, row_weights, route = copy_rows(x, weights, entry, slot, "triton")
+        _, scores, chosen_weights, _, _ = made(logits, tokens)
+        back = to_tokens(rows * row_weights, route.source_R, route.slot_TJ, "triton")
+        return back.square().sum() + (scores.sum(1) * chosen_weights.sum(1)).sum()
+
+    tokens = told(2, 6)
+    results = []
+    for function in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
+        y = function(x, weights, logits)
+        results.append([y, *torch.autograd.grad(y, (x, weights, logits))])
+    for got, want in zip(*results, strict=True):
+        close(got, want, torch.float32)
+
+
+@pytest.mark.skipif(not interpreted(), reason="the law is of float64 over gloo ranks, on CPUs")
+@pytest.mark.parametrize(
+    "changes",
+    [
+        MODELS["sigmoid_groups"]
+        | PADDED
+        | {"parallelism.experts.ep": 2, "moe.overlap_chunks": 2, "moe.aux_loss": 0.02},
+        pytest.param({"parallelism.tp": 2, "parallelism.experts.etp": 2}, marks=pytest.mark.slow),
+        pytest.param({"parallelism.experts.ep": 2, "moe.z_loss": 0.02}, marks=pytest.mark.slow),
+        pytest.param(
+            MODELS["gpt_oss"] | {"moe.dispatcher": "allgather", "parallelism.experts.ep": 2}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["padded", "etp", "ep", "allgather"],
+)
+def test_parity(changes: dict[str, Any]) -> None:
+    parity.check(2, changes | {"moe.kernels": "triton", "model.num_layers": 1})

@@ -1,0 +1,105 @@
+"""The experts' products in 8 bits: `[moe] expert_dtype = "fp8"`.
+
+Both factors are e4m3 with one float32 scale per row: of the rows of tokens (or of gradients), and of the weights' rows
+along the width that the product sums over,
+
+    q = round(x / s),  s = max|x| over the row / 448        y = (q_x q_w^T) s_x s_w
+
+so forward and the gradient of the inputs are such products; a weight is quantised along its other width for the latter.
+The gradient of the weights sums over tokens, whose scales it would have to keep apart, and stays as it is without.
+Router, norms, attention and head never see 8 bits.
+
+`scaled_rows` is the product where there is hardware for it, `plain_scaled_rows` the formula: it quantises the same and
+multiplies what the numbers stand for, in float32. It is the reference, and the emulation of "fp8_emulated".
+
+Shapes: R routed rows sorted by local expert, e local experts, D and F the widths of a weight.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titanmoe.asked import askable, asked
+
+LARGEST = 448.0
+"""Of e4m3."""
+UNIT = 16
+"""Widths are multiples of so many, as rows of 8-bit numbers are whole 16-byte units."""
+
+
+def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 numbers and the scale of each row, such that their product is about x. A row of zeros stays one."""
+    wide = x.to(torch.float32)
+    scale = wide.abs().amax(-1) / LARGEST
+    scale = scale.where(scale > 0, 1.0)
+    # the division may round above the largest, which e4m3 would turn into NaN
+    q = (wide / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+    return q.contiguous(), scale.contiguous()  # rows of a transposed weight too: the hardware's product wants them
+
+
+def scaled_rows(x: tuple[Tensor, Tensor], w_eFD: Tensor, count_e: Tensor, dtype: torch.dtype) -> Tensor:
+    """Quantised rows of expert i times its matrix transposed."""
+    (q_RD, scale_R), (q_eFD, scale_eF) = x, quantise(w_eFD)
+    ends = count_e.cumsum(0).to(torch.int32)
+    return torch._scaled_grouped_mm(
+        q_RD, q_eFD.transpose(1, 2), scale_R, scale_eF, offs=ends, out_dtype=dtype, use_fast_accum=True
+    )
+
+
+def plain_scaled_rows(x: tuple[Tensor, Tensor], w_eFD: Tensor, count_e: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same by its formula."""
+    (q_RD, scale_R), (q_eFD, scale_eF) = x, quantise(w_eFD)
+    rows = (q_RD.to(torch.float32) * scale_R.unsqueeze(1)).split(count_e.tolist())
+    weights = q_eFD.to(torch.float32) * scale_eF.unsqueeze(2)
+    return torch.cat([x @ w.t() for x, w in zip(rows, weights.unbind(), strict=True)]).to(dtype)
+
+
+def scaled_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor, emulated: bool) -> Tensor:
+    """One product, without gradients."""
+    product = plain_scaled_rows if emulated else scaled_rows
+    return product(quantise(x_RD), w_eFD, count_e, x_RD.dtype)
+
+
+class _ScaledProducts(torch.autograd.Function):
+    """Products of the same rows with several weights; the rows are quantised once."""
+
+    @staticmethod
+    def forward(ctx, x_RD, count_e, emulated, gradient, *weights):
+        ctx.save_for_backward(x_RD, count_e, *weights)
+        ctx.emulated, ctx.gradient = emulated, gradient
+        product, rows = plain_scaled_rows if emulated else scaled_rows, quantise(x_RD)
+        return tuple(product(rows, w, count_e, x_RD.dtype) for w in weights)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x_RD, count_e, *weights = ctx.saved_tensors
+        grad_x, grad_weights = None, [None] * len(weights)
+        grads = [grad.contiguous() for grad in grads]
+        if asked(ctx, 0):
+            parts = [
+                scaled_product(g, w.transpose(1, 2), count_e, ctx.emulated) for g, w in zip(grads, weights, strict=True)
+            ]
+            grad_x = sum(parts[1:], parts[0])
+        if asked(ctx, 2):  # of the tensors, count_e among them
+            grad_weights = [ctx.gradient(g, x_RD, count_e) for g in grads]
+        return grad_x, None, None, None, *grad_weights
+
+
+def scaled_products(x_RD: Tensor, count_e: Tensor, emulated: bool, gradient, *weights: Tensor) -> tuple[Tensor, ...]:
+    """Rows of expert i times each of its matrices. `gradient` makes the weights': it is not in 8 bits."""
+    return _ScaledProducts.apply(askable(x_RD), count_e, emulated, gradient, *map(askable, weights))
+
+
+def missing(on_gpu: bool) -> str:
+    """Why this machine has no such products; empty where it has."""
+    if not on_gpu:
+        return "the run is on CPUs, which have none"
+    if not hasattr(torch, "_scaled_grouped_mm"):
+        return f"PyTorch {torch.__version__} has no torch._scaled_grouped_mm"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return (
+            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, not Hopper's 9.0"
+        )
+    return ""

@@ -1,0 +1,38 @@
+"""Triton kernels, each with its plain reference elsewhere in titanmoe.moe. Nothing here is imported without Triton.
+
+rows     tokens to routed rows and back      titanmoe.moe.permute
+swiglu   the experts' activation             titanmoe.moe.experts.weighted
+route    scores, choice, weights, counts     titanmoe.moe.router
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+
+from torch import Tensor
+
+
+def interpreted() -> bool:
+    """Whether Triton runs kernels on CPUs, line by line. Read at its import, so it takes a process of its own."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@functools.cache
+def installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def fused(kernels: str, x: Tensor) -> bool:
+    """Whether this tensor goes through the kernels: `[moe] kernels`."""
+    return kernels == "triton" or (kernels == "auto" and x.device.type == "cuda" and installed())
+
+
+def missing(on_gpu: bool) -> str:
+    """Why the kernels cannot run; empty where they can."""
+    if not installed():
+        return "Triton is not installed"
+    if not on_gpu and not interpreted():
+        return "Triton compiles for GPUs and the run is on CPUs"
+    return ""

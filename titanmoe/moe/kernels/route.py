@@ -1,0 +1,261 @@
+"""From logits to routing in one pass: scores, choice, weights, and how often each expert of a sample was chosen.
+
+Reference: `titanmoe.moe.router.Router._plain`. A program has a few tokens and all experts of each. The choice is the
+largest key, top_k times over, the lower number among equals; a key is the score and the selection bias, and -inf
+outside a token's best groups. Counts are sums of integers, so that their order does not matter.
+
+Backward, with m the chosen, r what a weight is before normalisation (the score, or the softmax over the chosen), g its
+gradient, S the sum of r over the chosen:
+
+    normalised   g = (g - sum g * r / S) / S
+    softmax      dlogit = s * (g - sum s * g)
+    sigmoid      dlogit = s * (1 - s) * g
+
+Shapes: T tokens, E experts (P: the power of two above), K top-k, G groups, B samples.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 512
+"""Scores of a program. It is one warp, so that no sum or choice over the experts has to wait for another."""
+MODES = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
+_SIGMOID, _AFTER = tl.constexpr(MODES["sigmoid"]), tl.constexpr(MODES["softmax_after_topk"])
+
+
+@triton.jit
+def _softmax(x):
+    """Of rows in which -inf marks what has no part; zeros where nothing has."""
+    top = tl.max(x, 1)[:, None]
+    e = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(e, 1)[:, None]
+    return e / tl.where(total == 0, 1.0, total)
+
+
+@triton.jit
+def _largest(key, at):
+    """(tokens, 1): where each row's largest is, the first among equals."""
+    return tl.min(tl.where(key == tl.max(key, 1)[:, None], at, key.shape[1]), 1)[:, None]
+
+
+@triton.jit
+def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr):
+    """Where a token's best groups are; a group counts its two best keys, or its best."""
+    SIZE: tl.constexpr = E // G
+    group = tl.arange(0, GP)[None, :]
+    value = tl.full([key.shape[0], GP], float("-inf"), key.dtype)
+    for g in range(G):
+        mine = tl.where((e // SIZE == g) & (e < E), key, float("-inf"))
+        best = tl.max(mine, 1)
+        if TWO:
+            best += tl.max(tl.where(e == _largest(mine, e), float("-inf"), mine), 1)
+        value = tl.where(group == g, best[:, None], value)
+    keep = key != key
+    for _ in range(TOP):
+        first = _largest(value, group)
+        value = tl.where(group == first, float("-inf"), value)
+        keep = keep | (e // SIZE == first)
+    return keep
+
+
+@triton.jit
+def _unnormalised(logits, scores, chosen, MODE: tl.constexpr):
+    """What the weights of the chosen are made of, 0 elsewhere."""
+    return _softmax(tl.where(chosen, logits, float("-inf"))) if MODE == _AFTER else tl.where(chosen, scores, 0.0)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count, T, E: tl.constexpr,
+             P: tl.constexpr, SCALE: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
+             TOP: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, FORCED: tl.constexpr,
+             ROWS: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = t < T
+    e, k = tl.arange(0, P)[None, :], tl.arange(0, KP)[None, :]
+    place, inside = t[:, None] * E + e, there[:, None] & (e < E)
+    x = tl.load(logits + place, mask=inside, other=0.0)
+    masked = tl.where(e < E, x, float("-inf"))
+    s = 1 / (1 + tl.exp(-x)) if MODE == _SIGMOID else _softmax(masked)
+    tl.store(scores + place, s, mask=inside)
+
+    choice = tl.zeros([ROWS, KP], dtype=tl.int64)
+    taken = (e < 0) & there[:, None]
+    if FORCED:
+        slot = tl.load(index + t, mask=there, other=0)[:, None] * K
+        for j in range(K):
+            number = (slot + j) % E
+            taken = taken | (e == number)
+            choice = tl.where(k == j, number, choice)
+    else:
+        key = s + tl.load(bias + e, mask=e < E, other=0.0).to(s.dtype)
+        # torch sorts what is not a number before all numbers; it must not leave the table here
+        key = tl.where(key != key, float("inf"), key)
+        key = tl.where(e < E, key, float("-inf"))
+        if G > 1:
+            keep = _best_groups(key, e, E, G, GP, TOP, MODE == _SIGMOID and E > G)
+            key = tl.where(keep, key, float("-inf"))
+        for j in range(K):
+            number = _largest(key, e)
+            here = e == number
+            key = tl.where(here, float("-inf"), key)
+            taken = taken | here
+            choice = tl.where(k == j, number.to(tl.int64), choice)
+
+    raw = _unnormalised(x, s, taken, MODE)
+    if NORM:
+        raw = raw / (tl.sum(raw, 1)[:, None] + 1e-20)
+    raw = raw * SCALE
+    weight = tl.zeros([ROWS, KP], dtype=s.dtype)
+    for j in range(K):
+        number = tl.sum(tl.where(k == j, choice, 0), 1)[:, None]
+        weight = tl.where(k == j, tl.sum(tl.where(e == number, raw, 0.0), 1)[:, None], weight)
+    real = tl.load(valid + t, mask=there, other=0)[:, None] != 0
+    out, written = t[:, None] * K + k, there[:, None] & (k < K)
+    tl.store(weights + out, weight, mask=written)
+    tl.store(chosen + out, tl.where(real, choice, E), mask=written)
+
+    # A program's tokens are mostly of one sample: one sum per sample that it touches.
+    of = tl.load(sample + t, mask=there, other=-1)
+    visits = taken & real & there[:, None]
+    b, last = tl.min(tl.where(there, of, tl.max(of, 0)), 0), tl.max(of, 0)
+    while b <= last:
+        added = tl.sum((visits & (of == b)[:, None]).to(tl.int64), 0)
+        tl.atomic_add(count + b * E + tl.arange(0, P), added, mask=(tl.arange(0, P) < E) & (added > 0), sem="relaxed")
+        b += 1
+
+
+@triton.jit(do_not_specialize=["T"])
+def _backward(grad_scores, grad_weights, logits, scores, chosen, out, T, E: tl.constexpr, P: tl.constexpr,
+              SCALE: tl.constexpr, K: tl.constexpr, MODE: tl.constexpr, NORM: tl.constexpr, OF_SCORES: tl.constexpr,
+              OF_WEIGHTS: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    there = t < T
+    e = tl.arange(0, P)[None, :]
+    place, inside = t[:, None] * E + e, there[:, None] & (e < E)
+    s = tl.load(scores + place, mask=inside, other=0.0)
+    grad = tl.zeros([ROWS, P], dtype=s.dtype)
+    if OF_SCORES:
+        grad += tl.load(grad_scores + place, mask=inside, other=0.0)
+    result = tl.zeros([ROWS, P], dtype=s.dtype)
+    if OF_WEIGHTS:
+        g = tl.zeros([ROWS, P], dtype=s.dtype)
+        taken = (e < 0) & there[:, None]
+        for j in range(K):
+            here = e == tl.load(chosen + t * K + j, mask=there, other=E)[:, None]
+            taken = taken | here
+            g = tl.where(here, tl.load(grad_weights + t * K + j, mask=there, other=0.0)[:, None] * SCALE, g)
+        x = tl.load(logits + place, mask=inside, other=0.0) if MODE == _AFTER else s
+        raw = _unnormalised(x, s, taken, MODE)
+        if NORM:
+            total = tl.sum(raw, 1)[:, None] + 1e-20
+            g = tl.where(taken, (g - tl.sum(g * raw, 1)[:, None] / total) / total, 0.0)
+        if MODE == _AFTER:
+            result += raw * (g - tl.sum(g * raw, 1)[:, None])
+        else:
+            grad += g
+    if MODE == _SIGMOID:
+        result += s * (1 - s) * grad
+    elif OF_SCORES or MODE != _AFTER:
+        result += s * (grad - tl.sum(s * grad, 1)[:, None])
+    tl.store(out + place, result, mask=inside)
+
+
+def _tile(experts: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(experts)
+    return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
+
+
+@torch.library.custom_op("titanmoe::route", mutates_args=())
+def route(
+    logits_TE: Tensor,
+    bias_E: Tensor,
+    index_T: Tensor,
+    sample_T: Tensor,
+    valid_T: Tensor,
+    samples: int,
+    top_k: int,
+    groups: int,
+    top_groups: int,
+    mode: int,
+    norm: bool,
+    scale: float,
+    forced: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Scores (T, E), weights (T, K), chosen (T, K) with E where there is no token, and counts (B, E)."""
+    inputs = [x.contiguous() for x in (logits_TE, bias_E, index_T, sample_T, valid_T)]
+    T, E = logits_TE.shape
+    scores_TE = torch.empty_like(inputs[0])
+    weights_TK, chosen_TK = scores_TE.new_empty(T, top_k), index_T.new_empty(T, top_k, dtype=torch.int64)
+    count_BE = torch.zeros(samples, E, dtype=torch.int64, device=logits_TE.device)
+    shape = _tile(E)
+    if T:
+        _forward[(triton.cdiv(T, shape["ROWS"]),)](
+            *inputs, scores_TE, weights_TK, chosen_TK, count_BE, T, **shape,
+            SCALE=scale, K=top_k, KP=triton.next_power_of_2(top_k), G=groups, GP=triton.next_power_of_2(groups),
+            TOP=top_groups, MODE=mode, NORM=norm, FORCED=forced, num_warps=1,
+        )  # fmt: skip
+    return scores_TE, weights_TK, chosen_TK, count_BE
+
+
+@route.register_fake
+def _(logits_TE, bias_E, index_T, sample_T, valid_T, samples, top_k, *_):
+    scores_TE = logits_TE.new_empty(logits_TE.shape)
+    chosen_TK = logits_TE.new_empty(logits_TE.shape[0], top_k, dtype=torch.int64)
+    count_BE = logits_TE.new_empty(samples, logits_TE.shape[1], dtype=torch.int64)
+    return scores_TE, logits_TE.new_empty(logits_TE.shape[0], top_k), chosen_TK, count_BE
+
+
+@torch.library.custom_op("titanmoe::route_backward", mutates_args=())
+def route_backward(
+    grad_scores_TE: Tensor | None,
+    grad_weights_TK: Tensor | None,
+    logits_TE: Tensor,
+    scores_TE: Tensor,
+    chosen_TK: Tensor,
+    mode: int,
+    norm: bool,
+    scale: float,
+) -> Tensor:
+    logits_TE = logits_TE.contiguous()
+    T, K = chosen_TK.shape
+    out, shape = torch.empty_like(scores_TE), _tile(scores_TE.shape[1])
+    if T:
+        _backward[(triton.cdiv(T, shape["ROWS"]),)](
+            out if grad_scores_TE is None else grad_scores_TE.contiguous(),
+            out if grad_weights_TK is None else grad_weights_TK.contiguous(),
+            logits_TE, scores_TE, chosen_TK, out, T, **shape,
+            SCALE=scale, K=K, MODE=mode, NORM=norm, OF_SCORES=grad_scores_TE is not None,
+            OF_WEIGHTS=grad_weights_TK is not None, num_warps=1,
+        )  # fmt: skip
+    return out
+
+
+@route_backward.register_fake
+def _(grad_scores_TE, grad_weights_TK, logits_TE, scores_TE, *_):
+    return scores_TE.new_empty(scores_TE.shape)
+
+
+class Routing(torch.autograd.Function):
+    """`route` with the gradients of scores and weights."""
+
+    @staticmethod
+    def forward(ctx, logits_TE, bias_E, index_T, sample_T, valid_T, samples, top_k, groups, top_groups, *rest):
+        mode, norm, scale, forced = rest
+        shape = (samples, top_k, groups, top_groups, mode, norm, scale, forced)
+        scores_TE, weights_TK, chosen_TK, count_BE = route(logits_TE, bias_E, index_T, sample_T, valid_T, *shape)
+        ctx.save_for_backward(logits_TE, scores_TE, chosen_TK)
+        ctx.how = (mode, norm, scale)
+        ctx.mark_non_differentiable(chosen_TK, count_BE)
+        ctx.set_materialize_grads(False)
+        return scores_TE, weights_TK, chosen_TK, count_BE
+
+    @staticmethod
+    def backward(ctx, grad_scores_TE, grad_weights_TK, *_):
+        if grad_scores_TE is None and grad_weights_TK is None:
+            return (None,) * 13
+        grad = route_backward(grad_scores_TE, grad_weights_TK, *ctx.saved_tensors, *ctx.how)
+        return grad, *(None,) * 12

@@ -1,0 +1,118 @@
+"""What enters the experts' down projection, in one pass: activation, product and routing weight; and its gradients.
+
+Reference: `titanmoe.moe.experts.weighted`, which rounds after each of its operations; here all is float32 (or float64)
+until the one rounding at the end. With a = act(gate), u = up (clamped: min(gate, 7), up within 7, + 1) and weight w:
+
+    h = a * u * w     dw = sum_F dh * a * u     dup = dh * w * a     dgate = dh * w * u * act'(gate)
+
+A program has whole rows, so dw is summed without atomics, in a fixed order.
+
+Shapes: R rows, F hidden width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanmoe.moe.kernels.launch import tile, wide
+
+TILE = 2048
+
+
+@triton.jit
+def _activate(gate, up, CLAMPED: tl.constexpr):
+    """act(gate), its derivative, the factor u, and where up's gradient passes."""
+    if CLAMPED:
+        held = tl.minimum(gate, 7.0)
+        share = 1 / (1 + tl.exp(-1.702 * held))
+        act = held * share
+        slope = tl.where(gate <= 7.0, share + 1.702 * act * (1 - share), 0.0)
+        passes = (up <= 7.0) & (up >= -7.0)
+        factor = tl.minimum(tl.maximum(up, -7.0), 7.0) + 1
+    else:
+        share = 1 / (1 + tl.exp(-gate))
+        act = gate * share
+        slope = share + act * (1 - share)
+        passes = up == up
+        factor = up
+    return act, slope, factor, passes
+
+
+@triton.jit(do_not_specialize=["R"])
+def _forward(gate, up, weight, out, R, F: tl.constexpr, WIDE: tl.constexpr, CLAMPED: tl.constexpr,
+             ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    w = tl.load(weight + row, mask=row < R, other=0.0).to(WIDE)
+    for first in range(0, F, COLUMNS):
+        f = first + tl.arange(0, COLUMNS)
+        inside = (row < R)[:, None] & (f < F)[None, :]
+        place = row[:, None] * F + f[None, :]
+        g = tl.load(gate + place, mask=inside, other=0.0).to(WIDE)
+        u = tl.load(up + place, mask=inside, other=0.0).to(WIDE)
+        act, _, factor, _ = _activate(g, u, CLAMPED)
+        tl.store(out + place, (act * factor * w[:, None]).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["R"])
+def _backward(grad, gate, up, weight, out, grad_gate, grad_up, grad_weight, R, F: tl.constexpr, WIDE: tl.constexpr,
+              CLAMPED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    w = tl.load(weight + row, mask=row < R, other=0.0).to(WIDE)
+    total = tl.zeros([ROWS], dtype=WIDE)
+    for first in range(0, F, COLUMNS):
+        f = first + tl.arange(0, COLUMNS)
+        inside = (row < R)[:, None] & (f < F)[None, :]
+        place = row[:, None] * F + f[None, :]
+        dh = tl.load(grad + place, mask=inside, other=0.0).to(WIDE)
+        g = tl.load(gate + place, mask=inside, other=0.0).to(WIDE)
+        u = tl.load(up + place, mask=inside, other=0.0).to(WIDE)
+        act, slope, factor, passes = _activate(g, u, CLAMPED)
+        total += tl.sum(dh * act * factor, 1)
+        tl.store(out + place, (act * factor * w[:, None]).to(out.dtype.element_ty), mask=inside)
+        dh = dh * w[:, None]
+        tl.store(grad_gate + place, (dh * factor * slope).to(out.dtype.element_ty), mask=inside)
+        tl.store(grad_up + place, tl.where(passes, dh * act, 0.0).to(out.dtype.element_ty), mask=inside)
+    tl.store(grad_weight + row, total.to(grad_weight.dtype.element_ty), mask=row < R)
+
+
+@torch.library.custom_op("titanmoe::weighted_swiglu", mutates_args=())
+def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
+    gate_RF, up_RF, weight_R1 = gate_RF.contiguous(), up_RF.contiguous(), weight_R1.contiguous()
+    (R, F), out = gate_RF.shape, torch.empty_like(gate_RF)
+    rows, columns = tile(F, TILE)
+    if R:
+        _forward[(triton.cdiv(R, rows),)](
+            gate_RF, up_RF, weight_R1, out, R,
+            F=F, WIDE=wide(gate_RF.dtype), CLAMPED=clamped, ROWS=rows, COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@weighted_swiglu.register_fake
+def _(gate_RF, up_RF, weight_R1, clamped):
+    return gate_RF.new_empty(gate_RF.shape)
+
+
+@torch.library.custom_op("titanmoe::weighted_swiglu_backward", mutates_args=())
+def weighted_swiglu_backward(
+    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h once more, and the gradients of gate, up and weight."""
+    inputs = [x.contiguous() for x in (grad_RF, gate_RF, up_RF, weight_R1)]
+    (R, F) = gate_RF.shape
+    outputs = [*(torch.empty_like(inputs[1]) for _ in range(3)), torch.empty_like(inputs[3])]
+    rows, columns = tile(F, TILE)
+    if R:
+        _backward[(triton.cdiv(R, rows),)](
+            *inputs, *outputs, R,
+            F=F, WIDE=wide(gate_RF.dtype), CLAMPED=clamped, ROWS=rows, COLUMNS=columns, num_warps=4,
+        )  # fmt: skip
+    return tuple(outputs)
+
+
+@weighted_swiglu_backward.register_fake
+def _(grad_RF, gate_RF, up_RF, weight_R1, clamped):
+    return *(gate_RF.new_empty(gate_RF.shape) for _ in range(3)), weight_R1.new_empty(weight_R1.shape)
