@@ -178,6 +178,10 @@ def test_out_of_range(path, value):
             'overlap_chunks = 2 .*dispatcher = "allgather" makes none: use dispatcher = "alltoall" or "hierarchical"',
         ),
         (
+            {"moe.overlap_chunks": -1, "moe.dispatcher": "allgather"},
+            'overlap_chunks = -1 .*dispatcher = "allgather" makes none: use dispatcher = "alltoall"',
+        ),
+        (
             {"moe.overlap_chunks": 2, "moe.dispatcher": "symm_mem"},
             'overlap_chunks = 2 cuts .*dispatcher = "symm_mem" leaves on the device: use dispatcher = "alltoall"',
         ),

@@ -7,7 +7,9 @@ COMPUTE seconds a row, and the shared expert SHARED at once, forward and backwar
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from tests import parity, world
 from titanmoe import comm
 from titanmoe.comm import ALONE, Group
+from titanmoe.moe import chunks
 from titanmoe.moe.layer import MoE
 from titanmoe.tokens import Tokens
 
@@ -155,6 +158,27 @@ def test_a_chunk_is_multiplied_while_others_are_under_way(way: str) -> None:
     for alone, cut in zip(world.run(RANKS, timed, 1, False), world.run(RANKS, timed, 4, False), strict=True):
         assert alone[way]["experts in messages"] == 0, alone[way]
         assert cut[way]["experts in messages"] > 0.5 * cut[way]["experts"], cut[way]
+
+
+def chosen(slowed: bool) -> chunks.Choice:
+    """On four ranks: of rows that take MESSAGE seconds and experts that take COMPUTE, or neither."""
+    config = parity.read({}, 4)
+    group = Group(dist.group.WORLD.group_name, 4, dist.get_rank())
+    experts = chunks.stand_in(config.model, config.moe, 4, 1, torch.float32, torch.device("cpu"))
+    if slowed:
+        products = experts.products
+        experts.products = lambda x, *work: _Work.apply(products(x, *work), COMPUTE * x.shape[0], [])
+    with SlowWire() if slowed else nullcontext(), mock.patch.object(chunks, "ROUNDS", 1 if slowed else 10):
+        return chunks.choose(chunks.measure(experts, 16, group, group), 16)
+
+
+def test_chunks_are_chosen_where_messages_are_slow() -> None:
+    slow, quick = world.run(4, chosen, True), world.run(4, chosen, False)
+    assert len({str(choice) for choice in slow}) == len({str(choice) for choice in quick}) == 1
+    assert slow[0].chunks > 1 and min(slow[0].alone) > 1, str(slow[0])
+    there, back, forward, backward = (line.slope for line in vars(slow[0].costs).values())
+    assert min(there, back) > 0.5 * MESSAGE and min(forward, backward) > 0.5 * COMPUTE, str(slow[0])
+    assert quick[0].chunks == 1, str(quick[0])
 
 
 def test_what_is_under_way_cannot_be_used() -> None:

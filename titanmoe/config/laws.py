@@ -120,7 +120,7 @@ RANGES = {
     "pipeline.virtual_stages": DERIVED,
     "pipeline.layers_per_stage": NOT_NEGATIVE,
     "moe.symm_mem_factor": COUNT,
-    "moe.overlap_chunks": COUNT,
+    "moe.overlap_chunks": DERIVED,
     "moe.capacity_factor": NOT_NEGATIVE,
     "moe.jitter": BELOW_ONE,
     "moe.aux_loss": NOT_NEGATIVE,
@@ -404,7 +404,7 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
 
 
 def _overlap(moe: MoE) -> Iterator[Violation]:
-    if moe.overlap_chunks > 1 and moe.dispatcher == "allgather":
+    if moe.overlap_chunks != 1 and moe.dispatcher == "allgather":
         yield Violation(
             ("moe.overlap_chunks", "moe.dispatcher"),
             f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all into chunks, and moe.dispatcher = "
@@ -415,7 +415,7 @@ def _overlap(moe: MoE) -> Iterator[Violation]:
 def _symmetric(moe: MoE) -> Iterator[Violation]:
     if moe.dispatcher != "symm_mem":
         return
-    if moe.overlap_chunks > 1:
+    if moe.overlap_chunks != 1:
         yield Violation(
             ("moe.overlap_chunks", "moe.dispatcher"),
             f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all by numbers of rows, which moe.dispatcher = "

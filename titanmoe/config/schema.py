@@ -309,7 +309,7 @@ class MoE:
     symm_mem_factor: float = 2.0
     """symm_mem only: rows that a rank has room for, by what arrives under even routing. A step in which a rank would receive more is made again by alltoall, exactly (metric overflow_reruns): raise it if that happens often, lower it for memory. From ep on it never happens."""
     overlap_chunks: int = 1
-    """Above 1: each expert's rows travel in so many all-to-alls, so that a chunk is under way while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. 1: off."""
+    """Above 1: each expert's rows travel in so many all-to-alls, so that a chunk is under way while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. -1: before the first step the ranks time both and choose; the header names the choice, which another start may not repeat, so give the number where runs must agree to the last bit. 1: off."""
     capacity_factor: float = 0.0
     """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
     drop_policy: Literal["probability", "position"] = "probability"

@@ -59,13 +59,18 @@ class Dispatcher:
     """The pieces as they are where nothing is ever under way: a dispatcher need only know dispatch and combine."""
 
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
-        self.num_experts, self.chunks, self.kernels = num_experts, chunks, kernels
+        # Chunks that are to be measured (-1) are one until titanmoe.parallel.expert.measured_chunks has done so.
+        self.num_experts, self.chunks, self.kernels = num_experts, max(1, chunks), kernels
         self.lay(ALONE, 1, 1)
 
     def lay(self, group: Group, ep: int, etp: int) -> None:
         """Over which ranks the experts lie; called when the model is laid on the meshes."""
         self.group, self.ep, self.etp = group, ep, etp
         self.local_experts = self.num_experts // ep
+
+    def cut_into(self, chunks: int) -> None:
+        """Another number of chunks from now on; the same on all ranks of the group."""
+        self.chunks = chunks
 
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
         return self.dispatch(x_TD, weights_TK, chosen_TK, bin)
@@ -191,6 +196,10 @@ class Hierarchical(_InPieces):
         self.node_experts = self.num_experts // across.size
         self.inner = AllToAll(self.node_experts, self.chunks, self.kernels)
         self.inner.lay(within, self.ep // across.size, self.etp)
+
+    def cut_into(self, chunks: int) -> None:
+        super().cut_into(chunks)
+        self.inner.cut_into(chunks)
 
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
         T, N, across = x_TD.shape[0], self.across.size, self.across

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.distributed.tensor import Shard
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.dispatch import Hierarchical
+from titanmoe.moe.capacity import Capacity
+from titanmoe.moe.chunks import Choice, choose, measure, stand_in
+from titanmoe.moe.dispatch import Dispatcher, Hierarchical
 from titanmoe.moe.symmetric import Symmetric
 from titanmoe.parallel.tensor import place
 
@@ -34,3 +38,34 @@ def symmetric(config: Config, meshes: Meshes, device: torch.device) -> Symmetric
     """What dispatches while a step runs, where the config asks for symmetric memory. By all ranks together."""
     asked = config.moe.dispatcher == "symm_mem"
     return Symmetric(config, meshes.fold, meshes.dispatch, device) if asked else None
+
+
+def routed_rows(config: Config, meshes: Meshes) -> int:
+    """Of one layer and microbatch on a rank: under even routing, or of bins that are padded."""
+    model, options, samples = config.model, config.moe, config.training.local_batch_size
+    owned = samples * config.training.seq_len // (meshes.cp.size * meshes.tp.size)
+    if not options.pad_to_capacity:
+        return owned * model.top_k * meshes.fold.etp
+    capacity = Capacity(model, options)
+    capacity.sequence = meshes.sequence
+    return capacity.bin(samples, owned) * model.num_experts * meshes.fold.etp
+
+
+def measured_chunks(
+    config: Config, meshes: Meshes, dispatchers: Iterable[Dispatcher], device: torch.device
+) -> Choice | None:
+    """Where moe.overlap_chunks = -1: measured by all ranks together, chosen alike on all, and set. None elsewhere, and
+    where no row leaves its rank in chunks.
+    """
+    wire = meshes.within if config.moe.dispatcher == "hierarchical" else meshes.dispatch
+    if config.moe.overlap_chunks != -1 or wire.size == 1:
+        return None
+    again = config.activation_checkpoint
+    forwards = 1 + (1 / again.every if again.mode in ("full", "moe") else 0)
+    compute = getattr(torch, config.training.mixed_precision_param)
+    experts = stand_in(config.model, config.moe, meshes.fold.ep, meshes.fold.etp, compute, device)
+    rows = routed_rows(config, meshes)
+    choice = choose(measure(experts, rows, wire, meshes.world), rows, forwards)
+    for dispatcher in dispatchers:
+        dispatcher.cut_into(choice.chunks)
+    return choice

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
-from titanmoe.models.transformer import Transformer
+from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
 
@@ -97,3 +97,28 @@ def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
             if narrow_wire and not isinstance(module, Router):
                 module.set_custom_reduce_scatter(NarrowOnTheWire(mesh.size(-1) if mesh.ndim > 1 else mesh.size(), wide))
             module.set_force_sum_reduction_for_comms(True)
+    _prefetch(model, meshes, reshard(config))
+
+
+def _prefetch(model: Transformer, meshes: Meshes, freed: bool) -> None:
+    """Before its attention a block asks for its experts' weights and the next block's; in backward for its experts'
+    and the block's before. freed: whether forward gives weights up again.
+
+    FSDP by itself gathers ahead only as far as the host is ahead of the device. A dropless dispatcher holds the host
+    until the rows are counted, and the device would then wait for the weights. Blocks ask, and not experts, whose hooks
+    run once more where recomputation is: that would gather weights in backward which forward then finds outdated.
+    """
+
+    # The last axis shards; one before it replicates.
+    dense, experts = (mesh.size(mesh.ndim - 1) > 1 for mesh in (meshes.dense_data, meshes.expert_data))
+
+    def units(block: Block, and_then: nn.Module | None) -> list[nn.Module]:
+        own = [block.moe.experts] if experts and block.moe is not None else []
+        return [*own, and_then] if dense and and_then is not None else own
+
+    blocks = list(model.layers.values())
+    head = model.head if isinstance(model.head, FSDPModule) else None
+    for block, before, after in zip(blocks, [None, *blocks], [*blocks[1:], head], strict=False):
+        block.set_modules_to_forward_prefetch(units(block, after))
+        if freed:  # else nothing is gathered in backward
+            block.set_modules_to_backward_prefetch(units(block, before))

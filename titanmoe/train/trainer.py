@@ -29,7 +29,7 @@ from titanmoe.moe.symmetric import Symmetric
 from titanmoe.parallel.apply import build, drive
 from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.context import placement
-from titanmoe.parallel.expert import symmetric
+from titanmoe.parallel.expert import measured_chunks, symmetric
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
 from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
@@ -71,6 +71,7 @@ class Trainer:
         self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
         self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
         self.symmetric, self.overflow_reruns = symmetric(config, self.meshes, self.device), 0
+        self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
         self.tied = TiedEnds(self.parts, config, self.meshes)
         self.placement = placement(config)
         self.optimizer = Optimizer(self.parameters, config.optimizer)
@@ -92,6 +93,8 @@ class Trainer:
             notes = checkpoints.begin() | self.notes()
             metrics = self.metrics(run, notes)
             checkpoints.tell = metrics.event
+            if self.chunks:
+                metrics.event(self.step, "chunks", str(self.chunks), **self.chunks.numbers())
             profiler = Profiler(self, run, metrics.event)
             self.wants_to_stop = lambda: checkpoints.wants_to_stop
             first = self.step + 1
@@ -151,6 +154,8 @@ class Trainer:
         """What the run's header says beside the mapping."""
         options, recompute = self.config.pipeline, self.config.activation_checkpoint.mode
         notes = self.loader.notes()
+        if self.config.moe.overlap_chunks == -1:
+            notes["overlap chunks"] = str(self.chunks or "1: no row leaves its rank in chunks")
         if self.fold.pp == 1:
             return notes
         stages = len(stage_ranks(self.config, self.fold.pp))

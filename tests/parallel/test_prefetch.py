@@ -1,0 +1,85 @@
+"""Weights are asked for before the host waits for the dispatcher: seen in the order of a step's collectives."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import Any
+
+import pytest
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import parity, world
+
+# 4 data ranks for attention, 2 for the experts of each of 2 ranks.
+MAPPING = {"model.vocab_size": 320, "model.num_layers": 3, "parallelism.experts.ep": 2}
+
+
+class _Order(TorchDispatchMode):
+    """All-gathers by the elements they deliver, and all-to-alls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = op._overloadpacket.__name__
+        if name == "_allgather_base_":
+            self.seen.append(args[0].numel())
+        elif name == "all_to_all_single":
+            self.seen.append("rows")
+        return op(*args, **(kwargs or {}))
+
+
+def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
+    """Forward's and backward's, of the first microbatch of two steps; messages in a row stand there once."""
+    from torch.distributed.tensor import DTensor
+
+    trainer = parity.make_trainer(MAPPING | changes)
+    (part,) = trainer.parts
+
+    def elements(module: Any) -> int:
+        return sum(p.numel() for p in module.parameters() if isinstance(p, DTensor))
+
+    block = part.layers["1"]
+    experts = elements(block.moe.experts)
+    names = {elements(part.embed): "embed", elements(part.head): "head"}
+    names |= {experts // trainer.fold.ep: "experts", elements(block) - experts: "block"}
+    assert len(names) == 4
+    found, run = [], trainer.engine.run
+
+    def split(slices: Any, divisor: Any) -> Any:
+        (first, *others) = slices
+        with _Order() as forward:
+            loss = trainer.engine.model(*first) / divisor
+        with _Order() as backward:
+            loss.backward()
+        found.append([[names.get(x, x) for x, _ in groupby(order.seen)] for order in (forward, backward)])
+        return run(others, divisor) + loss.detach()
+
+    trainer.engine.run = split
+    trainer.train_step()
+    trainer.train_step()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+def test_weights_are_asked_for_before_the_counts(mode: str) -> None:
+    """With recomputation too, where the rows are counted once more before the experts' backward."""
+    ahead = ["block", "experts", "block", "rows", "experts", "block", "rows", "experts"]
+    for steps in world.run(4, orders, {"activation_checkpoint.mode": mode}):
+        for forward, backward in steps:
+            assert forward == ["embed", *ahead, "head", "rows"]
+            assert backward == ["head", *ahead, "rows", "embed", "rows"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation_checkpoint.mode": "moe", "model.moe_every": 2, "model.dense_hidden": 16, "model.num_layers": 3},
+        {"parallelism.reshard_after_forward": "never", "model.mtp_depth": 1, "parallelism.dp_replicate": 2},
+        {"parallelism.pp": 2, "parallelism.reshard_after_forward": "always", "moe.overlap_chunks": 2},
+    ],
+    ids=["recomputed", "replicas", "pipeline"],
+)
+def test_weights_asked_for_early_are_those_of_the_step(changes: dict[str, Any]) -> None:
+    parity.check(4, {"parallelism.experts.ep": 1 if "parallelism.pp" in changes else 2} | changes)
