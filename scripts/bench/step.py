@@ -30,6 +30,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 BOTH = ["--training.seq_len=512", "--training.global_batch_size=8", "--data.source=synthetic", "--training.device=cpu"]
 BOTH += ["--training.steps=1000000", "--model.vocab_size=2048", "--model.dim=256"]
+BOTH += ["--parallelism.reshard_after_forward=never"]  # nothing is recomputed, weights are not gathered twice either
 MODELS = {
     # 33.0M parameters
     "ds": "num_layers=6 num_heads=16 num_kv_heads=16 head_dim=192 kv_lora_rank=512 qk_nope_head_dim=128 "

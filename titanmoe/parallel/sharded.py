@@ -95,7 +95,7 @@ def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
             if mesh.size() > 1:  # where there is nothing to sum, torch would divide by 1.0, number by number
                 module.set_gradient_divide_factor(1.0)
             if narrow_wire and not isinstance(module, Router):
-                module.set_custom_reduce_scatter(NarrowOnTheWire(mesh.size(-1) if mesh.ndim > 1 else mesh.size(), wide))
+                module.set_custom_reduce_scatter(NarrowOnTheWire(mesh.size(mesh.ndim - 1), wide))
             module.set_force_sum_reduction_for_comms(True)
     _prefetch(model, meshes, reshard(config))
 
