@@ -6,7 +6,8 @@ from math import inf, nan
 import pytest
 
 from titanmoe.config.fields import build, fields, flat
-from titanmoe.config.laws import RANGES, Range, contradictions, out_of_range
+from titanmoe.config.laws import contradictions
+from titanmoe.config.ranges import RANGES, Range, out_of_range
 from titanmoe.config.schema import Config
 from titanmoe.models.families import names, preset
 

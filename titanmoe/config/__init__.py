@@ -1,4 +1,4 @@
-"""The configuration of a run: typed tables (schema), what fits together (laws), recipes and overrides (load)."""
+"""The configuration of a run: typed tables (schema), what fits (ranges, laws), recipes and overrides (load)."""
 
 from titanmoe.config.fields import to_toml
 from titanmoe.config.load import ConfigError, exit_with, load

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from titanmoe.config import laws, schema
+from titanmoe.config import ranges, schema
 from titanmoe.config.schema import Config
 
 BEGIN, END = "<!-- fields: written by `python -m titanmoe.config docs/config.md` -->", "<!-- end of fields -->"
@@ -131,7 +131,7 @@ def docstrings() -> dict[str, str]:
     found = {}
     for path, field in fields().items():
         text = said.get((tables()[field.table].__name__, field.name), "")
-        limits = laws.RANGES.get(path)
+        limits = ranges.RANGES.get(path)
         bounded = limits and (limits.high is not None or limits.without_low)
         found[path] = f"{text} {str(limits).capitalize()}." if bounded else text
     return found

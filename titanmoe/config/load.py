@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanmoe.config import laws
+from titanmoe.config import laws, ranges
 from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
 from titanmoe.config.recipe import Recipe, RecipeError, read
 from titanmoe.config.schema import Config
@@ -94,7 +94,7 @@ def load(
         width = min(shutil.get_terminal_size().columns, 120)
         _print_and_exit(help_page(Path(sys.argv[0]).name, values, origins, width))
 
-    for violation in laws.out_of_range(values):
+    for violation in ranges.out_of_range(values):
         given.blame(violation.fields, violation.text)
         given.unsound.update(violation.fields)
         values |= {path: fallback[path] for path in violation.fields}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from titanmoe.config import laws
+from titanmoe.config import ranges
 from titanmoe.config.fields import Field, fields, tables, toml_value
 from titanmoe.config.recipe import toml
 
@@ -21,14 +21,14 @@ def fit(value: Any, target: Field) -> Any:
     """The value as the field holds it, or a misfit."""
     if target.item:
         if isinstance(value, list) and target.item is float:
-            value = [float(item) if type(item) is int and abs(item) < laws.LIMIT else item for item in value]
+            value = [float(item) if type(item) is int and abs(item) < ranges.LIMIT else item for item in value]
         if isinstance(value, list) and all(type(item) is target.item for item in value):
             return value
     elif target.choices:
         if value in target.choices:
             return value
     elif target.kind is float and type(value) is int:
-        return float(value) if abs(value) < laws.LIMIT else math.inf
+        return float(value) if abs(value) < ranges.LIMIT else math.inf
     elif type(value) is target.kind:
         return value
     return Misfit(_correction(value, target))
@@ -77,7 +77,7 @@ def _correction(value: Any, target: Field) -> str:
     if isinstance(value, str) and parse(value, target.kind) is not None:
         return f": write {toml_value(parse(value, target.kind))}, without quotes"
     number = parse(value, float) if isinstance(value, str) else value
-    if target.kind is int and isinstance(number, float) and number.is_integer() and abs(number) < laws.LIMIT:
+    if target.kind is int and isinstance(number, float) and number.is_integer() and abs(number) < ranges.LIMIT:
         return f": write {int(number)}"
     if target.kind is str and isinstance(value, int | float):
         return f": write {toml_value(toml_value(value))}, in quotes"
