@@ -198,7 +198,9 @@ OVERFLOWS = {  # the last layer's experts 0 and 1 get all rows; the mapping, and
 }
 
 
-@pytest.mark.parametrize("case", OVERFLOWS)
+@pytest.mark.parametrize(
+    "case", ["second stage", *(pytest.param(case, marks=pytest.mark.slow) for case in list(OVERFLOWS)[1:])]
+)
 def test_a_step_that_overflows_on_one_rank_is_made_again(case: str) -> None:
     """Every number of both steps is the plain model's, counters and balance included; the second does not overflow."""
     mapping, full = OVERFLOWS[case]

@@ -19,6 +19,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.fp8 import scaled_product, scaled_products
 from titanmoe.moe.kernels import fused
+from titanmoe.moe.permute import to_rows, to_tokens
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -151,6 +152,21 @@ def down(
     return _Down.apply(gate_RF, up_RF, weight_R1, askable(w2_eDF), count_e, grouped, clamped, kernels, dtype)
 
 
+UNIT = 32
+
+
+def evened(count_e: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Every expert's rows filled up to whole units: the row each comes from (`rows`: none), where each went (R, 1), the
+    new counts.
+    """
+    whole_e = (count_e + UNIT - 1) // UNIT * UNIT
+    further_e = (whole_e - count_e).cumsum(0) - (whole_e - count_e)  # rows put in before an expert's first
+    went_R = torch.arange(rows) + further_e.repeat_interleave(count_e)
+    source_P = torch.full((int(whole_e.sum()),), rows)
+    source_P[went_R] = torch.arange(rows)
+    return source_P, went_R.unsqueeze(1), whole_e
+
+
 class Experts(nn.Module):
     def __init__(self, model: Model, options: MoEOptions, dtype: torch.dtype):
         super().__init__()
@@ -182,7 +198,23 @@ class Experts(nn.Module):
         """Whether its rows go through torch's grouped product."""
         return self.grouped_mm != "loop" and can_group(x_RD, *local(self.w1).shape[1:])
 
+    def prefers_units(self, x_RD: Tensor) -> bool:
+        """On CPUs oneDNN makes a bf16 product anew for every number of rows that it has not met lately, at half a
+        millisecond each: a third of the experts' time under learned routing. Whole units come again. Only where they
+        add little: 16 rows to at least 128 of an expert.
+        """
+        plain = self.dtype == "compute" and not self.unused_rows and not torch.compiler.is_compiling()
+        narrow = x_RD.device.type == "cpu" and x_RD.dtype == torch.bfloat16
+        return plain and narrow and x_RD.shape[0] >= 4 * UNIT * local(self.w1).shape[0] and self.groups(x_RD)
+
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
+        if not self.prefers_units(x_RD):
+            return self.products_of_rows(x_RD, weight_R1, count_e)
+        source_P, went_R1, whole_e = evened(count_e, x_RD.shape[0])
+        x_PD, weight_P1 = (to_rows(x, source_P, went_R1, self.kernels) for x in (x_RD, weight_R1))
+        return to_tokens(self.products_of_rows(x_PD, weight_P1, whole_e), source_P, went_R1, self.kernels)
+
+    def products_of_rows(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
         grouped = self.groups(x_RD)
         how = (grouped, self.clamped, self.kernels, self.dtype)
