@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanmoe.config import laws
+from titanmoe.config import laws, ranges
 from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
@@ -132,7 +132,7 @@ def _model(hf: HuggingFace, values: dict[str, Any], source: str) -> Model:
         model = replace(model, num_dense_layers=model.num_layers)
     if not has_dense(model):
         model = replace(model, dense_hidden=0)
-    found = laws.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
+    found = ranges.out_of_range({f"model.{name}": value for name, value in asdict(model).items()})
     found = found or list(laws.contradictions(Config(model=model)))
     if found:
         raise ConfigError([violation.text for violation in found], source)
