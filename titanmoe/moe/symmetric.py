@@ -62,7 +62,7 @@ class Symmetric(Dispatcher):
     """For all layers of a rank. Made by all ranks of the world together, with equal sizes, as allocation demands."""
 
     def __init__(self, config: Config, fold: Fold, group: Group, device: torch.device):
-        super().__init__(config.model.num_experts)
+        super().__init__(config.model.num_experts, kernels=config.moe.kernels)
         self.lay(group, fold.ep, fold.etp)
         tokens = config.training.local_batch_size * config.training.seq_len // (fold.cp * fold.tp)
         top_k, held = config.model.top_k, self.local_experts
@@ -118,14 +118,14 @@ class Symmetric(Dispatcher):
         rows = chosen_TK.numel() * self.etp
         entry_H, slot = lay_out(chosen_TK, order, count_E, self.ep, self.etp, 0, rows)
         if self.group.size == 1:
-            x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot)
+            x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
             return x_HD, weights_H1, count_E, home
         total_Pe = all_reduce(count_E, self.group).view(self.ep, -1)
         need_P, mine = bins(total_Pe).sum(1), self.group.rank // self.etp
         fits = (need_P <= self.away_rows).all()
         self.overflowed.logical_or_(need_P[mine] > self.away_rows)
         # If not, no row is sent and no token has one, so that everything up to the flag's reading is finite.
-        x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows))
+        x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
         send_Ge = (count_E * fits).view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten()
         total_e = total_Pe[mine] * fits
         used_A1 = used(total_e, self.away_rows).unsqueeze(1)
@@ -136,7 +136,7 @@ class Symmetric(Dispatcher):
     def combine(self, y_AD: Tensor, route: Route) -> Tensor:
         if route.way is not None:
             y_AD = _Back.apply(y_AD, self, self.rows, route.source_R.shape[0], *route.way)
-        return to_tokens(y_AD, route.source_R, route.slot_TJ)
+        return to_tokens(y_AD, route.source_R, route.slot_TJ, self.kernels)
 
     # When an operation has ended here, a peer may still read what it sent, or have begun the next one, which writes
     # sizes to `take` of this rank. But nobody gets further in an operation than its sizes before all have ended the one
