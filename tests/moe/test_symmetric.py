@@ -55,6 +55,14 @@ def round_trip(dispatcher: Dispatcher, case: str) -> tuple[Tensor, Tensor, Tenso
     return y_TD, *torch.autograd.grad(y_TD, (x_TD, weights_TK), cotangent)
 
 
+def test_rows_are_copied_as_moe_kernels_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("titanmoe.moe.permute.fused", lambda kernels, *_: asked.append(kernels))
+    config = parity.read(HERE | {"moe.kernels": "torch"}, 1)
+    round_trip(Symmetric(config, derive(1, config.parallelism), ALONE, torch.device("cpu")), next(iter(CASES)))
+    assert asked and set(asked) == {"torch"}
+
+
 def check_case(dispatcher: Symmetric, case: str) -> None:
     group, local = dispatcher.group, dispatcher.local_experts
     expert_rank = group.rank // dispatcher.etp
