@@ -260,3 +260,21 @@ def test_peaks_of_known_gpus():
     assert peak_flops("NVIDIA A100-SXM4-80GB", "float16") == 312e12
     assert peak_flops("NVIDIA H200", "float32") is None
     assert peak_flops("Some GPU", "bfloat16") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tag"),
+    [
+        ("loss", "train/loss"),
+        ("val_loss", "validation/val_loss"),
+        ("val_s", "time/val_s"),
+        ("data_wait_s", "time/data_wait_s"),
+        ("data.epoch.books", "data/epoch.books"),
+        ("time.dispatch", "time/dispatch"),
+        ("layers.3.imbalance", "layers imbalance/layer 3"),
+    ],
+)
+def test_tensorboard_puts_a_figure_where_a_person_looks(name: str, tag: str) -> None:
+    from titanmoe.train import board
+
+    assert board.tag(name) == tag

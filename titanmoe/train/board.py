@@ -18,7 +18,8 @@ GROUPS = {
     "train": ("loss", "mtp_loss", "grad_norm", "lr", "tokens"),
     "speed": ("tokens_per_s", "step_time_s", "mfu"),
     "memory": ("memory_gib",),
-    "time": ("checkpoint_blocked_s",),
+    "validation": ("val_loss", "val_perplexity", "val_best"),
+    "time": ("checkpoint_blocked_s", "data_wait_s", "val_s"),
     "experts": (
         *("imbalance", "router_entropy", "dropped_fraction"),
         *("aux_loss", "aux_loss_sequence", "aux_loss_global", "z_loss"),
@@ -33,7 +34,7 @@ def tag(name: str) -> str:
     if name.startswith("layers."):
         _, layer, quantity = name.split(".", 2)
         return f"layers {quantity}/layer {layer}"
-    if name.startswith("time."):
+    if name.startswith(("time.", "data.")):
         return name.replace(".", "/", 1)
     return next((f"{group}/{name}" for group, names in GROUPS.items() if name in names), f"more/{name}")
 
