@@ -14,19 +14,20 @@ from titanmoe.parallel.sharded import NarrowOnTheWire
 ROUNDS = 3
 
 
-def gradients(narrow: bool) -> tuple[Tensor, Tensor]:
+def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
     """Of a sharded weight after several backward passes, and what they should be: sums of each rank's 16 bits."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layer = nn.Linear(24, 4 * ranks, bias=False)
     alone = nn.Linear(24, 4 * ranks, bias=False, dtype=torch.bfloat16)
     alone.weight.data.copy_(layer.weight)
-    mesh = init_device_mesh("cpu", (ranks,))
+    mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
+    mesh = mesh if replicas > 1 else mesh["shard"]
     fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
     layer.set_gradient_divide_factor(1.0)
     layer.set_force_sum_reduction_for_comms(True)
     if narrow:
-        layer.set_custom_reduce_scatter(NarrowOnTheWire(ranks, torch.float32))
+        layer.set_custom_reduce_scatter(NarrowOnTheWire(ranks // replicas, torch.float32))
     want = torch.zeros(4 * ranks, 24)
     for number in range(ROUNDS):
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * number + rank)).bfloat16()
@@ -42,6 +43,9 @@ def test_sixteen_bits_on_the_wire_are_summed_in_thirty_two() -> None:
     for ranks in (2, 4):
         for got, want in world.run(ranks, gradients, True):
             assert got.dtype == torch.float32
+            torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+    for replicas in (2, 4):
+        for got, want in world.run(4, gradients, True, replicas):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     got, want = world.run(4, gradients, False)[0]  # torch's own adds up in 16 bits: the difference is seen
     assert (got - want).abs().max() > 1e-3 * want.abs().max()
