@@ -236,6 +236,7 @@ def test_contradiction(values, says):
         {"moe.capacity_scope": "full_sequence", "moe.drop_policy": "position"},
         {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True},
         {"data.source": "synthetic", "data.paths": ["a"]},
+        {"data.source": "synthetic", "validation.interval": 1},
         {"training.dtype": "float64", "training.mixed_precision_param": "float64"},
         {"training.steps": 1, "lr_schedule.warmup_steps": 10},
     ],

@@ -51,7 +51,7 @@ def _packing(config: Config) -> Iterator[Law]:
 
 def _validation(config: Config) -> Iterator[Law]:
     validation, source = config.validation, config.data.source
-    if validation.interval and not validation.paths and not validation.held_out:
+    if validation.interval and source != "synthetic" and not validation.paths and not validation.held_out:
         yield (
             ("validation.interval", "validation.paths", "validation.held_out"),
             f"validation.interval = {validation.interval} has nothing to validate on: name validation.paths, or set "
