@@ -33,17 +33,23 @@ def inputs(counts: list[int], dtype: torch.dtype, weight_dtype: torch.dtype) -> 
 def test_the_down_half_equals_plain_autograd(
     grouped: bool, dtype: torch.dtype, counts: list[int], clamped: bool
 ) -> None:
-    results = []
-    for half in (down, plain_down):
-        leaves = inputs(counts, dtype, torch.promote_types(dtype, torch.float32))
+    """In bfloat16 ours is no farther from the truth, or as near as the result's own rounding."""
+    results, weight_dtype = [], torch.promote_types(dtype, torch.float32)
+    ways = [(down, dtype, grouped), (plain_down, dtype, grouped)]
+    for half, wide, together in [*ways, (plain_down, torch.float64, False)]:
+        leaves = [x.detach().to(torch.promote_types(x.dtype, wide)) for x in inputs(counts, dtype, weight_dtype)]
+        leaves = [x.requires_grad_() for x in leaves]
         # `down` asks for its inputs by their nodes, so none may be a leaf.
-        y_RD = half(*(x.view_as(x) for x in leaves), torch.tensor(counts), grouped, clamped)
-        cotangent = random(*y_RD.shape, dtype=dtype, seed=4).detach()
+        y_RD = half(*(x.view_as(x) for x in leaves), torch.tensor(counts), together, clamped)
+        cotangent = random(*y_RD.shape, dtype=dtype, seed=4).detach().to(wide)
         results.append([y_RD.detach(), *torch.autograd.grad(y_RD, leaves, cotangent)])
-    for got, want in zip(*results, strict=True):
-        assert got.dtype == want.dtype
-        tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
-        torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    for got, plain, exact in zip(*results, strict=True):
+        assert got.dtype == plain.dtype
+        if dtype == torch.bfloat16:
+            assert (got - exact).norm() <= max(1.05 * (plain - exact).norm(), 2**-8 * exact.norm())
+        else:
+            tolerance = {torch.float64: 1e-13, torch.float32: 1e-5}[dtype]
+            torch.testing.assert_close(got, plain, rtol=tolerance, atol=tolerance)
     idle = torch.tensor(counts) == 0
     assert torch.equal(results[0][4][idle], torch.zeros_like(results[0][4][idle]))
 
@@ -61,7 +67,7 @@ def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.
     y_RD = down(gate.view_as(gate), up.view_as(up), weight.view_as(weight), w2, torch.tensor(counts), False, False)
     cotangent = random(*y_RD.shape, dtype=torch.float64, seed=4).detach()
     want = torch.autograd.grad(y_RD, [gate, up, weight, w2], cotangent, retain_graph=True)
-    assert products == ["input", "weight", "input"]  # forward; then both of a whole backward
+    assert products == ["input", "input", "weight"]  # forward; then both of a whole backward
     products.clear()
     got = torch.autograd.grad(y_RD, [gate, up, weight], cotangent, retain_graph=True)
     assert products == ["input"]
@@ -69,7 +75,7 @@ def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.
     got += torch.autograd.grad((GradientEdge(y_RD.grad_fn, 0),), (GradientEdge(edge, 0),), (cotangent,))
     assert products == ["input", "weight"]
     for a, b in zip(got, want, strict=True):
-        assert torch.equal(a, b)
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("switches", [{}, {"expert_activation": "clamped_swiglu"}], ids=["swiglu", "clamped"])

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titanmoe.comm import ALONE, gather, local, scatter_sum, sum_over
 from titanmoe.config.schema import Model
+from titanmoe.models import rowwise
 
 
 def promote(x: Tensor) -> Tensor:
@@ -38,9 +39,14 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if rowwise.pays(x):
+            return rowwise.norm(x, local(self.weight), self.eps)
+        return self.plain(x)
+
+    def plain(self, x: Tensor) -> Tensor:
         wide = promote(x)
         normed = wide * torch.rsqrt(self.mean_square(wide) + self.eps)
-        return normed.to(x.dtype) * local(self.weight)
+        return (normed * local(self.weight)).to(x.dtype)
 
     def mean_square(self, wide: Tensor) -> Tensor:
         return wide.square().mean(-1, keepdim=True)
@@ -52,6 +58,9 @@ class SplitRMSNorm(RMSNorm):
     def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None):
         super().__init__(dim, eps, dtype)
         self.tp = ALONE
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.plain(x)
 
     def mean_square(self, wide: Tensor) -> Tensor:
         return sum_over(super().mean_square(wide), self.tp) / self.tp.size
@@ -72,7 +81,11 @@ class FeedForward(nn.Module):
         return scatter_sum(self.down(self.w1(x_BSD), self.w3(x_BSD)), 1, self.tp)
 
     def down(self, gate_BSF: Tensor, up_BSF: Tensor) -> Tensor:
-        return self.w2(F.silu(gate_BSF) * up_BSF)
+        return self.w2(swiglu(gate_BSF, up_BSF))
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return rowwise.activate(gate, up) if rowwise.pays(gate) else F.silu(gate) * up
 
 
 class SharedExpert(FeedForward):
@@ -131,6 +144,12 @@ def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtyp
 
 def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     """RoPE in the two-halves convention of the published checkpoints."""
+    if rowwise.pays(x_BSHh):
+        return rowwise.rotate(x_BSHh, *rope)
+    return plain_rotate(x_BSHh, rope)
+
+
+def plain_rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
     wide, (cos, sin) = promote(x_BSHh), rope
     first, second = wide.chunk(2, -1)
     return (wide * cos + torch.cat((-second, first), -1) * sin).to(x_BSHh.dtype)

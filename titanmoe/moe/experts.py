@@ -17,6 +17,7 @@ from titanmoe.asked import askable, asked
 from titanmoe.comm import local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.models import rowwise
 from titanmoe.moe.fp8 import scaled_product, scaled_products
 from titanmoe.moe.kernels import fused
 from titanmoe.moe.permute import to_rows, to_tokens
@@ -74,8 +75,30 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def weighted(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
     """What enters the down projection: the routing weight does before it, so that backward needs no expert's output."""
-    h_RF = clamped_swiglu(gate_RF, up_RF) if clamped else F.silu(gate_RF) * up_RF
+    gate, up = gate_RF.to(weight_R1.dtype), up_RF.to(weight_R1.dtype)
+    h_RF = clamped_swiglu(gate, up) if clamped else F.silu(gate) * up
     return (h_RF * weight_R1).to(gate_RF.dtype)
+
+
+def differentiated(
+    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
+) -> tuple[Tensor, ...]:
+    """What `weighted` returned, and the gradients of its tensors."""
+    leaves = [x.detach().requires_grad_() for x in (gate_RF, up_RF, weight_R1)]
+    with torch.enable_grad():
+        h_RF = weighted(*leaves, clamped)
+    return h_RF.detach(), *torch.autograd.grad(h_RF, leaves, grad_RF)
+
+
+def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
+    """`weighted` and `differentiated`: on GPUs by a kernel, on CPUs row by row, else as they stand."""
+    if fused(kernels, x):
+        from titanmoe.moe.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
+
+        return partial(weighted_swiglu, clamped=clamped), partial(weighted_swiglu_backward, clamped=clamped)
+    if rowwise.pays(x) and not clamped:
+        return rowwise.swiglu, rowwise.swiglu_backward
+    return partial(weighted, clamped=clamped), partial(differentiated, clamped=clamped)
 
 
 def plain_down(
@@ -99,8 +122,8 @@ class _Down(torch.autograd.Function):
     def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped, kernels, dtype):
         ctx.save_for_backward(gate_RF, up_RF, weight_R1, w2_eDF, count_e)
         ctx.grouped, ctx.clamped, ctx.kernels, ctx.dtype = grouped, clamped, kernels, dtype
-        product = product_of(grouped, dtype)
-        return product(_activated(gate_RF, up_RF, weight_R1, clamped, kernels), w2_eDF, count_e)
+        make, _ = activation(gate_RF, clamped, kernels)
+        return product_of(grouped, dtype)(make(gate_RF, up_RF, weight_R1), w2_eDF, count_e)
 
     @staticmethod
     def backward(ctx, grad_RD):
@@ -109,31 +132,14 @@ class _Down(torch.autograd.Function):
         grad_RD = grad_RD.contiguous()
         product = product_of(ctx.grouped, ctx.dtype)
         gradient = grouped_gradient if ctx.grouped else loop_gradient
-        made, grads, grad_w2 = (gate_RF, up_RF, weight_R1), (None, None, None), None
-        if inputs and fused(ctx.kernels, gate_RF):
-            from titanmoe.moe.kernels.swiglu import weighted_swiglu_backward
-
-            grad_RF = product(grad_RD, w2_eDF.transpose(1, 2), count_e)
-            h_RF, *grads = weighted_swiglu_backward(grad_RF, *made, ctx.clamped)
-            grad_w2 = gradient(grad_RD, h_RF, count_e) if weights else None
-            return *grads, grad_w2, None, None, None, None, None
-        leaves = [x.detach().requires_grad_(inputs) for x in made]
-        with torch.set_grad_enabled(inputs):
-            h_RF = _activated(*leaves, ctx.clamped, ctx.kernels)
-        if weights:
-            grad_w2 = gradient(grad_RD, h_RF.detach(), count_e)
+        make, differentiate = activation(gate_RF, ctx.clamped, ctx.kernels)
+        grads, made = (None, None, None), (gate_RF, up_RF, weight_R1)
         if inputs:
-            grads = torch.autograd.grad(h_RF, leaves, product(grad_RD, w2_eDF.transpose(1, 2), count_e))
+            h_RF, *grads = differentiate(product(grad_RD, w2_eDF.transpose(1, 2), count_e), *made)
+        else:
+            h_RF = make(*made)
+        grad_w2 = gradient(grad_RD, h_RF, count_e) if weights else None
         return *grads, grad_w2, None, None, None, None, None
-
-
-def _activated(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool, kernels: str) -> Tensor:
-    """`weighted`; by the kernel, which has no gradient of its own, where that runs."""
-    if fused(kernels, gate_RF):
-        from titanmoe.moe.kernels.swiglu import weighted_swiglu
-
-        return weighted_swiglu(gate_RF, up_RF, weight_R1, clamped)
-    return weighted(gate_RF, up_RF, weight_R1, clamped)
 
 
 def down(
