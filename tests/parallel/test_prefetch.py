@@ -15,7 +15,7 @@ MAPPING = {"model.vocab_size": 320, "model.num_layers": 3, "parallelism.experts.
 
 
 class _Order(TorchDispatchMode):
-    """All-gathers by the elements they deliver, and all-to-alls."""
+    """Weights by the elements of a piece that arrives, and all-to-alls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -23,8 +23,8 @@ class _Order(TorchDispatchMode):
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op._overloadpacket.__name__
-        if name == "_allgather_base_":
-            self.seen.append(args[0].numel())
+        if name == "recv_":
+            self.seen.append(args[0][0].numel())
         elif name == "all_to_all_single":
             self.seen.append("rows")
         return op(*args, **(kwargs or {}))
@@ -42,8 +42,9 @@ def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
 
     block = part.layers["1"]
     experts = elements(block.moe.experts)
-    names = {elements(part.embed): "embed", elements(part.head): "head"}
-    names |= {experts // trainer.fold.ep: "experts", elements(block) - experts: "block"}
+    wholes = {elements(part.embed): "embed", elements(part.head): "head", elements(block) - experts: "block"}
+    names = {whole // trainer.fold.dp_shard: name for whole, name in wholes.items()}
+    names[experts // trainer.fold.ep // trainer.fold.edp] = "experts"
     assert len(names) == 4
     found, run = [], trainer.engine.run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests import world
-from titanmoe.parallel.sharded import NarrowOnTheWire
+from titanmoe.parallel.sharded import NarrowOnTheWire, StraightToPlace
 
 ROUNDS = 3
 
@@ -49,3 +50,21 @@ def test_sixteen_bits_on_the_wire_are_summed_in_thirty_two() -> None:
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     got, want = world.run(4, gradients, False)[0]  # torch's own adds up in 16 bits: the difference is seen
     assert (got - want).abs().max() > 1e-3 * want.abs().max()
+
+
+def gathered(numbers: int) -> bool:
+    """Several in flight at once; the whole lies in its place, ours in place from the start."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pending = []
+    for seed in range(3):
+        want = torch.randn(numbers * ranks, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        whole = StraightToPlace().allocate((numbers * ranks,), dtype=torch.bfloat16, device=torch.device("cpu"))
+        mine = whole[numbers * rank : numbers * (rank + 1)].copy_(want[numbers * rank : numbers * (rank + 1)])
+        pending.append((StraightToPlace()(whole, mine, dist.group.WORLD), whole, want))
+    return all(work.wait() and torch.equal(whole, want) for work, whole, want in pending)
+
+
+@pytest.mark.parametrize("numbers", [1, 5000])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_pieces_go_straight_to_their_place(ranks: int, numbers: int) -> None:
+    assert world.run(ranks, gathered, numbers) == [True] * ranks
