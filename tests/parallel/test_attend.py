@@ -106,7 +106,8 @@ class KernelsOfGpus(TorchDispatchMode):
 
 @pytest.mark.parametrize("length", [40, 44])
 @pytest.mark.parametrize(
-    "dtype, bias, width", [(HALF, False, 16), (HALF, True, 16), (HALF, False, 8), (SINGLE, False, 16), (SINGLE, True, 8)]
+    "dtype, bias, width",
+    [(HALF, False, 16), (HALF, True, 16), (HALF, False, 8), (SINGLE, False, 16), (SINGLE, True, 8)],
 )
 def test_the_kernels_of_gpus_take_what_they_are_given(dtype: torch.dtype, bias: bool, width: int, length: int) -> None:
     """No GPU: shapes alone, through torch's own rules for its kernels. 2 key heads for 4 of queries."""
