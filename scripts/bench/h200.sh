@@ -30,7 +30,7 @@ run() { timeout 170 "$python" -m pytest -m gpu -q -p no:cacheprovider "${@:2}" >
 pids=()
 run gpu tests/test_gpu.py & pids+=($!)
 run rows "$kernels" -k 'tokens_to_rows or wider or regrouped' & pids+=($!)
-run swiglu "$kernels" -k 'activation or compiled or ties or numbers' & pids+=($!)
+run swiglu "$kernels" -k 'activation or compiled or ties or numbers or loss' & pids+=($!)
 run softmax "$kernels" -k 'test_routing and softmax and not softmax_after_topk' & pids+=($!)
 run sigmoid "$kernels" -k 'test_routing and sigmoid' & pids+=($!)
 run after "$kernels" -k 'test_routing and softmax_after_topk' & pids+=($!)
