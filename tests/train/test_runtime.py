@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titanmoe.train.runtime import VARIABLES, _grow_segments
+from titanmoe.train.runtime import VARIABLES, grow_segments
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 240  # seconds; the groups of a first step wait for 600
@@ -160,7 +160,7 @@ def test_memory_of_gpus_grows_in_place_unless_the_environment_says_otherwise(nam
         monkeypatch.delenv(known)
     if name:
         monkeypatch.setenv(name, "max_split_size_mb:64")
-    _grow_segments()
+    grow_segments()
     given = {known: os.environ.get(known) for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
     want = {name: "max_split_size_mb:64"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     assert {known: value for known, value in given.items() if value} == want

@@ -96,10 +96,17 @@ def world_size() -> int:
     return read_environment().world
 
 
+def grow_segments() -> None:
+    """Have a GPU's memory grow in place: routed rows come in other numbers each time, and blocks of fixed sizes would
+    be left with gaps between them. CUDA reads it as it starts; a setting in the environment stays.
+    """
+    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def start(config: Config) -> Runtime:
     """Pick the device and join the other ranks. Whatever is wrong is one line of a ConfigError, alike on all ranks."""
     environment = read_environment()
-    _grow_segments()
     device = _device(config.training.device, environment)
     if device.type == "cpu":
         _share_cores(environment.local_world)
@@ -108,14 +115,6 @@ def start(config: Config) -> Runtime:
         _deterministic()
     _join(environment, device, timedelta(seconds=config.training.first_step_timeout_s))
     return Runtime(environment.rank, environment.local_rank, environment.world, device)
-
-
-def _grow_segments() -> None:
-    """Have a GPU's memory grow in place: routed rows come in other numbers each time, and blocks of fixed sizes would
-    be left with gaps between them. Read when the first tensor is made there; a setting in the environment stays.
-    """
-    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _device(asked: str, environment: Environment) -> torch.device:
