@@ -23,8 +23,9 @@ from titanmoe.moe.kernels.launch import wide
 TILE = 4096
 
 
-@triton.jit(do_not_specialize=["begin", "V"])
-def _forward(logits, label, top, total, label_logit, begin, V, WIDE: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["begin"])
+def _forward(logits, label, top, total, label_logit, begin, V: tl.constexpr, WIDE: tl.constexpr,
+             COLUMNS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     mine = logits + t * V
     m, s = tl.load(top + t), tl.load(total + t)
@@ -41,8 +42,9 @@ def _forward(logits, label, top, total, label_logit, begin, V, WIDE: tl.constexp
     tl.store(label_logit + t, tl.load(mine + place, mask=here, other=0.0).to(WIDE), mask=here)
 
 
-@triton.jit(do_not_specialize=["begin", "V"])
-def _backward(logits, label, log_total, scale, begin, V, WIDE: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["begin"])
+def _backward(logits, label, log_total, scale, begin, V: tl.constexpr, WIDE: tl.constexpr,
+              COLUMNS: tl.constexpr):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     mine = logits + t * V
     place, lse, factor = tl.load(label + t) - begin, tl.load(log_total + t), tl.load(scale + t)
@@ -57,7 +59,7 @@ def _launch(kernel, logits_Tv: Tensor, *rest) -> None:
     T, V = logits_Tv.shape
     if T:
         columns = min(triton.next_power_of_2(V), TILE)
-        kernel[(T,)](logits_Tv, *rest, V, WIDE=wide(logits_Tv.dtype), COLUMNS=columns, num_warps=8)
+        kernel[(T,)](logits_Tv, *rest, V=V, WIDE=wide(logits_Tv.dtype), COLUMNS=columns, num_warps=8)
 
 
 @torch.library.custom_op("titanmoe::loss_slice", mutates_args=("top_T", "total_T", "label_logit_T"))
