@@ -46,7 +46,8 @@ def test_a_tiny_run_measures_every_part(tmp_path: Path) -> None:
         assert of["mfu"] == pytest.approx(of["tokens_per_s"] * row["flops_per_token"] / 1e9)
     assert row["balanced"]["imbalance"] == 1.0 < row["learned"]["imbalance"]
     parts = {part["part"]: part for part in row["parts"]}
-    assert list(parts) == ["attention", "norms", "router", "dispatch", "permute", "experts", "combine", "shared"]
+    names = ["attention", "norms", "router", "dispatch", "permute", "experts", "combine", "head, loss", "shared"]
+    assert list(parts) == names
     # 256 tokens of 64 wide, each to 2 of 8 experts of 32: three products, forward and twice backward
     assert parts["experts"]["flops"] == 9 * 2 * 512 * 64 * 32
     assert parts["permute"]["bytes"] == parts["combine"]["bytes"] == 2 * (256 + 512) * 64 * 2

@@ -24,13 +24,15 @@ fi
 "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "h200.sh: torch finds no CUDA device")' || exit 2
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv | tee "$out/gpu.csv"
 
-# Each of many shapes is compiled: six processes on as many cores, none waiting for another's compiler.
+# Each of many shapes is compiled: eight processes on as many cores, none waiting for another's compiler.
 kernels=tests/moe/test_kernels.py
 run() { timeout 170 "$python" -m pytest -m gpu -q -p no:cacheprovider "${@:2}" > "$out/tests-$1.log" 2>&1; }
 pids=()
-run gpu tests/test_gpu.py & pids+=($!)
+run gpu tests/test_gpu.py -k 'not flex' & pids+=($!)
+run flex tests/test_gpu.py -k flex & pids+=($!)
+run symmetric tests/moe/test_symmetric_gpu.py & pids+=($!)
 run rows "$kernels" -k 'tokens_to_rows or wider or regrouped' & pids+=($!)
-run swiglu "$kernels" -k 'activation or compiled or ties or numbers' & pids+=($!)
+run swiglu "$kernels" -k 'activation or compiled or ties or numbers or loss' & pids+=($!)
 run softmax "$kernels" -k 'test_routing and softmax and not softmax_after_topk' & pids+=($!)
 run sigmoid "$kernels" -k 'test_routing and sigmoid' & pids+=($!)
 run after "$kernels" -k 'test_routing and softmax_after_topk' & pids+=($!)

@@ -113,13 +113,14 @@ def known(table: dict[str, float], device: Any) -> float | None:
 
 
 def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[dict[str, Any]]:
-    """Forward and backward of each part of the first layer, alone."""
+    """Forward and backward of each part of the first layer, alone, and of the head with the loss."""
     import torch
     from torch import Tensor
 
     from titanmoe.models.count import _projections, _scores_and_values
     from titanmoe.models.layers import rope_angles
     from titanmoe.models.transformer import Block
+    from titanmoe.models.vocabulary import Head
     from titanmoe.moe.dispatch import copy_rows, lay_out, sort_by_expert
     from titanmoe.moe.permute import to_tokens
     from titanmoe.tokens import Tokens
@@ -129,12 +130,15 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     T, R, F, size = B * L, B * L * K, model.expert_hidden, 2
     with torch.device(device):
         block = Block(config, 0, 1, torch.bfloat16)
-        for weight in block.parameters():
+        chunks, vocabulary = config.training.loss_chunks, model.vocab_size
+        head = Head(vocabulary, D, model.norm_eps, chunks, torch.bfloat16, kernels)
+        for weight in (*block.parameters(), *head.parameters()):
             torch.nn.init.normal_(weight, std=0.02)
         for buffer in block.buffers():
             buffer.zero_()
         x_BLD = torch.randn(B, L, D, dtype=torch.bfloat16).requires_grad_()
         index = torch.arange(T)
+        labels_BL = (index % vocabulary).view(B, L)
         everyone = torch.ones_like(index, dtype=torch.bool)
         tokens = Tokens(index.view(B, L) % L, index, index // L, everyone, torch.tensor(0))
         block.moe.begin_step(1, torch.tensor(float(T)), B)
@@ -209,6 +213,13 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
             peak,
         ),
         ("combine", both(lambda: to_tokens(rows, way.source_R, way.slot_TJ, kernels), [rows]), 0, through, peak),
+        (
+            "head, loss",
+            both(lambda: head(x_BLD, labels_BL), [x_BLD, *head.parameters()]),
+            3 * 2 * T * D * vocabulary,
+            0,
+            peak,
+        ),
     ]
     if moe.shared is not None:
         work = both(lambda: moe.shared(x_BLD), [x_BLD, *moe.shared.parameters()])

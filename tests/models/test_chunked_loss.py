@@ -12,7 +12,15 @@ from torch.autograd.graph import GradientEdge
 from tests import world
 from tests.memory import Live
 from titanmoe.comm import ALONE, Group
-from titanmoe.models.vocabulary import CHUNK_BYTES, Head, chunk_count, chunked_cross_entropy_sum, cross_entropy_sum
+from titanmoe.models import vocabulary as vocabulary_room
+from titanmoe.models.vocabulary import (
+    CHUNK_BYTES,
+    Head,
+    _slices,
+    chunk_count,
+    chunked_cross_entropy_sum,
+    cross_entropy_sum,
+)
 from titanmoe.tokens import IGNORE
 
 T, D, V = 20, 6, 33
@@ -105,6 +113,21 @@ def test_the_peak_falls_by_the_number_of_slices(chunks: int) -> None:
                 chunked_cross_entropy_sum(*leaves, label_T, ALONE, n).backward()
         peaks[n] = live.peak - 2 * sum(x.nbytes for x in leaves)
     assert peaks[chunks] <= peaks[1] / chunks * 1.1, peaks
+
+
+def test_wide_slices_are_whole_units() -> None:
+    for vocabulary, chunks, widths in ((151936, 19, [8064] * 18 + [6784]), (33, 4, [9, 9, 9, 6]), (33, 33, [1] * 33)):
+        weight_VD = torch.empty(vocabulary, 1, device="meta")
+        assert [len(weight_vD) for weight_vD in _slices(weight_VD, chunks)] == widths
+
+
+def test_slices_on_gpus_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(vocabulary_room, "chunked_cross_entropy_sum", lambda *a: given.append(a[4]))
+    for device in ("cpu", "meta"):  # what is not the CPU
+        head = Head(131072, 2, 1e-5, -1, torch.bfloat16).to(device)
+        head.loss(torch.empty(1, 4096, 2, dtype=torch.bfloat16, device=device), torch.empty(1, 4096, device=device))
+    assert given == [64, 2]
 
 
 @pytest.mark.parametrize(

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from tests import parity
 from tests.features import MODELS
+from titanmoe.comm import ALONE
 from titanmoe.config.schema import Model, MoE
+from titanmoe.models.vocabulary import chunked_cross_entropy_sum
 from titanmoe.moe.dispatch import by_expert, copy_rows, lay_out, sort_by_expert
 from titanmoe.moe.experts import down
 from titanmoe.moe.kernels import interpreted
 from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens
 from titanmoe.moe.router import Router
-from titanmoe.tokens import Tokens
+from titanmoe.tokens import IGNORE, Tokens
 
 DEVICE = "cpu" if interpreted() else "cuda"
 pytestmark = [
@@ -251,3 +253,22 @@ def test_compiled_calls_keep_the_kernels_whole() -> None:
 )
 def test_parity(changes: dict[str, Any]) -> None:
     parity.check(2, changes | {"moe.kernels": "triton", "model.num_layers": 1})
+
+
+@pytest.mark.parametrize("ignored", [slice(None, None, 3), slice(None)], ids=["some", "all"])
+@pytest.mark.parametrize("tokens, vocabulary, chunks", [(7, 33, 4), (3, 9000, 2), (1, 33, 33), (0, 33, 2)])
+def test_the_loss_over_slices(tokens: int, vocabulary: int, chunks: int, ignored: slice) -> None:
+    """9,000 columns in two slices are two tiles each."""
+    for dtype in DTYPES:
+        x, weight = random(tokens, 8, dtype=dtype), random(vocabulary, 8, dtype=dtype, seed=1)
+        label = torch.arange(tokens, device=DEVICE) * 31 % vocabulary
+        label[ignored] = IGNORE
+        results = []
+        for kernels in ("triton", "torch"):
+            loss = chunked_cross_entropy_sum(x, weight, label, ALONE, chunks, kernels)
+            results.append([loss, *torch.autograd.grad(3 * loss, (x, weight))])
+        # sums over the vocabulary of what is rounded once, by the interpreter towards zero
+        tolerance = 3e-2 if dtype == torch.bfloat16 else 4 * CLOSE[dtype]
+        for got, want in zip(*results, strict=True):
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)

@@ -86,3 +86,15 @@ def test_route(score: str, experts: int, top_k: int, groups: int, forced: bool, 
     # Unrolled over the experts and several warps it was 500 KB and took half a minute to compile.
     assert size_of_machine_code(route._forward, pointers, 1, **shape, **choice, FORCED=forced) < 300_000
     assert size_of_machine_code(route._backward, pointers, 1, **shape, OF_SCORES=True, OF_WEIGHTS=True) < 300_000
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
+def test_loss(dtype: torch.dtype) -> None:
+    from titanmoe.moe.kernels import loss
+    from titanmoe.moe.kernels.launch import wide
+
+    heavy = POINTERS[torch.promote_types(dtype, torch.float32)]
+    pointers = dict.fromkeys(("top", "total", "label_logit", "log_total", "scale"), heavy)
+    pointers |= {"logits": POINTERS[dtype], "label": "*i64"}
+    for kernel in (loss._forward, loss._backward):
+        assert size_of_machine_code(kernel, pointers, 8, V=8064, WIDE=wide(dtype), COLUMNS=loss.TILE) > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity
 from titanmoe.comm import ALONE, Group
@@ -12,7 +13,7 @@ from titanmoe.config import ConfigError
 from titanmoe.parallel import attend as room
 from titanmoe.parallel import torch_ring
 from titanmoe.parallel.attend import attend, way
-from titanmoe.parallel.context import Placement, _block, _block_backward
+from titanmoe.parallel.context import Placement, _block, _block_backward, alone
 from titanmoe.parallel.flex import Masks
 
 HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
@@ -84,19 +85,53 @@ def test_what_is_chosen_runs(chosen: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert attend(x, x, x, asked="auto", kind="ring", placement=masks.placement, masks=masks, group=ALONE) == chosen
 
 
+class KernelsOfGpus(TorchDispatchMode):
+    """What the memory-efficient kernel of CUDA demands beyond torch's rules for its shapes."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "efficient_attention" in str(func):
+            backward = "backward" in str(func)
+            query, key, value, bias = args[backward : 4 + backward]
+            assert key.shape[1] == value.shape[1] == query.shape[1]
+            if bias is not None:
+                assert bias.shape == (*query.shape[:3], key.shape[2])
+                assert bias.stride(3) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:3])
+            if backward:
+                out, lse = args[5:7]
+                # It takes the output's strides of samples and heads, but computes the one of positions.
+                assert out.stride(2) == out.shape[1] * out.shape[3] and out.stride(3) == 1
+                assert lse.shape[2] % 32 == 0 and lse.shape[2] >= query.shape[2]
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("length", [40, 44])
 @pytest.mark.parametrize(
-    "dtype, bias, width", [(HALF, False, 16), (HALF, True, 16), (HALF, False, 8), (SINGLE, False, 16)]
+    "dtype, bias, width",
+    [(HALF, False, 16), (HALF, True, 16), (HALF, False, 8), (SINGLE, False, 16), (SINGLE, True, 8)],
 )
-def test_the_kernels_of_gpus_take_what_they_are_given(dtype: torch.dtype, bias: bool, width: int) -> None:
-    """No GPU: shapes alone, through torch's own rules for its kernels. 2 key heads for 4 of queries, 40 positions."""
+def test_the_kernels_of_gpus_take_what_they_are_given(dtype: torch.dtype, bias: bool, width: int, length: int) -> None:
+    """No GPU: shapes alone, through torch's own rules for its kernels. 2 key heads for 4 of queries."""
 
     def of(heads: int, wide: int) -> Tensor:
-        return torch.empty(2, 40, heads, wide, device="meta", dtype=dtype).transpose(1, 2)
+        return torch.empty(2, length, heads, wide, device="meta", dtype=dtype).transpose(1, 2)
 
     q, k, v = of(4, 16), of(2, 16), of(2, width)
-    mask = torch.empty(2, 1, 40, 40, device="meta", dtype=dtype) if bias else None
-    out, lse = _block(q, k, v, mask, not bias)
-    assert (out.shape, out.dtype) == ((2, 4, 40, width), dtype)
-    assert (lse.shape, lse.dtype) == ((2, 4, 40), torch.float32)
-    grads = _block_backward(out.contiguous(), q, k, v, mask, out.contiguous(), lse.contiguous(), not bias)
+    mask = torch.empty(2, 1, length, length, device="meta", dtype=dtype) if bias else None
+    with KernelsOfGpus():
+        out, lse = _block(q, k, v, mask, not bias)
+        grads = _block_backward(out.contiguous(), q, k, v, mask, out.contiguous(), lse.contiguous(), not bias)
+    assert (out.shape, out.dtype) == ((2, 4, length, width), dtype)
+    assert (lse.shape, lse.dtype) == ((2, 4, length), torch.float32)
     assert [grad.shape for grad in grads] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("window, documents", [(0, True), (16, False), (16, True)])
+def test_chunks_of_a_sequence_do_too(window: int, documents: bool) -> None:
+    """Documents, windows and sinks as on one rank of a GPU, forward and backward."""
+    q, k, v = (torch.empty(2, 128, n, 32, device="meta", dtype=HALF, requires_grad=True) for n in (4, 2, 2))
+    sinks = torch.empty(4, device="meta", dtype=HALF, requires_grad=True)
+    document = torch.empty(2, 128, device="meta", dtype=torch.int64) if documents else None
+    with KernelsOfGpus():
+        out = alone(q, k, v, document, window, sinks)
+        grads = torch.autograd.grad(out, (q, k, v, sinks), torch.empty_like(out))
+    assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, HALF) for x in (q, k, v, sinks)]

@@ -74,3 +74,18 @@ def test_the_norm_of_narrow_numbers_is_that_of_wide_ones() -> None:
     in_double = [grad.double() for grad in grads]
     for norm, grad in zip(local_norms(in_double), in_double, strict=True):
         assert norm.item() == pytest.approx(grad.norm().item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_gradient_is_scaled_by_one_number_of_its_dtype(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from titanmoe.parallel.norm import clip
+
+    given, scaled = [], torch._foreach_mul_
+    monkeypatch.setattr(torch, "_foreach_mul_", lambda grads, scale: given.append(scale.dtype) or scaled(grads, scale))
+    parameters = [torch.nn.Parameter(torch.zeros(3, dtype=kind)) for kind in (dtype, torch.float64)]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    clip(parameters, torch.tensor(4.0, dtype=torch.float64), 2.0)
+    assert given == [torch.promote_types(dtype, torch.float32)]
+    for parameter in parameters:
+        torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 0.5), rtol=1e-6, atol=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titanmoe.train.runtime import VARIABLES
+from titanmoe.train.runtime import VARIABLES, grow_segments
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 240  # seconds; the groups of a first step wait for 600
@@ -151,3 +151,16 @@ def test_the_steady_timeout_replaces_the_one_of_the_first_step_on_every_group():
     finally:
         second.kill()
         second.communicate()
+
+
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_memory_of_gpus_grows_in_place_unless_the_environment_says_otherwise(name, monkeypatch):
+    for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(known, "")
+        monkeypatch.delenv(known)
+    if name:
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+    grow_segments()
+    given = {known: os.environ.get(known) for known in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    want = {name: "max_split_size_mb:64"} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert {known: value for known, value in given.items() if value} == want

@@ -194,7 +194,7 @@ class Training:
     mtp_weight: float = 0.3
     """Factor on the loss of multi-token prediction, where model.mtp_depth is 1 (DeepSeek-V3: 0.3, late in training 0.1)."""
     loss_chunks: int = -1
-    """Slices of the vocabulary that the loss goes through, so that the logits are never whole. -1: as many as keep a slice's logits within 32 MiB. More for less memory; 0 keeps the logits, which spares backward one product with the head."""
+    """Slices of the vocabulary that the loss goes through, so that the logits are never whole. -1: as many as keep a slice's logits within 32 MiB on CPUs, 1 GiB on GPUs. More for less memory; 0 keeps the logits, which spares backward one product with the head."""
     seed: int = 0
     """Weights, data order and router noise are functions of it, alike under every mapping."""
     deterministic: bool = False

@@ -69,8 +69,8 @@ class Transformer(nn.Module):
                 for i in (range(model.num_layers) if layers is None else layers)
             }
         )
-        chunks = config.training.loss_chunks
-        self.head = Head(model.vocab_size, model.dim, model.norm_eps, chunks, dtype) if last else None
+        chunks, kernels = config.training.loss_chunks, config.moe.kernels
+        self.head = Head(model.vocab_size, model.dim, model.norm_eps, chunks, dtype, kernels) if last else None
         self.mtp = self.embed_copy = None
         if last and model.mtp_depth:
             block = Block(config, model.num_layers, microbatches, dtype)

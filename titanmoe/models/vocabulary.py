@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from titanmoe.asked import askable, asked
 from titanmoe.comm import ALONE, Group, all_gather, all_reduce, gather, local, scatter_sum
 from titanmoe.models.layers import RMSNorm, promote
+from titanmoe.moe.kernels import fused
 from titanmoe.tokens import IGNORE
 
 
@@ -63,14 +64,44 @@ def cross_entropy_sum(logits_TV: Tensor, label_T: Tensor, tp: Group) -> Tensor:
     return _CrossEntropySum.apply(promote(logits_TV), label_T, tp)
 
 
-CHUNK_BYTES = 32 * 2**20
-"""Of logits at a time, as wide as the loss computes in, where the recipe leaves the number of chunks open."""
+CHUNK_BYTES, CHUNK_BYTES_GPU = 32 * 2**20, 2**30
+"""Of logits at a time, as wide as the loss computes in, where the recipe leaves the number of chunks open. A CPU keeps
+them in its caches. On a GPU every slice adds to the gradient of all hidden states, in its memory: wide slices are few.
+"""
 
 
-def chunk_count(tokens: int, vocabulary: int, width: int, asked_for: int) -> int:
-    """How many slices of the vocabulary: as asked for, -1 for what keeps within CHUNK_BYTES, 0 for the whole."""
-    count = -(-tokens * vocabulary * width // CHUNK_BYTES) if asked_for == -1 else asked_for
+def chunk_count(tokens: int, vocabulary: int, width: int, asked_for: int, most: int = CHUNK_BYTES) -> int:
+    """How many slices of the vocabulary: as asked for, -1 for what keeps within `most` bytes, 0 for the whole."""
+    count = -(-tokens * vocabulary * width // most) if asked_for == -1 else asked_for
     return min(max(count, 1), vocabulary)
+
+
+def _slices(weight_VD: Tensor, chunks: int) -> tuple[Tensor, ...]:
+    """At most so many. Wide ones in whole units: products on GPUs are slow where rows of logits begin anywhere."""
+    width = -(-weight_VD.shape[0] // chunks)
+    return weight_VD.split(width if width < 1024 else width + -width % 128)
+
+
+def _slice(logits_Tv: Tensor, row_T: Tensor, begin: int, top_T: Tensor, total_T: Tensor, label_logit_T: Tensor) -> None:
+    """One slice more, whose first column is number `begin`, into each token's largest logit, the sum of
+    exp(logit - largest), and the logit of its label. The logits are used up.
+    """
+    logits_Tv = promote(logits_Tv)
+    place_T = (row_T - begin).clamp(0, logits_Tv.shape[1] - 1)
+    within_T = place_T == row_T - begin
+    label_logit_T += logits_Tv.gather(1, place_T.unsqueeze(1)).squeeze(1).where(within_T, 0)
+    higher_T = torch.maximum(top_T, logits_Tv.amax(1))
+    total_T *= torch.exp(top_T - higher_T)
+    total_T += logits_Tv.sub_(higher_T.unsqueeze(1)).exp_().sum(1)
+    top_T.copy_(higher_T)
+
+
+def _slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> Tensor:
+    """The gradients of a slice's logits, which are used up."""
+    grad_Tv = promote(logits_Tv).sub_(log_total_T.unsqueeze(1)).exp_()
+    place_T = (row_T - begin).clamp(0, grad_Tv.shape[1] - 1)
+    grad_Tv.scatter_add_(1, place_T.unsqueeze(1), -(place_T == row_T - begin).unsqueeze(1).to(grad_Tv.dtype))
+    return grad_Tv.mul_(scale_T.unsqueeze(1)).to(logits_Tv.dtype)
 
 
 class _ChunkedCrossEntropySum(torch.autograd.Function):
@@ -81,56 +112,56 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x_TD, weight_VD, label_T, tp, chunks):
+    def forward(ctx, x_TD, weight_VD, label_T, tp, chunks, kernels):
+        take = _slice
+        if fused(kernels, x_TD):
+            from titanmoe.moe.kernels.loss import loss_slice as take
         counted_T = label_T != IGNORE
         row_T, mine_T = _own(label_T, weight_VD.shape[0], tp)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         top_T = x_TD.new_full(label_T.shape, -torch.inf, dtype=wide)
         total_T, label_logit_T = (x_TD.new_zeros(label_T.shape, dtype=wide) for _ in range(2))
         begin = 0
-        for weight_vD in weight_VD.tensor_split(chunks):
-            logits_Tv = promote(x_TD @ weight_vD.t())
-            place_T = (row_T - begin).clamp(0, weight_vD.shape[0] - 1)
-            within_T = place_T == row_T - begin
-            label_logit_T += logits_Tv.gather(1, place_T.unsqueeze(1)).squeeze(1).where(within_T, 0)
-            higher_T = torch.maximum(top_T, logits_Tv.amax(1))
-            total_T *= torch.exp(top_T - higher_T)
-            total_T += logits_Tv.sub_(higher_T.unsqueeze(1)).exp_().sum(1)
-            top_T = higher_T
+        for weight_vD in _slices(weight_VD, chunks):
+            take(x_TD @ weight_vD.t(), row_T, begin, top_T, total_T, label_logit_T)
             begin += weight_vD.shape[0]
-            del logits_Tv
         highest_T = all_reduce(top_T, tp, "max")
         label_logit_T = (label_logit_T - highest_T) * (mine_T & counted_T)
         total_T, label_logit_T = all_reduce(torch.stack((total_T * torch.exp(top_T - highest_T), label_logit_T)), tp)
         ctx.save_for_backward(x_TD, weight_VD, row_T.where(mine_T, -1), counted_T, highest_T + total_T.log())
-        ctx.chunks = chunks
+        ctx.chunks, ctx.kernels = chunks, kernels
         return ((total_T.log() - label_logit_T) * counted_T).sum()
 
     @staticmethod
     def backward(ctx, grad):
         x_TD, weight_VD, row_T, counted_T, log_total_T = ctx.saved_tensors
-        scale_T1 = (counted_T * grad).unsqueeze(1)
+        scale_T, turned = counted_T * grad, fused(ctx.kernels, x_TD)
+        if turned:
+            from titanmoe.moe.kernels.loss import loss_slice_backward
         grad_x_TD = torch.zeros_like(x_TD, dtype=grad.dtype) if asked(ctx, 0) else None
         grad_w_VD = torch.empty_like(weight_VD) if asked(ctx, 1) else None
         begin = 0
-        for weight_vD in weight_VD.tensor_split(ctx.chunks):
+        for weight_vD in _slices(weight_VD, ctx.chunks):
             end = begin + weight_vD.shape[0]
-            grad_Tv = promote(x_TD @ weight_vD.t()).sub_(log_total_T.unsqueeze(1)).exp_()
-            place_T = (row_T - begin).clamp(0, end - begin - 1)
-            grad_Tv.scatter_add_(1, place_T.unsqueeze(1), -(place_T == row_T - begin).unsqueeze(1).to(grad_Tv.dtype))
-            grad_Tv = grad_Tv.mul_(scale_T1).to(x_TD.dtype)
+            grad_Tv = x_TD @ weight_vD.t()
+            if turned:
+                loss_slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
+            else:
+                grad_Tv = _slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
             if grad_x_TD is not None:
                 grad_x_TD += grad_Tv @ weight_vD
             if grad_w_VD is not None:
                 torch.mm(grad_Tv.t(), x_TD, out=grad_w_VD[begin:end])
             begin = end
             del grad_Tv
-        return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD, None, None, None
+        return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD, None, None, None, None
 
 
 @torch.compiler.disable  # a graph of its own would hold every chunk's operations in a row
-def chunked_cross_entropy_sum(x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, tp: Group, chunks: int) -> Tensor:
-    return _ChunkedCrossEntropySum.apply(askable(x_TD), askable(weight_VD), label_T, tp, chunks)
+def chunked_cross_entropy_sum(
+    x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, tp: Group, chunks: int, kernels: str = "auto"
+) -> Tensor:
+    return _ChunkedCrossEntropySum.apply(askable(x_TD), askable(weight_VD), label_T, tp, chunks, kernels)
 
 
 class Head(nn.Module):
@@ -139,11 +170,19 @@ class Head(nn.Module):
     further: hidden states with a final norm of their own, and their labels; their loss comes second.
     """
 
-    def __init__(self, vocab_size: int, dim: int, eps: float, chunks: int, dtype: torch.dtype | None = None):
+    def __init__(
+        self,
+        vocab_size: int,
+        dim: int,
+        eps: float,
+        chunks: int,
+        dtype: torch.dtype | None = None,
+        kernels: str = "auto",
+    ):
         super().__init__()
         self.norm = RMSNorm(dim, eps, dtype)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
-        self.chunks = chunks
+        self.chunks, self.kernels = chunks, kernels
         self.tp = ALONE
 
     def forward(
@@ -160,7 +199,8 @@ class Head(nn.Module):
     def loss(self, normed_BsD: Tensor, labels_BS: Tensor) -> Tensor:
         x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)
         width = torch.promote_types(x_TD.dtype, torch.float32).itemsize
-        chunks = chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks)
+        most = CHUNK_BYTES if x_TD.device.type == "cpu" else CHUNK_BYTES_GPU
+        chunks = chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks, most)
         if chunks > 1:
-            return chunked_cross_entropy_sum(x_TD, weight_VD, labels_BS.flatten(), self.tp, chunks)
+            return chunked_cross_entropy_sum(x_TD, weight_VD, labels_BS.flatten(), self.tp, chunks, self.kernels)
         return cross_entropy_sum(F.linear(x_TD, weight_VD), labels_BS.flatten(), self.tp)

@@ -115,6 +115,16 @@ def _repeated(heads: int, *xs: Tensor) -> list[Tensor]:
     return [x.repeat_interleave(heads // x.shape[1], 1) for x in xs]
 
 
+def _laid(bias: Tensor | None, heads: int) -> Tensor | None:
+    """For the memory-efficient kernel: one for every head, in rows of whole 16 bytes."""
+    if bias is None:
+        return None
+    keys = bias.shape[-1]
+    if keys % 8:
+        bias = F.pad(bias, (0, -keys % 8))[..., :keys]
+    return bias.expand(-1, heads, -1, -1)
+
+
 def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     if q.device.type == "cpu":
         scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
@@ -126,7 +136,8 @@ def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     else:
         k, v = _repeated(q.shape[1], k, v)
-        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, causal)[:2]
+        laid = _laid(bias, q.shape[1])
+        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, laid, True, 0.0, causal)[:2]
         lse = lse[..., : q.shape[2]]  # padded to the kernel's tile
     if bias is not None:
         # A query without a key in this block: the kernels leave its log-sum-exp undefined.
@@ -150,8 +161,10 @@ def _block_backward(grad, q, k, v, bias, out, lse, causal):
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     mask = [True, True, True, False]
     lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # to the tile in which forward gave it
+    # Under 16 bits the kernel reads the output as forward laid it, heads after positions, whatever its strides.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, *_repeated(q.shape[1], k, v), bias, out, lse, none, none, 0.0, mask, causal
+        grad, q, *_repeated(q.shape[1], k, v), _laid(bias, q.shape[1]), out, lse, none, none, 0.0, mask, causal
     )[:3]
     if k.shape[1] < q.shape[1]:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=torch.float32) for x in (dk, dv))

@@ -56,5 +56,7 @@ def grad_norm(parameters: dict[str, nn.Parameter], world: Group, copies: tuple[s
 
 @torch.no_grad()
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
+    grads = [local_grad(p) for p in parameters]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local_grad(p) for p in parameters], scale)
+    # On GPUs it is one kernel only where both are of one dtype.
+    torch._foreach_mul_(grads, scale.to(torch.promote_types(grads[0].dtype, torch.float32)))

@@ -12,7 +12,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.models.families import preset
 from titanmoe.train.legal import problems, ranks_of_a_node
-from titanmoe.train.runtime import start, stop, world_size
+from titanmoe.train.runtime import grow_segments, start, stop, world_size
 
 
 def resolve(config: Config, world: int) -> Config:
@@ -36,6 +36,7 @@ def resolve(config: Config, world: int) -> Config:
 
 def read(argv: list[str], world: int) -> Config:
     """The resolved config of a command line; raises ConfigError with every problem."""
+    grow_segments()  # before a law asks for the GPU
     return load(argv, preset, lambda config: problems(config, world), resolve=lambda config: resolve(config, world))
 
 

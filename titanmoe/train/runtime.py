@@ -96,6 +96,14 @@ def world_size() -> int:
     return read_environment().world
 
 
+def grow_segments() -> None:
+    """Have a GPU's memory grow in place: routed rows come in other numbers each time, and blocks of fixed sizes would
+    be left with gaps between them. CUDA reads it as it starts; a setting in the environment stays.
+    """
+    if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+
+
 def start(config: Config) -> Runtime:
     """Pick the device and join the other ranks. Whatever is wrong is one line of a ConfigError, alike on all ranks."""
     environment = read_environment()

@@ -1,8 +1,9 @@
-"""Triton kernels, each with its plain reference elsewhere in titanmoe.moe. Nothing here is imported without Triton.
+"""Triton kernels, each with its plain reference elsewhere. Nothing here is imported without Triton.
 
 rows     tokens to routed rows and back      titanmoe.moe.permute
 swiglu   the experts' activation             titanmoe.moe.experts.weighted
 route    scores, choice, weights, counts     titanmoe.moe.router
+loss     slices of the logits                titanmoe.models.vocabulary
 """
 
 from __future__ import annotations

@@ -1,0 +1,92 @@
+"""Where the host need not wait for a GPU, it does not: models on meta tensors take the branches of GPUs and have no
+values to ask for. What a forward and backward would wait for fails here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import parity
+from titanmoe.comm import ALONE
+from titanmoe.fold.degrees import derive
+from titanmoe.models.transformer import Transformer
+from titanmoe.moe.experts import Experts
+from titanmoe.moe.kernels import installed
+from titanmoe.moe.symmetric import Symmetric
+from titanmoe.parallel.attend import context_parallel
+from titanmoe.parallel.context import placement
+from titanmoe.parallel.recompute import recompute
+from titanmoe.tokens import Tokens
+
+pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
+PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shared": {
+        "model.shared_hidden": 16,
+        "model.shared_gate": True,
+        "model.num_dense_layers": 1,
+        "model.dense_hidden": 64,
+    },
+    "balance": {"moe.aux_loss": 0.1, "moe.aux_loss_sequence": 0.1, "moe.aux_loss_global": 0.1, "moe.z_loss": 0.1},
+    "whole samples": {"moe.capacity_scope": "full_sequence", "moe.jitter": 0.1},
+    "recomputed": {"activation_checkpoint.mode": "full"},
+    "selective": {"activation_checkpoint.mode": "selective", "training.loss_chunks": 3},
+    "windows and sinks": {"model.sliding_window": 8, "model.full_attention_every": 2, "model.attention_sinks": True},
+    "documents": {"parallelism.attention_backend": "plain"},
+}
+
+
+def train(changes: dict[str, Any], documents: bool = False) -> None:
+    narrow = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"}
+    config = parity.read(narrow | {"moe.kernels": "auto", "parallelism.attention_backend": "plain"} | changes, 1)
+    config.moe.kernels = "triton"  # which is refused on CPUs
+    B, L = config.training.local_batch_size, config.training.seq_len
+    with torch.device("meta"):
+        model = Transformer(config, 1, torch.bfloat16)
+        context_parallel(model, config.parallelism, placement(config), ALONE)
+        recompute(model, config.activation_checkpoint)
+        index = torch.arange(B * L)
+        tokens = Tokens(
+            index.view(B, L) % L,
+            index,
+            index // L,
+            torch.ones_like(index, dtype=torch.bool),
+            torch.zeros((), dtype=torch.int64),
+            index.view(B, L) // 3 if documents else None,
+        )
+        for moe in model.moe_layers().values():
+            moe.begin_step(1, torch.ones((), dtype=torch.float64), B)
+        model(index.view(B, L), tokens, index.view(B, L)).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_padded_bins_leave_the_host_alone(name: str) -> None:
+    train(PADDED | CASES[name], name == "documents")
+
+
+def test_dropless_rows_do_not() -> None:
+    with pytest.raises((NotImplementedError, RuntimeError), match="meta tensor"):
+        train({})
+
+
+def test_symmetric_memory_leaves_the_host_alone() -> None:
+    config = parity.read({"training.mixed_precision_param": "bfloat16"}, 1)
+    config.moe.dispatcher, config.moe.kernels, model, T = "symm_mem", "triton", config.model, 24
+    with torch.device("meta"):
+        dispatcher = Symmetric(config, derive(1, config.parallelism), ALONE, torch.device("meta"))
+        experts = Experts(model, config.moe, torch.bfloat16)
+        x_TD = torch.empty(T, model.dim, dtype=torch.bfloat16, requires_grad=True)
+        weights_TK = torch.empty(T, model.top_k, requires_grad=True)
+        chosen_TK = torch.zeros(T, model.top_k, dtype=torch.int64)
+        rows_RD, weights_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+        y_TD: Tensor = dispatcher.combine(experts(rows_RD, weights_R1, count_e), route)
+        y_TD.backward(torch.empty_like(y_TD))
+    assert y_TD.shape == x_TD.shape
+    assert all(x.grad is not None for x in (x_TD, weights_TK, *experts.parameters()))

@@ -1,0 +1,86 @@
+"""The loss over slices of the logits, each read once in forward, and in backward read and overwritten.
+
+Reference: `titanmoe.models.vocabulary`. With m the largest logit so far, s the sum of exp(l - m):
+
+    forward     m' = max(m, max l)      s' = s exp(m - m') + sum exp(l - m')
+    backward    (exp(l - log-sum-exp) - 1 at the label) * scale, in the place of l
+
+A program has a token, so no sum depends on the order of execution. All is float32 (or float64) up to the rounding of
+the gradient.
+
+Shapes: T tokens, v a slice of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanmoe.moe.kernels.launch import wide
+
+TILE = 4096
+
+
+@triton.jit(do_not_specialize=["begin"])
+def _forward(logits, label, top, total, label_logit, begin, V: tl.constexpr, WIDE: tl.constexpr,
+             COLUMNS: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    mine = logits + t * V
+    m, s = tl.load(top + t), tl.load(total + t)
+    for first in range(0, V, COLUMNS):
+        v = first + tl.arange(0, COLUMNS)
+        x = tl.load(mine + v, mask=v < V, other=float("-inf")).to(WIDE)
+        higher = tl.maximum(m, tl.max(x, 0))
+        s = s * tl.exp(m - higher) + tl.sum(tl.exp(x - higher), 0)
+        m = higher
+    tl.store(top + t, m)
+    tl.store(total + t, s)
+    place = tl.load(label + t) - begin
+    here = (place >= 0) & (place < V)
+    tl.store(label_logit + t, tl.load(mine + place, mask=here, other=0.0).to(WIDE), mask=here)
+
+
+@triton.jit(do_not_specialize=["begin"])
+def _backward(logits, label, log_total, scale, begin, V: tl.constexpr, WIDE: tl.constexpr,
+              COLUMNS: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    mine = logits + t * V
+    place, lse, factor = tl.load(label + t) - begin, tl.load(log_total + t), tl.load(scale + t)
+    for first in range(0, V, COLUMNS):
+        v = first + tl.arange(0, COLUMNS)
+        x = tl.load(mine + v, mask=v < V, other=0.0).to(WIDE)
+        grad = (tl.exp(x - lse) - tl.where(v == place, 1.0, 0.0)) * factor
+        tl.store(mine + v, grad.to(logits.dtype.element_ty), mask=v < V)
+
+
+def _launch(kernel, logits_Tv: Tensor, *rest) -> None:
+    T, V = logits_Tv.shape
+    if T:
+        columns = min(triton.next_power_of_2(V), TILE)
+        kernel[(T,)](logits_Tv, *rest, V=V, WIDE=wide(logits_Tv.dtype), COLUMNS=columns, num_warps=8)
+
+
+@torch.library.custom_op("titanmoe::loss_slice", mutates_args=("top_T", "total_T", "label_logit_T"))
+def loss_slice(
+    logits_Tv: Tensor, label_T: Tensor, begin: int, top_T: Tensor, total_T: Tensor, label_logit_T: Tensor
+) -> None:
+    """One slice more, whose first column is number `begin`, into the three running numbers of each token."""
+    _launch(_forward, logits_Tv, label_T, top_T, total_T, label_logit_T, begin)
+
+
+@loss_slice.register_fake
+def _(logits_Tv, label_T, begin, top_T, total_T, label_logit_T):
+    return None
+
+
+@torch.library.custom_op("titanmoe::loss_slice_backward", mutates_args=("logits_Tv",))
+def loss_slice_backward(logits_Tv: Tensor, label_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> None:
+    """A slice's logits become their gradients."""
+    _launch(_backward, logits_Tv, label_T, log_total_T, scale_T, begin)
+
+
+@loss_slice_backward.register_fake
+def _(logits_Tv, label_T, begin, log_total_T, scale_T):
+    return None
