@@ -56,21 +56,26 @@ def cover(
     left_out: of two keys, whether their values need not meet.
     """
 
-    def pairs_of(row: dict[str, Any]) -> frozenset:
+    bits: dict[Any, int] = {}  # by pair
+
+    def pairs_of(row: dict[str, Any]) -> int:
         items = sorted((key, str(value)) for key, value in row.items())
-        pairs = itertools.combinations(items, 2)
-        return frozenset((a, b) for a, b in pairs if left_out is None or not left_out(a[0], b[0]))
+        met = 0
+        for a, b in itertools.combinations(items, 2):
+            if left_out is None or not left_out(a[0], b[0]):
+                met |= bits.setdefault((a, b), 1 << len(bits))
+        return met
 
     pairs = [pairs_of(row) for row in rows]
-    left = set().union(*pairs)
+    left = (1 << len(bits)) - 1
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     chosen = []
     while left:
         order = [i for i in order if pairs[i] & left]  # what meets nothing new now never will again
-        best = max(order, key=lambda i: len(pairs[i] & left))
+        best = max(order, key=lambda i: (pairs[i] & left).bit_count())
         chosen.append(best)
-        left -= pairs[best]
+        left &= ~pairs[best]
     return chosen
 
 

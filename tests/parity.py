@@ -239,6 +239,18 @@ def measure(changes: dict[str, Any], documents: bool = False, fault: str = "", s
     )
 
 
+def train(argv: list[str]) -> None:
+    """On a rank: what train.py does once it has joined the others. Ranks stay, and so do the time-outs of groups."""
+    from titanmoe.train.launch import read
+    from titanmoe.train.runtime import Runtime
+    from titanmoe.train.trainer import Trainer
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    runtime = Runtime(rank=rank, local_rank=rank, world=size, device=torch.device("cpu"))
+    object.__setattr__(runtime, "steady_timeout", lambda *_: None)
+    Trainer(read(argv, size), runtime).train()
+
+
 # What may change speed and memory but no number: the reference is computed without it, once.
 NEUTRAL = (
     "parallelism.",

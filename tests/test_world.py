@@ -52,8 +52,7 @@ def use_kept_group():
 
 
 def groups(n):
-    for _ in range(n):
-        dist.new_group([0, 1])
+    return [dist.new_group([0, 1]).group_name for _ in range(n)]
 
 
 def rank_one_fails():
@@ -145,9 +144,11 @@ def test_too_many_groups_renew_the_pool(monkeypatch):
     monkeypatch.setattr(world, "MAX_GROUPS", 5)
     world.restart(2)
     before = world.run(2, process_id)
-    world.run(2, groups, 3)
+    first = world.run(2, groups, 3)
+    assert len(set(first[0])) == 3
+    assert world.run(2, groups, 3) == first, "those of the call before"
     assert world.run(2, process_id) == before
-    world.run(2, groups, 1)
+    world.run(2, groups, 4)
     assert not set(before) & set(world.run(2, process_id))
 
 

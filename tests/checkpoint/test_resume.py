@@ -15,6 +15,7 @@ from tests.features import MODELS
 
 PP = {"parallelism.pp": 4, "model.num_layers": 4, "training.global_batch_size": 8}
 FOUR = {"model.num_layers": 4}
+EIGHT = {"training.global_batch_size": 8}  # as many data ranks or microbatches need
 BIASED = MODELS["gpt_oss"] | {"model.num_experts": 2, "model.top_k": 2, "model.num_kv_heads": 2}
 BIASED |= {"model.num_heads": 4, "model.qk_norm": "full"}
 V = {"pipeline.schedule": "DualPipeV", "parallelism.pp": 2, "model.num_layers": 4}
@@ -50,13 +51,16 @@ def test_the_same_mapping_goes_on_to_the_last_bit(tmp_path: Path, shape: dict[st
 CASES = {
     "pp4 to ep4": ((4, mapping(pp=4) | FOUR), (4, mapping(ep=4) | FOUR)),
     "etp4 to ep4": ((4, mapping(etp=4)), (4, mapping(ep=4))),
-    "tp2 pp4 etp2 to tp1 pp4 etp2": ((8, mapping(tp=2, pp=4, etp=2) | FOUR), (8, mapping(pp=4, etp=2) | FOUR)),
-    "ep8 to tp8 etp8": ((8, mapping(ep=8)), (8, mapping(tp=8, etp=8))),
+    "tp2 pp4 etp2 to tp1 pp4 etp2": (
+        (8, mapping(tp=2, pp=4, etp=2) | FOUR | EIGHT),
+        (8, mapping(pp=4, etp=2) | FOUR | EIGHT),
+    ),
+    "ep8 to tp8 etp8": ((8, mapping(ep=8) | EIGHT), (8, mapping(tp=8, etp=8) | EIGHT)),
     "a stage without experts": (
         (4, mapping(pp=2, tp=2) | FOUR | {"model.num_dense_layers": 2, "model.dense_hidden": 32}),
         (2, mapping(ep=2) | FOUR | {"model.num_dense_layers": 2, "model.dense_hidden": 32}),
     ),
-    "more data ranks": ((2, mapping(ep=2)), (8, mapping(ep=2) | {"parallelism.dp_replicate": 2})),
+    "more data ranks": ((2, mapping(ep=2) | EIGHT), (8, mapping(ep=2) | EIGHT | {"parallelism.dp_replicate": 2})),
     "fewer ranks": ((8, mapping(tp=2, cp=2, ep=8)), (1, mapping())),
     "tied ends of a pipeline to one": (
         (4, mapping(pp=2, ep=2) | FOUR | {"model.tie_embeddings": True}),
@@ -75,8 +79,8 @@ CASES = {
         (2, mapping() | V | {"model.mtp_depth": 1}),
     ),
     "V to interleaved, dispatcher": (
-        (4, mapping(ep=2) | V),
-        (4, mapping(cp=2, etp=2) | V | {"pipeline.schedule": "Interleaved1F1B", "moe.dispatcher": "allgather"}),
+        (4, mapping(ep=2) | V | EIGHT),
+        (4, mapping(cp=2, etp=2) | V | EIGHT | {"pipeline.schedule": "Interleaved1F1B", "moe.dispatcher": "allgather"}),
     ),
     "model dim of experts to their number": (
         (8, mapping(ep=2) | {"model.num_experts": 4}),

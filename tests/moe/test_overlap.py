@@ -6,6 +6,7 @@ COMPUTE seconds a row, and the shared expert SHARED at once, forward and backwar
 
 from __future__ import annotations
 
+import functools
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -144,10 +145,15 @@ def timed(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[str
     return out
 
 
+@functools.cache
+def seen_on_ranks(chunks: int, shared: bool, across: bool = False) -> list[dict[str, dict[str, float]]]:
+    return world.run(RANKS, timed, chunks, shared, across)
+
+
 @pytest.mark.parametrize("way", ["forward", "backward"])
 @pytest.mark.parametrize("across", [False, True], ids=["flat", "across_nodes"])
 def test_the_shared_expert_is_computed_while_rows_are_under_way(across: bool, way: str) -> None:
-    for seen in world.run(RANKS, timed, 1, True, across):
+    for seen in seen_on_ranks(1, True, across):
         at = seen[way]
         assert at["shared in messages"] > 0.5 * SHARED, at
         assert at["experts in messages"] == 0, at
@@ -155,7 +161,7 @@ def test_the_shared_expert_is_computed_while_rows_are_under_way(across: bool, wa
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_a_chunk_is_multiplied_while_others_are_under_way(way: str) -> None:
-    for alone, cut in zip(world.run(RANKS, timed, 1, False), world.run(RANKS, timed, 4, False), strict=True):
+    for alone, cut in zip(seen_on_ranks(1, False), seen_on_ranks(4, False), strict=True):
         assert alone[way]["experts in messages"] == 0, alone[way]
         assert cut[way]["experts in messages"] > 0.5 * cut[way]["experts"], cut[way]
 

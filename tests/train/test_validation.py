@@ -138,7 +138,7 @@ def test_the_best_loss_so_far_outlives_the_run(texts: Path, tmp_path: Path) -> N
 
 
 SHAPES = {
-    "tp2 ep4": {"parallelism.tp": 2, "parallelism.experts.ep": 4},
+    "tp2 ep4": {"parallelism.tp": 2, "parallelism.experts.ep": 4, "training.global_batch_size": 4},
     "a V": {
         "parallelism.pp": 2,
         "pipeline.schedule": "ZBVZeroBubble",
