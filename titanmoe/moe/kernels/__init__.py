@@ -7,7 +7,6 @@ route    scores, choice, weights, counts     titanmoe.moe.router
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 
@@ -19,9 +18,11 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@functools.cache
+_INSTALLED = importlib.util.find_spec("triton") is not None  # looked up here, as a traced function cannot
+
+
 def installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _INSTALLED
 
 
 def fused(kernels: str, x: Tensor) -> bool:
