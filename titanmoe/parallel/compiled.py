@@ -1,8 +1,10 @@
 """torch.compile, per part of a block.
 
-Attention, dense layers, the experts and the head compile each as one graph. The experts are an FSDP unit of their own,
-whose hooks would cut a whole block's graph; the dispatch between them runs as it is. However many rows a rank's experts
-are sent, none and one as well, they run the one graph of their first call.
+Attention, dense layers and the head compile each as one graph. A MoE layer whose bins are padded does too, from router
+to combine, its all-to-alls within: experts and router are FSDP units of their own, but their hooks run around the graph
+(`titanmoe.moe.layer.MoE.forward`). Where sizes follow the routing the dispatch runs as it is, beside graphs of the
+experts and the shared expert. However many rows a rank's experts are sent then, none and one as well, they run the one
+graph of their first call. Layers that are alike share their graphs.
 """
 
 from __future__ import annotations
