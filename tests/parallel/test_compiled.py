@@ -89,8 +89,8 @@ def named(seen: Seen, word: str) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("size", "case"),
     [
-        (4, {"moe.z_loss": 0.01}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
+        (4, {}),
+        pytest.param(2, {"moe.z_loss": 0.01}, marks=pytest.mark.slow),
         pytest.param(4, {"parallelism.experts.etp": 2, "model.shared_hidden": 16}, marks=pytest.mark.slow),
     ],
     ids=["edp", "alone", "etp"],
@@ -104,11 +104,11 @@ def test_a_padded_layer_is_one_graph_whatever_the_routing(size: int, case: dict[
         assert sends[1] == 6, "rows and weights there, rows back, and each one's gradients"
         for within in ("argsort", "index_copy_", "bmm", "linear"):
             assert sends[0] in named(seen, within)
-    got = compiled[0].outcome
+    got, reference = compiled[0].outcome, parity.expected(changes, size).steps
     assert got.loss == pytest.approx(plain.loss, rel=1e-12)
-    for mine, want in ((got.grads, plain.grads), (got.weights, plain.weights)):
-        assert parity.error(mine, want)[0] < 1e-12
-    parity.check(size, changes | COMPILED | {"compile.backend": "aot_eager"})
+    assert got.loss[: len(reference)] == pytest.approx([step.loss for step in reference], rel=1e-10)
+    pairs = (got.grads, plain.grads), (got.weights, plain.weights), (got.grads, reference[0].grads)
+    assert max(parity.error(*pair)[0] for pair in pairs) < 1e-10
 
 
 def test_dropless_parts_compile_once_whatever_the_routing() -> None:
@@ -118,6 +118,18 @@ def test_dropless_parts_compile_once_whatever_the_routing() -> None:
         assert len(named(seen, "grouped_mm")) == 1
         assert not named(seen, "all_to_all")
     assert compiled[0].outcome.loss == pytest.approx(plain.loss, rel=2e-2)
+
+
+@pytest.mark.slow
+def test_a_padded_layer_whose_router_is_wider_than_its_experts() -> None:
+    """The router is an FSDP unit of its own then. In bfloat16, so to its rounding; by the same operations, as it is."""
+    compiled, plain = run(4, PADDED | EP2 | MIXED)
+    for seen in compiled:
+        assert len(named(seen, "grouped_mm")) == len(named(seen, "all_to_all")) == 1
+    got = compiled[0].outcome
+    print(got.loss, plain.loss, parity.error(got.grads, plain.grads))
+    assert got.loss == pytest.approx(plain.loss, rel=2e-2)
+    assert parity.error(got.grads, plain.grads)[0] < 5e-2
 
 
 @pytest.mark.slow
