@@ -96,12 +96,14 @@ def test_windows_and_sinks_by_chunks_are_the_plain_ones(dtype: torch.dtype, wind
         torch.testing.assert_close(mine, expected, **close)
 
 
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
-def test_a_layer_with_padded_bins_fits_a_cuda_graph(kernels: str) -> None:
-    """Forward and backward are captured once; replayed over other tokens they give what eager code gives."""
+@pytest.mark.parametrize(("kernels", "compiled"), [("auto", False), ("torch", False), ("auto", True)])
+def test_a_layer_with_padded_bins_fits_a_cuda_graph(kernels: str, compiled: bool) -> None:
+    """Forward and backward are captured once; replayed over other tokens they give what they give by themselves."""
     model = Model(num_experts=8, top_k=2, dim=128, expert_hidden=256)
     options = MoE(capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.01, kernels=kernels)
     layer = Layer(model, options, None, 0, 0, 1, torch.bfloat16).cuda()
+    if compiled:  # as in titanmoe.parallel.compiled
+        layer.graph = torch.compile(layer.whole, fullgraph=True)
     generator = torch.Generator("cuda").manual_seed(0)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.1, generator=generator)

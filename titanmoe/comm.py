@@ -152,6 +152,29 @@ class _Arrive(torch.autograd.Function):
         return grad.new_empty(0), None
 
 
+class _Depart(torch.autograd.Function):
+    """`_Start` while it is traced, where nothing is under way yet and mark can be the rows."""
+
+    @staticmethod
+    def forward(ctx, x, send, receive, group):
+        return _send(x, send, receive, group)
+
+    @staticmethod
+    def backward(ctx, mark):
+        return _ops.wait_tensor(mark), None, None, None
+
+
+class _Land(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, mark, send, receive, group):
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _ops.wait_tensor(mark)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _send(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
 class InFlight(NamedTuple):
     """Rows under way, for `arrive` alone. `mark` stands for them in the graph: empty, but with a gradient to pass on.
 
@@ -171,12 +194,18 @@ def start(x: Tensor, group: Group, send: list[int] | None = None, receive: list[
     if group.size == 1:
         return InFlight(x, None)
     wire = _Wire(*_splits(x, group, send, receive), group)
+    if torch.compiler.is_compiling():
+        return InFlight(_Depart.apply(x, wire.send, wire.receive, group), wire)
     return InFlight(_Start.apply(x, wire), wire)
 
 
 def arrive(flight: InFlight) -> Tensor:
     """The rows that `start` sent here. Once for each start."""
-    return flight.mark if flight.wire is None else _Arrive.apply(*flight)
+    if flight.wire is None:
+        return flight.mark
+    if torch.compiler.is_compiling():
+        return _Land.apply(flight.mark, flight.wire.send, flight.wire.receive, flight.wire.group)
+    return _Arrive.apply(*flight)
 
 
 def gather(x: Tensor, dim: int, group: Group) -> Tensor:

@@ -354,10 +354,10 @@ class ActivationCheckpoint:
 
 @dataclass
 class Compile:
-    """torch.compile, per part of a block."""
+    """torch.compile, per part of a block: attention, norms, dense layer, head, and a MoE layer as a whole where moe.pad_to_capacity makes its sizes static, else its experts and shared expert apart."""
 
     enable: bool = False
-    """Worth its start-up (a minute or more) on long runs."""
+    """Worth its start-up (a minute or more) on long runs. The header says what becomes of the MoE layers."""
     backend: str = "inductor"
     """inductor for speed; aot_eager to look for graph breaks."""
 

@@ -41,6 +41,11 @@ def grouped_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
     return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=count_e.cumsum(0).to(torch.int32))
 
 
+def even_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
+    """The same for experts of equally many rows, whose number is then in the shape: any dtype can be traced."""
+    return torch.bmm(x_RD.unflatten(0, (w_eFD.shape[0], -1)), w_eFD.transpose(1, 2)).flatten(0, 1)
+
+
 def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count_e: Tensor) -> Tensor:
     """Of the weights (e, D, F): the sum over an expert's rows of their outer products."""
     sizes = count_e.tolist()
@@ -102,16 +107,25 @@ def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Te
 
 
 def plain_down(
-    gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, w2_eDF: Tensor, count_e: Tensor, grouped: bool, clamped: bool
+    gate_RF: Tensor,
+    up_RF: Tensor,
+    weight_R1: Tensor,
+    w2_eDF: Tensor,
+    count_e: Tensor,
+    grouped: bool,
+    clamped: bool,
+    even: bool = False,
 ) -> Tensor:
-    product = grouped_product if grouped else grouped_loop
+    product = product_of(grouped, "compute", even)
     return product(weighted(gate_RF, up_RF, weight_R1, clamped), w2_eDF, count_e)
 
 
-def product_of(grouped: bool, dtype: str) -> Product:
+def product_of(grouped: bool, dtype: str, even: bool = False) -> Product:
     """By `[moe] expert_dtype`; in 8 bits without gradients."""
     if dtype != "compute":
         return partial(scaled_product, emulated=dtype == "fp8_emulated")
+    if even:
+        return even_product
     return grouped_product if grouped else grouped_loop
 
 
@@ -152,9 +166,10 @@ def down(
     clamped: bool,
     kernels: str = "auto",
     dtype: str = "compute",
+    even: bool = False,
 ) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses, and chooses by itself what to keep
-        return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped)
+        return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped, even)
     return _Down.apply(gate_RF, up_RF, weight_R1, askable(w2_eDF), count_e, grouped, clamped, kernels, dtype)
 
 
@@ -181,6 +196,7 @@ class Experts(nn.Module):
         self.w3 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1], dtype=dtype))
         self.unused_rows = options.dispatcher == "symm_mem"
+        self.even_rows = options.pad_to_capacity
         self.w1_bias = self.w3_bias = self.w2_bias = None
         if model.expert_biases:
             self.w1_bias, self.w3_bias = (nn.Parameter(torch.empty(shape[:2], dtype=dtype)) for _ in range(2))
@@ -223,9 +239,12 @@ class Experts(nn.Module):
     def products_of_rows(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
         grouped = self.groups(x_RD)
-        how = (grouped, self.clamped, self.kernels, self.dtype)
+        # torch's grouped product can be traced in bfloat16 alone, the loop not at all.
+        traced = grouped and x_RD.dtype == torch.bfloat16
+        even = self.even_rows and torch.compiler.is_compiling() and not traced
+        how = (grouped, self.clamped, self.kernels, self.dtype, even)
         if self.dtype == "compute":
-            product = product_of(grouped, self.dtype)
+            product = product_of(grouped, self.dtype, even)
             gate_RF, up_RF = product(x_RD, w1_eFD, count_e), product(x_RD, w3_eFD, count_e)
         else:
             gradient, emulated = grouped_gradient if grouped else loop_gradient, self.dtype == "fp8_emulated"

@@ -6,6 +6,7 @@ Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ class MoE(nn.Module):
         self.experts = Experts(model, options, dtype)
         self.shared = shared
         self.pad = options.pad_to_capacity
+        self.graph: Callable[[Tensor, Tokens], Tensor] | None = None  # of `whole`: titanmoe.parallel.compiled
 
     def begin_step(self, step: int, tokens: Tensor, samples: int) -> None:
         """tokens: how many the whole step routes; samples: of the whole step."""
@@ -50,8 +52,18 @@ class MoE(nn.Module):
         self.balance.begin_step(tokens, samples)
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
+        if self.graph is None:
+            return self.whole(x_BsD, tokens)
+        # Hooks that gather weights lie around the graph, which cannot hold them.
+        experts = partial(self.experts, through=lambda products, *given: self.graph(*given))
+        return self.router(x_BsD, tokens, through=experts)
+
+    def whole(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
+        router, experts = self.router, self.experts
+        if torch.compiler.is_compiling():
+            router, experts = router.forward, experts.forward
         samples, x_TD = x_BsD.shape[0], x_BsD.flatten(0, 1)
-        logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
+        logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = router(x_TD, tokens)
         weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
         bin = 0
         if self.capacity is not None:
@@ -63,7 +75,7 @@ class MoE(nn.Module):
         sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin)
         shared_BsD = None if self.shared is None else self.shared(x_BsD)  # while the rows are under way
         parts, home = self.dispatcher.parts(sent)
-        y_TD = self.dispatcher.land(self.experts(parts, through=self._visit), home)
+        y_TD = self.dispatcher.land(experts(parts, through=self._visit), home)
         return y_TD.view_as(x_BsD) if shared_BsD is None else y_TD.view_as(x_BsD) + shared_BsD
 
     def _visit(self, products: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list) -> list:

@@ -12,7 +12,7 @@ from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
 from titanmoe.parallel.materialize import materialize
-from titanmoe.parallel.pipeline import Alone, Pipeline, split_layers, splits_backward, stage_ranks
+from titanmoe.parallel.pipeline import Alone, Pipeline, split_layers, stage_ranks
 from titanmoe.parallel.recompute import recompute
 from titanmoe.parallel.sharded import shard_data
 from titanmoe.parallel.tensor import tensor_parallel
@@ -36,8 +36,7 @@ def build(config: Config, meshes: Meshes, microbatches: int, device: torch.devic
         context_parallel(model, config.parallelism, placement(config), meshes.cp)
         expert_parallel(model, meshes)
         recompute(model, config.activation_checkpoint)
-        compute = getattr(torch, config.training.mixed_precision_param)
-        compile_parts(model, config.compile, compute, splits_backward(config))
+        compile_parts(model, config)
         shard_data(model, config, meshes)
         materialize(model, config.training.seed, device)
         parts.append(model)

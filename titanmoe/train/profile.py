@@ -93,6 +93,9 @@ def name_parts(trainer: Trainer) -> None:
             if block.moe is None:
                 around(block.ffn, "forward", partial(region, "dense FFN"))
                 continue
+            if block.moe.graph is not None:
+                around(block.moe, "forward", partial(region, "MoE layer"))
+                continue
             around(block.moe.router, "forward", partial(region, "router"))
             around(block.moe.experts, "products", partial(region, "experts"))
             if block.moe.shared is not None:

@@ -28,6 +28,7 @@ from titanmoe.moe.layer import finish_step
 from titanmoe.moe.symmetric import Symmetric
 from titanmoe.parallel.apply import build, drive
 from titanmoe.parallel.batch import Slice, check_alike, cut
+from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import measured_chunks, symmetric
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
@@ -156,6 +157,9 @@ class Trainer:
         notes = self.loader.notes()
         if self.config.moe.overlap_chunks == -1:
             notes["overlap chunks"] = str(self.chunks or "1: no row leaves its rank in chunks")
+        if self.config.compile.enable:
+            reason = why_in_parts(self.config)
+            notes["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
         if self.fold.pp == 1:
             return notes
         stages = len(stage_ranks(self.config, self.fold.pp))

@@ -8,7 +8,6 @@ loss     slices of the logits                titanmoe.models.vocabulary
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 
@@ -20,9 +19,11 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@functools.cache
+_INSTALLED = importlib.util.find_spec("triton") is not None  # looked up here, as a traced function cannot
+
+
 def installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _INSTALLED
 
 
 def fused(kernels: str, x: Tensor) -> bool:

@@ -1,0 +1,160 @@
+"""torch.compile in the trainer: what is one graph on several ranks, that it stays so, and that no number changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests import parity, world
+from tests.features import DISPATCHERS, MODELS
+
+PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True, "moe.capacity_scope": "full_sequence"}
+COMPILED = {"compile.enable": True, "compile.backend": "kept"}
+MIXED = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat16"} | {
+    "training.mixed_precision_reduce": "float32"
+}
+EP2 = {"parallelism.experts.ep": 2}
+STEPS, CROWDED = 5, 4
+"""In step 4 every token goes to the first experts, which one rank holds."""
+
+
+class Seen(NamedTuple):
+    outcome: parity.Outcome | None
+    graphs: dict[str, Counter[str]]  # the operations of each, by the compiler's number: 2/1 is the second of function 2
+    made: list[int]  # graphs after each step
+    breaks: int
+
+
+_graphs: dict[str, Counter[str]] = {}
+
+
+def kept(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    """aot_eager, and what it was given."""
+    inside = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
+    number = str(torch._guards.CompileContext.current_compile_id())
+    _graphs[number] = Counter(str(node.target) for module in inside for node in module.graph.nodes)
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def trained(changes: dict[str, Any], steps: int = STEPS) -> Seen:
+    """On a rank: `parity.measure`, and what torch.compile made of it."""
+    from titanmoe.train.trainer import Trainer
+
+    made: list[int] = []
+    step = Trainer.train_step
+
+    def train_step(self: Trainer) -> dict[str, Any]:
+        for moe in self.moe_layers.values():
+            moe.router.expert_bias[: self.config.model.top_k] = 1e6 if self.step + 1 == CROWDED else 0.0
+        report = step(self)
+        made.append(len(_graphs))
+        return report
+
+    torch._dynamo.reset()
+    counters.clear()
+    _graphs.clear()
+    if "kept" not in torch._dynamo.list_backends(()):
+        torch._dynamo.register_backend(kept)
+    Trainer.train_step = train_step
+    try:
+        outcome = parity.measure(changes, steps=steps)
+        return Seen(outcome, dict(_graphs), made, sum(counters["graph_break"].values()))
+    finally:
+        Trainer.train_step = step
+        torch._dynamo.reset()
+
+
+def run(size: int, changes: dict[str, Any]) -> tuple[list[Seen], parity.Outcome]:
+    """Compiled, on every rank, and not; neither compiles again for another routing."""
+    compiled = world.run(size, trained, changes | COMPILED, timeout=400)
+    for seen in compiled:
+        assert seen.made == seen.made[:1] * STEPS, f"compiled again: {seen.made}, {list(seen.graphs)}"
+    outcome = compiled[0].outcome
+    loads = [report["layers.0.load"] for report in outcome.reports]
+    assert len({str(load) for load in loads}) == STEPS
+    assert sum(loads[CROWDED - 1][2:]) == 0 < sum(loads[0][2:])
+    return compiled, world.run(size, trained, changes)[0].outcome
+
+
+def named(seen: Seen, word: str) -> dict[str, int]:
+    """How often each graph has operations of that name."""
+    counts = {graph: sum(n for op, n in ops.items() if word in op) for graph, ops in seen.graphs.items()}
+    return {graph: n for graph, n in counts.items() if n}
+
+
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (4, {}),
+        pytest.param(2, {"moe.z_loss": 0.01}, marks=pytest.mark.slow),
+        pytest.param(4, {"parallelism.experts.etp": 2, "model.shared_hidden": 16}, marks=pytest.mark.slow),
+    ],
+    ids=["edp", "alone", "etp"],
+)
+def test_a_padded_layer_is_one_graph_whatever_the_routing(size: int, case: dict[str, Any]) -> None:
+    changes = PADDED | EP2 | case
+    compiled, plain = run(size, changes)
+    for seen in compiled:
+        assert seen.breaks == 0
+        (sends,) = named(seen, "all_to_all").items()
+        assert sends[1] == 6, "rows and weights there, rows back, and each one's gradients"
+        for within in ("argsort", "index_copy_", "bmm", "linear"):
+            assert sends[0] in named(seen, within)
+    got, reference = compiled[0].outcome, parity.expected(changes, size).steps
+    assert got.loss == pytest.approx(plain.loss, rel=1e-12)
+    assert got.loss[: len(reference)] == pytest.approx([step.loss for step in reference], rel=1e-10)
+    pairs = (got.grads, plain.grads), (got.weights, plain.weights), (got.grads, reference[0].grads)
+    assert max(parity.error(*pair)[0] for pair in pairs) < 1e-10
+
+
+def test_dropless_parts_compile_once_whatever_the_routing() -> None:
+    """With float32 weights stored and bfloat16 computed in, which the experts need to be compiled at all."""
+    compiled, plain = run(2, EP2 | MIXED)
+    for seen in compiled:
+        assert len(named(seen, "grouped_mm")) == 1
+        assert not named(seen, "all_to_all")
+    assert compiled[0].outcome.loss == pytest.approx(plain.loss, rel=2e-2)
+
+
+@pytest.mark.slow
+def test_a_padded_layer_whose_router_is_wider_than_its_experts() -> None:
+    """The router is an FSDP unit of its own then."""
+    compiled, plain = run(4, PADDED | EP2 | MIXED)
+    for seen in compiled:
+        assert len(named(seen, "grouped_mm")) == len(named(seen, "all_to_all")) == 1
+    got = compiled[0].outcome
+    assert got.loss[0] == pytest.approx(plain.loss[0], rel=1e-3)
+    assert parity.error(got.grads, plain.grads)[0] < 5e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "whole"),
+    [
+        ({"moe.dispatcher": "allgather", "activation_checkpoint.mode": "full"}, True),
+        (DISPATCHERS["hierarchical_chunks"] | {"parallelism.node": 2, "parallelism.experts.ep": 4}, True),
+        (MODELS["deepseek_v3"] | {"parallelism.tp": 2, "activation_checkpoint.mode": "selective"}, True),
+        (
+            MODELS["gpt_oss"] | {"parallelism.cp": 2, "moe.overlap_chunks": 2, "moe.capacity_scope": "sub_sequence"},
+            True,
+        ),
+        ({"parallelism.pp": 2, "model.mtp_depth": 1, "moe.jitter": 0.1, "activation_checkpoint.mode": "moe"}, True),
+        ({"parallelism.pp": 2, "pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4}, False),
+    ],
+    ids=["allgather", "hierarchical", "deepseek_v3", "gpt_oss", "pipeline", "zero_bubble"],
+)
+def test_other_layers_keep_their_numbers(case: dict[str, Any], whole: bool) -> None:
+    changes = PADDED | EP2 | {"moe.aux_loss_global": 0.02, "moe.bias_update_rate": 0.05} | case
+    parity.check(4, changes | {"compile.enable": True, "compile.backend": "aot_eager"}, timeout=400)
+    for seen in world.run(4, trained, changes | COMPILED, 1, timeout=400):
+        assert bool(named(seen, "argsort")) == whole
+
+
+@pytest.mark.slow
+def test_inductor_keeps_the_numbers() -> None:
+    single = dict.fromkeys(MIXED, "float32")
+    parity.check(2, PADDED | EP2 | single | {"compile.enable": True, "model.shared_hidden": 16}, timeout=600)
