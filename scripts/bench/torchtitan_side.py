@@ -24,13 +24,18 @@ Changed from outside, and why:
   * `datasets`, where it is missing, is a stand-in: it is imported for loaders of text that are not used here. Tokens
     are uniform random numbers, as those of titanmoe's source "synthetic".
   * So is torch's DataParallelMeshDims, which came after torch 2.11 and only its other backends use.
-  * Attention's kernels are those of the device that keep no scores, and on CPUs torch's plain one after them: only it
-    takes values narrower than keys there. Without one, a GPU refuses rather than measures something else.
+  * Attention's kernels are those of the device that keep no scores: without one, it refuses rather than measures
+    something else.
+  * Under tensor parallel its switch for balanced routing mixes plain tensors with DTensors: each rank balances the
+    tokens it has.
   * Warnings are not shown.
 and on CPUs besides:
   * No accelerator means "cpu"; it would mean "cuda".
   * Its monitor of the device's memory, which asks CUDA, answers zeros.
+  * Attention's values are padded to the width of its keys: torch's flash kernel for CPUs takes no others. It is a tenth
+    faster so than by the plain kernel.
   * FSDP adds gradients up by a plain sum: the sum that multiplies as it goes is NCCL's.
+Its router computes in bf16 there, as torch's autocast to float32 is for GPUs only.
 """
 
 from __future__ import annotations
@@ -100,19 +105,48 @@ def _import(device: str) -> None:
         from torch.nn.attention import SDPBackend
         from torchtitan.components import metrics
         from torchtitan.models.common.attention import ScaledDotProductAttention
-        from torchtitan.tools.logging import logger
+        from torchtitan.models.common.moe import TokenChoiceTopKRouter
     except ImportError as error:
         raise NotCompared(f"torchtitan does not import: {error}") from error
     if device == "cpu":
         zeros = metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
         monitor = types.SimpleNamespace(device_name="cpu", get_peak_stats=lambda: zeros, reset_peak_stats=lambda: None)
         metrics.build_device_memory_monitor = lambda: monitor
-        kernels = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+        kernels = [SDPBackend.FLASH_ATTENTION]
+        _pad_values(ScaledDotProductAttention)
     else:
         kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
     ScaledDotProductAttention.sdpa_backends = kernels
+    _balance_shards(TokenChoiceTopKRouter)
     warnings.simplefilter("ignore")
-    logger.setLevel(logging.ERROR)
+    logging.disable(logging.WARNING)
+
+
+def _pad_values(attention: Any) -> None:
+    import torch.nn.functional as F
+
+    forward = attention.forward
+
+    def padded(self: Any, q_BLNH: Any, k_BLNH: Any, v_BLNH: Any, **settings: Any) -> Any:
+        width = v_BLNH.shape[-1]
+        return forward(self, q_BLNH, k_BLNH, F.pad(v_BLNH, (0, q_BLNH.shape[-1] - width)), **settings)[..., :width]
+
+    attention.forward = padded
+
+
+def _balance_shards(router: Any) -> None:
+    from torch.distributed.tensor import DTensor
+
+    balanced = router._debug_force_load_balance_routing
+
+    def wrapped(self: Any, scores_BLE: Any) -> tuple[Any, Any]:
+        if not isinstance(scores_BLE, DTensor):
+            return balanced(self, scores_BLE)
+        mesh, placements = scores_BLE.device_mesh, scores_BLE.placements
+        chosen = balanced(self, scores_BLE.to_local())
+        return tuple(DTensor.from_local(x_BLK, mesh, placements) for x_BLK in chosen)
+
+    router._debug_force_load_balance_routing = wrapped
 
 
 def likeness(model: Model) -> str:
