@@ -87,8 +87,10 @@ class World:
     def _answers(self) -> list[dict[str, float]]:
         lines = [rank.stdout.readline() for rank in self.ranks]
         if not all(lines):
+            gone = self.ranks[lines.index("")]
             self.stop()
-            raise SystemExit("a rank ended before its time; its error is above")
+            killed = ", killed: for want of memory?" * (gone.returncode == -9)
+            raise SystemExit(f"a rank ended before its time, exit status {gone.returncode}{killed}; its error is above")
         answers = [json.loads(line) for line in lines]
         if refused := [answer["not compared"] for answer in answers if "not compared" in answer]:
             self.stop()
