@@ -60,3 +60,36 @@ def test_goals_are_told_with_what_was_reached() -> None:
     assert line == "goal for mixtral: MFU of at least 55.0%; titanmoe: balanced 60.0%, learned 50.0%: not met"
     row["learned"] = {"mfu": 0.55}
     assert layers.verdicts([row])[0].endswith(": met")
+
+
+def test_torchtitan_is_told_with_what_it_shares() -> None:
+    row = {"shape": "qwen3", "side": "titanmoe", "layers": 6, "samples": 8}
+    row |= {routing: {"s": 1.0, "mfu": None} for routing in layers.ROUTINGS}
+    peer = row | {"side": "torchtitan", "balanced": {"s": 1.5, "mfu": None}, "learned": {"s": 1.3, "mfu": None}}
+    (line,) = layers.verdicts([row, peer])
+    assert line == "goal for qwen3: 1.2 times the speed of torchtitan; titanmoe: balanced 1.50, learned 1.30: met"
+    assert layers.verdicts([row, peer | {"learned": {"s": 1.1, "mfu": None}}])[0].endswith("learned 1.10: not met")
+    assert layers.verdicts([row, peer | {"layers": 4}]) == []
+    assert layers.verdicts([row, {"shape": "qwen3", "side": "torchtitan", "not compared": "why"}]) == []
+
+
+def test_torchtitan_runs_without_graphs_where_they_fail_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answers(eager: dict) -> None:
+        monkeypatch.setattr(
+            layers,
+            "first_that_fits",
+            lambda name, side, args: (
+                {"shape": name, "side": side} | ({"failed": "A: b"} if side == "torchtitan" else eager)
+            ),
+        )
+
+    answers({"balanced": {}})
+    assert layers.measure("qwen3", "torchtitan", None) == {"shape": "qwen3", "side": "torchtitan-eager", "balanced": {}}
+    answers({"out_of_memory": "too large"})
+    row = layers.measure("qwen3", "torchtitan", None)
+    layers.show(row)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "qwen3 torchtitan: with CUDA graphs: A: b"
+    assert lines[-1] == "qwen3     torchtitan-eager: not compared: too large"

@@ -12,8 +12,10 @@ time that of Trainer.train_step: data, forward, backward, clipping, AdamW and th
     FLOPs per token = 3 * (2 * active parameters but the embedding + causal attention), titanmoe/models/count.py
 
 Sides: "titanmoe" as it comes, "compiled" with torch.compile per part of a block, "fp8" with the experts' products in
-8 bits (its MFU is of the bf16 peak all the same), and the yardstick: "plain" with torch's operations in place of the
-kernels and one product per expert in place of the grouped one. Routing: learned, or forced to be balanced.
+8 bits (its MFU is of the bf16 peak all the same), and the yardsticks: "plain" with torch's operations in place of the
+kernels and one product per expert in place of the grouped one; "torchtitan" is TorchTitan, where it has such layers and
+imports (scripts/bench/torchtitan_side.py says what it takes), with CUDA graphs as it comes, or where they fail without:
+"torchtitan-eager". Routing: learned, or forced to be balanced.
 
 A part's floor is the longer of its FLOPs at the device's peak and its bytes at the device's bandwidth, forward and
 backward, each tensor read or written once. On one device nothing is sent: "dispatch" is finding each row's place.
@@ -26,6 +28,7 @@ import gc
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
@@ -34,7 +37,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve()
-sys.path.insert(0, str(HERE.parents[2]))
+sys.path[:0] = [str(HERE.parents[2]), str(HERE.parent)]
+from torchtitan_side import NotCompared, Side, reason  # noqa: E402
 
 
 class Shape(NamedTuple):
@@ -59,7 +63,12 @@ SIDES = {
     "compiled": ["--compile.enable", "true"],
     "fp8": ["--moe.expert_dtype", "fp8"],
     "plain": ["--moe.kernels", "torch", "--moe.grouped_mm", "loop"],
+    "torchtitan": [],
+    "torchtitan-eager": [],
 }
+PEERS = {"torchtitan", "torchtitan-eager"}
+PEER_GOAL, PEER_SECONDS = 1.2, 90
+"""titanmoe's tokens per second over the peer's; what one model of the peer may take."""
 ROUTINGS = ("balanced", "learned")
 SEQ_LEN, SAMPLES = 4096, 8
 FP32_TFLOPS = {"H200": 67.0}
@@ -242,12 +251,12 @@ def one(args: argparse.Namespace) -> None:
     from titanmoe.train.launch import read
     from titanmoe.train.metrics import peak_flops
     from titanmoe.train.runtime import start, stop
-    from titanmoe.train.trainer import Trainer
 
     name, side, layers, batch = args.one[0], args.one[1], int(args.one[2]), int(args.one[3])
     config = read(recipe(name, side, layers, batch, args.tiny, args.set), 1)
-    runtime = start(config)
-    device, count = runtime.device, parameters(config.model)
+    peer = side in PEERS
+    runtime = None if peer else start(config)
+    device, count = runtime.device if runtime else alone(), parameters(config.model)
     flops = flops_per_token(config.model, config.training.seq_len)
     device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu"
     peak = args.peak_tflops * 1e12 or peak_flops(device_name, "bfloat16")
@@ -261,34 +270,76 @@ def one(args: argparse.Namespace) -> None:
             if device.type == "cuda":
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-        trainer = Trainer(config, runtime)
+        trainer = Side(config, device.type, graphs=side == "torchtitan") if peer else Ours(config, runtime)
         for routing in ROUTINGS:
-            config.moe.force_balance = routing == "balanced"
-            report: dict[str, float] = {}
-
-            def step(report: dict[str, float] = report) -> None:
-                report |= trainer.train_step()
-
-            took = seconds(step, device, args.steps)
-            out[routing] = {"s": took, "tokens_per_s": tokens / took, "imbalance": report["imbalance"]}
+            trainer.route(routing == "balanced")
+            took = seconds(trainer.step, device, args.steps)
+            out[routing] = {"s": took, "tokens_per_s": tokens / took, "imbalance": None}
             out[routing]["mfu"] = tokens / took * flops / peak if peak else None
+            if not peer:
+                out[routing]["imbalance"] = trainer.report["imbalance"]
         if device.type == "cuda":
             out["peak_GiB"] = torch.cuda.max_memory_reserved(device) / 2**30
     except torch.OutOfMemoryError as error:
         out["out_of_memory"] = str(error).partition("\n")[0]
+    except NotCompared as error:
+        out["not compared"] = str(error)
+    except Exception as error:
+        if not peer:
+            raise
+        out["failed"] = reason(error)
     print(json.dumps(out), flush=True)
     stop()
 
 
+def alone() -> Any:
+    """What torchrun would tell one rank, and its device."""
+    import torch
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+
+
+class Ours:
+    def __init__(self, config: Any, runtime: Any):
+        from titanmoe.train.trainer import Trainer
+
+        self.config, self.trainer, self.report = config, Trainer(config, runtime), {}
+
+    def route(self, balanced: bool) -> None:
+        self.config.moe.force_balance = balanced
+
+    def step(self) -> None:
+        self.report = self.trainer.train_step()
+
+
 def measure(name: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The first attempt that fits, in a process of its own."""
+    answer = first_that_fits(name, side, args)
+    if side == "torchtitan" and "failed" in answer:
+        print(f"{name} torchtitan: with CUDA graphs: {answer['failed']}", flush=True)
+        answer = first_that_fits(name, "torchtitan-eager", args)
+    if side in PEERS and (why := answer.get("failed") or answer.get("out_of_memory")):
+        return {"shape": name, "side": answer["side"], "not compared": why}
+    return answer
+
+
+def first_that_fits(name: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
+    """The first attempt that does, in a process of its own."""
     attempts = [(1, SAMPLES)] if args.tiny else SHAPES[name].attempts
     answer: dict[str, Any] = {}
     for layers, batch in attempts:
         command = [sys.executable, str(HERE), "--one", name, side, str(layers), str(batch)]
         command += ["--steps", str(args.steps), "--times", str(args.times), "--peak-tflops", str(args.peak_tflops)]
         command += ["--tiny"] * args.tiny + ["--set", *args.set]
-        run = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        limit = PEER_SECONDS if side in PEERS else None
+        try:
+            run = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"shape": name, "side": side, "not compared": f"it took longer than {limit} s"}
         lines = run.stdout.strip().splitlines()
         if run.returncode or not lines:
             return {"shape": name, "side": side, "failed": f"exit status {run.returncode}; its error is above"}
@@ -304,17 +355,21 @@ def percent(value: float | None) -> str:
 
 
 def show(row: dict[str, Any]) -> None:
-    head = f"{row['shape']:<9} {row['side']:<9}"
+    if "not compared" in row:
+        print(f"{row['shape']:<9} {row['side']}: not compared: {row['not compared']}", flush=True)
+        return
+    head = f"{row['shape']:<9} {row['side']:<16}"
     if "failed" in row or "out_of_memory" in row:
         print(head, row.get("failed") or row["out_of_memory"], flush=True)
         return
     goal = SHAPES[row["shape"]].goal
     for routing in ROUTINGS:
         of = row[routing]
+        imbalance = "-" if of["imbalance"] is None else f"{of['imbalance']:.2f}"
         print(
             f"{head} {routing:<9} {row['layers']:>6} {row['samples']:>7} {row['parameters'] / 1e9:7.2f}B "
             f"{row['active'] / 1e9:6.2f}B {of['s'] * 1e3:9.1f} {of['tokens_per_s']:9.0f} {percent(of['mfu']):>6} "
-            f"{percent(goal):>6} {of['imbalance']:9.2f}",
+            f"{percent(goal):>6} {imbalance:>9}",
             flush=True,
         )
     for part in row.get("parts", []):
@@ -339,12 +394,32 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
     out = []
     for name, shape in SHAPES.items():
         for row in rows:
+            if row["side"] in PEERS:
+                continue
             if shape.goal and row["shape"] == name and "balanced" in row and row["balanced"]["mfu"] is not None:
                 reached = ", ".join(f"{routing} {percent(row[routing]['mfu'])}" for routing in ROUTINGS)
                 met = all(row[routing]["mfu"] >= shape.goal for routing in ROUTINGS)
                 verdict = "met" if met else "not met"
                 out.append(
                     f"goal for {name}: MFU of at least {percent(shape.goal)}; {row['side']}: {reached}: {verdict}"
+                )
+    return out + beside_peers(rows)
+
+
+def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
+    """titanmoe's speed over TorchTitan's, of as many layers in as large batches."""
+    out = []
+    for peer in rows:
+        for row in rows:
+            same = all(row.get(key) == peer.get(key) for key in ("shape", "layers", "samples"))
+            ours = row["side"] not in {*PEERS, "plain"}
+            if peer["side"] in PEERS and ours and same and "balanced" in peer and "balanced" in row:
+                ratios = {routing: peer[routing]["s"] / row[routing]["s"] for routing in ROUTINGS}
+                reached = ", ".join(f"{routing} {ratio:.2f}" for routing, ratio in ratios.items())
+                verdict = "met" if min(ratios.values()) >= PEER_GOAL else "not met"
+                out.append(
+                    f"goal for {row['shape']}: {PEER_GOAL} times the speed of {peer['side']}; {row['side']}: "
+                    f"{reached}: {verdict}"
                 )
     return out
 
@@ -366,10 +441,11 @@ def main() -> None:
         return one(args)
     began = time.monotonic()
     about = versions() | {"python": platform.python_version(), "machine": platform.platform()}
-    about["against"] = "titanmoe's own plain path; TorchTitan is not run by this script"
+    about["against"] = "titanmoe's own plain path" + " and TorchTitan" * bool(PEERS.intersection(args.sides))
     about["command"] = " ".join(["python", "scripts/bench/layers.py", *sys.argv[1:]])
     print(*(f"{key}: {value}" for key, value in about.items()), sep="\n")
-    print("shape     side      routing   layers samples  params  active   ms/step  tokens/s    MFU   goal imbalance")
+    head = "routing   layers samples  params  active   ms/step  tokens/s    MFU   goal imbalance"
+    print(f"{'shape':<9} {'side':<16} {head}")
     rows, left_out = [], []
     for side in args.sides:
         for name in args.shapes:

@@ -1,6 +1,7 @@
 """How fast whole training steps are on CPUs: tokens per second, and per CPU-second of all ranks together.
 
-    python scripts/bench/step.py [--models ds qwen] [--cases 1x2 ep4 ep2tp2] [--against DIR] [--compile] [--json FILE]
+    python scripts/bench/step.py [--models ds qwen] [--cases 1x2 ep4 ep2tp2] [--against DIR] [--torchtitan DIR]
+                                 [--compile] [--json FILE]
 
 Two models of fixed shape, those of TorchTitan's debug flavours of DeepSeek-V3 ("ds") and Qwen3-MoE ("qwen"), see
 MODELS; 4,096 tokens per step in sequences of 512, bf16 compute, AdamW, clipping, nothing recomputed, dropless. Cases:
@@ -10,7 +11,9 @@ CPU-seconds are user + system of all ranks (getrusage), which other work on the 
 the clock. "peak" is that of one bf16 matrix product of 2048^3 by one thread, measured here before every round; "floor"
 the CPU-seconds of a step in which the model's FLOPs (titanmoe/models/count.py) all ran at it. With --against, the
 checkout DIR runs the same: both worlds stay alive and take turns, so that their ratio holds even where the machine's
-speed does not. Each figure is the median over the rounds. Routing: learned, or forced to be balanced.
+speed does not. With --torchtitan, TorchTitan takes turns too (side "titan"), from the folder that it was installed
+into: scripts/bench/torchtitan_side.py says how. The last column is titanmoe's tokens per CPU-second over TorchTitan's.
+Each figure is the median over the rounds. Routing: learned, or forced to be balanced.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ CASES = {
     "ep2tp2": (4, 1, ["--training.local_batch_size=4", "--parallelism.experts.ep=2", "--parallelism.tp=2"]),
 }
 TOKENS = 4096
+STOP_SECONDS = 60
 ROUTINGS = ("learned", "balanced")
 
 
@@ -54,17 +58,22 @@ def recipe(model: str, case: str) -> list[str]:
 
 
 class World:
-    """The ranks of one checkout, each waiting for a line that tells it how many steps to make."""
+    """The ranks of one checkout, each waiting for a line that tells it how many steps to make.
 
-    def __init__(self, root: Path, ranks: int, threads: int, options: list[str]):
+    With `torchtitan`, the folder that has it, they are TorchTitan's, over what the checkout makes of the options.
+    """
+
+    def __init__(self, root: Path, ranks: int, threads: int, options: list[str], torchtitan: Path | None = None):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = str(probe.getsockname()[1])
         shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": port, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(root)}
+        path = os.pathsep.join(str(folder) for folder in (root, torchtitan) if folder)
+        shared |= {"MASTER_PORT": port, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": path}
+        role = ["--torchtitan-rank"] if torchtitan else ["--rank-of", str(root)]
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, str(HERE), "--rank-of", str(root), *options],
+                [sys.executable, str(HERE), *role, *options],
                 env=os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 cwd=root,
                 stdin=subprocess.PIPE,
@@ -78,9 +87,15 @@ class World:
     def _answers(self) -> list[dict[str, float]]:
         lines = [rank.stdout.readline() for rank in self.ranks]
         if not all(lines):
+            gone = self.ranks[lines.index("")]
             self.stop()
-            raise SystemExit("a rank ended before its time; its error is above")
-        return [json.loads(line) for line in lines]
+            killed = ", killed: for want of memory?" * (gone.returncode == -9)
+            raise SystemExit(f"a rank ended before its time, exit status {gone.returncode}{killed}; its error is above")
+        answers = [json.loads(line) for line in lines]
+        if refused := [answer["not compared"] for answer in answers if "not compared" in answer]:
+            self.stop()
+            raise SystemExit(refused[0])
+        return answers
 
     def steps(self, number: int, routing: str) -> tuple[float, float]:
         """Seconds, and CPU-seconds of all ranks, per step."""
@@ -95,7 +110,11 @@ class World:
         for rank in self.ranks:
             rank.stdin.close()
         for rank in self.ranks:
-            rank.wait()
+            try:
+                rank.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:  # it waits for one that is gone
+                rank.kill()
+                rank.wait()
 
 
 def cpu_seconds() -> float:
@@ -148,13 +167,24 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
     ranks, threads, _ = CASES[case]
     options = recipe(model, case) + ["--compile.enable"] * args.compile + [f"--{word}" for word in args.set]
     roots = {"here": HERE.parents[2]} | ({"against": args.against.resolve()} if args.against else {})
-    peaks, taken = [], {(side, routing): [] for side in roots for routing in args.routing}
-    worlds = {}
+    worlds: dict[str, World] = {}
+
+    def begin(side: str, root: Path, torchtitan: Path | None = None) -> None:
+        worlds[side] = World(root, ranks, threads, options, torchtitan)
+        for routing in args.routing:
+            worlds[side].steps(args.warmup, routing)
+
+    peaks = []
     try:
         for side, root in roots.items():
-            worlds[side] = World(root, ranks, threads, options)
-            for routing in args.routing:
-                worlds[side].steps(args.warmup, routing)
+            begin(side, root)
+        if args.torchtitan:
+            try:
+                begin("titan", roots["here"], args.torchtitan.resolve())
+            except SystemExit as error:
+                worlds.pop("titan", None)
+                print(f"{model:<5} {case:<7} titan: not compared: {error}", flush=True)
+        taken = {(side, routing): [] for side in worlds for routing in args.routing}
         for _ in range(args.rounds):
             peaks.append(matrix_peak())
             for (side, routing), of in taken.items():
@@ -163,21 +193,33 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
         for world in worlds.values():
             world.stop()
     shape, peak = worlds["here"].shape, max(peaks)
-    rows = []
+    rows: list[dict[str, object]] = []
     for (side, routing), of in taken.items():
         wall, cpu = (statistics.median(column) for column in zip(*of, strict=True))
         row = {"model": model, "case": case, "side": side, "routing": routing, **shape}
         row |= {"tokens/s": TOKENS / wall, "tokens/cpu-s": TOKENS / cpu, "cpu-s": cpu}
         row |= {"peak": peak, "floor cpu-s": TOKENS * shape["flops"] / peak}
         rows.append(row | {"of peak": row["floor cpu-s"] / cpu})
-    return rows
+    return with_ratios(rows)
+
+
+def with_ratios(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """titanmoe's rows with what they are of TorchTitan's tokens per CPU-second, where it ran the same."""
+    titan = {row["routing"]: row["tokens/cpu-s"] for row in rows if row["side"] == "titan"}
+    return [
+        row | {"x titan": row["tokens/cpu-s"] / titan[row["routing"]]}
+        if row["side"] != "titan" and row["routing"] in titan
+        else row
+        for row in rows
+    ]
 
 
 def show(row: dict[str, object]) -> None:
+    ratio = f"{row['x titan']:9.2f}" if "x titan" in row else ""
     print(
         f"{row['model']:<5} {row['case']:<7} {row['side']:<8} {row['routing']:<9} {row['total'] / 1e6:7.1f}M "
         f"{row['active'] / 1e6:6.1f}M {row['tokens/s']:9.0f} {row['tokens/cpu-s']:13.0f} {row['cpu-s']:7.2f} "
-        f"{row['floor cpu-s']:7.2f} {row['of peak']:8.1%}",
+        f"{row['floor cpu-s']:7.2f} {row['of peak']:8.1%}{ratio}",
         flush=True,
     )
 
@@ -191,16 +233,27 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
     parser.add_argument("--warmup", type=int, default=2, help="steps of each routing that are not timed")
     parser.add_argument("--against", type=Path, help="another checkout, to take turns with")
+    parser.add_argument("--torchtitan", type=Path, help="the folder of an installed TorchTitan, to take turns with")
     parser.add_argument("--compile", action="store_true", help="with torch.compile, per part of a block")
     parser.add_argument("--set", nargs="*", default=[], help="further options of the run: table.field=value")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
+    if args.torchtitan:
+        from torchtitan_side import NotCompared, check
+
+        try:
+            check(args.torchtitan)
+        except NotCompared as error:
+            raise SystemExit(f"--torchtitan: {error}") from None
     import torch
 
     about = {"torch": torch.__version__, "python": platform.python_version(), "machine": machine()}
     about |= {"command": " ".join(["python", "scripts/bench/step.py", *sys.argv[1:]])}
     print(*(f"{name}: {value}" for name, value in about.items()), sep="\n")
-    print("model case    side     routing      params active  tokens/s  tokens/cpu-s   cpu-s   floor  of peak")
+    print(
+        "model case    side     routing      params active  tokens/s  tokens/cpu-s   cpu-s   floor  of peak"
+        + "  x titan" * bool(args.torchtitan)
+    )
     rows = []
     for model in args.models:
         for case in args.cases:
@@ -221,5 +274,9 @@ def machine() -> str:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank-of"]:
         serve(sys.argv[2], sys.argv[3:])
+    elif sys.argv[1:2] == ["--torchtitan-rank"]:
+        import torchtitan_side
+
+        torchtitan_side.serve(sys.argv[2:], cpu_seconds)
     else:
         main()

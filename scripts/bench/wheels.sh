@@ -7,7 +7,8 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
-[ $# -gt 0 ] || set -- torchdata tensorboard tensorboard-data-server werkzeug rich pygments
+[ $# -gt 0 ] || set -- torchdata tensorboard tensorboard-data-server werkzeug rich pygments \
+    torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser  # to compare with: scripts/bench/torchtitan_side.py
 platforms=()
 for tag in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do
     platforms+=(--platform "${tag}_x86_64")

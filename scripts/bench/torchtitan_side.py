@@ -1,0 +1,375 @@
+"""TorchTitan 0.3.0 beside titanmoe: its Trainer over the model, batch and mapping that titanmoe's options describe.
+
+It is no dependency, and nothing of it is in this repository. From PyPI into a folder of its own, as it is:
+
+    pip install --no-deps --target DIR torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser
+
+It takes torch, torchdata, tokenizers and tensorboard from titanmoe's environment, and needs Python 3.11.
+
+    python scripts/bench/step.py --torchtitan DIR          whole steps on CPUs, in turns with titanmoe
+    PYTHONPATH=DIR python scripts/bench/layers.py --sides titanmoe torchtitan          layers of real models
+
+All that a step does is its own: model, FSDP, tensor and expert parallel, loss in chunks, clipping, fused AdamW,
+schedule, metrics, and its balancing of experts by a bias, in Trainer.train_step. Set as titanmoe's side is: computed in
+bf16 and reduced in float32, nothing recomputed, weights kept between forward and backward, the same numbers for AdamW
+and clipping, compiled its own way where titanmoe's side is compiled; of further options it knows nothing. Balanced
+routing is its own debug switch.
+
+Chosen among what it offers, and why:
+  * Attention is its ScaledDotProductAttention. Its default, flex_attention, has no backward on CPUs, and on GPUs its
+    first call tunes itself for longer than the benchmark has. There are no documents to mask.
+  * spmd_backend is "partial_dtensor": its default shards plain tensors over several axes, which the FSDP of torch 2.13
+    refuses.
+Changed from outside, and why:
+  * `datasets`, where it is missing, is a stand-in: it is imported for loaders of text that are not used here. Tokens
+    are uniform random numbers, as those of titanmoe's source "synthetic".
+  * So is torch's DataParallelMeshDims, which came after torch 2.11 and only its other backends use.
+  * Attention's kernels are those of the device that keep no scores: without one, it refuses rather than measures
+    something else.
+  * Under tensor parallel its switch for balanced routing mixes plain tensors with DTensors: each rank balances the
+    tokens it has.
+  * Warnings are not shown.
+and on CPUs besides:
+  * No accelerator means "cpu"; it would mean "cuda".
+  * Its monitor of the device's memory, which asks CUDA, answers zeros.
+  * Attention's values are padded to the width of its keys: torch's flash kernel for CPUs takes no others. It is a tenth
+    faster so than by the plain kernel.
+  * FSDP adds gradients up by a plain sum: the sum that multiplies as it goes is NCCL's.
+Its router computes in bf16 there, as torch's autocast to float32 is for GPUs only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import sys
+import tempfile
+import time
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titanmoe.config.schema import Config, Model
+
+INSTALL = "pip install --no-deps --target {} torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser"
+
+
+class NotCompared(Exception):
+    """Why TorchTitan does not run here."""
+
+
+def reason(error: Exception) -> str:
+    name = "" if isinstance(error, NotCompared) else f"{type(error).__name__}: "
+    return name + str(error).strip().partition("\n")[0]
+
+
+def check(folder: Path) -> None:
+    if not (folder / "torchtitan" / "__init__.py").is_file():
+        raise NotCompared(f"no torchtitan in {folder}: {INSTALL.format(folder)}")
+
+
+def _stand_in_for_datasets() -> None:
+    if importlib.util.find_spec("datasets") is not None:
+        return
+    for name, wanted in (
+        ("datasets", ["Dataset", "load_dataset"]),
+        ("datasets.distributed", ["split_dataset_by_node"]),
+    ):
+        module = types.ModuleType(name)
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None)
+        vars(module).update(dict.fromkeys(wanted, object))
+        sys.modules[name] = module
+
+
+def _import(device: str) -> None:
+    """TorchTitan looks for the device while it is imported."""
+    if sys.version_info < (3, 11):
+        raise NotCompared("torchtitan needs Python 3.11")
+    _stand_in_for_datasets()
+    import torch.distributed.fsdp as fsdp
+
+    if not hasattr(fsdp, "DataParallelMeshDims"):
+        fsdp.DataParallelMeshDims = object
+    if device == "cpu":
+        import torch._utils
+
+        torch._utils._get_available_device_type = lambda: "cpu"
+    try:
+        import torchtitan.trainer  # noqa: F401
+        from torch.nn.attention import SDPBackend
+        from torchtitan.components import metrics
+        from torchtitan.models.common.attention import ScaledDotProductAttention
+        from torchtitan.models.common.moe import TokenChoiceTopKRouter
+    except ImportError as error:
+        raise NotCompared(f"torchtitan does not import: {error}") from error
+    if device == "cpu":
+        zeros = metrics.DeviceMemStats(0, 0, 0, 0, 0, 0)
+        monitor = types.SimpleNamespace(device_name="cpu", get_peak_stats=lambda: zeros, reset_peak_stats=lambda: None)
+        metrics.build_device_memory_monitor = lambda: monitor
+        kernels = [SDPBackend.FLASH_ATTENTION]
+        _pad_values(ScaledDotProductAttention)
+    else:
+        kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+    ScaledDotProductAttention.sdpa_backends = kernels
+    _balance_shards(TokenChoiceTopKRouter)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+
+
+def _pad_values(attention: Any) -> None:
+    import torch.nn.functional as F
+
+    forward = attention.forward
+
+    def padded(self: Any, q_BLNH: Any, k_BLNH: Any, v_BLNH: Any, **settings: Any) -> Any:
+        width = v_BLNH.shape[-1]
+        return forward(self, q_BLNH, k_BLNH, F.pad(v_BLNH, (0, q_BLNH.shape[-1] - width)), **settings)[..., :width]
+
+    attention.forward = padded
+
+
+def _balance_shards(router: Any) -> None:
+    from torch.distributed.tensor import DTensor
+
+    balanced = router._debug_force_load_balance_routing
+
+    def wrapped(self: Any, scores_BLE: Any) -> tuple[Any, Any]:
+        if not isinstance(scores_BLE, DTensor):
+            return balanced(self, scores_BLE)
+        mesh, placements = scores_BLE.device_mesh, scores_BLE.placements
+        chosen = balanced(self, scores_BLE.to_local())
+        return tuple(DTensor.from_local(x_BLK, mesh, placements) for x_BLK in chosen)
+
+    router._debug_force_load_balance_routing = wrapped
+
+
+def likeness(model: Model) -> str:
+    """Which of its models has the layers of this one."""
+    if model.kv_lora_rank and not model.mtp_depth:
+        return "deepseek_v3"
+    if model.qk_norm == "head" and model.num_experts and model.norm_topk and not model.shared_hidden:
+        return "qwen3"
+    raise NotCompared(f"it has no model like {model.family}")
+
+
+def _spec(model: Model, seq_len: int) -> Any:
+    """Its debug flavour, resized, with layers of its own making."""
+    from torchtitan.models import deepseek_v3, qwen3
+    from torchtitan.models.common import ComplexRoPE, CosSinRoPE
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    sizes: dict[str, Any] = dict(n_layers=model.num_layers, dim=model.dim, n_heads=model.num_heads)
+    sizes |= dict(num_experts=model.num_experts, moe_hidden_dim=model.expert_hidden)
+    sizes |= dict(attn_backend="flex", moe_comm_backend="standard", non_blocking_capacity_factor=None)
+    if likeness(model) == "deepseek_v3":
+        spec = deepseek_v3.model_registry("debugmodel")
+        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        layers = deepseek_v3._build_dsv3_layers(
+            **sizes,
+            **{name: getattr(model, name) for name in names},
+            n_dense_layers=model.num_dense_layers,
+            dense_hidden_dim=model.dense_hidden,
+            num_shared_experts=model.shared_hidden // model.expert_hidden,
+            mscale=1.0,
+            router_top_k=model.top_k,
+            router_score_func=model.score_function,
+            router_num_expert_groups=model.num_groups if model.num_groups > 1 else None,
+            router_num_limited_groups=model.top_groups if model.num_groups > 1 else None,
+            router_route_scale=model.route_scale,
+            router_route_norm=model.norm_topk,
+            rope=ComplexRoPE.Config(dim=model.qk_rope_head_dim, max_seq_len=seq_len, theta=model.rope_theta),
+        )
+    else:
+        spec = qwen3.model_registry("debugmodel_moe")
+        layers = qwen3._build_qwen3_moe_layers(
+            **sizes,
+            n_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            top_k=model.top_k,
+            rope=CosSinRoPE.Config(dim=model.head_dim, max_seq_len=seq_len, theta=model.rope_theta),
+        )
+    for layer in layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    whole = spec.model
+    spec.model = dataclasses.replace(
+        whole,
+        vocab_size=model.vocab_size,
+        dim=model.dim,
+        layers=layers,
+        norm=dataclasses.replace(whole.norm, normalized_shape=model.dim),
+        lm_head=dataclasses.replace(whole.lm_head, in_features=model.dim, out_features=model.vocab_size),
+        tok_embeddings=dataclasses.replace(
+            whole.tok_embeddings, num_embeddings=model.vocab_size, embedding_dim=model.dim
+        ),
+    )
+    return spec
+
+
+def _same_size(spec: Any, model: Model) -> None:
+    import torch
+
+    from titanmoe.models.count import parameters
+
+    with torch.device("meta"):
+        total = sum(weight.numel() for weight in spec.model.build().parameters())
+    if total != parameters(model).total:
+        raise NotCompared(f"its model has {total:,} parameters, titanmoe's {parameters(model).total:,}")
+
+
+def _plain_sums(parallelize: Callable[..., Any]) -> Callable[..., Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    def wrapped(model: Any, **settings: Any) -> Any:
+        model = parallelize(model, **settings)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return wrapped
+
+
+class Side:
+    """One of its Trainers, a step at a time."""
+
+    def __init__(self, config: Config, device: str, graphs: bool = False):
+        likeness(config.model)
+        _import(device)
+        from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+        from torchtitan.components.optimizer import default_adamw
+        from torchtitan.config.configs import CompileConfig, ParallelismConfig, TrainingConfig
+        from torchtitan.trainer import Trainer
+
+        training, parallelism, optimizer = config.training, config.parallelism, config.optimizer
+        spec = _spec(config.model, training.seq_len)
+        _same_size(spec, config.model)
+        if device == "cpu":
+            spec.parallelize_fn = _plain_sums(spec.parallelize_fn)
+        tokenizer, loader = _no_tokenizer(), _random_tokens(config.model.vocab_size)
+        self.folder = tempfile.TemporaryDirectory()
+        self.graphs = graphs
+        self.trainer = Trainer.Config(
+            model_spec=spec,
+            dump_folder=self.folder.name,
+            tokenizer=tokenizer,
+            dataloader=loader,
+            loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=config.model.vocab_size)),
+            optimizer=default_adamw(
+                lr=optimizer.lr,
+                betas=(optimizer.beta1, optimizer.beta2),
+                eps=optimizer.eps,
+                weight_decay=optimizer.weight_decay,
+            ),
+            training=TrainingConfig(
+                local_batch_size=training.local_batch_size,
+                global_batch_size=training.global_batch_size,
+                seq_len=training.seq_len,
+                max_norm=optimizer.max_grad_norm,
+                steps=training.steps,
+                disable_cuda_graphs=not graphs,
+                mixed_precision_param=training.mixed_precision_param,
+            ),
+            parallelism=ParallelismConfig(
+                spmd_backend="partial_dtensor",
+                fsdp_reshard_after_forward="never",
+                tensor_parallel_degree=parallelism.tp,
+                expert_parallel_degree=parallelism.experts.ep,
+            ),
+            compile=CompileConfig(enable=config.compile.enable),
+            activation_checkpoint=None,
+        ).build()
+        self.batches = self.trainer.batch_generator(self.trainer.dataloader)
+
+    def route(self, balanced: bool) -> None:
+        from torchtitan.distributed.cudagraph import cudagraph_teardown, wrap_with_cuda_graph
+        from torchtitan.models.common.moe import TokenChoiceTopKRouter
+
+        for module in self.trainer.model_parts[0].modules():
+            if isinstance(module, TokenChoiceTopKRouter):
+                module._debug_force_load_balance = balanced
+        if self.graphs:  # what was recorded routes the other way
+            cudagraph_teardown()
+            self.trainer.fwd_bwd_fn = wrap_with_cuda_graph(self.trainer._forward_backward_body)
+
+    def step(self) -> None:
+        """As one turn of Trainer.train's loop, without checkpoints and profiler."""
+        self.trainer.step += 1
+        self.trainer.gc_handler.run(self.trainer.step)
+        self.trainer.train_step(self.batches)
+
+
+def _random_tokens(vocabulary: int) -> Any:
+    import torch
+    from torchtitan.components.dataloader import BaseDataLoader
+
+    class RandomTokens(BaseDataLoader):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config: Config, *, dp_rank: int, seq_len: int, local_batch_size: int, **unused: Any):
+            self.generator = torch.Generator().manual_seed(dp_rank)
+            self.shape = (local_batch_size, seq_len)
+
+        def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+            B, L = self.shape
+            while True:
+                tokens = torch.randint(vocabulary, (B, L + 1), generator=self.generator)
+                positions = torch.arange(L).expand(B, L).contiguous()
+                yield {"input": tokens[:, :-1].contiguous(), "positions": positions}, tokens[:, 1:].contiguous()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            pass
+
+    return RandomTokens.Config()
+
+
+def _no_tokenizer() -> Any:
+    from torchtitan.config import Configurable
+
+    class NoTokenizer(Configurable):
+        @dataclasses.dataclass(kw_only=True, slots=True)
+        class Config(Configurable.Config):
+            pass
+
+        def __init__(self, config: Config, *, tokenizer_path: str):
+            pass
+
+    return NoTokenizer.Config()
+
+
+def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
+    """One rank, as scripts/bench/step.py's of titanmoe: a line in asks for steps, a line out says what they took."""
+    from titanmoe.models.count import flops_per_token, parameters
+    from titanmoe.train.launch import read
+    from titanmoe.train.runtime import world_size
+
+    answers, sys.stdout = sys.stdout, sys.stderr  # it may print
+
+    def answer(values: dict[str, Any]) -> None:
+        print(json.dumps(values), file=answers, flush=True)
+
+    config = read(options, world_size())
+    count = parameters(config.model)
+    try:
+        side = Side(config, "cpu")
+        shape = {"total": count.total, "active": count.active}
+        answer(shape | {"flops": flops_per_token(config.model, config.training.seq_len)})
+        for line in sys.stdin:
+            number, routing = line.split()
+            side.route(routing == "balanced")
+            began, used = time.perf_counter(), cpu_seconds()
+            for _ in range(int(number)):
+                side.step()
+            answer({"wall": time.perf_counter() - began, "cpu": cpu_seconds() - used})
+    except Exception as error:
+        answer({"not compared": reason(error)})
