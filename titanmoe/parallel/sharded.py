@@ -6,7 +6,7 @@ Gradients are summed over data ranks and never divided: the loss is divided once
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,10 +22,17 @@ from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
 
 
-class _Arrivals(dist.Work):
-    def __init__(self, works: list[dist.Work]):
+class _Exchange(dist.Work):
+    """Between every two ranks of a group: `sent` by the rank that it goes to, `arrived` by the one it comes from."""
+
+    def __init__(self, sent: Sequence[Tensor], arrived: Sequence[Tensor], group: dist.ProcessGroup, tag: int):
         super().__init__()
-        self.works = works
+        ranks, rank = group.size(), group.rank()
+        self.works = []
+        for step in range(1, ranks):
+            before, after = (rank - step) % ranks, (rank + step) % ranks
+            self.works.append(dist.irecv(arrived[before], group=group, group_src=before, tag=tag))
+            self.works.append(dist.isend(sent[after], group=group, group_dst=after, tag=tag))
 
     def wait(self, timeout: Any = None) -> bool:
         return all(work.wait() for work in self.works)
@@ -43,21 +50,13 @@ class StraightToPlace:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
-        ranks, rank, pieces = group.size(), group.rank(), output_tensor.chunk(group.size())
-        works = []
-        for step in range(1, ranks):
-            before, after = (rank - step) % ranks, (rank + step) % ranks
-            works += [
-                dist.irecv(pieces[before], group=group, group_src=before),
-                dist.isend(input_tensor, group=group, group_dst=after),
-            ]
-        return _Arrivals(works)
+        return _Exchange([input_tensor] * group.size(), output_tensor.chunk(group.size()), group, tag=0)
 
 
 class NarrowOnTheWire:
     """Reduce-scatter for FSDP2: gradients travel in the 16 bits they were computed in and are added up wide.
 
-    An all-to-all and a local sum. The numbers are those of a wide reduce-scatter, which sends the same 16 bits as 32.
+    The numbers are those of a wide reduce-scatter, which sends the same 16 bits as 32.
     """
 
     def __init__(self, ranks: int, wide: torch.dtype):
@@ -74,9 +73,12 @@ class NarrowOnTheWire:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        arrived = torch.empty_like(input_tensor)
-        dist.all_to_all_single(arrived, input_tensor, group=group)
-        torch.sum(arrived.view(self.ranks, -1), 0, dtype=self.wide, out=output_tensor)
+        pieces = input_tensor.chunk(self.ranks)
+        summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
+        _Exchange(pieces, summands, group, tag=1).wait()
+        output_tensor.copy_(summands[0])
+        for summand in summands[1:]:
+            output_tensor += summand
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
