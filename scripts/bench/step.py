@@ -166,33 +166,46 @@ def matrix_peak() -> float:
 def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, object]]:
     ranks, threads, _ = CASES[case]
     options = recipe(model, case) + ["--compile.enable"] * args.compile + [f"--{word}" for word in args.set]
-    roots = {"here": HERE.parents[2]} | ({"against": args.against.resolve()} if args.against else {})
+    here = HERE.parents[2]
+    sides: dict[str, tuple[Path, Path | None]] = {"here": (here, None)}
+    if args.against:
+        sides["against"] = args.against.resolve(), None
+    if args.torchtitan:
+        sides["titan"] = here, args.torchtitan.resolve()
     worlds: dict[str, World] = {}
 
-    def begin(side: str, root: Path, torchtitan: Path | None = None) -> None:
-        worlds[side] = World(root, ranks, threads, options, torchtitan)
-        for routing in args.routing:
-            worlds[side].steps(args.warmup, routing)
+    def begin(side: str) -> bool:
+        root, torchtitan = sides[side]
+        try:
+            worlds[side] = World(root, ranks, threads, options, torchtitan)
+            for routing in args.routing:
+                worlds[side].steps(args.warmup, routing)
+        except SystemExit as error:
+            if side != "titan":
+                raise
+            worlds.pop(side, None)
+            print(f"{model:<5} {case:<7} titan: not compared: {error}", flush=True)
+        return side in worlds
 
-    peaks = []
+    peaks, shape = [], {}
+    taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
     try:
-        for side, root in roots.items():
-            begin(side, root)
-        if args.torchtitan:
-            try:
-                begin("titan", roots["here"], args.torchtitan.resolve())
-            except SystemExit as error:
-                worlds.pop("titan", None)
-                print(f"{model:<5} {case:<7} titan: not compared: {error}", flush=True)
-        taken = {(side, routing): [] for side in worlds for routing in args.routing}
         for _ in range(args.rounds):
             peaks.append(matrix_peak())
-            for (side, routing), of in taken.items():
-                of.append(worlds[side].steps(args.steps, routing))
+            for side in list(sides):
+                if side not in worlds and not begin(side):
+                    del sides[side]
+                    continue
+                if side == "here":
+                    shape = worlds[side].shape
+                for routing in args.routing:
+                    taken.setdefault((side, routing), []).append(worlds[side].steps(args.steps, routing))
+                if args.apart:
+                    worlds.pop(side).stop()
     finally:
         for world in worlds.values():
             world.stop()
-    shape, peak = worlds["here"].shape, max(peaks)
+    peak = max(peaks)
     rows: list[dict[str, object]] = []
     for (side, routing), of in taken.items():
         wall, cpu = (statistics.median(column) for column in zip(*of, strict=True))
@@ -234,6 +247,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2, help="steps of each routing that are not timed")
     parser.add_argument("--against", type=Path, help="another checkout, to take turns with")
     parser.add_argument("--torchtitan", type=Path, help="the folder of an installed TorchTitan, to take turns with")
+    parser.add_argument("--apart", action="store_true", help="one side's ranks at a time, where memory is short")
     parser.add_argument("--compile", action="store_true", help="with torch.compile, per part of a block")
     parser.add_argument("--set", nargs="*", default=[], help="further options of the run: table.field=value")
     parser.add_argument("--json", type=Path, help="also write the figures here")
