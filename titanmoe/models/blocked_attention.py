@@ -51,16 +51,17 @@ def _blocks(S: int, document_S: Tensor | None, dtype: torch.dtype) -> Iterator[B
         yield slice(first, end), slice(low, end), _hidden(first, end, low, document_S, dtype)
 
 
-def _work(q_BGgSh: Tensor, document_BS: Tensor | None) -> Iterator[tuple[int, slice, list[Block]]]:
-    """Sample, key heads, blocks."""
+def _work(q_BGgSh: Tensor, document_BS: Tensor | None) -> Iterator[tuple[slice, slice, list[Block]]]:
+    """Samples, key heads, blocks. Where there are documents, a sample's blocks are its own."""
     B, G, g, S, _ = q_BGgSh.shape
-    together = max(SCORES // (g * min(BLOCK, S) * S), 1)
+    together = max(SCORES // max(g * min(BLOCK, S) * S, 1), 1)
+    samples = 1 if document_BS is not None else max(together // G, 1)
     blocks: list[Block] = []
-    for sample in range(B):
+    for sample in range(0, B, samples):
         if document_BS is not None or not blocks:
             blocks = list(_blocks(S, None if document_BS is None else document_BS[sample], q_BGgSh.dtype))
-        for first in range(0, G, together):
-            yield sample, slice(first, min(first + together, G)), blocks
+        for head in range(0, G, together):
+            yield slice(sample, sample + samples), slice(head, head + together), blocks
 
 
 def _shares(q_nRh: Tensor, k_nkh: Tensor, hidden: Tensor) -> Tensor:
@@ -75,12 +76,13 @@ class _Blocked(torch.autograd.Function):
         B, G, g, S, _ = q_BGgSh.shape
         # As the output projection wants it: positions before heads.
         out = q_BGgSh.new_empty(B, S, G, g, v_BGSv.shape[-1]).permute(0, 2, 3, 1, 4)
-        for sample, heads, blocks in _work(q_BGgSh, document_BS):
-            q, y = q_BGgSh[sample, heads], out[sample, heads]
-            k, v = (x[sample, heads].contiguous() for x in (k_BGSh, v_BGSv))
+        for samples, heads, blocks in _work(q_BGgSh, document_BS):
+            q, k, v = (x[samples, heads].flatten(0, 1).contiguous() for x in (q_BGgSh, k_BGSh, v_BGSv))
+            y = out[samples, heads]
             for queries, keys, hidden in blocks:
                 share = _shares(q[:, :, queries].flatten(1, 2), k[:, keys], hidden)
-                y[:, :, queries] = torch.bmm(share, v[:, keys]).unflatten(1, (g, -1))
+                to = y[:, :, :, queries]
+                to.copy_(torch.bmm(share, v[:, keys]).view(to.shape))
         ctx.save_for_backward(q_BGgSh, k_BGSh, v_BGSv, document_BS)
         return out
 
@@ -90,9 +92,9 @@ class _Blocked(torch.autograd.Function):
         (B, G, g, S, h), wide = q_BGgSh.shape, torch.promote_types(q_BGgSh.dtype, torch.float32)
         dq_BGgSh = q_BGgSh.new_empty(B, S, G, g, h).permute(0, 2, 3, 1, 4)
         dk_BGSh, dv_BGSv = (x.new_empty(B, S, G, x.shape[-1]).transpose(1, 2) for x in (k_BGSh, v_BGSv))
-        for sample, heads, blocks in _work(q_BGgSh, document_BS):
-            q, dy, dq = (x[sample, heads] for x in (q_BGgSh, grad_BGgSv, dq_BGgSh))
-            k, v = (x[sample, heads].contiguous() for x in (k_BGSh, v_BGSv))
+        for samples, heads, blocks in _work(q_BGgSh, document_BS):
+            q, k, v = (x[samples, heads].flatten(0, 1).contiguous() for x in (q_BGgSh, k_BGSh, v_BGSv))
+            dy, dq = grad_BGgSv[samples, heads].flatten(0, 1), dq_BGgSh[samples, heads]
             dk, dv = (torch.zeros(x.shape, dtype=wide) for x in (k, v))
             for queries, keys, hidden in blocks:
                 q_nRh, dy_nRv = q[:, :, queries].flatten(1, 2), dy[:, :, queries].flatten(1, 2)
@@ -100,9 +102,12 @@ class _Blocked(torch.autograd.Function):
                 dv[:, keys] += torch.bmm(share.transpose(1, 2), dy_nRv)
                 dshare = torch.bmm(dy_nRv, v[:, keys].transpose(1, 2))
                 dscore = torch._softmax_backward_data(dshare, share, -1, share.dtype)
-                dq[:, :, queries] = torch.bmm(dscore, k[:, keys]).mul_(h**-0.5).unflatten(1, (g, -1))
+                to = dq[:, :, :, queries]
+                to.copy_(torch.bmm(dscore, k[:, keys]).mul_(h**-0.5).view(to.shape))
                 dk[:, keys] += torch.bmm(dscore.transpose(1, 2), q_nRh)
-            dk_BGSh[sample, heads], dv_BGSv[sample, heads] = dk.mul_(h**-0.5), dv
+            for sum_nSw, whole in (dk.mul_(h**-0.5), dk_BGSh), (dv, dv_BGSv):
+                to = whole[samples, heads]
+                to.copy_(sum_nSw.view(to.shape))
         return dq_BGgSh, dk_BGSh, dv_BGSv, None
 
 

@@ -11,6 +11,7 @@ Shapes: R rows, D width of a row, N positions, H heads, h head, F hidden.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +26,6 @@ def pays(x: Tensor) -> bool:
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
-    """Of rows: x's first dim."""
-    step = max(BLOCK // max(x[:1].numel(), 1), 1)
-    return (slice(first, first + step) for first in range(0, x.shape[0], step))
-
-
 def _wide(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -39,16 +34,27 @@ def _empty(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype)
 
 
+def _blocks(x: Tensor, scratch: int) -> Iterator[tuple[Any, ...]]:
+    """The rows of a block, x's first dim, and so many wide tensors of its shape, the same memory for every block: the
+    heap of a long run is slow to give and take a megabyte.
+    """
+    step = max(BLOCK // max(x[:1].numel(), 1), 1)
+    buffers = torch.empty(scratch, min(step, x.shape[0]), *x.shape[1:], dtype=_wide(x))
+    for first in range(0, x.shape[0], step):
+        rows = slice(first, min(first + step, x.shape[0]))
+        yield rows, *buffers[:, : rows.stop - first].unbind()
+
+
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight_D, eps):
         x_RD, wide = x.reshape(-1, x.shape[-1]), _wide(x)
         y_RD, weight = _empty(x_RD), weight_D.to(wide)
         scale_R1 = torch.empty(x_RD.shape[0], 1, dtype=wide)
-        for rows in _blocks(x_RD):
-            block = x_RD[rows].to(wide)
-            scale_R1[rows] = scale = torch.rsqrt(block.square().mean(-1, keepdim=True).add_(eps))
-            y_RD[rows] = (block * scale).mul_(weight)
+        for rows, block, square in _blocks(x_RD, 2):
+            torch.square(block.copy_(x_RD[rows]), out=square)
+            scale = torch.mean(square, -1, keepdim=True, out=scale_R1[rows]).add_(eps).rsqrt_()
+            y_RD[rows] = block.mul_(scale).mul_(weight)
         ctx.save_for_backward(x, weight_D, scale_R1)
         return y_RD.view(x.shape)
 
@@ -58,13 +64,12 @@ class _Norm(torch.autograd.Function):
         x_RD, grad_RD = (y.reshape(-1, x.shape[-1]) for y in (x, grad))
         dx_RD, weight = _empty(x_RD), weight_D.to(scale_R1.dtype)
         dweight = torch.zeros_like(weight)
-        for rows in _blocks(x_RD):
-            scale, slope = scale_R1[rows], grad_RD[rows].to(weight.dtype)
-            normed = x_RD[rows].to(weight.dtype) * scale
-            product = slope * normed
+        for rows, slope, normed, product in _blocks(x_RD, 3):
+            scale = scale_R1[rows]
+            torch.mul(slope.copy_(grad_RD[rows]), normed.copy_(x_RD[rows]).mul_(scale), out=product)
             dweight += product.sum(0)
             along = product.mul_(weight).mean(-1, keepdim=True)
-            dx_RD[rows] = (slope * weight).addcmul_(normed, along, value=-1).mul_(scale)
+            dx_RD[rows] = slope.mul_(weight).addcmul_(normed, along, value=-1).mul_(scale)
         return dx_RD.view(x.shape), dweight.to(weight_D.dtype), None
 
 
@@ -75,11 +80,12 @@ def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     x_NHh, (cos_N1h, sin_N1h) = x.flatten(0, 1), (y.expand(*x.shape[:2], 1, -1).flatten(0, 1) for y in (cos, sin))
     y_NHh, half = _empty(x_NHh), x.shape[-1] // 2
-    sin_N1h = torch.cat((sin_N1h[..., :half] * -sign, sin_N1h[..., half:] * sign), -1)
-    for rows in _blocks(x_NHh):
-        block = x_NHh[rows].to(cos.dtype)
-        crossed = block.roll(half, -1).mul_(sin_N1h[rows])
-        y_NHh[rows] = crossed.addcmul_(block, cos_N1h[rows])
+    before_N1i, after_N1i = sin_N1h[..., :half] * -sign, sin_N1h[..., half:] * sign
+    for rows, block, turned in _blocks(x_NHh, 2):
+        block.copy_(x_NHh[rows])
+        torch.mul(block[..., half:], before_N1i[rows], out=turned[..., :half])
+        torch.mul(block[..., :half], after_N1i[rows], out=turned[..., half:])
+        y_NHh[rows] = turned.addcmul_(block, cos_N1h[rows])
     return y_NHh.view(x.shape)
 
 
@@ -102,9 +108,9 @@ def rotate(x_BSHh: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor | None = None) -> Tensor:
     """silu(gate) * up * weight. Without a gradient of its own: `swiglu_backward` has it."""
-    h_RF, wide = _empty(gate_RF), _wide(gate_RF)
-    for rows in _blocks(gate_RF):
-        h = F.silu(gate_RF[rows].to(wide)).mul_(up_RF[rows].to(wide))
+    h_RF = _empty(gate_RF)
+    for rows, h, up in _blocks(gate_RF, 2):
+        F.silu(h.copy_(gate_RF[rows]), inplace=True).mul_(up.copy_(up_RF[rows]))
         h_RF[rows] = h if weight_R1 is None else h.mul_(weight_R1[rows])
     return h_RF
 
@@ -115,20 +121,19 @@ def swiglu_backward(
     """What `swiglu` returned, and the gradients of gate, up and weight."""
     h_RF, dgate_RF, dup_RF = (_empty(gate_RF) for _ in range(3))
     dweight_R1 = None if weight_R1 is None else torch.empty_like(weight_R1)
-    wide = _wide(gate_RF)
-    for rows in _blocks(gate_RF):
-        gate, up = gate_RF[rows].to(wide), up_RF[rows].to(wide)
-        sigmoid = gate.sigmoid()
-        active = gate * sigmoid
-        h, slope = active * up, grad_RF[rows].to(wide)
+    for rows, gate, up, slope, sigmoid, active, h in _blocks(gate_RF, 6):
+        torch.sigmoid(gate.copy_(gate_RF[rows]), out=sigmoid)
+        torch.mul(gate, sigmoid, out=active)
+        torch.mul(active, up.copy_(up_RF[rows]), out=h)
+        slope.copy_(grad_RF[rows])
         if weight_R1 is not None:
-            dweight_R1[rows] = (slope * h).sum(-1, keepdim=True)
+            torch.sum(torch.mul(slope, h, out=gate), -1, keepdim=True, out=dweight_R1[rows])
             h.mul_(weight_R1[rows])
-            slope = slope * weight_R1[rows]
+            slope.mul_(weight_R1[rows])
         h_RF[rows] = h
         dup_RF[rows] = torch.mul(slope, active, out=h)
         # d silu = sigmoid + silu * (1 - sigmoid)
-        bend = torch.add(sigmoid, active).addcmul_(active, sigmoid, value=-1)
+        bend = torch.addcmul(sigmoid, active, sigmoid, value=-1, out=gate).add_(active)
         dgate_RF[rows] = bend.mul_(up).mul_(slope)
     return h_RF, dgate_RF, dup_RF, dweight_R1
 
