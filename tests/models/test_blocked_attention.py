@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanmoe.models import blocked_attention as blocked
 from titanmoe.models.blocked_attention import BLOCK, blocked_attention
 
 
@@ -43,6 +44,14 @@ def both(dtype, S, heads, key_heads, width, value_width, documents, size=1.0):
 @pytest.mark.parametrize(("heads", "key_heads", "width", "value_width"), [(4, 4, 12, 8), (6, 2, 8, 8), (4, 1, 8, 16)])
 def test_equals_plain_attention_and_its_gradients(S, heads, key_heads, width, value_width, documents):
     for got, want in both(torch.float64, S, heads, key_heads, width, value_width, documents):
+        assert (got - want).abs().max() <= 1e-12 * max(1.0, want.abs().max().item())
+
+
+@pytest.mark.parametrize("together", [1, 2, 3, 5])
+def test_heads_and_samples_in_groups(monkeypatch, together):
+    """3 key heads of 2 samples: one at a time, in uneven groups, a sample at a time."""
+    monkeypatch.setattr(blocked, "SCORES", together * 2 * 7 * 7)
+    for got, want in both(torch.float64, 7, 6, 3, 8, 8, False):
         assert (got - want).abs().max() <= 1e-12 * max(1.0, want.abs().max().item())
 
 
