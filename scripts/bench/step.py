@@ -244,7 +244,7 @@ def main() -> None:
     parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=list(ROUTINGS))
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side and routing")
     parser.add_argument("--steps", type=int, default=2, help="steps of a turn")
-    parser.add_argument("--warmup", type=int, default=5, help="steps of each routing that are not timed")
+    parser.add_argument("--warmup", type=int, default=10, help="steps of each routing that are not timed")
     parser.add_argument("--against", type=Path, help="another checkout, to take turns with")
     parser.add_argument("--torchtitan", type=Path, help="the folder of an installed TorchTitan, to take turns with")
     parser.add_argument("--apart", action="store_true", help="one side's ranks at a time, where memory is short")

@@ -11,11 +11,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests import world
 from titanmoe.parallel.sharded import NarrowOnTheWire, StraightToPlace
+from titanmoe.parallel.shelves import Kept, Shelves
 
 ROUNDS = 3
 
 
-def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
+def gradients(narrow: bool, replicas: int = 1, on_shelves: bool = False) -> tuple[Tensor, Tensor]:
     """Of a sharded weight after several backward passes, and what they should be: sums of each rank's 16 bits."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -28,7 +29,9 @@ def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
     layer.set_gradient_divide_factor(1.0)
     layer.set_force_sum_reduction_for_comms(True)
     if narrow:
-        layer.set_custom_reduce_scatter(NarrowOnTheWire(ranks // replicas, torch.float32))
+        shelves = Shelves.between(mesh.get_group(mesh.ndim - 1)) if on_shelves else None
+        layer.set_custom_reduce_scatter(NarrowOnTheWire(ranks // replicas, torch.float32, Kept(), shelves))
+        layer.set_custom_all_gather(StraightToPlace(shelves))
     want = torch.zeros(4 * ranks, 24)
     for number in range(ROUNDS):
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * number + rank)).bfloat16()
@@ -40,31 +43,35 @@ def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
     return layer.weight.grad.full_tensor(), want
 
 
-def test_sixteen_bits_on_the_wire_are_summed_in_thirty_two() -> None:
+@pytest.mark.parametrize("on_shelves", [False, True])
+def test_sixteen_bits_are_summed_in_thirty_two(on_shelves: bool) -> None:
     for ranks in (2, 4):
-        for got, want in world.run(ranks, gradients, True):
+        for got, want in world.run(ranks, gradients, True, 1, on_shelves):
             assert got.dtype == torch.float32
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     for replicas in (2, 4):
-        for got, want in world.run(4, gradients, True, replicas):
+        for got, want in world.run(4, gradients, True, replicas, on_shelves):
             torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     got, want = world.run(4, gradients, False)[0]  # torch's own adds up in 16 bits: the difference is seen
     assert (got - want).abs().max() > 1e-3 * want.abs().max()
 
 
-def gathered(numbers: int) -> bool:
+def gathered(numbers: int, on_shelves: bool) -> bool:
     """Several in flight at once; the whole lies in its place, ours in place from the start."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    shelves = Shelves.between(dist.group.WORLD) if on_shelves else None
     pending = []
     for seed in range(3):
         want = torch.randn(numbers * ranks, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        whole = StraightToPlace().allocate((numbers * ranks,), dtype=torch.bfloat16, device=torch.device("cpu"))
+        gather = StraightToPlace(shelves)
+        whole = gather.allocate((numbers * ranks,), dtype=torch.bfloat16, device=torch.device("cpu"))
         mine = whole[numbers * rank : numbers * (rank + 1)].copy_(want[numbers * rank : numbers * (rank + 1)])
-        pending.append((StraightToPlace()(whole, mine, dist.group.WORLD), whole, want))
+        pending.append((gather(whole, mine, dist.group.WORLD), whole, want))
     return all(work.wait() and torch.equal(whole, want) for work, whole, want in pending)
 
 
+@pytest.mark.parametrize("on_shelves", [False, True])
 @pytest.mark.parametrize("numbers", [1, 5000])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_pieces_go_straight_to_their_place(ranks: int, numbers: int) -> None:
-    assert world.run(ranks, gathered, numbers) == [True] * ranks
+def test_pieces_go_straight_to_their_place(ranks: int, numbers: int, on_shelves: bool) -> None:
+    assert world.run(ranks, gathered, numbers, on_shelves) == [True] * ranks

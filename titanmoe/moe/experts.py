@@ -230,7 +230,7 @@ class Experts(nn.Module):
         return plain and narrow and x_RD.shape[0] >= 4 * UNIT * local(self.w1).shape[0] and self.groups(x_RD)
 
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        if not self.prefers_units(x_RD):
+        if not self.prefers_units(x_RD) or not (count_e % UNIT).any():
             return self.products_of_rows(x_RD, weight_R1, count_e)
         source_P, went_R1, whole_e = evened(count_e, x_RD.shape[0])
         x_PD, weight_P1 = (to_rows(x, source_P, went_R1, self.kernels) for x in (x_RD, weight_R1))

@@ -32,7 +32,8 @@ def _sum(y_RD: Tensor, slot_TJ: Tensor, kernels: str) -> Tensor:
     padded = F.pad(y_RD, (0, 0, 0, 1))
     if slot_TJ.shape[1] == 1:
         return padded.index_select(0, slot_TJ[:, 0])
-    return padded[slot_TJ].sum(1)
+    rows_TJD = padded.index_select(0, slot_TJ.flatten()).unflatten(0, slot_TJ.shape)  # twice as fast as padded[slot_TJ]
+    return rows_TJD.sum(1)
 
 
 class _ToRows(torch.autograd.Function):
