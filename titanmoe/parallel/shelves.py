@@ -1,4 +1,4 @@
-"""Memory that the ranks of a group on one host see of each other. CPU ranks gather weights and sum gradients through it.
+"""Memory that the ranks of a group on one host see of each other: on CPUs FSDP's weights and gradients go through it.
 
 A socket copies every number into the kernel and out again, and wakes both ranks for each few of them. Here a rank puts
 what others want on a shelf of its own and says so; they read it there and say that they have. Only those two words, of
@@ -132,9 +132,9 @@ class Kept:
     def take(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         numbers = max(math.prod(size), 1)
         length = numbers * dtype.itemsize
-        free = [(len(pages), i) for i, (pages, user) in enumerate(self.pages) if user() is None and len(pages) >= length]
+        free = [i for i, (pages, user) in enumerate(self.pages) if user() is None and len(pages) >= length]
         if free:
-            pages, _ = self.pages.pop(min(free)[1])
+            pages, _ = self.pages.pop(min(free, key=lambda i: len(self.pages[i][0])))
         else:
             pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         user = memoryview(pages)  # the tensor holds it as long as it lives
