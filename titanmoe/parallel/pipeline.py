@@ -22,6 +22,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.count import layer_flops
 from titanmoe.models.transformer import Transformer
+from titanmoe.parallel import pairs
 from titanmoe.parallel.batch import Slice
 
 
@@ -161,7 +162,7 @@ def problems(config: Config, fold: Fold, microbatches: int) -> list[str]:
     options, pp = config.pipeline, fold.pp
     if pp == 1:
         return []
-    found = []
+    found, rows = [], []
     if options.schedule_csv:
         try:
             rows = read_csv(options.schedule_csv)
@@ -170,8 +171,6 @@ def problems(config: Config, fold: Fold, microbatches: int) -> list[str]:
         except RuntimeError as error:
             return [f"pipeline.schedule_csv = {options.schedule_csv!r} is not a schedule: {error}"]
         found += _csv_problems(options.schedule_csv, rows, pp, microbatches, config.training.local_batch_size * fold.dp)
-        if found:
-            return found
     else:
         kind = KINDS[options.schedule]
         virtual = options.virtual_stages
@@ -199,6 +198,8 @@ def problems(config: Config, fold: Fold, microbatches: int) -> list[str]:
                 f"{microbatches} is not a multiple of {rounds}; set training.global_batch_size to "
                 f"{microbatches // pp * pp * per}"
             )
+    if options.overlap_pairs:
+        found += pairs.problems(config, fold, rows)
     if found:
         return found
     stages = len(stage_ranks(config, pp))
@@ -273,6 +274,7 @@ class Alone:
     """No pipeline: each microbatch forward and backward in turn."""
 
     bubble = 0.0
+    pairs = None
 
     def __init__(self, parts: list[Transformer]):
         (self.model,) = parts
@@ -329,6 +331,9 @@ class Pipeline:
             kind = KINDS[options.schedule]
             stages = self.stages[0] if options.schedule in SINGLE else self.stages
             self.schedule = kind.cls(stages, microbatches, loss_fn=self._scaled, scale_grads=False)
+        self.pairs = pairs.Pairs(device) if options.overlap_pairs else None
+        if self.pairs is not None:
+            self.schedule.register_custom_function(torch_schedules._ComputationType.OVERLAP_F_B, self.pairs)
         if options.schedule in SINGLE and not options.schedule_csv:
             order = single_order(options.schedule, pp.size, microbatches)
         else:
