@@ -21,6 +21,7 @@ from tests import parity, world
 from titanmoe import comm
 from titanmoe.comm import ALONE, Group
 from titanmoe.moe import chunks
+from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
 from titanmoe.tokens import Tokens
 
@@ -198,3 +199,26 @@ def marks() -> bool:
     flight = comm.start(x_RD, group)
     y_RD = comm.arrive(flight)
     return flight.mark.numel() == 0 and y_RD.shape == x_RD.shape
+
+
+# ---- two microbatches
+
+
+def a_step(pairs: bool) -> dict[str, float]:
+    """Of DualPipeV on two pipeline ranks, experts on two ranks each; a row travels for twice as long as it is computed."""
+    quick, computing, products = MESSAGE / 4, [], Experts.products
+    changes = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8, "moe.force_balance": True}
+    changes |= {"pipeline.schedule": "DualPipeV", "pipeline.overlap_pairs": pairs, "parallelism.experts.ep": RANKS}
+    slowed = lambda self, x, *given: _Work.apply(products(self, x, *given), quick / 2 * x.shape[0], computing)  # noqa: E731
+    with mock.patch.object(Experts, "products", slowed), mock.patch(f"{__name__}.MESSAGE", quick), SlowWire() as wire:
+        parity.measure(changes, steps=1)
+    assert not wire.under_way, "something was sent and never waited for"
+    both = together(wire.spans, computing)
+    return {"messages": length(wire.spans), "experts": length(computing), "experts in messages": both}
+
+
+def test_rows_of_one_microbatch_travel_under_the_experts_of_another() -> None:
+    """3 of 8 forwards and 3 of 8 backwards are in pairs, so that 3/8 or so could be hidden."""
+    for turns, apart in zip(world.run(4, a_step, True), world.run(4, a_step, False), strict=True):
+        assert apart["experts in messages"] == 0, apart
+        assert turns["experts in messages"] > 0.25 * turns["experts"] > 0, turns
