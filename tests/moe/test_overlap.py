@@ -205,7 +205,7 @@ def marks() -> bool:
 
 
 def a_step(pairs: bool) -> dict[str, float]:
-    """Of DualPipeV on two pipeline ranks, experts on two ranks each; a row travels for twice as long as it is computed."""
+    """Of DualPipeV on two pipeline ranks, experts on two ranks each; rows travel twice as long as they are computed."""
     quick, computing, products = MESSAGE / 4, [], Experts.products
     changes = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8, "moe.force_balance": True}
     changes |= {"pipeline.schedule": "DualPipeV", "pipeline.overlap_pairs": pairs, "parallelism.experts.ep": RANKS}

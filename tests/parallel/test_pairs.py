@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import torch
 
 from tests import parity, world
 from tests.parallel.test_pipeline import table, write
+from tests.train.test_watch import named
 from titanmoe import comm, turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
 from titanmoe.fold.degrees import Fold
@@ -137,16 +140,16 @@ CASES = {
 }
 
 
-def check(changes: dict[str, Any], documents: bool = False) -> None:
+def check(changes: dict[str, Any], documents: bool = False, timeout: float = 60) -> None:
     """The plain model's numbers, and the same to the last bit as without turns."""
     on, off = ({"pipeline.overlap_pairs": flag} | changes for flag in (True, False))
-    results = world.run(4, measured, on, documents)
+    results = world.run(4, measured, on, documents, timeout=timeout)
     got, _ = results[0]
     errors = parity.compare(got, parity.expected(changes, 4, documents), parity.read(on, 4))
     assert max(errors.values()) <= parity.TOLERANCE["float64"], errors
     rests = [rests for _, rests in results]
     assert all(map(sum, rests)) and all(max(rests)), rests
-    apart, rests = world.run(4, measured, off, documents)[0]
+    apart, rests = world.run(4, measured, off, documents, timeout=timeout)[0]
     assert rests == [0, 0]
     assert same(got.grads, apart.grads) and same(got.weights, apart.weights) and same(got.bias, apart.bias)
     assert got.loss == apart.loss and got.norm == apart.norm and got.reports == apart.reports
@@ -158,12 +161,32 @@ def test_turns_change_no_number(case: str) -> None:
     check(changes, documents=case.startswith("cp"))
 
 
+@pytest.mark.slow
+def test_turns_beside_compiled_parts() -> None:
+    compiled = {"compile.enable": True, "compile.backend": "aot_eager", "parallelism.experts.ep": 2}
+    check(V | compiled | {"activation_checkpoint.mode": "moe"}, timeout=300)
+
+
 def test_pairs_of_a_file_agree_too(tmp_path: Path) -> None:
     """With weights that are freed between forward and backward."""
     path = write(tmp_path / "loops.csv", LOOPS)
     check(
         PP | {"pipeline.schedule_csv": path, "parallelism.experts.ep": 2, "parallelism.reshard_after_forward": "always"}
     )
+
+
+def test_the_header_tells_of_them_and_a_trace_shows_both_halves(tmp_path: Path) -> None:
+    changes = V | {"parallelism.experts.ep": 2, "pipeline.overlap_pairs": True}
+    assert "pairs of forward and backward take turns" in world.run(4, header, changes | {"model.vocab_size": 320})[0]["pipeline"]
+    world.run(4, named, changes | {"profile.steps": [1], "job.dump_folder": str(tmp_path)})
+    (trace,) = (tmp_path / "profile").glob("*.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    threads = {event["tid"] for event in events if event.get("name") == "_StartBackward"}
+    assert len(threads) == 2, threads  # backward alone, and as a half
+
+
+def header(changes: dict[str, Any]) -> dict[str, str]:
+    return parity.make_trainer(changes).notes()
 
 
 class Broken(RuntimeError):
