@@ -177,7 +177,10 @@ def test_pairs_of_a_file_agree_too(tmp_path: Path) -> None:
 
 def test_the_header_tells_of_them_and_a_trace_shows_both_halves(tmp_path: Path) -> None:
     changes = V | {"parallelism.experts.ep": 2, "pipeline.overlap_pairs": True}
-    assert "pairs of forward and backward take turns" in world.run(4, header, changes | {"model.vocab_size": 320})[0]["pipeline"]
+    assert (
+        "pairs of forward and backward take turns"
+        in world.run(4, header, changes | {"model.vocab_size": 320})[0]["pipeline"]
+    )
     world.run(4, named, changes | {"profile.steps": [1], "job.dump_folder": str(tmp_path)})
     (trace,) = (tmp_path / "profile").glob("*.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
