@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from titanmoe import turns
+from titanmoe.parallel.pairs import Pairs
 from titanmoe.turns import Turns
 
 
@@ -85,6 +87,8 @@ def test_without_a_pair_nothing_happens() -> None:
 class _Fly(torch.autograd.Function):
     """What a layer does with its rows, forward and backward."""
 
+    streams: set[Any] = set()
+
     @staticmethod
     def forward(ctx, x, name, log):
         ctx.name, ctx.log = name, log
@@ -98,6 +102,8 @@ class _Fly(torch.autograd.Function):
 
     @staticmethod
     def fly(x: torch.Tensor, name: str, log: list[str]) -> torch.Tensor:
+        if x.is_cuda:
+            _Fly.streams.add(torch.cuda.current_stream())
         log.append(f"{name} sends")
         turns.sent()
         turns.hand_over()
@@ -105,11 +111,23 @@ class _Fly(torch.autograd.Function):
         return x * 2
 
 
-def test_backward_and_what_it_computes_again_hand_over_like_forward() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_backward_and_what_it_computes_again_hand_over_like_forward(device: str) -> None:
+    """On a GPU backward runs in a third thread, autograd's own; and all three on one stream, here not the default."""
+    with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+        log = both_ways(device)
+    assert log == [
+        *("f0 sends", "b sends", "f0 lands", "f1 sends", "b lands"),
+        *("db sends", "f1 lands", "f2 sends", "db lands", "f2 lands"),
+    ]
+
+
+def both_ways(device: str) -> list[str]:
     log: list[str] = []
-    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    x, y = (torch.ones(2, requires_grad=True, device=device) for _ in range(2))
     made = checkpoint(_Fly.apply, y, "b", log, use_reentrant=False, preserve_rng_state=False)
     log.clear()
+    streams = _Fly.streams = set()
 
     def first() -> None:
         z = x
@@ -117,12 +135,11 @@ def test_backward_and_what_it_computes_again_hand_over_like_forward() -> None:
             z = _Fly.apply(z, f"f{i}", log)
         assert torch.is_grad_enabled() and z.requires_grad
 
-    Turns().take(first, made.sum().backward)
-    assert log == [
-        *("f0 sends", "b sends", "f0 lands", "f1 sends", "b lands"),
-        *("db sends", "f1 lands", "f2 sends", "db lands", "f2 lands"),
-    ]
-    assert torch.equal(y.grad, torch.full((2,), 2.0))
+    pairs = Pairs(torch.device(device))
+    pairs.turns.take(first, pairs._here(made.sum().backward))
+    assert torch.equal(y.grad.cpu(), torch.full((2,), 2.0))
+    assert streams == ({torch.cuda.current_stream()} if device == "cuda" else set())
+    return log
 
 
 class Broken(RuntimeError):

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import parity, world
-from tests.parallel.test_pipeline import table, write
+from tests.parallel.test_pipeline import forward_alone, table, write
 from tests.train.test_watch import named
 from titanmoe import comm, turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
@@ -173,6 +173,13 @@ def test_pairs_of_a_file_agree_too(tmp_path: Path) -> None:
     check(
         PP | {"pipeline.schedule_csv": path, "parallelism.experts.ep": 2, "parallelism.reshard_after_forward": "always"}
     )
+
+
+def test_forward_alone_knows_no_pairs() -> None:
+    changes = V | {"parallelism.experts.ep": 2, "pipeline.overlap_pairs": True}
+    alone, training, grads, _ = world.run(4, forward_alone, changes)[0]
+    assert alone == training
+    assert parity.error(grads, parity.expected(changes, 4).steps[0].grads)[0] <= parity.TOLERANCE["float64"]
 
 
 def test_the_header_tells_of_them_and_a_trace_shows_both_halves(tmp_path: Path) -> None:

@@ -238,29 +238,40 @@ def single_order(schedule: str, pp: int, microbatches: int) -> dict[int, list[to
 
 
 def bubble(order: dict[int, list[torch_schedules._Action | None]], stages: int) -> float:
-    """Idle share of all ranks' time, by playing the action table: forward 1, backward 2 (input 1, weight 1)."""
-    queues = {rank: [step for action in row for step in _steps(action)] for rank, row in order.items()}
+    """Idle share of all ranks' time, by playing the action table: forward 1, backward 2 (input 1, weight 1).
+
+    torch begins a pair when both its halves can run, and sends what they made when both are done.
+    """
+    queues = {rank: [steps for action in row if (steps := _steps(action))] for rank, row in order.items()}
     done: dict[tuple[int, str, int], float] = {}
     clock, busy = dict.fromkeys(queues, 0.0), 0.0
 
-    def ready(step: torch_schedules._Action) -> float | None:
+    def made(step: torch_schedules._Action) -> tuple[int, str, int]:
+        # a whole backward also delivers the input gradient that the stage before it waits for
+        kind = step.computation_type.value
+        return step.stage_index, "I" if kind == "B" else kind, step.microbatch_index
+
+    def needs(step: torch_schedules._Action) -> list[tuple[int, str, int]]:
         stage, kind, m = step.stage_index, step.computation_type.value, step.microbatch_index
-        needs = {
+        return {
             "F": [(stage - 1, "F", m)] if stage else [],
             "W": [(stage, "I", m)],
         }.get(kind, [(stage, "F", m)] + ([(stage + 1, "I", m)] if stage < stages - 1 else []))
-        return max((done[need] for need in needs), default=0.0) if all(need in done for need in needs) else None
+
+    def ready(steps: list[torch_schedules._Action]) -> float | None:
+        own = {made(step) for step in steps}
+        wanted = [need for step in steps for need in needs(step) if need not in own or need[0] != step.stage_index]
+        return max((done[need] for need in wanted), default=0.0) if all(need in done for need in wanted) else None
 
     while any(queues.values()):
         moved = False
         for rank, queue in queues.items():
             while queue and (at := ready(queue[0])) is not None:
-                step = queue.pop(0)
-                kind = step.computation_type.value
-                clock[rank] = max(clock[rank], at) + COST[kind]
-                busy += COST[kind]
-                # a whole backward also delivers the input gradient that the stage before it waits for
-                done[step.stage_index, "I" if kind == "B" else kind, step.microbatch_index] = clock[rank]
+                steps = queue.pop(0)
+                cost = sum(COST[step.computation_type.value] for step in steps)
+                clock[rank] = max(clock[rank], at) + cost
+                busy += cost
+                done |= dict.fromkeys(map(made, steps), clock[rank])
                 moved = True
         if not moved:
             raise ValueError("the schedule waits for itself")
