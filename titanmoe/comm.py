@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanmoe import turns
+
 _ops = torch.ops._c10d_functional
 
 
@@ -122,7 +124,12 @@ class _Wire:
         self.send, self.receive, self.group = send, receive, group
         self.flying: Tensor | None = None
 
+    def depart(self, x: Tensor, send: list[int], receive: list[int]) -> None:
+        self.flying = _send(x, send, receive, self.group)
+        turns.sent()
+
     def land(self) -> Tensor:
+        turns.hand_over()  # what is computed meanwhile may be another microbatch's
         flying, self.flying = self.flying, None
         return _ops.wait_tensor(flying)
 
@@ -131,7 +138,7 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, wire):
         ctx.wire = wire
-        wire.flying = _send(x, wire.send, wire.receive, wire.group)
+        wire.depart(x, wire.send, wire.receive)
         return x.new_empty(0)
 
     @staticmethod
@@ -148,7 +155,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         wire = ctx.wire
-        wire.flying = _send(grad, wire.receive, wire.send, wire.group)
+        wire.depart(grad, wire.receive, wire.send)
         return grad.new_empty(0), None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -20,8 +20,11 @@ from torch import Tensor, nn
 from tests import parity, world
 from titanmoe import comm
 from titanmoe.comm import ALONE, Group
+from titanmoe.models.transformer import Block
 from titanmoe.moe import chunks
+from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
+from titanmoe.parallel.pipeline import Pipeline
 from titanmoe.tokens import Tokens
 
 RANKS, T, K = 2, 48, 2
@@ -198,3 +201,57 @@ def marks() -> bool:
     flight = comm.start(x_RD, group)
     y_RD = comm.arrive(flight)
     return flight.mark.numel() == 0 and y_RD.shape == x_RD.shape
+
+
+# ---- two microbatches
+
+
+def a_step(changes: dict[str, Any], message: float, product: float, attention: float = 0.0) -> dict[str, float]:
+    """Of DualPipeV on two pipeline ranks, experts on two ranks each; seconds of a row, and of a block's attention."""
+    computing, products, attend, run = [], Experts.products, Block.attend, Pipeline.run
+    out = {}
+
+    def timed(self: Pipeline, *given: Any) -> Tensor:
+        dist.barrier()
+        begin = time.monotonic()
+        result = run(self, *given)
+        out["step"] = time.monotonic() - begin
+        return result
+
+    def multiplied(self: Experts, x_RD: Tensor, *given: Any) -> Tensor:
+        return _Work.apply(products(self, x_RD, *given), product * x_RD.shape[0], computing)
+
+    def attended(self: Block, *given: Any) -> Tensor:
+        return _Work.apply(attend(self, *given), attention, [])
+
+    slow = ((Experts, "products", multiplied), (Block, "attend", attended), (Pipeline, "run", timed))
+    with ExitStack() as stack:
+        for owner, name, method in slow:
+            stack.enter_context(mock.patch.object(owner, name, method))
+        stack.enter_context(mock.patch(f"{__name__}.MESSAGE", message))
+        wire = stack.enter_context(SlowWire())
+        parity.measure(TWO_STAGES | changes, steps=1)
+    assert not wire.under_way, "something was sent and never waited for"
+    both = together(wire.spans, computing)
+    return out | {"messages": length(wire.spans), "experts": length(computing), "experts in messages": both}
+
+
+TWO_STAGES = {
+    "parallelism.pp": 2,
+    "parallelism.experts.ep": RANKS,
+    "pipeline.schedule": "DualPipeV",
+    "model.num_layers": 4,
+    "training.global_batch_size": 8,
+    "moe.force_balance": True,
+}
+
+
+def test_rows_of_one_microbatch_travel_under_the_experts_of_another() -> None:
+    """3 of 8 forwards and 3 of 8 backwards are in pairs, so that 3/8 or so could be hidden."""
+    taken, apart = (
+        world.run(4, a_step, {"pipeline.overlap_pairs": pairs}, MESSAGE / 4, MESSAGE / 8) for pairs in (True, False)
+    )
+    for at, without in zip(taken, apart, strict=True):
+        assert without["experts in messages"] == 0, without
+        assert at["experts in messages"] > 0.25 * at["experts"] > 0, at
+        assert at["step"] < without["step"], (at, without)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from tests import parity, world
 from titanmoe.config.schema import Config, Model, Parallelism, Pipeline, Training
@@ -54,6 +55,18 @@ def test_a_schedule_that_waits_for_itself_is_refused() -> None:
     order[1] = order[1][::-1]
     with pytest.raises(ValueError, match="waits for itself"):
         bubble(order, 2)
+
+
+def test_what_a_pair_makes_is_there_when_both_halves_are_done() -> None:
+    """The pair takes 3, and the first rank waits for the backward in it until then."""
+    order = {
+        0: ["0F0", "0F1", "0B0", "0B1"],
+        1: ["1F0", "(1F1;1B0)OVERLAP_F_B", "1B1"],
+    }
+    from_str = torch_schedules._Action.from_str
+    played = {rank: [from_str(action) for action in row] for rank, row in order.items()}
+    # rank 0: F F, then until 5 nothing, then B and B; rank 1 from 1 on: F, the pair until 5, B until 7
+    assert bubble(played, 2) == pytest.approx(1 - 12 / (2 * 9))
 
 
 # ---- stages
@@ -281,6 +294,7 @@ BAD = {
     "a stage is missing": [["0F0", "0F1", "0B0", "0B1"], ["2F0", "2F1", "2B0", "2B1"]],
     "a stage on two ranks": [["0F0", "0F1", "0B0", "0B1", "1F0"], ["1F0", "1F1", "1B0", "1B1"]],
     "it waits for itself": [table(2, 2)[0], table(2, 2)[1][::-1]],
+    "a pair waits for itself": [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1F1", "1B0", "1B1"]],
     "a microbatch is missing": [["0F1", "0B1"], ["1F1", "1B1"]],
     "no backward": [["0F0", "0F1"], ["1F0", "1F1"]],
 }

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from titanmoe import turns
 from titanmoe.train import clock as clock_module
 from titanmoe.train.around import around
 from titanmoe.train.clock import Clock
+from titanmoe.turns import Turns
 
 
 @pytest.fixture
@@ -32,6 +34,27 @@ def test_laps_add_up_and_parts_are_counted_apart(now):
     now[0] += 4.0
     clock.lap("other")
     assert clock.take(1) == {"other": 4.0}
+
+
+def test_a_part_leaves_out_what_another_did_meanwhile(now):
+    clock = Clock(torch.device("cpu"))
+    both = Turns()
+    around(both, "rest", clock.away)
+
+    def half(seconds: float) -> None:
+        with clock.part("dispatch"):
+            now[0] += seconds
+            turns.sent()
+            turns.hand_over()
+            now[0] += seconds
+        now[0] += 100.0  # of no part,
+        turns.sent()
+        turns.hand_over()  # nor is the other's, while this is in none
+
+    clock.lap("other")
+    both.take(lambda: half(1.0), lambda: half(10.0))
+    clock.lap("forward_backward")
+    assert clock.take(1) == {"forward_backward": 222.0, "dispatch": 22.0}
 
 
 def test_a_rank_that_does_not_report_keeps_nothing(now):

@@ -298,6 +298,8 @@ class Pipeline:
     """Stages per rank. -1: 1 for GPipe and 1F1B, 2 for the others."""
     layers_per_stage: list[int] = field(default_factory=list)
     """Layers of each stage, first to last. Empty: split by cost, embedding and head counted."""
+    overlap_pairs: bool = False
+    """DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows on their way to experts and back travel while the other half computes. Where experts lie over a wire that is slow beside their products; no number changes. Needs ep x etp > 1 and dispatcher alltoall or hierarchical."""
 
 
 @dataclass

@@ -244,7 +244,7 @@ class Hierarchical(_InPieces):
         if self.across.size == 1:
             return self.inner.land(back, home)
         send, receive, inside = home.way
-        y_RD = all_to_all(self.inner.land(back, inside), self.across, receive, send)
+        y_RD = arrive(start(self.inner.land(back, inside), self.across, receive, send))
         return to_tokens(y_RD, home.source_R, home.slot_TJ, self.kernels)
 
 

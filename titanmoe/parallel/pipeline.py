@@ -22,6 +22,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.count import layer_flops
 from titanmoe.models.transformer import Transformer
+from titanmoe.parallel import pairs
 from titanmoe.parallel.batch import Slice
 
 
@@ -161,7 +162,7 @@ def problems(config: Config, fold: Fold, microbatches: int) -> list[str]:
     options, pp = config.pipeline, fold.pp
     if pp == 1:
         return []
-    found = []
+    found, rows = [], []
     if options.schedule_csv:
         try:
             rows = read_csv(options.schedule_csv)
@@ -170,8 +171,6 @@ def problems(config: Config, fold: Fold, microbatches: int) -> list[str]:
         except RuntimeError as error:
             return [f"pipeline.schedule_csv = {options.schedule_csv!r} is not a schedule: {error}"]
         found += _csv_problems(options.schedule_csv, rows, pp, microbatches, config.training.local_batch_size * fold.dp)
-        if found:
-            return found
     else:
         kind = KINDS[options.schedule]
         virtual = options.virtual_stages
@@ -199,6 +198,8 @@ def problems(config: Config, fold: Fold, microbatches: int) -> list[str]:
                 f"{microbatches} is not a multiple of {rounds}; set training.global_batch_size to "
                 f"{microbatches // pp * pp * per}"
             )
+    if options.overlap_pairs:
+        found += pairs.problems(config, fold, rows)
     if found:
         return found
     stages = len(stage_ranks(config, pp))
@@ -237,29 +238,40 @@ def single_order(schedule: str, pp: int, microbatches: int) -> dict[int, list[to
 
 
 def bubble(order: dict[int, list[torch_schedules._Action | None]], stages: int) -> float:
-    """Idle share of all ranks' time, by playing the action table: forward 1, backward 2 (input 1, weight 1)."""
-    queues = {rank: [step for action in row for step in _steps(action)] for rank, row in order.items()}
+    """Idle share of all ranks' time, by playing the action table: forward 1, backward 2 (input 1, weight 1).
+
+    torch begins a pair when both its halves can run, and sends what they made when both are done.
+    """
+    queues = {rank: [steps for action in row if (steps := _steps(action))] for rank, row in order.items()}
     done: dict[tuple[int, str, int], float] = {}
     clock, busy = dict.fromkeys(queues, 0.0), 0.0
 
-    def ready(step: torch_schedules._Action) -> float | None:
+    def made(step: torch_schedules._Action) -> tuple[int, str, int]:
+        # a whole backward also delivers the input gradient that the stage before it waits for
+        kind = step.computation_type.value
+        return step.stage_index, "I" if kind == "B" else kind, step.microbatch_index
+
+    def needs(step: torch_schedules._Action) -> list[tuple[int, str, int]]:
         stage, kind, m = step.stage_index, step.computation_type.value, step.microbatch_index
-        needs = {
+        return {
             "F": [(stage - 1, "F", m)] if stage else [],
             "W": [(stage, "I", m)],
         }.get(kind, [(stage, "F", m)] + ([(stage + 1, "I", m)] if stage < stages - 1 else []))
-        return max((done[need] for need in needs), default=0.0) if all(need in done for need in needs) else None
+
+    def ready(steps: list[torch_schedules._Action]) -> float | None:
+        own = {made(step) for step in steps}
+        wanted = [need for step in steps for need in needs(step) if need not in own or need[0] != step.stage_index]
+        return max((done[need] for need in wanted), default=0.0) if all(need in done for need in wanted) else None
 
     while any(queues.values()):
         moved = False
         for rank, queue in queues.items():
             while queue and (at := ready(queue[0])) is not None:
-                step = queue.pop(0)
-                kind = step.computation_type.value
-                clock[rank] = max(clock[rank], at) + COST[kind]
-                busy += COST[kind]
-                # a whole backward also delivers the input gradient that the stage before it waits for
-                done[step.stage_index, "I" if kind == "B" else kind, step.microbatch_index] = clock[rank]
+                steps = queue.pop(0)
+                cost = sum(COST[step.computation_type.value] for step in steps)
+                clock[rank] = max(clock[rank], at) + cost
+                busy += cost
+                done |= dict.fromkeys(map(made, steps), clock[rank])
                 moved = True
         if not moved:
             raise ValueError("the schedule waits for itself")
@@ -273,6 +285,7 @@ class Alone:
     """No pipeline: each microbatch forward and backward in turn."""
 
     bubble = 0.0
+    pairs = None
 
     def __init__(self, parts: list[Transformer]):
         (self.model,) = parts
@@ -329,6 +342,9 @@ class Pipeline:
             kind = KINDS[options.schedule]
             stages = self.stages[0] if options.schedule in SINGLE else self.stages
             self.schedule = kind.cls(stages, microbatches, loss_fn=self._scaled, scale_grads=False)
+        self.pairs = pairs.Pairs(device) if options.overlap_pairs else None
+        if self.pairs is not None:
+            self.schedule.register_custom_function(torch_schedules._ComputationType.OVERLAP_F_B, self.pairs)
         if options.schedule in SINGLE and not options.schedule_csv:
             order = single_order(options.schedule, pp.size, microbatches)
         else:

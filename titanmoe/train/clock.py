@@ -10,6 +10,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class Clock:
         self._last: Any = None
         self._open: deque[tuple[str, Any, Any]] = deque()
         self._seconds: Counter[str] = Counter()
+        self._begun: dict[int, tuple[str, Any]] = {}  # by thread, the part it is in
 
     def lap(self, name: str) -> None:
         """What was done since the lap before was `name`. So laps add up to the whole."""
@@ -40,9 +42,22 @@ class Clock:
         if not self.on:
             yield
             return
-        begin = self._mark()
+        me = get_ident()
+        self._begun[me] = name, self._mark()
         yield
-        self._open.append((name, begin, self._mark()))
+        self._open.append((*self._begun.pop(me), self._mark()))
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Work of another thread: of no part that this one is in."""
+        me = get_ident()
+        begun = self._begun.pop(me, None)
+        if begun is None:
+            yield
+            return
+        self._open.append((*begun, self._mark()))
+        yield
+        self._begun[me] = begun[0], self._mark()
 
     def take(self, steps: int) -> dict[str, float]:
         """Seconds of each part, per step, since the last call `steps` ago, as far as the device has come."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 from titanmoe.region import region
 from titanmoe.train.around import around, around_dispatch
@@ -56,7 +56,9 @@ class Profiler:
     def _trace(self, number: int) -> Iterator[None]:
         on_gpu = self.trainer.device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        with profile(activities=kinds, record_shapes=True) as trace:
+        # Else it would see the thread that it begins in, and of a pair's halves only one.
+        threads = _ExperimentalConfig(profile_all_threads=True) if self.trainer.engine.pairs is not None else None
+        with profile(activities=kinds, record_shapes=True, experimental_config=threads) as trace:
             yield
         self.folder.mkdir(exist_ok=True)
         trace.export_chrome_trace(str(self._file(number, "json.gz")))

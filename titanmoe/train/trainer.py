@@ -36,7 +36,7 @@ from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.tokens import IGNORE
-from titanmoe.train.around import around_dispatch
+from titanmoe.train.around import around, around_dispatch
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.clock import Clock
 from titanmoe.train.folder import claim, rewind
@@ -80,6 +80,8 @@ class Trainer:
         self.garbage = GarbageCollection(config.training.gc_every)
         self.clock = Clock(self.device, on=runtime.rank == 0)
         around_dispatch(self.dispatchers, partial(self.clock.part, "dispatch"))
+        if self.engine.pairs is not None:
+            around(self.engine.pairs.turns, "rest", self.clock.away)
         self.validation = Validation(self) if config.validation.interval else None
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False
@@ -167,6 +169,7 @@ class Trainer:
         notes |= {
             "pipeline": f"{name}: {stages} stages, {self.loader.microbatches} microbatches, "
             f"bubble {self.engine.bubble:.1%} of the time"
+            + (", pairs of forward and backward take turns" if options.overlap_pairs else "")
         }
         if splits_backward(self.config) and recompute in ("full", "moe"):
             notes["recompute"] = (

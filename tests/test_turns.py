@@ -1,0 +1,230 @@
+"""Two sides that take turns: who runs when, what each hands over, and what becomes of an error."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from titanmoe import turns
+from titanmoe.parallel.pairs import Pairs
+from titanmoe.turns import Turns
+
+
+def script(name: str, segments: int, log: list[str], lands: int = 1) -> Callable[[], None]:
+    """So many segments with something sent after each but the last, which then is landed in `lands` pieces."""
+
+    def run() -> None:
+        for i in range(segments):
+            if i:
+                for _ in range(lands):
+                    turns.hand_over()
+            log.append(f"{name}{i}")
+            if i < segments - 1:
+                turns.sent()
+
+    return run
+
+
+def alternation(a: int, b: int) -> list[str]:
+    both = [[f"a{i}" for i in range(a)], [f"b{i}" for i in range(b)]]
+    out = []
+    while any(both):
+        for side in both:
+            out += side[:1]
+            del side[:1]
+    return out
+
+
+@given(st.integers(0, 5), st.integers(0, 5), st.integers(1, 3))
+def test_sides_alternate_until_one_is_done_and_the_other_runs_on(a: int, b: int, lands: int) -> None:
+    log: list[str] = []
+    both = Turns()
+    for _ in range(2):  # of one pair nothing is left for the next
+        log.clear()
+        both.take(script("a", a, log, lands), script("b", b, log, lands))
+        assert log == alternation(a, b)
+
+
+def test_nobody_hands_over_what_is_not_under_way() -> None:
+    log = []
+
+    def first() -> None:
+        turns.hand_over()
+        log.append("a0")
+        turns.sent()
+        turns.sent()
+        turns.hand_over()
+        turns.hand_over()  # the second of the two that were sent: it was under way all the while
+        log.append("a1")
+
+    def second() -> None:
+        turns.hand_over()
+        log.append("b0")
+        turns.hand_over()
+        log.append("b1")
+
+    Turns().take(first, second)
+    assert log == ["a0", "b0", "b1", "a1"]
+
+
+def test_without_a_pair_nothing_happens() -> None:
+    turns.sent()
+    turns.hand_over()
+    Turns().take(lambda: None, lambda: None)
+    turns.sent()
+    turns.hand_over()
+
+
+class _Fly(torch.autograd.Function):
+    """What a layer does with its rows, forward and backward."""
+
+    streams: set[Any] = set()
+
+    @staticmethod
+    def forward(ctx, x, name, log):
+        ctx.name, ctx.log = name, log
+        ctx.save_for_backward(x)
+        return _Fly.fly(x, name, log)
+
+    @staticmethod
+    def backward(ctx, grad):
+        assert ctx.saved_tensors
+        return _Fly.fly(grad, f"d{ctx.name}", ctx.log), None, None
+
+    @staticmethod
+    def fly(x: torch.Tensor, name: str, log: list[str]) -> torch.Tensor:
+        if x.is_cuda:
+            _Fly.streams.add(torch.cuda.current_stream())
+        log.append(f"{name} sends")
+        turns.sent()
+        turns.hand_over()
+        log.append(f"{name} lands")
+        return x * 2
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_backward_and_what_it_computes_again_hand_over_like_forward(device: str) -> None:
+    """On a GPU backward runs in a third thread, autograd's own; and all three on one stream, here not the default."""
+    with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
+        log = both_ways(device)
+    assert log == [
+        *("f0 sends", "b sends", "f0 lands", "f1 sends", "b lands"),
+        *("db sends", "f1 lands", "f2 sends", "db lands", "f2 lands"),
+    ]
+
+
+def both_ways(device: str) -> list[str]:
+    log: list[str] = []
+    x, y = (torch.ones(2, requires_grad=True, device=device) for _ in range(2))
+    made = checkpoint(_Fly.apply, y, "b", log, use_reentrant=False, preserve_rng_state=False)
+    log.clear()
+    streams = _Fly.streams = set()
+
+    def first() -> None:
+        z = x
+        for i in range(3):
+            z = _Fly.apply(z, f"f{i}", log)
+        assert torch.is_grad_enabled() and z.requires_grad
+
+    pairs = Pairs(torch.device(device))
+    pairs.turns.take(first, pairs._here(made.sum().backward))
+    assert torch.equal(y.grad.cpu(), torch.full((2,), 2.0))
+    assert streams == ({torch.cuda.current_stream()} if device == "cuda" else set())
+    return log
+
+
+class Broken(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("at", [0, 1, 2])
+def test_an_error_ends_both_and_is_raised_once(side: int, at: int) -> None:
+    log: list[str] = []
+
+    def breaks() -> None:
+        script("x", at + 1, log)()
+        raise Broken("as it was")
+
+    works: list[Any] = [script("a", 4, log), script("a", 4, log)]
+    works[side] = breaks
+    both = Turns()
+    with pytest.raises(Broken, match="as it was") as caught:
+        both.take(*works)
+    assert "breaks" in [entry.name for entry in caught.traceback]
+    # The other had as many turns as the failed one, or one less, and none after it.
+    assert sum(entry.startswith("a") for entry in log) == at + side
+    log.clear()
+    both.take(script("a", 2, log), script("b", 2, log))
+    assert log == ["a0", "b0", "a1", "b1"]
+
+
+def test_the_side_that_is_left_unwinds_where_it_waits() -> None:
+    cleaned = []
+
+    def waits() -> None:
+        try:
+            turns.sent()
+            turns.hand_over()
+        except Exception as error:
+            cleaned.append(type(error))
+            raise RuntimeError("torch wraps what a stage raises") from error
+
+    def breaks() -> None:
+        raise Broken
+
+    with pytest.raises(Broken):
+        Turns().take(waits, breaks)
+    assert cleaned == [turns.Abandoned]
+
+
+def test_an_interrupt_of_the_one_that_waits_ends_the_other_at_its_next_turn() -> None:
+    """Ctrl-C reaches the main thread alone, wherever it is."""
+    both, log = Turns(), []
+    rest = both.rest
+
+    def interrupted(me: int) -> None:
+        if me == 1:
+            return rest(me)
+        both._give(me)
+        begun.wait(5)
+        raise KeyboardInterrupt
+
+    def second() -> None:
+        begun.set()
+        script("b", 5, log)()
+
+    begun = threading.Event()
+    both.rest = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        both.take(script("a", 3, log), second)
+    assert log == ["a0", "b0"]
+
+
+def test_the_second_side_sees_what_the_caller_set() -> None:
+    """torch keeps options that a program sets (torch._dynamo.config and others) in context variables."""
+    option = contextvars.ContextVar("option", default="unset")
+    option.set("set")
+    seen = []
+    Turns().take(lambda: None, lambda: seen.append((option.get(), torch.is_grad_enabled())))
+    assert seen == [("set", True)]
+
+
+def test_one_thread_serves_every_pair_and_ends_with_its_turns() -> None:
+    both, seen = Turns(), set()
+    for _ in range(3):
+        both.take(lambda: None, lambda: seen.add(threading.current_thread()))
+    (thread,) = seen
+    assert thread is not threading.current_thread() and thread.is_alive()
+    del both
+    thread.join(5)
+    assert not thread.is_alive()
