@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.experts import UNIT, Experts, Product, can_group, evened, grouped_loop, grouped_product
+from titanmoe.moe.experts import COPIED, UNIT, Experts, Product, can_group, evened, grouped_loop, grouped_product
 
 D, HIDDEN = 16, 24
 COUNTS = {
@@ -192,6 +192,7 @@ def test_rows_in_whole_units_change_no_output(counts: list[int], biases: bool) -
         x_RD = random(512, D, dtype=torch.bfloat16, seed=10)
         weight_R1 = torch.rand(512, 1, generator=torch.Generator().manual_seed(11)).requires_grad_()
         assert experts.prefers_units(x_RD) and not experts.prefers_units(x_RD[:511])
+        assert not experts.prefers_units(x_RD.new_empty(4 * COPIED // D + 1, D))
         run = experts.products if in_units else experts.products_of_rows
         y_RD = run(x_RD, weight_R1, torch.tensor(counts))
         y_RD.backward(random(512, D, dtype=torch.bfloat16, seed=12).detach())

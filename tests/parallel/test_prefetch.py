@@ -4,28 +4,43 @@ from __future__ import annotations
 
 from itertools import groupby
 from typing import Any
+from unittest import mock
 
 import pytest
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity, world
+from titanmoe.parallel.sharded import StraightToPlace
 
 # 4 data ranks for attention, 2 for the experts of each of 2 ranks.
 MAPPING = {"model.vocab_size": 320, "model.num_layers": 3, "parallelism.experts.ep": 2}
 
 
 class _Order(TorchDispatchMode):
-    """Weights by the elements of a piece that arrives, and all-to-alls."""
+    """Weights by the elements of this rank's piece, and all-to-alls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
+        gather = StraightToPlace.__call__
+
+        def noted(unit: StraightToPlace, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **named: Any) -> Any:
+            self.seen.append(input_tensor.numel())
+            return gather(unit, output_tensor, input_tensor, *given, **named)
+
+        self.patch = mock.patch.object(StraightToPlace, "__call__", noted)
+
+    def __enter__(self) -> _Order:
+        self.patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self.patch.stop()
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = op._overloadpacket.__name__
-        if name == "recv_":
-            self.seen.append(args[0][0].numel())
-        elif name == "all_to_all_single":
+        if op._overloadpacket.__name__ == "all_to_all_single":
             self.seen.append("rows")
         return op(*args, **(kwargs or {}))
 

@@ -174,6 +174,8 @@ def down(
 
 
 UNIT = 32
+COPIED = 1 << 18
+"""As many numbers of an expert's rows, on average, are worth copying to fill them up."""
 
 
 def evened(count_e: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,11 +225,13 @@ class Experts(nn.Module):
     def prefers_units(self, x_RD: Tensor) -> bool:
         """On CPUs oneDNN makes a bf16 product anew for every number of rows that it has not met lately, at half a
         millisecond each: a third of the experts' time under learned routing. Whole units come again. Only where they
-        add little: 16 rows to at least 128 of an expert.
+        add little, 16 rows to at least 128 of an expert, and where copying an expert's rows costs less than they save.
         """
         plain = self.dtype == "compute" and not self.unused_rows and not torch.compiler.is_compiling()
         narrow = x_RD.device.type == "cpu" and x_RD.dtype == torch.bfloat16
-        return plain and narrow and x_RD.shape[0] >= 4 * UNIT * local(self.w1).shape[0] and self.groups(x_RD)
+        experts = local(self.w1).shape[0]
+        worth = x_RD.shape[0] >= 4 * UNIT * experts and x_RD.numel() <= COPIED * experts
+        return plain and narrow and worth and self.groups(x_RD)
 
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         if not self.prefers_units(x_RD) or not (count_e % UNIT).any():
