@@ -229,9 +229,10 @@ class Experts(nn.Module):
         """
         plain = self.dtype == "compute" and not self.unused_rows and not torch.compiler.is_compiling()
         narrow = x_RD.device.type == "cpu" and x_RD.dtype == torch.bfloat16
+        if not (plain and narrow and self.groups(x_RD)):
+            return False
         experts = local(self.w1).shape[0]
-        worth = x_RD.shape[0] >= 4 * UNIT * experts and x_RD.numel() <= COPIED * experts
-        return plain and narrow and worth and self.groups(x_RD)
+        return x_RD.shape[0] >= 4 * UNIT * experts and x_RD.numel() <= COPIED * experts
 
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         if not self.prefers_units(x_RD) or not (count_e % UNIT).any():
