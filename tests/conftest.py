@@ -1,8 +1,10 @@
-"""What holds for every test: one thread, the project importable, deterministic properties, all ranks ended."""
+"""What holds for every test: one thread, the project importable, deterministic properties, all ranks ended, a bill."""
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torch is imported, and for every process that a test starts: two threads per rank are ten times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -10,10 +12,11 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests import world  # noqa: E402
+from tests import cost, world  # noqa: E402
 
 torch.set_num_threads(1)
 settings.register_profile(
@@ -22,5 +25,29 @@ settings.register_profile(
 settings.load_profile("titanmoe")
 
 
-def pytest_sessionfinish() -> None:
+METER, BILL = cost.Meter(), cost.Bill()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    if call.when == "teardown":
+        item.user_properties.append((cost.PROPERTY, METER.read()))
+    return (yield)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    BILL.add(report)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if cost.whole_suite(config):
+        terminalreporter.section("cost")
+        for line in [*BILL.lines(cost.read_budget()), *BILL.beyond(cost.read_budget())]:
+            terminalreporter.line(line)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
     world.shutdown()
+    in_a_worker = hasattr(session.config, "workerinput")
+    if os.environ.get("CI") and not in_a_worker and cost.whole_suite(session.config):
+        session.exitstatus = session.exitstatus or bool(BILL.beyond(cost.read_budget()))

@@ -148,14 +148,19 @@ def whole(pieces: dict[str, Any], rank: int) -> dict[str, torch.Tensor]:
     mine = {}
     for name, tensor in pieces.items():
         part, offset = piece(tensor.detach())
-        mine[name] = (part.clone(), offset, tuple(tensor.shape))
+        mine[name] = (
+            part.numpy(),
+            offset,
+            tuple(tensor.shape),
+        )  # as arrays: a tensor takes ten times as long to pickle
     gathered = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(mine, gathered)
     if rank:
         return {}
     out, seen = {}, {}
     for theirs in gathered:
-        for name, (part, offset, shape) in theirs.items():
+        for name, (array, offset, shape) in theirs.items():
+            part = torch.from_numpy(array)
             if name not in out:
                 out[name] = torch.zeros(shape, dtype=part.dtype)
                 seen[name] = torch.zeros(shape, dtype=torch.bool)
@@ -281,14 +286,16 @@ def owners(config: Config) -> list[int]:
 
 
 @functools.cache
-def _expected(argv: tuple[str, ...], dp: int, owner: tuple[int, ...] | None, documents: bool) -> reference.Run:
+def _expected(
+    argv: tuple[str, ...], dp: int, owner: tuple[int, ...] | None, documents: bool, steps: int
+) -> reference.Run:
     config = _read(argv, 1)
     weights = reference.initial_weights(config.model, config.training.seed, torch.float64)
-    batches = [grouped(config, dp, step, documents) for step in range(STEPS)]
+    batches = [grouped(config, dp, step, documents) for step in range(steps)]
     return reference.train(config, weights, batches, owner or 1)
 
 
-def expected(changes: dict[str, Any], size: int, documents: bool = False) -> reference.Run:
+def expected(changes: dict[str, Any], size: int, documents: bool = False, steps: int = STEPS) -> reference.Run:
     """The plain model's steps. Mappings that must agree share one result; dp and owners enter only where they may."""
     config = read(changes, size)
     moe, fold = config.moe, config.parallelism
@@ -297,7 +304,7 @@ def expected(changes: dict[str, Any], size: int, documents: bool = False) -> ref
     neutral = {key: value for key, value in (TINY | changes).items() if not key.startswith(NEUTRAL)}
     neutral |= {"training.dtype": "float64", "training.mixed_precision_param": "float64"}
     dp = fold.dp_replicate * fold.dp_shard if grouping else 1
-    return _expected(tuple(arguments(neutral)), dp, tuple(owners(config)) if sub_sequence else None, documents)
+    return _expected(tuple(arguments(neutral)), dp, tuple(owners(config)) if sub_sequence else None, documents, steps)
 
 
 def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -347,12 +354,17 @@ def compare(got: Outcome, want: reference.Run, config: Config, dtype: str = "flo
 
 
 def check(
-    size: int, changes: dict[str, Any], documents: bool = False, fault: str = "", timeout: float = 120
+    size: int,
+    changes: dict[str, Any],
+    documents: bool = False,
+    fault: str = "",
+    steps: int = STEPS,
+    timeout: float = 300,
 ) -> dict[str, float]:
     """Raises unless this mapping agrees with the plain model; returns its errors."""
     dtype = changes.get("training.dtype", "float64")
-    got = world.run(size, measure, changes, documents, fault, timeout=timeout)[0]
-    want = expected(changes, size, documents)
+    got = world.run(size, measure, changes, documents, fault, steps, timeout=timeout)[0]
+    want = expected(changes, size, documents, steps)
     margin = min(min(step.margin, step.drop_margin) for step in want.steps)
     assert margin > (1e-4 if dtype == "float32" else 1e-9), f"the data leaves routing to rounding: margin {margin}"
     errors = compare(got, want, read(changes, size))

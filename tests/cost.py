@@ -1,0 +1,102 @@
+"""What tests cost: CPU-seconds of their processes, by folder, beside the budget in tests/budget.toml.
+
+CPU-seconds and not time, because the clock tells more of what else the machine does. A test pays for this process, for
+those that it started and for the ranks of its pools (tests/world.py).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from titanmoe.config.recipe import toml
+
+BUDGET = Path(__file__).with_name("budget.toml")
+FAIL_AT = 2.0
+"""Times the budget, in CI. Kinds of processors differ by less."""
+PROPERTY = "cpu_s"
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def children(pid: int | str) -> list[int]:
+    out = []
+    try:
+        for task in os.listdir(f"/proc/{pid}/task"):
+            out += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    except OSError:  # ended, or a kernel that does not tell
+        pass
+    return out
+
+
+def ticks(pid: int | str) -> int:
+    """Of a process and of those of its children that were waited for."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return 0
+    return sum(map(int, stat.rpartition(")")[2].split()[11:15]))
+
+
+def family() -> Iterator[int | str]:
+    """This process, its children, and theirs: ranks are children of the fork server."""
+    yield "self"
+    for child in children("self"):
+        yield child
+        yield from children(child)
+
+
+class Meter:
+    """CPU-seconds since the last reading."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.read()
+
+    def read(self) -> float:
+        now = sum(ticks(pid) for pid in family())
+        used, self.last = max(0, now - self.last), now
+        return used / TICKS
+
+
+def place(nodeid: str) -> str:
+    """The folder of a test, or the file of one that lies in none."""
+    parts = nodeid.partition("::")[0].removeprefix("tests/").split("/")
+    return parts[0].removesuffix(".py")
+
+
+class Bill:
+    def __init__(self) -> None:
+        self.spent: Counter[str] = Counter()
+
+    def add(self, report: pytest.TestReport) -> None:
+        if report.when == "teardown":
+            self.spent[place(report.nodeid)] += dict(report.user_properties).get(PROPERTY, 0.0)
+
+    def lines(self, budget: dict[str, float]) -> Iterator[str]:
+        yield f"{'CPU-seconds of':<24}{'spent':>8}{'budget':>8}"
+        for name in sorted(self.spent.keys() | budget.keys(), key=lambda name: -self.spent[name]):
+            yield f"{name:<24}{self.spent[name]:>8.1f}{budget.get(name, 0):>8.0f}"
+        yield f"{'all':<24}{sum(self.spent.values()):>8.1f}{sum(budget.values()):>8.0f}"
+
+    def beyond(self, budget: dict[str, float]) -> list[str]:
+        """What spent more than FAIL_AT times its budget, and folders that have none."""
+        return [
+            f"tests/{name} took {spent:.1f} CPU-seconds, over {FAIL_AT:g} times its budget of {budget.get(name, 0):g}: "
+            "make its tests cheaper (--durations=20 tells which), or raise it in tests/budget.toml"
+            for name, spent in self.spent.items()
+            if spent > FAIL_AT * budget.get(name, 0)
+        ]
+
+
+def read_budget() -> dict[str, float]:
+    return toml().loads(BUDGET.read_text())["cpu_seconds"]
+
+
+def whole_suite(config: pytest.Config) -> bool:
+    """Nothing was picked by name, so that what folders cost can be judged."""
+    picked = {"-k", "-m", "--lf"}.intersection(config.invocation_params.args)
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not picked
