@@ -10,6 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from tests import near
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
@@ -130,6 +132,11 @@ def ids(vocab_size: int = 64, samples: int = 2, length: int = 32) -> torch.Tenso
 @torch.no_grad()
 def logits(model: Any, ids_BL: torch.Tensor) -> torch.Tensor:
     return model(ids_BL).logits
+
+
+def close(got: torch.Tensor, want: torch.Tensor) -> None:
+    """In each of 3 layers at most: angles of up to 32, products of up to 64 terms, some 40 roundings."""
+    near.close(got, want, terms=3 * 8 * 64, roundings=3 * (32**2 + 40))
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

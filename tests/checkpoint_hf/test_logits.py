@@ -40,14 +40,14 @@ def test_logits_of_every_family(folders, name):
     folder, want = folders(name)
     got = ours.whole(world.run(1, ours.logits, folder, models.ids(), {}, {}), models.ids())
     assert want.std() > 0.1
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    models.close(got, want)
 
 
 @pytest.mark.parametrize("name, degrees, experts", FOLDED, ids=[name for name, *_ in FOLDED])
 def test_logits_of_a_folded_model(folders, name, degrees, experts):
     folder, want = folders(name)
     got = ours.whole(world.run(4, ours.logits, folder, models.ids(), degrees, experts), models.ids())
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    models.close(got, want)
 
 
 def test_the_page_reads_what_it_says(folders):

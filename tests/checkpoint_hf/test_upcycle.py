@@ -38,7 +38,7 @@ def test_logits_are_the_dense_ones(dense, tmp_path, name, setting):
     assert upcycle(folder, tmp_path / "out", *setting) == 0
     got = ours.whole(world.run(1, ours.logits, str(tmp_path / "out"), models.ids(), {}, {}), models.ids())
     assert want.std() > 0.1
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    models.close(got, want)
 
 
 @pytest.mark.parametrize("name, kind", [("llama", "MixtralForCausalLM"), ("qwen3", "Qwen3MoeForCausalLM")])
@@ -48,7 +48,7 @@ def test_transformers_runs_what_was_upcycled(dense, tmp_path, name, kind):
     assert main(["convert", "--to-hf", str(tmp_path / "ours"), str(tmp_path / "out")]) == 0
     model = getattr(models.transformers, kind).from_pretrained(tmp_path / "out").eval()
     assert model.config.num_experts_per_tok == 8 and model.config.eos_token_id == 2
-    torch.testing.assert_close(models.logits(model, models.ids()), want, rtol=0, atol=1e-4)
+    models.close(models.logits(model, models.ids()), want)
 
 
 def test_routers_are_alike_for_the_pieces_of_a_copy_and_random_otherwise(dense, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests import near
 from titanmoe.models import blocked_attention as blocked
 from titanmoe.models.blocked_attention import BLOCK, blocked_attention
 
@@ -92,4 +93,5 @@ def test_huge_scores_do_not_overflow():
 def test_bfloat16_is_as_near_as_its_rounding():
     for got, want in both(torch.bfloat16, 2 * BLOCK, 4, 2, 64, 64, False):
         assert got.dtype == torch.bfloat16
-        assert (got.double() - want).norm() <= 0.02 * want.norm()
+        # Scores, shares, sums; and of gradients as many again.
+        assert (got.double() - want).norm() <= near.bound(torch.bfloat16, roundings=6) / 2 * want.norm()

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.moe.test_experts import COUNTS, GPT_OSS, random
+from tests import near
+from tests.moe.test_experts import COUNTS, GPT_OSS, STEPS, random
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.experts import Experts, loop_gradient, weighted
 from titanmoe.moe.fp8 import LARGEST, quantise, scaled_products
@@ -61,11 +62,11 @@ def test_products_and_gradients_are_those_of_the_formula(counts: list[int]) -> N
     grad_x = torch.zeros_like(x)
     for y, w, g, grad_w in zip(outputs, weights, cotangents, got[1:], strict=True):
         w_RFD, back_RDF = rounded(w.detach())[of], rounded(w.detach().transpose(1, 2))[of]
-        torch.testing.assert_close(y, torch.einsum("rd,rfd->rf", rounded(x.detach()), w_RFD), rtol=1e-5, atol=1e-5)
+        near.close(y, torch.einsum("rd,rfd->rf", rounded(x.detach()), w_RFD), terms=D, roundings=4)
         grad_x += torch.einsum("rf,rdf->rd", rounded(g), back_RDF)
         want = torch.zeros_like(w).index_add(0, of, torch.einsum("rf,rd->rfd", g, x.detach()))
-        torch.testing.assert_close(grad_w, want, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(got[0], grad_x, rtol=1e-5, atol=1e-5)
+        near.close(grad_w, want, terms=sum(counts))
+    near.close(got[0], grad_x, terms=2 * HIDDEN, roundings=8)
 
 
 @pytest.mark.parametrize("switches", [{}, GPT_OSS], ids=["swiglu", "gpt_oss"])
@@ -101,4 +102,4 @@ def test_the_down_product_is_of_the_rounded_activation() -> None:
     y = experts(x, weight, torch.tensor([0, 6, 0, 0]))
     gate, up = (rounded(x) @ rounded(w.detach())[1].t() for w in (experts.w1, experts.w3))
     want = rounded(weighted(gate, up, weight, False)) @ rounded(experts.w2.detach())[1].t()
-    torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+    near.close(y, want, terms=D + HIDDEN, roundings=STEPS + 8)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests import near
 from titanmoe import counted
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.router import Router
@@ -179,7 +180,7 @@ def test_gating_promotes_and_never_demotes(
     logits_TE, scores_TE, weights_TK, *_ = made(x_TD, tokens(6))
     assert {logits_TE.dtype, scores_TE.dtype, weights_TK.dtype} == {wide}
     want = x_TD.double() @ made.weight.double().t()
-    torch.testing.assert_close(logits_TE.double(), want, rtol=0, atol=1e-14 if wide == torch.float64 else 1e-5)
+    near.close(logits_TE.double(), want, terms=16, dtype=wide)
 
 
 def test_the_router_bias_is_a_weight_and_not_the_selection_bias() -> None:

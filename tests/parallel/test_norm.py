@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import parity, world
+from tests import near, parity, world
 from titanmoe.models.count import parameters
 
 MAPPINGS: dict[str, dict[str, Any]] = {
@@ -62,7 +62,7 @@ def test_the_norm_of_ones_counts_every_logical_parameter_once(changes: dict[str,
 
 
 def test_the_norm_of_narrow_numbers_is_that_of_wide_ones() -> None:
-    from titanmoe.parallel.norm import local_norms
+    from titanmoe.parallel.norm import ROW, local_norms
 
     generator = torch.Generator().manual_seed(0)
     shapes = (3 * 4096 + 7, 5), (4096,), (0, 8), (1,), (70, 4096)
@@ -70,7 +70,7 @@ def test_the_norm_of_narrow_numbers_is_that_of_wide_ones() -> None:
     grads.append(torch.randn(300, 500, generator=generator).t())
     for norm, grad in zip(local_norms(grads), grads, strict=True):
         assert norm.dtype == torch.float64
-        assert norm.item() == pytest.approx(grad.double().norm().item(), rel=1e-6)
+        assert norm.item() == pytest.approx(grad.double().norm().item(), rel=near.bound(torch.float32, ROW))
     in_double = [grad.double() for grad in grads]
     for norm, grad in zip(local_norms(in_double), in_double, strict=True):
         assert norm.item() == pytest.approx(grad.norm().item(), rel=1e-12)

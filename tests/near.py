@@ -1,0 +1,48 @@
+"""How far two computations of the same numbers may lie apart on any CPU: counted, not tuned.
+
+A rounding to a dtype errs by at most u = eps / 2 of what is rounded. Roundings err independently, so that n of them add
+up as squares: to less than 2 u sqrt(n). Another order of additions or another width of registers rounds otherwise. Two
+computations, each of so many `roundings` to a dtype (on the way from the inputs to a number, its own among them) and of
+sums of so many `terms` in its accumulator (float32 for narrower dtypes), lie apart by at most
+
+    4 sqrt(roundings u(dtype)^2 + terms u(accumulator)^2)
+
+of the tensor's largest entry. exp and its like err by 2 u or so: 4 roundings. A rounding whose effect is m times as
+large, as that of an angle m, counts m^2 times.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def unit(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def bound(dtype: torch.dtype, terms: int = 0, roundings: int = 1) -> float:
+    accumulator = torch.promote_types(dtype, torch.float32)
+    return 4 * math.sqrt(roundings * unit(dtype) ** 2 + terms * unit(accumulator) ** 2)
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    """The largest difference, of the largest entry; equal infinities do not differ, and a NaN is infinitely far."""
+    if not want.numel():
+        return 0.0
+    got, want = got.detach().double(), want.detach().double()
+    difference = torch.where(got == want, 0.0, (got - want).abs())
+    finite = want[want.isfinite()]
+    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    worst = float(difference.nan_to_num(math.inf).max())
+    return worst / scale if scale else math.copysign(math.inf, worst) if worst else 0.0
+
+
+def close(got: Tensor, want: Tensor, terms: int = 0, roundings: int = 1, dtype: torch.dtype | None = None) -> None:
+    """dtype: the narrowest on the way, where it is not the result's own."""
+    assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, want.dtype, got.shape, want.shape)
+    allowed = bound(dtype or want.dtype, terms, roundings)
+    off = apart(got, want)
+    assert off <= allowed, f"off by {off:.2e} of the largest entry; roundings explain {allowed:.2e}"
