@@ -1,7 +1,8 @@
-"""Gradients that travel in 16 bits are added up in 32."""
+"""What FSDP sends between CPUs: pieces straight to their place, 16 bits added up in 32, and no wait without an end."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -9,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests import near, world
 from titanmoe.parallel import sharded
-from titanmoe.parallel.sharded import NarrowOnTheWire, StraightToPlace
-from titanmoe.parallel.shelves import Kept, Shelves
+from titanmoe.parallel.sharded import Kept, NarrowOnTheWire, StraightToPlace
 
 ROUNDS = 3
 
 
-def gradients(narrow: bool, replicas: int = 1, on_shelves: bool = False) -> tuple[Tensor, Tensor]:
+def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
     """Of a sharded weight after several backward passes, and what they should be: sums of each rank's 16 bits."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -32,9 +33,8 @@ def gradients(narrow: bool, replicas: int = 1, on_shelves: bool = False) -> tupl
     layer.set_gradient_divide_factor(1.0)
     layer.set_force_sum_reduction_for_comms(True)
     if narrow:
-        shelves = Shelves.between(mesh.get_group(mesh.ndim - 1)) if on_shelves else None
-        layer.set_custom_reduce_scatter(NarrowOnTheWire(ranks // replicas, torch.float32, Kept(), shelves))
-        layer.set_custom_all_gather(StraightToPlace(shelves))
+        layer.set_custom_reduce_scatter(NarrowOnTheWire(ranks // replicas, torch.float32, Kept()))
+        layer.set_custom_all_gather(StraightToPlace())
     want = torch.zeros(4 * ranks, 24)
     for number in range(ROUNDS):
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * number + rank)).bfloat16()
@@ -47,35 +47,76 @@ def gradients(narrow: bool, replicas: int = 1, on_shelves: bool = False) -> tupl
     return layer.weight.grad.full_tensor(), want
 
 
-@pytest.mark.parametrize("on_shelves", [False, True])
-def test_sixteen_bits_are_summed_in_thirty_two(on_shelves: bool) -> None:
+def test_sixteen_bits_are_summed_in_thirty_two() -> None:
     for ranks in (2, 4):
-        for got, want in world.run(ranks, gradients, True, 1, on_shelves):
+        for got, want in world.run(ranks, gradients, True):
             assert got.dtype == torch.float32
             near.close(got, want, terms=4 * ROUNDS)
     for replicas in (2, 4):
-        for got, want in world.run(4, gradients, True, replicas, on_shelves):
+        for got, want in world.run(4, gradients, True, replicas):
             near.close(got, want, terms=4 * ROUNDS)
     got, want = world.run(4, gradients, False)[0]  # torch's own adds up in 16 bits: the difference is seen
     assert (got - want).abs().max() > 1e-3 * want.abs().max()
 
 
-def gathered(numbers: int, on_shelves: bool) -> bool:
+def gathered(numbers: int) -> bool:
     """Several in flight at once; the whole lies in its place, ours in place from the start."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    shelves = Shelves.between(dist.group.WORLD) if on_shelves else None
     pending = []
     for seed in range(3):
         want = torch.randn(numbers * ranks, generator=torch.Generator().manual_seed(seed)).bfloat16()
-        gather = StraightToPlace(shelves)
+        gather = StraightToPlace()
         whole = gather.allocate((numbers * ranks,), dtype=torch.bfloat16, device=torch.device("cpu"))
         mine = whole[numbers * rank : numbers * (rank + 1)].copy_(want[numbers * rank : numbers * (rank + 1)])
         pending.append((gather(whole, mine, dist.group.WORLD), whole, want))
     return all(work.wait() and torch.equal(whole, want) for work, whole, want in pending)
 
 
-@pytest.mark.parametrize("on_shelves", [False, True])
 @pytest.mark.parametrize("numbers", [1, 5000])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_pieces_go_straight_to_their_place(ranks: int, numbers: int, on_shelves: bool) -> None:
-    assert world.run(ranks, gathered, numbers, on_shelves) == [True] * ranks
+def test_pieces_go_straight_to_their_place(ranks: int, numbers: int) -> None:
+    assert world.run(ranks, gathered, numbers) == [True] * ranks
+
+
+def unanswered(gradients: bool) -> str:
+    """Rank 1 never takes part, and leaves once rank 0 has given up: what ended rank 0's wait."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=600))
+    _set_pg_timeout(timedelta(seconds=0.3), group)  # as after the first step
+    key, error = f"unanswered {gradients}", "nothing"
+    if dist.get_rank() == 1:
+        dist.group.WORLD.get_group_store().get(key)
+        return error
+    whole = torch.ones(8)
+    try:
+        if gradients:
+            NarrowOnTheWire(2, torch.float32, Kept())(torch.empty(4), whole, group, dist.ReduceOp.SUM)
+        else:
+            StraightToPlace()(whole, whole[:4], group).wait()
+    except TimeoutError as told:
+        error = str(told)
+    dist.group.WORLD.get_group_store().set(key, "over")
+    return error
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_a_rank_that_never_answers_is_named_when_the_time_is_over(gradients: bool) -> None:
+    what = "reduce-scatter of gradients" if gradients else "all-gather of weights"
+    try:
+        told = world.run(2, unanswered, gradients, timeout=20)[0]
+    finally:
+        world.restart(2)  # nothing passes between the two in that group again
+    assert f"rank 0 waited 0.3 s in FSDP's {what} for rank 1 to send its piece" in told
+    assert "training.timeout_s" in told
+
+
+def test_kept_memory_is_used_again_when_no_tensor_lies_in_it() -> None:
+    kept = Kept()
+    first = kept.take((20, 5), torch.float32)
+    place, part = first.data_ptr(), first[3:].view(-1)
+    del first
+    assert kept.take((10,), torch.float32).data_ptr() != place  # a part of it lives
+    del part
+    assert kept.take((200,), torch.bfloat16).data_ptr() == place
+    large = kept.take((101,), torch.float32)
+    assert large.data_ptr() != place and len(kept.pages) == 3
+    assert kept.take((0, 4), torch.float32).shape == (0, 4)
