@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
+
+# Compiled code by kind of processor: code for AVX-512 found again under AVX2 ends in a segmentation fault.
+CPU = "-".join(os.environ.get(name, "own") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"))
+for compiler in ("TORCHINDUCTOR", "TRITON"):
+    folder = Path(tempfile.gettempdir(), f"titanmoe_tests_{os.getuid()}", CPU, compiler.lower())
+    os.environ.setdefault(f"{compiler}_CACHE_DIR", str(folder))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -1,11 +1,12 @@
 """Every legal mapping of 8 ranks against the plain model, one after the other; resumes where it stopped.
 
-    python -m tests.sweep                         run what is missing, print a table, write docs/parity.md
+    python -m tests.sweep                         run what is missing, write docs/parity.json and docs/parity.md
     python -m tests.sweep --only pp2              those whose name holds a text
-    python -m tests.sweep --results FILE          one JSON line per mapping; runs/parity.jsonl if not given
+    python -m tests.sweep --results FILE          one JSON line per case; runs/parity.jsonl if not given
 
-517 mappings with the default schedule (1F1B) and ring attention; the other schedules and context-parallel kinds by a
-cover of all pairs; and 16-rank mappings, the paper's convergence run among them. Pools of ranks are renewed as they go
+517 mappings, each with one family, dispatcher, schedule, ... of those in tests/features.py: dealt out in turn, so each
+choice meets as many mappings as any other of its kind. Schedules and context-parallel kinds by a cover of all pairs
+besides; and 16-rank mappings, the paper's convergence run among them. Pools of ranks are renewed as they go
 (tests/world.py), so the number of process groups stays bounded.
 """
 
@@ -13,28 +14,59 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from tests import parity, world
-from tests.features import CP_KINDS, SCHEDULES, changes
+from tests.features import CP_KINDS, FEATURES, SCHEDULES, changes
 from tests.mappings import all_folds, cover, named, one_or_more
 from titanmoe.fold.degrees import Fold
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "parity.md"
+PAGE, ROWS = ROOT / "docs" / "parity.md", ROOT / "docs" / "parity.json"
+BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 COLUMNS = ("loss", "grads", "norm", "weights")
-MARK = "<!-- table -->"
+SETS = {"all": "all of 8 ranks", "pairs": "8 ranks, pairs of schedules and cp kinds", "16": "16 ranks"}
+TIMEOUT_S = 600
 
 
-def default_kinds() -> dict[str, tuple[int, dict[str, Any]]]:
-    return {named(fold): (8, changes(fold, {})) for fold in all_folds(8)}
+class Case(NamedTuple):
+    fold: Fold
+    choices: dict[str, str]
+    set: str
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        return changes(self.fold, self.choices)
 
 
-def other_kinds() -> dict[str, tuple[int, dict[str, Any]]]:
+def dealt(feature: str) -> Iterator[str]:
+    """Every choice once in each round; the rounds in different orders, so that no two features go in step."""
+    draw, choices = random.Random(feature), list(FEATURES[feature])
+    while True:
+        draw.shuffle(choices)
+        yield from choices
+
+
+def spread(given: list[tuple[Fold, dict[str, str]]]) -> list[tuple[Fold, dict[str, str]]]:
+    """With a choice of every feature not given: schedules only where there are stages, cp kinds where there is cp."""
+    decks = {feature: dealt(feature) for feature in FEATURES}
+    out = []
+    for fold, fixed in given:
+        fits = {"schedule": 1 < fold.pp <= 4, "cp": fold.cp > 1}  # on 8 stages only 1F1B: others ask for 16 layers
+        choice = {f: fixed.get(f) or next(deck) for f, deck in decks.items() if fits.get(f, True)}
+        if choice["dropping"].startswith("probability"):
+            choice["documents"] = "no"  # equal tokens that begin documents tie
+        out.append((fold, choice))
+    return out
+
+
+def pairs() -> list[tuple[Fold, dict[str, str]]]:
     """Every schedule on 2 and 4 pipeline ranks (8 stages for V schedules on 4), every cp kind, every pair of them."""
     pool = []
     for fold in all_folds(8):
@@ -42,77 +74,90 @@ def other_kinds() -> dict[str, tuple[int, dict[str, Any]]]:
         kinds = list(CP_KINDS) if fold.cp > 1 else [""]
         pool += [(fold, s, k) for s in schedules for k in kinds if s or k]
     rows = [one_or_more(fold) | {"schedule": f"{s}{fold.pp}", "cp": k} for fold, s, k in pool]
-    out = {}
-    for i in cover(rows):
-        fold, schedule, kind = pool[i]
-        choice = ({"schedule": schedule} if schedule else {}) | ({"cp": kind} if kind else {})
-        out["-".join([named(fold), *choice.values()])] = (8, changes(fold, choice))
-    return out
+    chosen = [pool[i] for i in cover(rows)]
+    return [(fold, ({"schedule": s} if s else {}) | ({"cp": k} if k else {})) for fold, s, k in chosen]
 
 
-def sixteen() -> dict[str, tuple[int, dict[str, Any]]]:
-    folds = (
+def sixteen() -> list[Fold]:
+    return [
         Fold(16, pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2, edp_replicate=1, edp=2, ep=4, etp=1),
         Fold(16, pp=2, dp_replicate=1, dp_shard=2, cp=2, tp=2, edp_replicate=1, edp=1, ep=8, etp=1),  # the paper's
         Fold(16, pp=1, dp_replicate=2, dp_shard=2, cp=2, tp=2, edp_replicate=2, edp=2, ep=2, etp=2),
         Fold(16, pp=4, dp_replicate=1, dp_shard=2, cp=1, tp=2, edp_replicate=1, edp=1, ep=2, etp=2),
-    )
-    return {f"16-{named(fold)}": (16, changes(fold, {})) for fold in folds}
+    ]
 
 
-def cases() -> dict[str, tuple[int, dict[str, Any]]]:
-    return default_kinds() | other_kinds() | sixteen()
+def cases() -> dict[str, Case]:
+    out = {named(fold): Case(fold, choice, "all") for fold, choice in spread([(f, {}) for f in all_folds(8)])}
+    given = pairs()
+    for (fold, choice), (_, fixed) in zip(spread(given), given, strict=True):
+        out["-".join([named(fold), *fixed.values()])] = Case(fold, choice, "pairs")
+    return out | {f"16-{named(fold)}": Case(fold, {}, "16") for fold in sixteen()}
 
 
 def run(results: Path, only: str = "") -> dict[str, dict[str, Any]]:
-    """Errors by name; a mapping whose result is in the file is not run again unless it failed."""
+    """Rows by name. What the file holds is not run again unless it failed, or was with other choices."""
     results.parent.mkdir(parents=True, exist_ok=True)
-    lines = results.read_text().splitlines() if results.exists() else []
-    done = {line["name"]: line for line in map(json.loads, lines) if not line["failure"]}
-    todo = {name: case for name, case in cases().items() if name not in done and only in name}
+    lines = map(json.loads, results.read_text().splitlines() if results.exists() else [])
+    every = cases()
+    found = {line["name"]: line for line in lines if line["name"] in every}
+    done = {n: row for n, row in found.items() if not row["failure"] and row["choices"] == every[n].choices}
+    todo = {name: case for name, case in every.items() if name not in done and only in name}
     started = time.monotonic()
-    for number, (name, (size, recipe)) in enumerate(todo.items(), 1):
+    for number, (name, case) in enumerate(todo.items(), 1):
         began, errors, failure = time.monotonic(), {}, ""
         try:
-            errors = parity.check(size, recipe, timeout=300)
+            documents = case.choices.get("documents") == "yes"
+            errors = parity.check(case.fold.world, case.changes, documents=documents, timeout=TIMEOUT_S)
         except (AssertionError, world.RankError) as error:
             failure = str(error)
-        line = {"name": name, "ranks": size, "failure": failure, "seconds": time.monotonic() - began} | errors
-        done[name] = line
+        done[name] = {
+            "name": name,
+            "set": case.set,
+            "choices": case.choices,
+            "errors": errors,
+            "failure": failure,
+            "seconds": round(time.monotonic() - began, 1),
+        }
         with results.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(json.dumps(done[name]) + "\n")
         left = (time.monotonic() - started) / number * (len(todo) - number)
-        worst = failure.partition("\n")[0] or f"{max(errors[c] for c in COLUMNS):.1e}"
+        worst = failure.partition("\n")[0] or f"{max(errors.values()):.1e}"
         print(f"{number}/{len(todo)}  {name:<55} {worst}  {left / 60:.0f} min left", flush=True)
-    return {name: done[name] for name in cases() if name in done}
+    return {name: done[name] for name in every if name in done}
 
 
-def table(done: dict[str, dict[str, Any]]) -> str:
-    rows = ["| mapping | loss | gradients | norm | weights |", "|---|---|---|---|---|"]
-    rows += [f"| {name} | " + " | ".join(f"{line[c]:.1e}" for c in COLUMNS) + " |" for name, line in done.items()]
-    return "\n".join(rows)
+def summary(rows: list[dict[str, Any]]) -> str:
+    """The worst errors of each set, and of each choice; balance terms, loads, ... together in the last column."""
+
+    def line(what: str, choice: str, some: list[dict[str, Any]]) -> str:
+        others = [value for row in some for name, value in row["errors"].items() if name not in COLUMNS]
+        worst = [max(row["errors"][name] for row in some) for name in COLUMNS] + [max(others, default=0.0)]
+        return f"| {what} | {choice} | {len(some)} | " + " | ".join(f"{value:.1e}" for value in worst) + " |"
+
+    out = ["| | | mappings | loss | gradients | norm | weights | others |", "|---|---|---|---|---|---|---|---|"]
+    out += [line("set", title, some) for key, title in SETS.items() if (some := [r for r in rows if r["set"] == key])]
+    for feature, choices in FEATURES.items():
+        for choice in choices:
+            if some := [row for row in rows if row["choices"].get(feature) == choice]:
+                out.append(line(feature, choice, some))
+    return "\n".join(out)
 
 
-def summary(done: dict[str, dict[str, Any]]) -> str:
-    rows = ["| set | mappings | loss | gradients | norm | weights |", "|---|---|---|---|---|---|"]
-    sets = {
-        "all of 8 ranks, 1F1B and ring": default_kinds(),
-        "other schedules and cp kinds": other_kinds(),
-        "16 ranks": sixteen(),
-    }
-    for title, members in sets.items():
-        lines = [done[name] for name in members if name in done]
-        if lines:
-            worst = " | ".join(f"{max(line[c] for line in lines):.1e}" for c in COLUMNS)
-            rows.append(f"| {title} | {len(lines)} of {len(members)} | {worst} |")
-    return "\n".join(rows)
+def page(kept: dict[str, Any]) -> str:
+    """What docs/parity.md says of docs/parity.json."""
+    return f"Made with {kept['made']}; {kept['minutes']} minutes.\n\n{summary(kept['rows'])}"
 
 
-def write_page(done: dict[str, dict[str, Any]]) -> None:
-    text = PAGE.read_text().partition(MARK)[0]
-    minutes = sum(line["seconds"] for line in done.values()) / 60
-    made = f"torch {torch.__version__}, float64, gloo; {minutes:.0f} minutes"
-    PAGE.write_text(f"{text}{MARK}\n\nMade with {made}.\n\n{summary(done)}\n\n## Every mapping\n\n{table(done)}\n")
+def write(done: dict[str, dict[str, Any]], rows: Path = ROWS, text: Path = PAGE) -> None:
+    kept = [{key: row[key] for key in ("name", "set", "choices", "errors")} for row in done.values()]
+    made = f"torch {torch.__version__}, float64, gloo"
+    minutes = round(sum(row["seconds"] for row in done.values()) / 60)
+    lines = ",\n".join(json.dumps(row) for row in kept)
+    rows.write_text(f'{{"made": "{made}", "minutes": {minutes}, "rows": [\n{lines}\n]}}\n')
+    before, _, rest = text.read_text().partition(BEGIN)
+    after = rest.partition(END)[2]
+    text.write_text(f"{before}{BEGIN}\n\n{page(json.loads(rows.read_text()))}\n\n{END}{after}")
 
 
 def main() -> int:
@@ -121,14 +166,14 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="TEXT")
     options = parser.parse_args()
     done = run(options.results, options.only)
-    failed = [name for name, line in done.items() if line["failure"]]
-    print(summary({name: line for name, line in done.items() if not line["failure"]}))
-    if failed:
-        print(f"{len(failed)} failed:", *failed, sep="\n  ")
-        return 1
-    if not options.only:
-        write_page(done)
-    return 0
+    failed = {name: row["failure"] for name, row in done.items() if row["failure"]}
+    if good := [row for row in done.values() if not row["failure"]]:
+        print(summary(good))
+    for name, failure in failed.items():
+        print(f"\n{name} failed: {failure}")
+    if not failed and len(done) == len(cases()):
+        write(done)
+    return bool(failed)
 
 
 if __name__ == "__main__":

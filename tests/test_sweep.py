@@ -1,18 +1,76 @@
-"""The whole sweep as a test: pytest -m sweep."""
+"""The sweep deals its choices evenly, its page says what its rows say; and all of it as a test: pytest -m sweep."""
 
 from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
 from tests import sweep
+from tests.features import CP_KINDS, FEATURES, SCHEDULES
 
 
-def test_the_sweep_holds_every_mapping_of_8_ranks() -> None:
-    assert len(sweep.default_kinds()) == 517
+def test_every_mapping_of_8_ranks_and_every_choice_meets_many() -> None:
+    every = [case for case in sweep.cases().values() if case.set == "all"]
+    assert len(every) == len({case.fold for case in every}) == 517
+    for feature, choices in FEATURES.items():
+        met = Counter(case.choices[feature] for case in every if feature in case.choices)
+        assert met.keys() == choices.keys()
+        if feature != "documents":  # dropping by probability has none
+            assert max(met.values()) - min(met.values()) <= 1, met
+
+
+def test_pairs_of_schedules_and_cp_kinds_all_meet() -> None:
+    some = [case.choices for case in sweep.cases().values() if case.set == "pairs"]
+    met = {(choice.get("schedule"), choice.get("cp")) for choice in some}
+    assert not {(schedule, kind) for schedule in SCHEDULES for kind in CP_KINDS} - met
+
+
+def test_the_page_says_what_the_rows_say_and_the_rows_are_the_cases() -> None:
+    """Not so: run python -m tests.sweep again."""
+    kept = json.loads(sweep.ROWS.read_text())
+    rows = {row["name"]: (row["set"], row["choices"]) for row in kept["rows"]}
+    assert rows == {name: (case.set, case.choices) for name, case in sweep.cases().items()}
+    assert len(rows) == len(kept["rows"])
+    assert max(error for row in kept["rows"] for error in row["errors"].values()) <= 1e-10
+    table = sweep.PAGE.read_text().partition(sweep.BEGIN)[2].partition(sweep.END)[0]
+    assert table.strip() == sweep.page(kept)
+
+
+def test_it_goes_on_where_it_stopped_and_writes_worst_errors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    ran = []
+
+    def check(size: int, changes: dict, **_: object) -> dict[str, float]:
+        ran.append(changes)
+        if len(ran) == 2:
+            raise AssertionError("off")
+        return {"loss": 1e-15, "grads": len(ran) * 1e-15, "norm": 0.0, "weights": 0.0, "load": 3e-16}
+
+    monkeypatch.setattr(sweep.parity, "check", check)
+    few = {name: case for name, case in sweep.cases().items() if name in ("cp8-ep8", "tp8-ep8", "pp8")}
+    monkeypatch.setattr(sweep, "cases", lambda: few)
+    results = tmp_path / "rows.jsonl"
+    assert [bool(row["failure"]) for row in sweep.run(results).values()] == [False, True, False]
+    done = sweep.run(results)
+    assert len(ran) == 4, "what had failed, alone"
+    few["pp8"] = few["pp8"]._replace(choices=few["pp8"].choices | {"mtp": "another"})
+    monkeypatch.setattr(sweep.Case, "changes", {})
+    sweep.run(results)
+    assert len(ran) == 5, "other choices than those of the row"
+    text = tmp_path / "parity.md"
+    text.write_text(f"before\n{sweep.BEGIN}\nold\n{sweep.END}\nafter\n")
+    sweep.write(done, tmp_path / "parity.json", text)
+    before, *table, after = text.read_text().splitlines()
+    assert (before, after) == ("before", "after")
+    assert "| set | all of 8 ranks | 3 | 1.0e-15 | 4.0e-15 | 0.0e+00 | 0.0e+00 | 3.0e-16 |" in table
 
 
 @pytest.mark.sweep
 def test_every_legal_mapping() -> None:
     done = sweep.run(sweep.ROOT / "runs" / "parity.jsonl")
-    assert len(done) == len(sweep.cases())
-    assert not [name for name, line in done.items() if line["failure"]]
+    assert done.keys() == sweep.cases().keys()
+    assert not [name for name, row in done.items() if row["failure"]]
