@@ -8,11 +8,16 @@
 #
 # In the environment, with their defaults: GPUS=8 ranks per node, VENV=.venv, PORT from the job's number, LOGS=
 # runs/launch/RECIPE-JOB for one log per node, SCONTROL=scontrol, SRUN=srun. OMP_NUM_THREADS is 1 unless set.
+#
+# Two minutes before the job's time is up, Slurm says so (SIGUSR1): the run saves and ends, and the job is queued again.
 #SBATCH --job-name=titanmoe
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --exclusive
 #SBATCH --output=slurm-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
 set -u -o pipefail
 
 fail() {
@@ -43,8 +48,9 @@ venv=${VENV:-.venv}
 [[ $venv == /* ]] || venv=$dir/$venv
 [[ -n $dry_run || -x $venv/bin/python ]] || fail "there is no $venv/bin/python: run make setup, or set VENV"
 port=${PORT:-$((20000 + job % 10000))} # two jobs on one node meet at different ports
-logs=${LOGS:-runs/launch/$(basename "$recipe" .toml)-$job}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1
+logs=${LOGS:-runs/launch/$(basename "$recipe" .toml)-$job}${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}
+# The store: each attempt of torchrun's --max-restarts gets one of its own, read by torchrun itself.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} PYTHONUNBUFFERED=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # One torchrun per node; each task knows its own number. --kill-on-bad-exit ends all nodes with the first that fails;
 # --cpu-bind=none leaves a node's cores to all of its ranks.
@@ -53,14 +59,31 @@ launch=("${SRUN:-srun}" "--nodes=$nodes" "--ntasks=$nodes" --ntasks-per-node=1 -
     "$venv/bin/python" --nnodes "$nodes" --nproc-per-node "${GPUS:-8}" --master-addr "$master" --master-port "$port"
     train.py --config "$recipe" "$@")
 if [[ -n $dry_run ]]; then
-    echo "cd $(printf %q "$dir") && OMP_NUM_THREADS=$OMP_NUM_THREADS PYTHONUNBUFFERED=1 $(printf '%q ' "${launch[@]}")"
+    set_for_all="OMP_NUM_THREADS=$OMP_NUM_THREADS PYTHONUNBUFFERED=1 TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    echo "cd $(printf %q "$dir") && $set_for_all $(printf '%q ' "${launch[@]}")"
     exit 0
 fi
 
 mkdir -p "$logs" || fail "cannot write to $logs"
 echo "job $job: $nodes nodes of ${GPUS:-8} ranks, meeting at $master:$port: $recipe; logs in $logs"
-"${launch[@]}"
-code=$?
+"${launch[@]}" &
+step=$!
+out_of_time=''
+# srun hands SIGTERM to every torchrun, and those to their ranks.
+trap 'out_of_time=yes; kill -TERM "$step" 2>/dev/null' USR1
+until wait "$step"; code=$?; ((code != 138)); do :; done # 128 + SIGUSR1: the signal, and not srun, ended the wait
+if ((code != 0)) && [[ -n $out_of_time ]]; then
+    # A run that does not save would begin anew each time, for ever.
+    if ! grep -q '^saved ' "$logs/node0.log"; then
+        echo "launch_slurm.sh: the job's time is up, and the run did not save: not queued again. [checkpoint] enable =" \
+            "true saves; $logs/node0.log tells more" >&2
+        exit "$code"
+    fi
+    echo "job $job: its time is up and the run has saved: queued again, to go on from there"
+    "${SCONTROL:-scontrol}" requeue "$job" && exit 0
+    echo "launch_slurm.sh: scontrol requeue $job failed: start the job again by the same sbatch" >&2
+    exit 1
+fi
 if ((code != 0)); then
     echo "launch_slurm.sh: a node failed (exit code $code) and the others were ended; srun's lines above name it," \
         "the logs are $logs/node*.log" >&2

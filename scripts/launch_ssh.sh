@@ -67,9 +67,10 @@ logs=${logs:-runs/launch/$name-$(date +%Y%m%d-%H%M%S)}
 # ranks are told to end. Killing ssh alone would leave them running.
 command_of() {
     local run
-    run=$(quote env "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}" PYTHONUNBUFFERED=1 ${settings[@]+"${settings[@]}"} \
-        "$venv/bin/python" -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$gpus" --node-rank "$1" \
-        --master-addr "$master" --master-port "$port" train.py --config "$recipe" "${@:2}")
+    run=$(quote env "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}" PYTHONUNBUFFERED=1 \
+        TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 ${settings[@]+"${settings[@]}"} "$venv/bin/python" \
+        -m torch.distributed.run --nnodes "$nodes" --nproc-per-node "$gpus" --node-rank "$1" --master-addr "$master" \
+        --master-port "$port" train.py --config "$recipe" "${@:2}")
     cat <<END
 cd $(quote "$dir") || exit 1
 exec 3<&0

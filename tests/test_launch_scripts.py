@@ -140,7 +140,8 @@ def test_ssh_dry_run_is_what_would_run(fake):
         run = shlex.split(line.partition(" </dev/null")[0])
         assert shlex.split(script.splitlines()[0])[:2] == ["cd", "/far away"]
         assert run == [
-            *("env", "OMP_NUM_THREADS=3", "PYTHONUNBUFFERED=1", "NCCL_DEBUG=INFO", f"{fake}/venv/bin/python"),
+            *("env", "OMP_NUM_THREADS=3", "PYTHONUNBUFFERED=1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
+            *("NCCL_DEBUG=INFO", f"{fake}/venv/bin/python"),
             *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(node)),
             *("--master-addr", "a", "--master-port", "1234", "train.py", "--config", RECIPE, "--job.name", "it's"),
         ]
@@ -203,7 +204,14 @@ def test_slurm_dry_run_is_what_a_job_would_run(fake):
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
     assert words[:5] == ["cd", str(ROOT), "&&", "OMP_NUM_THREADS=1", "PYTHONUNBUFFERED=1"]
-    assert words[5:10] == ["srun", "--nodes=16", "--ntasks=16", "--ntasks-per-node=1", "--kill-on-bad-exit=1"]
+    assert words[5:10] == [
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+        "srun",
+        "--nodes=16",
+        "--ntasks=16",
+        "--ntasks-per-node=1",
+    ]
+    assert words[10] == "--kill-on-bad-exit=1"
     assert f"--output=runs/launch/{Path(RECIPE).stem}-4242/node%n.log" in words
     assert words[words.index(f"{ROOT}/.venv/bin/python") + 1 :] == [
         *("--nnodes", "16", "--nproc-per-node", "8", "--master-addr", "n01", "--master-port", "24242"),
@@ -225,6 +233,52 @@ def test_slurm_starts_a_torchrun_per_node(fake):
     assert done.returncode == 1
     assert "a node failed (exit code 1) and the others were ended" in done.stderr
     assert f"the logs are {fake}/logs/node*.log" in done.stderr
+
+
+# In place of srun where the job's time runs out: the run trains, saves when it is told to, and ends as torchrun does.
+FAKE_LONG_SRUN = """\
+#!/bin/bash
+for word in "$@"; do case $word in --output=*) out=${word#*=} ;; esac; done
+trap 'echo "saved      step-00000007" > "${out/\\%n/0}"; exit 143' TERM
+[[ ${SAVES:-yes} == yes ]] || trap 'echo stopped > "${out/\\%n/0}"; exit 143' TERM
+kill -USR1 "$PPID"
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "code", "told", "asked"),
+    [
+        ({}, 0, "has saved: queued again", "requeue 7\n"),
+        ({"SLURM_RESTART_COUNT": "1"}, 0, "has saved: queued again", "requeue 7\n"),
+        ({"SAVES": "no"}, 143, "the run did not save: not queued again", ""),
+        ({"REFUSES": "yes"}, 1, "scontrol requeue 7 failed", "requeue 7\n"),
+    ],
+)
+def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, told, asked):
+    for name, text in {
+        "srun": FAKE_LONG_SRUN,
+        "scontrol": '#!/bin/bash\necho "$*" >> "$0.asked"; [[ -z ${REFUSES:-} ]]\n',
+    }.items():
+        (fake / name).write_text(text)
+        (fake / name).chmod(0o755)
+    job = {
+        "SLURM_JOB_ID": "7",
+        "VENV": str(fake / "venv"),
+        "LOGS": str(fake / "logs"),
+        "PATH": f"{fake}:{os.environ['PATH']}",
+    }
+    done = launch(SLURM, RECIPE, **(job | more))
+    assert done.returncode == code and told in done.stdout + done.stderr, done.stderr
+    seen = fake / "scontrol.asked"
+    assert (seen.read_text() if seen.exists() else "") == asked
+    logs = fake / f"logs{'-1' if 'SLURM_RESTART_COUNT' in more else ''}"
+    assert (logs / "node0.log").exists(), "each time its own logs"
+
+
+def test_slurm_asks_for_the_signal_and_the_queue():
+    asked = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=B:USR1@120", "--open-mode=append"} <= set(asked)
 
 
 def test_slurm_refuses(tmp_path):

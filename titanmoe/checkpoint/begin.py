@@ -27,6 +27,14 @@ def checkpoints_of(run: Path, config: Config) -> Path:
     return folder / run.name if folder.is_absolute() else run / folder
 
 
+def has_begun(config: Config) -> bool:
+    """Whether the run has a checkpoint of its own to go on from."""
+    try:
+        return continues(config) and bool(layout.steps(checkpoints_of(run_folder(config), config)))
+    except CheckpointError:  # told where it is loaded
+        return False
+
+
 @dataclass
 class Beginning:
     path: Path | None = None

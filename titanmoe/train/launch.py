@@ -5,14 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from titanmoe.checkpoint.begin import record_ahead
+from titanmoe.checkpoint.begin import has_begun, record_ahead
 from titanmoe.checkpoint.layout import CheckpointError
 from titanmoe.config import ConfigError, exit_with, load
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import derive
+from titanmoe.fold.degrees import FoldError, derive
+from titanmoe.fold.refit import refit
 from titanmoe.models.families import preset
 from titanmoe.train.legal import problems, ranks_of_a_node
-from titanmoe.train.runtime import grow_segments, start, stop, world_size
+from titanmoe.train.runtime import die_with_launcher, grow_segments, restarted, say, start, stop, world_size
 
 
 def resolve(config: Config, world: int) -> Config:
@@ -34,13 +35,41 @@ def resolve(config: Config, world: int) -> Config:
     return replace(config, parallelism=parallelism, training=training)
 
 
+def fitted(config: Config, world: int) -> tuple[Config, str]:
+    """The config that a run started again has, and a line on what of its mapping gave way to another number of ranks.
+
+    The first start of a run gets the mapping it asks for or is refused.
+    """
+    if not (restarted() or has_begun(config)):
+        return config, ""
+    parallelism, gave = refit(world, config.parallelism)
+    return replace(config, parallelism=parallelism), gave
+
+
 def read(argv: list[str], world: int) -> Config:
     """The resolved config of a command line; raises ConfigError with every problem."""
     grow_segments()  # before a law asks for the GPU
-    return load(argv, preset, lambda config: problems(config, world), resolve=lambda config: resolve(config, world))
+    gave = ""
+
+    def check(config: Config) -> list[str]:
+        try:
+            return problems(fitted(config, world)[0], world)
+        except FoldError as error:
+            return error.problems
+
+    def finish(config: Config) -> Config:
+        nonlocal gave
+        config, gave = fitted(config, world)
+        return resolve(config, world)
+
+    config = load(argv, preset, check, finish)
+    if gave:
+        say(f"mapping: {gave}")
+    return config
 
 
 def main(argv: list[str]) -> int:
+    die_with_launcher()
     try:
         runtime = start(config := read(argv, world_size()))
     except ConfigError as error:

@@ -10,9 +10,12 @@ import ctypes
 import errno
 import gc
 import os
+import signal
 import socket
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,9 +27,11 @@ from titanmoe.config.schema import Config
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import Store
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
+PR_SET_PDEATHSIG = 1  # prctl.h
 STOP_SECONDS = 5.0
 """How long a failed rank waits for its process groups to end."""
 
@@ -94,6 +99,25 @@ def read_environment() -> Environment:
 
 def world_size() -> int:
     return read_environment().world
+
+
+def restarted() -> bool:
+    """Whether torchrun has started this run's ranks before."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def die_with_launcher() -> None:
+    """Have the kernel end this rank when its torchrun dies, however that happens.
+
+    Ranks left behind would hold the run's folder and the GPUs, and the next start would be refused. Only under
+    torchrun: a run started by hand may outlive its shell.
+    """
+    if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def grow_segments() -> None:
@@ -177,6 +201,7 @@ def _deterministic() -> None:
 
 def _join(environment: Environment, device: torch.device, timeout: timedelta) -> None:
     import torch.distributed as dist
+    from torch.distributed.rendezvous import rendezvous
 
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     options: dict = {"device_id": device} if device.type == "cuda" else {}
@@ -186,13 +211,42 @@ def _join(environment: Environment, device: torch.device, timeout: timedelta) ->
         return
     _check_port(environment)
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    ranks = {"rank": environment.rank, "world_size": environment.world}
     try:
-        dist.init_process_group(backend, timeout=timeout, **options)
+        store, _, _ = next(rendezvous("env://", environment.rank, environment.world, timeout=timeout))
+        store.set_timeout(timeout)
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            store = dist.PrefixStore(_attempt(store, environment, timeout), store)
+        dist.init_process_group(backend, store=store, timeout=timeout, **ranks, **options)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             [f"rank {environment.rank} of {environment.world} cannot join at {where}: {reason}"]
         ) from None
+
+
+def _attempt(store: Store, environment: Environment, timeout: timedelta) -> str:
+    """A name that the ranks of this attempt have in common, and no attempt before it had.
+
+    torchrun's agents keep one store over all attempts (pytorch#135712), so that ranks started again would find the
+    addresses of dead ones. No variable tells attempts apart on all nodes: each agent counts restarts of its own, and
+    not those for a node that came. So each rank leaves a word of its own, and rank 0 answers to that word, again and
+    again, as the word of a dead rank may still lie there.
+    """
+    word = uuid.uuid4().hex
+    store.set(f"rank {environment.rank}", word)
+    if environment.rank:
+        name = store.get(f"name for {word}").decode()
+        store.add(f"heard {name}", 1)
+        return name
+    others, deadline = environment.world - 1, time.monotonic() + timeout.total_seconds()
+    while (heard := store.add(f"heard {word}", 0)) < others:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{heard + 1} of {environment.world} ranks came within {timeout.total_seconds():.0f} s")
+        words = store.multi_get([f"rank {rank}" for rank in range(1, environment.world)])
+        store.multi_set([f"name for {other.decode()}" for other in words], [word] * others)
+        time.sleep(0.02)
+    return word
 
 
 def _check_port(environment: Environment) -> None:

@@ -1,0 +1,94 @@
+"""Faults in a rank's dealings with the disk, for scripts/torture.py and tests: with this folder on PYTHONPATH, Python
+imports it at its start. FAULTS, a JSON list in the environment, names the faults; without it nothing happens.
+
+    {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000004.writing", "at": 3, "once": FILE}
+
+do      kill: SIGKILL to this very process. fail: OSError with `errno`. slow: `seconds` of sleep. wait: until the file
+        `until` exists.
+rank    whose fault it is; left out, everyone's.
+on      write (a file is opened for it), read (likewise), list, mkdir, rename, remove, fsync; left out, any of them.
+path    what the path must contain. Of a rename, its new name.
+at      the how-manyth such event has the fault, 1 if left out; times: and how many from there on, 1 if left out.
+once    a file made when it strikes; where that exists already, by the process before a restart, it does not.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+EVENTS = {
+    "os.scandir": "list",
+    "os.listdir": "list",
+    "os.mkdir": "mkdir",
+    "os.rename": "rename",
+    "os.remove": "remove",
+    "os.rmdir": "remove",
+}
+
+
+class Fault:
+    def __init__(self, do, on=(), path="", at=1, times=1, once="", until="", errno=0, seconds=0.0, rank=None):
+        self.do, self.on, self.path, self.at, self.times = do, on, path, at, times
+        self.once, self.until, self.errno, self.seconds = once, until, errno, seconds
+        self.seen = 0
+
+    def meet(self, event, path):
+        if (self.on and event not in self.on) or self.path not in path:
+            return
+        self.seen += 1
+        if not self.at <= self.seen < self.at + self.times:
+            return
+        if self.once and self.seen == self.at:
+            try:
+                os.close(os.open(self.once, os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                self.times = 0
+                return
+        if self.do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.do == "fail":
+            raise OSError(self.errno, os.strerror(self.errno), path)
+        elif self.do == "slow":
+            time.sleep(self.seconds)
+        else:
+            while not os.path.exists(self.until):
+                time.sleep(0.02)
+
+
+def install(faults):
+    inside = False  # what a fault itself does to the disk
+
+    def meet(event, path):
+        nonlocal inside
+        if inside:
+            return
+        inside = True
+        try:
+            for fault in faults:
+                fault.meet(event, os.fspath(path) if isinstance(path, (str, os.PathLike)) else "")
+        finally:
+            inside = False
+
+    def audit(event, args):
+        if event == "open":
+            writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            meet("write" if writes else "read", args[0])
+        elif event in EVENTS:
+            meet(EVENTS[event], args[1] if event == "os.rename" else args[0])
+
+    def fsync(descriptor):
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        meet("fsync", os.readlink(f"/proc/self/fd/{number}"))
+        real_fsync(descriptor)
+
+    real_fsync, os.fsync = os.fsync, fsync
+    sys.addaudithook(audit)
+
+
+if "FAULTS" in os.environ and "RANK" in os.environ:  # torchrun itself has no rank
+    wanted = [
+        fault for fault in json.loads(os.environ["FAULTS"]) if fault.get("rank") in (None, int(os.environ["RANK"]))
+    ]
+    install([Fault(**fault) for fault in wanted])

@@ -1,0 +1,78 @@
+"""The mapping of a run that is started again on another number of ranks."""
+
+from dataclasses import replace
+
+import pytest
+
+from titanmoe.config.schema import Experts, Parallelism
+from titanmoe.fold.degrees import FoldError, derive
+from titanmoe.fold.refit import refit
+
+EXPERTS = ("edp_replicate", "edp", "ep", "etp")
+
+
+def asked(**degrees: int) -> Parallelism:
+    experts = {name: degrees.pop(name) for name in EXPERTS if name in degrees}
+    return replace(Parallelism(**degrees), experts=Experts(**experts))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world", "now", "told"),
+    [
+        # what is derived or fits anyway does not give
+        (dict(tp=2, ep=2), 4, dict(dp_shard=2, edp=2), ""),
+        (dict(dp_shard=2, edp=2), 2, dict(dp_shard=2, edp=2), ""),
+        # dp_shard first, and edp with it
+        (dict(dp_shard=2, edp=2), 1, dict(dp_shard=1, edp=1), "dp_shard 2 -> 1, parallelism.experts.edp 2 -> 1"),
+        (dict(dp_shard=4, tp=2, ep=2), 4, dict(dp_shard=2, edp=2), "dp_shard 4 -> 2"),
+        (dict(dp_replicate=2, dp_shard=4), 4, dict(dp_replicate=2, dp_shard=2), "dp_shard 4 -> 2"),
+        (dict(dp_shard=2), 8, dict(dp_shard=8), "dp_shard 2 -> 8"),
+        # then dp_replicate, to the greatest common divisor with the ranks there are
+        (dict(dp_replicate=2), 1, dict(dp_replicate=1, dp_shard=1), "dp_replicate 2 -> 1"),
+        (dict(dp_replicate=4, dp_shard=2), 6, dict(dp_replicate=2, dp_shard=3), "dp_replicate 4 -> 2"),
+        (dict(dp_replicate=4, dp_shard=2, ep=2), 6, dict(edp_replicate=1, edp=3), "dp_shard 2 -> 3"),
+        # experts by themselves
+        (dict(edp_replicate=4, ep=2), 4, dict(edp_replicate=2, edp=1), "edp_replicate 4 -> 2"),
+        (dict(edp=4, edp_replicate=2), 4, dict(edp_replicate=2, edp=2), "edp 4 -> 2"),
+        (dict(edp=4, dp_replicate=2), 2, dict(dp_replicate=2, edp_replicate=2, edp=1), "edp 4 -> 1"),
+        # with a pipeline
+        (dict(pp=2, dp_shard=4, edp=4), 4, dict(dp_shard=2, edp=2), "dp_shard 4 -> 2"),
+    ],
+)
+def test_data_parallel_gives_first(recipe, world, now, told):
+    fitted, line = refit(world, asked(**recipe))
+    fold = derive(world, fitted)
+    assert {name: getattr(fold, name) for name in now} == now
+    for name in ("pp", "cp", "tp", "ep", "etp"):
+        assert getattr(fold, name) == recipe.get(name, 1), "only data parallel gives"
+    assert told in line and bool(line) == bool(told)
+    assert not line or ("started again on" in line and line.endswith("the global batch stays"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world", "unit", "kept"),
+    [
+        (dict(dp_shard=2, tp=2), 3, 2, "parallelism.tp = 2 take"),
+        (dict(dp_shard=1, tp=2, ep=4), 2, 4, "parallelism.tp = 2, parallelism.experts.ep = 4 take"),
+        (dict(pp=2, tp=2, ep=3, dp_shard=3, edp=2), 8, 12, "pp = 2, parallelism.tp = 2, parallelism.experts.ep = 3"),
+        (dict(cp=4, etp=8), 4, 8, "parallelism.cp = 4, parallelism.experts.etp = 8"),
+    ],
+)
+def test_where_none_is_legal_the_reason_is_told(recipe, world, unit, kept):
+    with pytest.raises(FoldError) as refused:
+        refit(world, asked(**recipe))
+    (problem,) = refused.value.problems
+    assert f"started again on {world} ranks, where" in problem and kept in problem
+    assert f"a multiple of {unit} ranks ({world} % {unit} = {world % unit})" in problem
+    derive(unit, refit(unit, asked(**recipe))[0])  # and what it asks for is enough
+
+
+def test_a_world_that_grows_again_is_as_the_recipe_says():
+    recipe = asked(dp_replicate=2, dp_shard=2, edp=2)
+    assert refit(2, recipe)[0] != recipe
+    assert refit(4, recipe) == (recipe, "")
+
+
+@pytest.mark.parametrize("degrees", [dict(tp=0), dict(dp_shard=-2), dict(ep=-1)])
+def test_what_is_no_number_of_ranks_is_left_to_the_laws(degrees):
+    assert refit(4, asked(**degrees)) == (asked(**degrees), "")

@@ -1,0 +1,272 @@
+"""Runs under the real torchrun that lose ranks or whole nodes, and go on by themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests import parity, world
+from titanmoe.checkpoint.folder import open_checkpoint
+from titanmoe.checkpoint.layout import name_of
+from titanmoe.config import ConfigError
+from titanmoe.train import runtime
+from titanmoe.train.launch import read
+
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 7
+PATIENCE = 240.0
+RUN: dict[str, Any] = parity.TINY | {
+    "training.steps": STEPS,
+    "training.global_batch_size": 4,
+    "data.source": "synthetic",
+    "checkpoint.enable": True,
+    "checkpoint.interval": 1,
+    "checkpoint.save": "sync",
+    "metrics.console": "lines",
+    "job.name": "run",
+}
+
+
+def options(folder: Path, **changes: Any) -> list[str]:
+    return parity.arguments(RUN | {"job.dump_folder": str(folder)} | changes)
+
+
+def agent(log: Path, argv: list[str], faults: list[dict[str, Any]]) -> None:
+    """torchrun, in a process that need not import torch once more."""
+    from torch.distributed.run import main
+
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(ROOT)
+    os.environ |= {"FAULTS": json.dumps(faults), "PYTHONPATH": str(ROOT / "scripts/faults")}
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    main(argv)
+
+
+class Agents:
+    """The torchruns of a test, each a node."""
+
+    def __init__(self, log: Path, faults: list[dict[str, Any]]):
+        self.log, self.faults, self.all = log, faults, []
+
+    def start(self, *argv: str) -> Any:
+        process = world._forkserver().Process(target=agent, args=(self.log, list(argv), self.faults))
+        process.start()
+        self.all.append(process)
+        return process
+
+    def said(self) -> str:
+        return self.log.read_text() if self.log.exists() else ""
+
+    def wait(self, condition: Callable[[], object], what: str) -> None:
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end, f"{what} did not come about\n{self.said()}"
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> Iterator[Agents]:
+    started = Agents(tmp_path / "log", [])
+    yield started
+    for process in started.all:
+        process.terminate()
+        process.join(10)
+        process.kill()  # its ranks die with it
+        process.join()
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in map(json.loads, lines)]
+
+
+def undisturbed(argv: list[str]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()):
+        parity.train(argv)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_rank_that_is_killed_is_started_again_and_no_bit_differs(tmp_path: Path, agents: Agents) -> None:
+    struck = tmp_path / "struck"
+    agents.faults += [{"do": "kill", "rank": 1, "on": ["write"], "path": f"{name_of(4)}.writing", "once": str(struck)}]
+    torchrun = agents.start(
+        *("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=3", "train.py"),
+        *options(tmp_path / "killed"),
+    )
+    torchrun.join(PATIENCE)
+    assert torchrun.exitcode == 0 and struck.exists(), agents.said()
+    assert f"{name_of(3)}, after step 3" in agents.said()
+
+    world.run(2, undisturbed, options(tmp_path / "calm"))
+    assert losses(tmp_path / "killed") == losses(tmp_path / "calm")
+    killed, calm = (
+        open_checkpoint(tmp_path / name / "run/checkpoints" / name_of(STEPS)) for name in ("killed", "calm")
+    )
+    assert killed.tensors == calm.tensors
+    assert all(killed.read(name).equal(calm.read(name)) for name in calm.tensors)
+
+
+def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) -> None:
+    """Two nodes of a rank each: one is lost, the other goes on alone, and a new one joins it."""
+    shrink, grow = tmp_path / "shrink", tmp_path / "grow"
+    agents.faults += [
+        {"do": "wait", "rank": 0, "on": ["mkdir"], "path": f"{name_of(3)}.writing", "until": str(shrink)},
+        {"do": "wait", "rank": 0, "on": ["mkdir"], "path": f"{name_of(5)}.writing", "until": str(grow)},
+    ]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    node = (
+        *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"),
+        *(f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1", "train.py"),
+        *options(tmp_path, **{"parallelism.dp_shard": 2, "parallelism.experts.edp": 2, "training.timeout_s": 20}),
+    )
+    first, second = agents.start(*node), agents.start(*node)
+    folder = tmp_path / "run"
+    agents.wait(lambda: (folder / "checkpoints" / name_of(2)).exists(), "the second checkpoint")
+    (rank,) = children(second.pid)
+    second.kill()
+    agents.wait(lambda: not Path(f"/proc/{rank}").exists(), "the end of the rank whose launcher is gone")
+    shrink.touch()
+    told = "mapping: started again on 1 rank: parallelism.dp_shard 2 -> 1, parallelism.experts.edp 2 -> 1"
+    agents.wait(lambda: told in agents.said(), "a run on one rank")
+    agents.wait(lambda: (folder / "checkpoints" / name_of(4)).exists(), "the fourth checkpoint")
+
+    third = agents.start(*node)
+    agents.wait(lambda: "SIGTERM: saving after this step" in agents.said(), "room for the new node")
+    grow.touch()
+    for torchrun in (first, third):
+        torchrun.join(PATIENCE)
+        assert torchrun.exitcode == 0, agents.said()
+    for step in (2, 5):
+        assert f"{name_of(step)}, after step {step}" in agents.said()
+    assert agents.said().count("mapping: ") == 1, "grown again, the recipe's own mapping holds"
+
+    world.run(2, undisturbed, options(tmp_path / "calm"))
+    assert losses(folder) == [
+        (step, pytest.approx(loss, rel=1e-10), pytest.approx(norm, rel=1e-10))
+        for step, loss, norm in losses(tmp_path / "calm")
+    ]
+
+
+STANDS_IN_FOR_TORCHRUN = """
+import os, subprocess, sys, time
+rank = "import time; from titanmoe.train import runtime; runtime.die_with_launcher(); print(1, flush=True); time.sleep(300)"
+child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print(child.pid, flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own means")
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_rank_dies_with_its_torchrun_and_a_run_by_hand_outlives_its_shell(launched: bool) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", STANDS_IN_FOR_TORCHRUN],
+        cwd=ROOT,
+        env=environment | ({"TORCHELASTIC_RUN_ID": "x"} if launched else {}),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    child = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.communicate()
+    status = Path(f"/proc/{child}/stat")
+    if launched:
+        end = time.monotonic() + PATIENCE
+        while status.exists() and status.read_text().split()[2] != "Z":
+            assert time.monotonic() < end, "the rank outlived its launcher"
+            time.sleep(0.02)
+    else:
+        assert status.read_text().split()[2] != "Z"
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's own means")
+def test_a_launcher_that_died_before_the_kernel_knew(monkeypatch: pytest.MonkeyPatch) -> None:
+    parents, killed = iter([4711, 1]), []
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setattr(runtime.ctypes, "CDLL", lambda *_, **__: SimpleNamespace(prctl=lambda *_: 0))
+    monkeypatch.setattr(runtime.os, "getppid", lambda: next(parents))
+    monkeypatch.setattr(runtime.os, "kill", lambda *what: killed.append(what))
+    runtime.die_with_launcher()
+    assert killed == [(os.getpid(), signal.SIGKILL)]
+
+
+# ---- the name of an attempt
+
+
+def meet(port: int, ranks: int, seconds: float = 20.0, only: tuple[int, ...] = ()) -> list[str]:
+    """The name that each rank is told, all in threads of this process."""
+
+    def one(rank: int) -> str:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+        timeout = timedelta(seconds=seconds)
+        store.set_timeout(timeout)
+        return runtime._attempt(store, runtime.Environment(rank, rank, ranks, ranks, True), timeout)
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(one, only or range(ranks)))
+
+
+def test_each_attempt_has_a_name_of_its_own_that_all_its_ranks_know() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("rank 1", "the word of a rank that is dead")
+    names = [meet(store.port, ranks) for ranks in (2, 2, 1, 3)]
+    assert all(len(set(attempt)) == 1 for attempt in names), "one name on all ranks"
+    assert len({attempt[0] for attempt in names}) == len(names), "and another one each time"
+
+
+def test_ranks_that_do_not_come_are_counted() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("rank 1", "dead")
+    store.set("rank 2", "dead")
+    with pytest.raises(RuntimeError, match="1 of 3 ranks came within 0 s"):
+        meet(store.port, 3, 0.2, only=(0,))
+
+
+# ---- when a mapping may give way
+
+
+def test_only_a_run_that_has_begun_takes_another_mapping(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    argv = options(tmp_path, **{"parallelism.dp_shard": 2})
+    with pytest.raises(ConfigError, match=r"parallelism\.dp_shard = 2 is not what"):
+        read(argv, 4)
+    for begun in (False, True):
+        if begun:
+            (tmp_path / "run/checkpoints" / name_of(3)).mkdir(parents=True)
+        else:
+            monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+        config = read(argv, 4)
+        assert config.parallelism.dp_shard == 4 and config.training.global_batch_size == 4
+        assert "mapping: started again on 4 ranks: parallelism.dp_shard 2 -> 4" in capsys.readouterr().out
+        monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert read(argv, 2).parallelism.dp_shard == 2 and "mapping" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"where data parallel alone may give; parallelism\.tp = 2"):
+        read([*argv, "--parallelism.tp=2"], 3)
+    with pytest.raises(ConfigError, match="global_batch_size = 4 is not a multiple"):
+        read(argv, 8)

@@ -1,0 +1,49 @@
+"""The mapping of a run that was started again on another number of ranks.
+
+Only data parallel gives, since only it leaves what a rank computes as it was: dp_shard first, then dp_replicate; for
+the experts edp, then edp_replicate. pp, cp, tp, ep and etp stay as the recipe has them, and so does the global batch.
+The answer depends on the recipe and the world alone, so a world that shrinks and grows again is back where it began.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd, lcm
+
+from titanmoe.config.schema import Parallelism
+from titanmoe.fold.degrees import DERIVED, KEYS, FoldError, asked_degrees, resolve
+
+FIXED = ("pp", "cp", "tp", "ep", "etp")
+
+
+def refit(world: int, asked: Parallelism) -> tuple[Parallelism, str]:
+    """The mapping for this world and one line that tells what gave, "" if nothing had to; FoldError if none is legal.
+
+    Degrees that are no numbers of ranks are left for the laws to refuse.
+    """
+    degrees = asked_degrees(asked)
+    sound = all(n > 0 or (n == -1 and name in DERIVED) for name, n in degrees.items())
+    if not sound or not resolve(world, asked)[1]:
+        return asked, ""
+    pp, cp, tp, ep, etp = (degrees[name] for name in FIXED)
+    unit = pp * lcm(cp * tp, ep * etp)
+    if world % unit:
+        kept = ", ".join(f"{KEYS[name]} = {degrees[name]}" for name in FIXED if degrees[name] > 1)
+        raise FoldError(
+            [
+                f"started again on {world} ranks, where data parallel alone may give; {kept} take a multiple of {unit} "
+                f"ranks ({world} % {unit} = {world % unit}): start it on such a number, or give other degrees"
+            ]
+        )
+    rows, expert_rows = world // (pp * cp * tp), world // (pp * ep * etp)
+    fit = {"dp_replicate": gcd(asked.dp_replicate, rows)}
+    fit["dp_shard"] = rows // fit["dp_replicate"]
+    asked_replicas = degrees["edp_replicate"] if degrees["edp_replicate"] > 0 else fit["dp_replicate"]
+    fit["edp_replicate"] = gcd(asked_replicas, expert_rows)
+    fit["edp"] = expert_rows // fit["edp_replicate"]
+    gave = {name: n for name, n in fit.items() if degrees[name] not in (-1, n)}
+    experts = replace(asked.experts, **{name: n for name, n in gave.items() if name.startswith("edp")})
+    attention = {name: n for name, n in gave.items() if name.startswith("dp")}
+    told = ", ".join(f"{KEYS[name]} {degrees[name]} -> {n}" for name, n in gave.items())
+    fitted = replace(asked, **attention, experts=experts)
+    return fitted, f"started again on {world} rank{'s' * (world > 1)}: {told}; the global batch stays"
