@@ -51,25 +51,44 @@ def check(folder: Path) -> int:
     return step
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A save that nobody disturbs, with a copy of the folder from before each thing that a rank does to the disk: what
+    a kill at that moment would leave, for what was written before it stays.
+    """
+    tmp = tmp_path_factory.mktemp("whole")
+    assert check(attempt(tmp, "async")) == 2
+    return tmp / "seen"
+
+
+def seen(whole: Path, rank: int) -> list[str]:
+    return (whole / str(rank)).read_text().splitlines()
+
+
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_at_every_step_of_an_asynchronous_save(tmp_path: Path, victim: int) -> None:
-    assert check(attempt(tmp_path / "whole", "async")) == 2
-    steps = (tmp_path / "whole/seen" / str(victim)).read_text().splitlines()
+def test_what_any_moment_of_an_asynchronous_save_would_leave(whole: Path, victim: int) -> None:
+    steps = seen(whole, victim)
     if victim == 0:
         assert {"os.mkdir", "open for writing", "write", "fsync", "os.rename", "os.remove", "os.rmdir"} <= set(steps)
     else:
         assert {"open for writing", "write", "fsync"} <= set(steps)
-    found = []
-    for at in range(1, len(steps) + 1):
-        found.append(check(attempt(tmp_path / str(at), "async", victim, at)))
+    found = [check(whole / f"{victim}-{at}") for at in range(1, len(steps) + 1)]
     # Until the rename the old one stands; rank 1 has nothing to do after it.
     assert found == sorted(found) and found[0] == 1
     assert found[-1] == (2 if victim == 0 else 1)
 
 
-@pytest.mark.parametrize("at", [1, 12])
-def test_killed_in_a_synchronous_save(tmp_path: Path, at: int) -> None:
-    assert check(attempt(tmp_path, "sync", 0, at)) == 1
+@pytest.mark.parametrize(
+    "victim, what, left", [(0, "write", 1), (0, "os.rename", 1), (0, "os.rmdir", 2), (1, "open for writing", 1)]
+)
+def test_killed_in_an_asynchronous_save(whole: Path, tmp_path: Path, victim: int, what: str, left: int) -> None:
+    steps = seen(whole, victim)
+    at = len(steps) - steps[::-1].index(what) if what == "os.rmdir" else steps.index(what) + 1
+    assert check(attempt(tmp_path, "async", victim, at)) == left
+
+
+def test_killed_in_a_synchronous_save(tmp_path: Path) -> None:
+    assert check(attempt(tmp_path, "sync", 0, 12)) == 1
 
 
 KILLS = 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
@@ -57,7 +58,9 @@ def contents(step: int) -> dict[str, torch.Tensor]:
 
 
 def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen: str) -> None:
-    """Save step 1, then step 2 in its place; the victim dies before the at-th thing it does to the disk for step 2."""
+    """Save step 1, then step 2 in its place; the victim dies before the at-th thing it does to the disk for step 2. If
+    at is 0, nobody dies, and each leaves a copy of the folder from before each such thing.
+    """
     from titanmoe.checkpoint import folder as folder_module
     from titanmoe.checkpoint.folder import Piece
     from titanmoe.checkpoint.saver import Saver
@@ -82,6 +85,8 @@ def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen
         seen.append(what)
         if rank == victim and len(seen) == at:
             os.kill(os.getpid(), signal.SIGKILL)
+        if at == 0:
+            shutil.copytree(folder, Path(steps_seen, f"{rank}-{len(seen)}"))
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         # rmtree names what it removes relative to an open folder
