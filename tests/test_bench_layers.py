@@ -2,12 +2,11 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from titanmoe.models.count import parameters
 from titanmoe.train.launch import read
 
@@ -33,9 +32,9 @@ def test_shapes_are_those_of_the_models_and_fit_a_gpu(name: str, total: float, s
 
 def test_a_tiny_run_measures_every_part(tmp_path: Path) -> None:
     out = tmp_path / "layers.json"
-    command = [sys.executable, str(FILE), "--tiny", "--shapes", "deepseek", "--sides", "titanmoe", "--json", str(out)]
+    command = [FILE, "--tiny", "--shapes", "deepseek", "--sides", "titanmoe", "--json", str(out)]
     command += ["--steps", "1", "--times", "1", "--peak-tflops", "0.001"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    run = processes.run(command)
     assert run.returncode == 0, run.stdout + run.stderr
     report = json.loads(out.read_text())
     (row,) = report["rows"]

@@ -333,9 +333,7 @@ def _environment(**values: str) -> Iterator[None]:
 def _serve(pipe: multiprocessing.connection.Connection, rank: int, size: int, port: int, stack_file: str) -> None:
     """A rank's life: answer calls until the pool kills it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends the pool
-    # The fork server ends with pytest once nobody else holds this pipe, and a rank with the fork server, at rest too.
-    os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_fork_server()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(stack_file, "w"), all_threads=True)  # noqa: SIM115 (stays open)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -357,6 +355,14 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int, size: int, po
             return
         begin_call()
         pipe.send_bytes(pickle.dumps(_answer(message)))
+
+
+def end_with_fork_server() -> None:
+    """In a fork of it. The fork server ends with pytest once nobody else holds this pipe, and a fork, even one that is
+    stopped, with the fork server.
+    """
+    os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _answer(message: bytes) -> Answer:

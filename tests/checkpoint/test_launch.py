@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from tests import parity, world
+from tests import parity, processes, world
 from titanmoe.checkpoint import layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,9 +81,7 @@ def test_a_run_that_is_killed_or_stopped_goes_on_by_the_same_command(tmp_path: P
     last = steps(tmp_path)[-1]
     assert latest(tmp_path) == last, "saved at the step it stopped at"
 
-    third = start(tmp_path, steps=last + 1)
-    told = third.communicate(timeout=120)[0]
-    assert third.returncode == 0, told
+    world.run(2, loop, options(tmp_path, last + 1))
     assert steps(tmp_path) == list(range(1, last + 2)), "every step once, however often it was begun"
     assert len(layout.steps(tmp_path / "debug/checkpoints")) == 3
 
@@ -100,13 +98,13 @@ def loop(argv: list[str]) -> str:
 
 def test_ctrl_c_saves_and_ends_with_its_code(tmp_path: Path) -> None:
     options = ["--parallelism.experts.ep=1", f"--training.steps={STEPS}", f"--job.dump_folder={tmp_path}"]
-    command = [sys.executable, "train.py", *RECIPE, *options, "--checkpoint.interval=2", "--checkpoint.save=sync"]
-    run = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = processes.Started(["train.py", *RECIPE, *options, "--checkpoint.interval=2", "--checkpoint.save=sync"])
     wait_for_step(tmp_path, 2)
     run.send_signal(signal.SIGINT)
     run.send_signal(signal.SIGINT)  # as from a terminal, where torchrun sends it once more
-    told = run.communicate(timeout=120)[0]
-    assert run.returncode == 130 and "SIGINT: saving" in told and "Traceback" not in told, told
+    done = run.wait()
+    told = done.stdout + done.stderr
+    assert done.returncode == 130 and "SIGINT: saving" in told and "Traceback" not in told, told
     assert latest(tmp_path) == steps(tmp_path)[-1]
 
 
@@ -128,8 +126,7 @@ def test_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
         "--checkpoint.folder=/proc/titanmoe": "/proc/titanmoe",
     }
     own = [*RECIPE, "--parallelism.experts.ep=1", "--training.steps=1", f"--job.dump_folder={tmp_path}"]
-    command = [sys.executable, "-c", ANSWERS, json.dumps([[*own, word] for word in cases])]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = processes.run(["-c", ANSWERS, json.dumps([[*own, word] for word in cases])])
     answers = done.stderr.split("\n2\n")
     assert len(answers) == 4 and answers[3] == "" and "Traceback" not in done.stderr, done.stderr
     for answer, line in zip(answers, cases.values(), strict=False):

@@ -2,14 +2,11 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests import world
+from tests import processes, world
 from tests.checkpoint_hf import models
 from tests.checkpoint_hf.test_convert import convert, equal
 from titanmoe.checkpoint.hf import config as configs
@@ -34,10 +31,7 @@ def test_a_run_that_learns_nothing_gives_back_what_it_was_given(tmp_path, capsys
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     begin = capsys.readouterr().out.split("# to train from it:")[1]
     (tmp_path / "run.toml").write_text(begin + RECIPE)
-    run = subprocess.run(
-        [sys.executable, ROOT / "train.py", "--config", "run.toml"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+    run = processes.run([ROOT / "train.py", "--config", "run.toml"], cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     assert "weights of" in run.stdout
     assert convert("--to-hf", tmp_path / "runs/run/checkpoints/step-00000001", tmp_path / "out") == 0

@@ -2,11 +2,11 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import processes
 from tests.data.shard_folders import make
 from tests.data.test_read import lines
 from titanmoe.config import ConfigError
@@ -61,14 +61,8 @@ print(documents.fingerprint)
 assert "torch" not in sys.modules
 """
     (tmp_path / "a.jsonl").write_bytes(lines(["one", "zwei"] * 20_000))
-    paths = {"PYTHONPATH": str(ROOT)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=os.environ | paths | {"RANK": rank}, stdout=subprocess.PIPE, text=True
-        )
-        for rank in "01"
-    ]
-    said = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
+    ranks = [processes.Started(["-c", code], os.environ | {"RANK": rank}) for rank in "01"]
+    said = [rank.wait().stdout.splitlines() for rank in ranks]
     assert said[0][-1] == said[1][-1] and said[0][-1].startswith("tokens:")
     assert [len(line) for line in said] == [2, 1]  # rank 0 says what was made
     assert len(list((tmp_path / "runs" / "cache").iterdir())) == 1

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import parity, world
+from tests import parity, processes, world
 from tests.checkpoint import runs
 from tests.checkpoint_hf import models
 from tests.generate import saved
@@ -182,5 +180,6 @@ def test_the_command_itself(run: Path) -> None:
     """A process of its own, which joins no other."""
     code = "from titanmoe.cli import command; command()"
     words = ["generate", "--checkpoint", str(run), "--prompt", "a", "--max-tokens", "4", "--json"]
-    done = subprocess.run([sys.executable, "-c", code, *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = processes.run(["-c", code, *words])
+    assert done.returncode == 0, done.stderr
     assert [json.loads(done.stdout)] == lines("--checkpoint", run, "--prompt", "a", "--max-tokens", 4)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from tests import processes
 from titanmoe.config.schema import Config
 from titanmoe.train.console import Lines, LivePanel, Stamped, curve, duration, open_console, shares
 from titanmoe.train.sink import Report
@@ -102,9 +100,7 @@ def test_what_another_rank_says_has_its_number():
 
 def test_a_traceback_too():
     code = "from titanmoe.train.console import stamp; stamp(2); import warnings; warnings.warn('w'); 1 / 0"
-    run = subprocess.run(
-        [sys.executable, "-c", code], cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True
-    )
+    run = processes.run(["-c", code])
     lines = run.stderr.splitlines()
     assert lines[-1].endswith("ZeroDivisionError: division by zero")
     assert all(line.startswith("[rank 2] ") for line in lines)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
 
+from tests import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.train.folder import EVENTS, EXPERTS, METRICS, claim, rewind
@@ -50,7 +49,7 @@ def test_a_lock_dies_with_its_process(config, tmp_path):
         f"c.job.dump_folder, c.job.name, c.checkpoint.enable = {str(tmp_path)!r}, 'run', True; kept = claim(c);"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -9
+    assert processes.run(["-c", code]).returncode == -9
     assert claim(config)[0] == tmp_path / "run"
 
 

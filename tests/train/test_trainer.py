@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests import parity, world
+from tests import parity, processes, world
 from tests.features import MODELS
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_deterministic_runs_are_bit_equal() -> None:
@@ -111,8 +108,7 @@ def test_a_nan_stops_every_rank_and_names_step_and_parameter() -> None:
 
 def train_py(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    command = [sys.executable, "train.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment | variables, capture_output=True, text=True, timeout=120)
+    return processes.run(["train.py", *arguments], environment | variables)
 
 
 def test_plain_python_runs_one_rank(tmp_path: Path) -> None:
