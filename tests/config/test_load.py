@@ -407,14 +407,16 @@ def test_other_ranks_print_nothing(monkeypatch, capsys):
 
 
 def test_rank_that_waits_for_rank_0_ends_with_code_2_too():
-    code = "from titanmoe.config import exit_with; print('here', flush=True); exit_with(['no'])"
+    code = (
+        "import time; from titanmoe.config import exit_with; wait = time.sleep; "
+        "time.sleep = lambda seconds: print('waits', flush=True) or wait(60); exit_with(['no'])"
+    )
     environment = os.environ | {"RANK": "1", "PYTHONPATH": str(ROOT)}
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=pipe, stderr=pipe) as process:
-        process.stdout.readline()
-        time.sleep(0.2)
+        assert process.stdout.readline() == b"waits\n"
         process.terminate()
-        assert process.wait(10) == 2
+        assert process.wait() == 2
         assert process.stderr.read() == b""
 
 
@@ -425,14 +427,10 @@ def test_help_into_a_closed_pipe_is_quiet():
     assert done.stdout.startswith(b"usage:") and done.stderr == b""
 
 
-def test_import_is_quick_and_alone():
-    code = (
-        "import sys, time; before = set(sys.modules); start = time.process_time(); import titanmoe.config; "
-        "print(time.process_time() - start, *set(sys.modules) - before)"
-    )
+def test_import_is_alone():
+    code = "import sys; before = set(sys.modules); import titanmoe.config; print(*set(sys.modules) - before)"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    runs = [subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True) for _ in range(3)]
-    seconds, *modules = min((run.stdout.decode().split() for run in runs), key=lambda words: float(words[0]))
-    assert float(seconds) < 0.2  # about 0.03 on an idle core
+    modules = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True).stdout.decode().split()
+    assert modules
     ours = {name for name in modules if name.startswith("titanmoe.") and not name.startswith("titanmoe.config")}
     assert not ours and not {"torch", "rich", "numpy"} & set(modules)
