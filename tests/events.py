@@ -1,4 +1,4 @@
-"""What a program did in which order, and a clock that a test moves: verdicts that no other work on the machine moves."""
+"""What a program did in which order, and a clock that a test moves: verdicts that do not hang on how fast it ran."""
 
 from __future__ import annotations
 
