@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
@@ -17,7 +18,7 @@ def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], No
     return lambda: setattr(owner, name, original)
 
 
-def expert_gradients_scaled_by_ep() -> Callable[[], None]:
+def _expert_gradients_scaled_by(axis: str) -> Callable[[], None]:
     from titanmoe.train import trainer
 
     def scaled(add: Any) -> Any:
@@ -25,11 +26,19 @@ def expert_gradients_scaled_by_ep() -> Callable[[], None]:
             add(self)
             for name, p in self.parameters.items():
                 if ".experts." in name:
-                    p.grad.to_local().mul_(self.fold.ep)
+                    p.grad.to_local().mul_(getattr(self.fold, axis))
 
         return run
 
     return _patch(trainer.Trainer, "finish_gradients", scaled)
+
+
+def expert_gradients_scaled_by_ep() -> Callable[[], None]:
+    return _expert_gradients_scaled_by("ep")
+
+
+def expert_gradients_scaled_by_etp() -> Callable[[], None]:
+    return _expert_gradients_scaled_by("etp")
 
 
 def router_not_reduced_over_tp() -> Callable[[], None]:
@@ -120,6 +129,122 @@ def next_token_within_a_shard() -> Callable[[], None]:
     return _patch(trainer, "cut", rolled)
 
 
+def router_not_summed_over_cp() -> Callable[[], None]:
+    """Each cp rank keeps its own summand for the piece of the weight that it holds; of two ranks."""
+    from titanmoe.moe import router
+
+    def alone(local: Any) -> Any:
+        def run(parameter: Any) -> torch.Tensor:
+            weight, rank = local(parameter), dist.get_rank()
+            mine = torch.zeros_like(weight)
+            mine.chunk(2)[rank].fill_(1.0)
+            return weight * mine + weight.detach() * (1 - mine)
+
+        return run
+
+    return _patch(router, "local", alone)
+
+
+def balance_terms_by_the_wrong_group() -> Callable[[], None]:
+    """What is of a sample is counted over data ranks, and what is of all samples over the ranks of one."""
+    from titanmoe.moe.balance import Balance
+
+    def exchanged(terms: Any) -> Any:
+        def run(self: Any, *args: Any) -> Any:
+            self.sequence, self.data = self.data, self.sequence
+            try:
+                return terms(self, *args)
+            finally:
+                self.sequence, self.data = self.data, self.sequence
+
+        return run
+
+    return _patch(Balance, "_terms", exchanged)
+
+
+def balance_terms_counted_again_in_recomputation() -> Callable[[], None]:
+    from titanmoe.moe.balance import Balance
+
+    def added(forward: Any) -> Any:
+        def run(self: Any, *args: Any) -> Any:
+            m = args[-1].microbatch
+            before = self.statistics_MX[m].clone()
+            out = forward(self, *args)
+            self.statistics_MX[m] += before
+            return out
+
+        return run
+
+    return _patch(Balance, "forward", added)
+
+
+def router_without_its_gradient() -> Callable[[], None]:
+    """Through the routing weights, that is: what is left comes from a balance term."""
+    from titanmoe.moe.router import Router
+
+    def detached(plain: Any) -> Any:
+        def run(self: Any, *args: Any) -> Any:
+            scores, weights, *rest = plain(self, *args)
+            return scores, weights.detach(), *rest
+
+        return run
+
+    return _patch(Router, "_plain", detached)
+
+
+def garbage_gradients_without_tokens() -> Callable[[], None]:
+    """What torch.empty may hold is left for experts that nothing chose."""
+    from titanmoe.moe import experts
+
+    def left(gradient: Any) -> Any:
+        def run(grad: torch.Tensor, h: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+            return gradient(grad, h, count) + 0.1 * (count == 0).view(-1, 1, 1)
+
+        return run
+
+    return _patch(experts, "loop_gradient", left)
+
+
+def nan_in_a_gradient() -> Callable[[], None]:
+    """Behind the look at the norm, which would end the step."""
+    from titanmoe.train import trainer
+
+    def spoiled(finite: Any) -> Any:
+        def run(self: Any, *args: Any) -> None:
+            finite(self, *args)
+            list(self.parameters.values())[-1].grad.to_local().view(-1)[-1:] = float("nan")
+
+        return run
+
+    return _patch(trainer.Trainer, "check_finite", spoiled)
+
+
+def _told(spoil: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+    from titanmoe.train import trainer
+
+    def spoiled(step: Any) -> Any:
+        def run(self: Any) -> dict[str, Any]:
+            report = step(self)
+            spoil(report)
+            return report
+
+        return run
+
+    return _patch(trainer.Trainer, "train_step", spoiled)
+
+
+def nan_in_a_load() -> Callable[[], None]:
+    return _told(lambda report: report["layers.1.load"].__setitem__(-1, float("nan")))
+
+
+def nan_in_an_aux_term() -> Callable[[], None]:
+    return _told(lambda report: report.update(aux_loss=float("nan")))
+
+
+def nan_in_the_mtp_loss() -> Callable[[], None]:
+    return _told(lambda report: report.update(mtp_loss=float("nan")))
+
+
 FAULTS = {
     function.__name__: function
     for function in (
@@ -131,5 +256,15 @@ FAULTS = {
         rope_offset_wrong,
         label_shifted_across_shard_edge,
         next_token_within_a_shard,
+        expert_gradients_scaled_by_etp,
+        router_not_summed_over_cp,
+        balance_terms_by_the_wrong_group,
+        balance_terms_counted_again_in_recomputation,
+        router_without_its_gradient,
+        garbage_gradients_without_tokens,
+        nan_in_a_gradient,
+        nan_in_a_load,
+        nan_in_an_aux_term,
+        nan_in_the_mtp_loss,
     )
 }

@@ -9,13 +9,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-from tests import reference, symmetric, world  # noqa: F401 (the emulated operations)
+from tests import near, reference, symmetric, world  # noqa: F401 (the emulated operations)
 from titanmoe import counted
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
@@ -23,6 +26,9 @@ from titanmoe.tokens import IGNORE
 
 STEPS = 2
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
+NUMERICS = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
+LAYER = ("load", "dropped_fraction", "imbalance", "router_entropy")
+"""What a report tells of each layer, and the plain model too."""
 
 # A model small enough for hundreds of mappings, with every degree of 8 ranks legal: 8 heads, 8 key heads, 8 experts.
 TINY: dict[str, Any] = {
@@ -193,7 +199,29 @@ def make_trainer(changes: dict[str, Any]) -> Any:
         module.GarbageCollection = garbage
 
 
-def measure(changes: dict[str, Any], documents: bool = False, fault: str = "", steps: int = STEPS) -> Outcome | None:
+Choices = dict[int, torch.Tensor]
+"""By layer: experts of each token of a step, by its global index."""
+
+
+@contextmanager
+def frozen(choices: Choices | None) -> Iterator[None]:
+    """Every router on this rank chooses so, whatever its scores."""
+    from titanmoe.moe.router import Router
+
+    def choose(self: Router, scores_TE: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
+        return choices[self.layer][index_T]
+
+    with mock.patch.object(Router, "_choose", choose) if choices else nullcontext():
+        yield
+
+
+def measure(
+    changes: dict[str, Any],
+    documents: bool = False,
+    fault: str = "",
+    steps: int = STEPS,
+    choices: Choices | None = None,
+) -> Outcome | None:
     from titanmoe.train import trainer as trainer_module
 
     config = read(changes, dist.get_world_size())
@@ -218,7 +246,8 @@ def measure(changes: dict[str, Any], documents: bool = False, fault: str = "", s
                 grads.append(whole({name: p.grad for name, p in trainer.parameters.items()}, rank))
 
         trainer.check_finite = capture
-        reports = [trainer.train_step() for _ in range(steps)]
+        with frozen(choices):
+            reports = [trainer.train_step() for _ in range(steps)]
         weights = whole(trainer.parameters, rank)
         buffers = [item for part in trainer.parts for item in part.named_buffers()]
         bias = {name: buffer.clone() for name, buffer in buffers if name.endswith("expert_bias")}
@@ -302,9 +331,18 @@ def expected(changes: dict[str, Any], size: int, documents: bool = False, steps:
     sub_sequence = moe.capacity_factor > 0 and moe.capacity_scope == "sub_sequence"
     grouping = sub_sequence or moe.aux_loss or moe.aux_loss_global
     neutral = {key: value for key, value in (TINY | changes).items() if not key.startswith(NEUTRAL)}
-    neutral |= {"training.dtype": "float64", "training.mixed_precision_param": "float64"}
+    neutral |= dict.fromkeys(NUMERICS, "float64")
     dp = fold.dp_replicate * fold.dp_shard if grouping else 1
     return _expected(tuple(arguments(neutral)), dp, tuple(owners(config)) if sub_sequence else None, documents, steps)
+
+
+def number(error: float) -> float:
+    """An error that can be compared: a NaN is an infinite one. Of floats, `max` skips a NaN that is not the first."""
+    return math.inf if math.isnan(error) else error
+
+
+def relative(got: float, want: float, scale: float | None = None) -> float:
+    return number(abs(got - want) / max(abs(want) if scale is None else scale, 1e-300))
 
 
 def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
@@ -314,43 +352,53 @@ def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[
     errors = {}
     for name, w in want.items():
         scale = max(float(w.abs().max()), floor, 1e-300)
-        errors[name] = float((got[name].double() - w.double()).abs().max()) / scale
-        if math.isnan(errors[name]):
-            errors[name] = math.inf
+        errors[name] = number(float((got[name].double() - w.double()).abs().max()) / scale)
     worst = max(errors, key=errors.__getitem__)
     return errors[worst], worst
 
 
-def compare(got: Outcome, want: reference.Run, config: Config, dtype: str = "float64") -> dict[str, float]:
-    """Worst relative errors of loss, gradients, norm and stepped weights."""
+def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, float]:
+    """Worst relative errors of everything that a step tells, and of gradients and stepped weights."""
+    errors: dict[str, float] = {}
 
-    def relative(a: float, b: float) -> float:
-        return abs(a - b) / abs(b)
+    def note(name: str, off: float) -> None:
+        errors[name] = max(errors.get(name, 0.0), off)
 
-    errors = {
-        "loss": max(relative(a, step.loss) for a, step in zip(got.loss, want.steps, strict=True)),
-        "grads": error(got.grads, want.steps[0].grads)[0],
-        "norm": max(relative(a, step.grad_norm) for a, step in zip(got.norm, want.steps, strict=True)),
-        "weights": error(got.weights, want.weights)[0],
-    }
     terms = {"aux_loss_sequence": "seq", "aux_loss": "mb", "aux_loss_global": "glob", "z_loss": "z"}
-    for name, term in terms.items():
-        if coefficient := getattr(config.moe, name):
-            pairs = zip(got.reports, want.steps, strict=True)
-            errors[name] = max(relative(r[name], coefficient * step.aux[term]) for r, step in pairs)
-    if config.model.mtp_depth:
-        pairs = zip(got.reports, want.steps, strict=True)
-        errors["mtp_loss"] = max(relative(report["mtp_loss"], step.mtp) for report, step in pairs)
-    for report, step in zip(got.reports, want.steps, strict=True):
-        for layer, fraction in step.dropped.items():
-            reported = report[f"layers.{layer}.dropped_fraction"]
-            errors["dropped"] = max(errors.get("dropped", 0.0), abs(reported - fraction))
+    for loss, norm, report, step in zip(got.loss, got.norm, got.reports, want.steps, strict=True):
+        note("loss", relative(loss, step.loss))
+        note("norm", relative(norm, step.grad_norm))
+        for name, term in terms.items():
+            if coefficient := getattr(config.moe, name):
+                note(name, relative(report[name], coefficient * step.aux[term]))
+        if config.model.mtp_depth:
+            note("mtp_loss", relative(report["mtp_loss"], step.mtp))
         for layer, count in step.counts.items():
-            off = max(abs(a - b) for a, b in zip(report[f"layers.{layer}.load"], count.tolist(), strict=True))
-            errors["load"] = max(errors.get("load", 0.0), off / float(count.sum()))
+            told = {key: report[f"layers.{layer}.{key}"] for key in LAYER}
+            note("dropped", relative(told["dropped_fraction"], step.dropped[layer], scale=1.0))
+            note("imbalance", relative(told["imbalance"], step.imbalance[layer]))
+            note("entropy", relative(told["router_entropy"], step.entropy[layer]))
+            for a, b in zip(told["load"], count.tolist(), strict=True):
+                note("load", relative(a, b, scale=float(count.sum())))
+    note("grads", error(got.grads, want.steps[0].grads)[0])
+    note("weights", error(got.weights, want.weights)[0])
     if config.moe.bias_update_rate:
-        errors["bias"] = error(got.bias, want.bias)[0]
+        note("bias", error(got.bias, want.bias)[0])
     return errors
+
+
+ROUNDINGS = 3 * 20 + 4
+"""To bfloat16 in a block, forward and twice backward: a norm's result and weight, queries, keys, values, two of each
+rotation, scores, shares, their sum and its projection, a sum; a norm, gate, up, activation, product, the sum of several
+experts' and two of the ways, a sum; and weights that were narrowed. With the ends of the model as two blocks more."""
+
+
+def tolerance(config: Config) -> float:
+    """By the narrowest dtype on the way; the plain model's own error does not count."""
+    dtypes = {getattr(config.training, key.removeprefix("training.")) for key in NUMERICS}
+    if "bfloat16" in dtypes:
+        return near.bound(torch.bfloat16, roundings=ROUNDINGS * (config.model.num_layers + 1)) / 2
+    return TOLERANCE["float32" if "float32" in dtypes else "float64"]
 
 
 def check(
@@ -358,20 +406,23 @@ def check(
     changes: dict[str, Any],
     documents: bool = False,
     fault: str = "",
+    timeout: float = 120,
     steps: int = STEPS,
-    timeout: float = 300,
+    freeze: bool = False,
 ) -> dict[str, float]:
-    """Raises unless this mapping agrees with the plain model; returns its errors."""
-    dtype = changes.get("training.dtype", "float64")
-    got = world.run(size, measure, changes, documents, fault, steps, timeout=timeout)[0]
-    want = expected(changes, size, documents, steps)
-    margin = min(min(step.margin, step.drop_margin) for step in want.steps)
-    assert margin > (1e-4 if dtype == "float32" else 1e-9), f"the data leaves routing to rounding: margin {margin}"
-    errors = compare(got, want, read(changes, size))
-    if dtype == "float32":
+    """Raises unless this mapping agrees with the plain model; returns its errors. freeze: a step, with its choices."""
+    config, allowed = read(changes, size), tolerance(read(changes, size))
+    want = expected(changes, size, documents, 1 if freeze else steps)
+    choices = want.steps[0].chosen if freeze else None
+    got = world.run(size, measure, changes, documents, fault, len(want.steps), choices, timeout=timeout)[0]
+    if not freeze:
+        margin, least = min(min(step.margin, step.drop_margin) for step in want.steps), max(1e-9, allowed)
+        assert margin > least, f"the data leaves routing to rounding: margin {margin}, for errors of {allowed}"
+    errors = compare(got, want, config)
+    if allowed > TOLERANCE["float64"]:
         errors.pop("weights")  # AdamW's first steps turn rounding of tiny gradients into whole steps
     worst = max(errors, key=errors.__getitem__)
-    if not errors[worst] <= TOLERANCE[dtype]:
+    if not errors[worst] <= allowed:
         where = error(got.grads, want.steps[0].grads)[1]
         raise AssertionError(f"{worst} is off by {errors[worst]:.2e}; worst gradient {where}; {errors}; {changes}")
     return errors
@@ -410,7 +461,8 @@ def check_biased(size: int, changes: dict[str, Any], bias: list[float]) -> dict[
     want = reference.step(config, weights, grouped(config, 1, 0), 1, given)
     idle = [e for e in range(config.model.num_experts) if all(count[e] == 0 for count in want.counts.values())]
     assert idle, "every expert has tokens"
-    errors = {"grads": error(got.grads, want.grads)[0], "loss": abs(got.loss[0] - want.loss) / want.loss}
+    errors = {"grads": error(got.grads, want.grads)[0], "loss": relative(got.loss[0], want.loss)}
     assert max(errors.values()) <= TOLERANCE["float64"], errors
-    errors["deserted"] = max(float(g[idle].abs().max()) for name, g in got.grads.items() if ".experts." in name)
+    of_experts = [g[idle] for name, g in got.grads.items() if ".experts." in name]
+    errors["deserted"] = max(number(float(g.abs().max())) for g in of_experts)
     return errors

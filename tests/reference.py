@@ -53,6 +53,12 @@ class StepResult:
     grad_norm: float
     counts: dict[int, Tensor]
     """By layer: tokens that chose each expert, before dropping."""
+    chosen: dict[int, Tensor]
+    """By layer: experts of each token (T, K)."""
+    imbalance: dict[int, float]
+    """By layer: the largest count, of the mean."""
+    entropy: dict[int, float]
+    """By layer: of a valid token's shares of the experts, on average."""
     dropped: dict[int, float]
     """By layer: dropped fraction of the (token, expert) pairs."""
     margin: float
@@ -542,6 +548,8 @@ class MoEResult:
     out_TD: Tensor
     terms: dict[str, Tensor]
     counts_E: Tensor
+    routing: Routing
+    entropy: float
     dropped: float
     margin: float
     drop_margin: float
@@ -575,10 +583,13 @@ def moe_layer(
         out_TD = out_TD + shared_TD
 
     routed_pairs = tokens.valid_T.sum().item() * model.top_k
+    share_TE = (routing.scores_TE / routing.scores_TE.sum(-1, keepdim=True)).detach()[tokens.valid_T]
     return MoEResult(
         out_TD,
         balance_terms(model, tokens, routing),
         expert_counts(routing, tokens.valid_T, model.num_experts),
+        routing,
+        torch.special.entr(share_TE).sum(-1).mean().item(),
         1 - kept_TK.sum().item() / routed_pairs,
         routing.margin,
         drop_margin,
@@ -700,6 +711,9 @@ def step(
         grads=grads,
         grad_norm=grad_norm(grads),
         counts={i: layer.counts_E for i, layer in layers.items()},
+        chosen={i: layer.routing.chosen_TK for i, layer in layers.items()},
+        imbalance={i: (layer.counts_E.max() / layer.counts_E.mean()).item() for i, layer in layers.items()},
+        entropy={i: layer.entropy for i, layer in layers.items()},
         dropped={i: layer.dropped for i, layer in layers.items()},
         margin=min((layer.margin for layer in layers.values()), default=math.inf),
         drop_margin=min((layer.drop_margin for layer in layers.values()), default=math.inf),

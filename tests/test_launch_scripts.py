@@ -81,7 +81,7 @@ def zombie(pid: int) -> bool:
         return True
 
 
-def wait_for(condition, seconds: float = 20) -> bool:
+def wait_for(condition, seconds: float = 120) -> bool:
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.05)
@@ -148,7 +148,7 @@ def test_ssh_dry_run_is_what_would_run(fake):
 
 
 def test_a_node_that_fails_ends_the_others(fake):
-    done = launch(SSH, *over_ssh(fake), SSH=f"bash {fake / 'ssh'}", FAILS="3", STAY="yes", timeout=30)
+    done = launch(SSH, *over_ssh(fake), SSH=f"bash {fake / 'ssh'}", FAILS="3", STAY="yes", timeout=150)
     assert done.returncode == 1
     assert f"node 1 (b) failed with exit code 3, stopping the others; its log: {fake}/logs/node1.log" in done.stderr
     assert "boom" in done.stderr and f"node 0 (me@a): exit code 143, {fake}/logs/node0.log" in done.stderr

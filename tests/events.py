@@ -1,0 +1,62 @@
+"""What a program did in which order, and a clock that a test moves: verdicts that do not hang on how fast it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass
+class Event:
+    name: str
+    began: int
+    ended: int = -1
+
+
+class Events:
+    """Named events, each with its two places in the program's order."""
+
+    def __init__(self) -> None:
+        self.all: list[Event] = []
+        self.open: dict[Hashable, Event] = {}
+        self.places = 0
+
+    def _place(self) -> int:
+        self.places += 1
+        return self.places
+
+    def begin(self, name: str, key: Hashable) -> None:
+        """Until `end(key)`: of something issued, up to the wait for it."""
+        self.open[key] = Event(name, self._place())
+        self.all.append(self.open[key])
+
+    def end(self, key: Hashable) -> None:
+        self.open.pop(key).ended = self._place()
+
+    @contextmanager
+    def during(self, name: str) -> Iterator[None]:
+        self.begin(name, key := object())
+        yield
+        self.end(key)
+
+    def of(self, name: str) -> list[Event]:
+        return [event for event in self.all if event.name == name]
+
+    def within(self, inner: str, outer: str) -> int:
+        """How many of the one lie wholly inside some of the other."""
+        around = [(event.began, event.ended) for event in self.of(outer)]
+        return sum(any(a < event.began and event.ended < b for a, b in around) for event in self.of(inner))
+
+
+class Clock:
+    """In place of a module's `time`: it moves when it is told, and by `tick` whenever it is asked."""
+
+    def __init__(self, tick: float = 0.0):
+        self.now, self.tick = 0.0, tick
+
+    def perf_counter(self) -> float:
+        self.now += self.tick
+        return self.now
+
+    monotonic = perf_counter
