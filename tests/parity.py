@@ -84,10 +84,14 @@ def read(changes: dict[str, Any], size: int) -> Config:
 
 
 def sample(config: Config, number: int, clean: bool = False) -> Batch:
-    """Sample of a global number: random tokens; some end in padding, one is all padding, some labels have no loss."""
+    """Sample of a global number: random tokens; some end in padding, one is all padding, some labels have no loss.
+
+    It begins with five equal tokens: as long as they see nothing else, they are equal in every layer.
+    """
     length = config.training.seq_len
     ids = counted.bits(counted.key("sample", config.training.seed), number * 1000 + torch.arange(length + 1))
     ids = ids % config.model.vocab_size
+    ids[1:5] = ids[0]
     labels, valid = ids[1:].clone(), torch.ones(length, dtype=torch.bool)
     if not clean:
         labels[number % 3 :: 7] = IGNORE
@@ -100,15 +104,18 @@ def sample(config: Config, number: int, clean: bool = False) -> Batch:
 
 
 def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
-    """documents: with positions in no order. RoPE sees distances alone, so that positions within documents would give
-    the right numbers even if they never reached it."""
+    """documents: of 1 to 5 tokens, which begin with the sample's first; with positions in no order. RoPE sees distances
+    alone, so that positions within documents would give the right numbers even if they never reached it."""
     tokens, labels, valid, *_ = zip(*(sample(config, n) for n in numbers), strict=True)
     length = config.training.seq_len
     document = position = None
+    tokens = torch.stack(tokens)
     if documents:
-        document = torch.stack([torch.arange(length) // (3 + n % 5) for n in numbers])
+        document = torch.stack([torch.arange(length) // (1 + n % 5) for n in numbers])
         position = torch.stack([(torch.arange(length) * (7 + 2 * n)) % (length + 3) for n in numbers])
-    return Batch(torch.stack(tokens), torch.stack(labels), torch.stack(valid), document, position)
+        begins = document.diff(dim=1, prepend=document.new_full((len(numbers), 1), -1)) > 0
+        tokens = tokens.where(~begins, tokens[:, :1])
+    return Batch(tokens, torch.stack(labels), torch.stack(valid), document, position)
 
 
 def grouped(config: Config, dp: int, step: int, documents: bool = False) -> list[list[Batch]]:

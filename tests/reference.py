@@ -64,7 +64,7 @@ class StepResult:
     margin: float
     """Smallest lead of a chosen over an unchosen expert (or group) in any token and layer."""
     drop_margin: float
-    """Smallest lead of a kept over a dropped weight in any scope, expert and layer; by position: infinite."""
+    """By what part of themselves weights must change at least for another pair to be dropped; by position: infinite."""
 
 
 @dataclass
@@ -471,6 +471,33 @@ def owners(slices: Slices, positions: int) -> Tensor:
     return torch.tensor(slices)
 
 
+class Rounded(NamedTuple):
+    """A weight among the numbers of 8 significant bits."""
+
+    number: int
+    """Theirs in rising order."""
+    down: float
+    """What part of itself it has to lose to become the one before."""
+    up: float
+
+
+def rounded(weight: float) -> Rounded:
+    share, power = math.frexp(max(weight, 1e-30))
+    place = round(256 * share)  # 128 to 256
+    beyond = 256 * share - place
+    # Below 128 numbers lie twice as dense. Float32 on the way to 8 bits moves where rounding turns, by 2^-24 at most.
+    down, up = ((0.25 if place == 128 else 0.5) + beyond) / (256 * share), (0.5 - beyond) / (256 * share)
+    return Rounded(128 * power + place, down - 2**-24, up - 2**-24)
+
+
+def lead(kept: tuple[Rounded, int, int], dropped: tuple[Rounded, int, int]) -> float:
+    """By what part of themselves two weights must change for the dropped one to come first."""
+    steps = kept[0].number - dropped[0].number + (kept[1] < dropped[1])
+    if steps > 2:
+        return math.inf  # more than a step of 1/256, which no rounding makes up for
+    return (min if steps == 1 else max)(kept[0].down, dropped[0].up)
+
+
 def keep(config: Config, tokens: Tokens, routing: Routing, slices: Slices) -> tuple[Tensor, float]:
     """(T, K): which routed pairs are computed. At most C per scope and expert."""
     model, moe = config.model, config.moe
@@ -486,18 +513,17 @@ def keep(config: Config, tokens: Tokens, routing: Routing, slices: Slices) -> tu
         size = tokens.samples_per_microbatch * positions // len(owner_S.unique())
     capacity = math.ceil(moe.capacity_factor * model.top_k * size / model.num_experts)
 
-    bins: dict[tuple[int, ...], list[tuple[float, int, int]]] = defaultdict(list)
+    bins: dict[tuple[int, ...], list[tuple[Rounded, int, int]]] = defaultdict(list)
     scope, chosen, weight = scope_T.tolist(), routing.chosen_TK.tolist(), routing.weights_TK.tolist()
     for t in tokens.valid_T.nonzero().flatten().tolist():
         for k in range(model.top_k):
-            bins[(*scope[t], chosen[t][k])].append((weight[t][k], t, k))
+            bins[(*scope[t], chosen[t][k])].append((rounded(weight[t][k]), t, k))
 
     margin = math.inf
     for pairs in bins.values():
         if moe.drop_policy == "probability":
-            pairs.sort(key=lambda pair: -pair[0])  # stable: among equals the earlier position stays first
-            if len(pairs) > capacity:
-                margin = min(margin, pairs[capacity - 1][0] - pairs[capacity][0])
+            pairs.sort(key=lambda pair: -pair[0].number)  # stable: among equals the earlier position stays first
+            margin = min([margin, *(lead(a, b) for a in pairs[:capacity] for b in pairs[capacity:])])
         for _, t, k in pairs[capacity:]:
             kept_TK[t, k] = False
     return kept_TK, margin

@@ -34,9 +34,6 @@ def candidates(world: int, count: int) -> list[tuple[Fold, dict[str, str]]]:
             del choice["schedule"]
         if fold.cp == 1:
             del choice["cp"]
-        if choice["dropping"].startswith("probability"):
-            # Equal tokens that begin documents are equal in every way: which of them to drop is left to rounding.
-            choice["documents"] = "no"
         out.append((fold, choice))
     return out
 

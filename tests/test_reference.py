@@ -360,12 +360,41 @@ def test_capacity_keeps_exactly_the_best(policy, scope, slices):
             if policy == "position":
                 assert kept == sorted(kept, reverse=True)
             elif len(routed) > capacity:
-                gap = min(w for w, k in routed if k) - max(w for w, k in routed if not k)
-                assert gap >= margin > 0
+                kept_weights, others = (torch.tensor([w for w, k in routed if k == of]) for of in (True, False))
+                assert kept_weights.bfloat16().min() >= others.bfloat16().max()
     assert over > 3
     assert not kept_TK[~tokens.valid_T].any()
     if policy == "position":
         assert margin == math.inf
+        return
+    margin = min(margin, 1 / 512)
+    assert margin > 1e-6
+    for sign in torch.ones_like(routing.weights_TK).expand(20, -1, -1).bernoulli(0.5) * 2 - 1:
+        moved = replace(routing, weights_TK=routing.weights_TK * (1 + 0.99 * margin * sign))
+        assert torch.equal(reference.keep(config, tokens, moved, slices)[0], kept_TK)
+
+
+@pytest.mark.parametrize(
+    ("kept", "dropped", "margin"),
+    [
+        ((1.0, 0), (1.0, 1), 1 / 512),  # the first has 1/256 below it, half of that to the turn; the second 1/128 above
+        ((1.0, 1), (255 / 256, 0), 1 / 512),  # one step ahead, but later
+        (
+            (1.0, 0),
+            (255 / 256, 1),
+            1 / 510,
+        ),  # one step ahead and earlier: both must move, the other by 1/512 of 255/256
+        (
+            (1.0 + 0.9 / 256, 0),
+            (1.0 + 0.8 / 256, 1),
+            0.2 / 256.8,
+        ),  # both rounded down to 1: the one just below the turn
+        ((1.0 - 0.4 / 256, 1), (253 / 256, 0), math.inf),
+    ],
+)
+def test_how_far_dropping_is_from_another_choice(kept, dropped, margin):
+    pairs = [(reference.rounded(weight), position, 0) for weight, position in (kept, dropped)]
+    assert reference.lead(*pairs) == pytest.approx(margin, abs=1e-7)
 
 
 def test_equal_weights_keep_the_earlier():
@@ -375,7 +404,7 @@ def test_equal_weights_keep_the_earlier():
     routing = Routing(torch.zeros(8, 6), torch.zeros(8, 6), chosen, torch.full((8, 2), 0.5), 0.0)
     kept_TK, margin = reference.keep(config, tokens, routing, 1)  # C = ceil(0.5 * 2 * 8 / 6) = 2
     assert kept_TK.tolist() == [[True, True]] * 2 + [[False, False]] * 6
-    assert margin == 0
+    assert margin == pytest.approx(1 / 512, abs=1e-7)
 
 
 def test_ample_capacity_changes_nothing():

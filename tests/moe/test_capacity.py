@@ -68,6 +68,30 @@ def test_equal_weights_keep_the_earlier_token_wherever_it_lies() -> None:
     assert over_capacity(chosen, weights, order, scope, 2, 2).flatten().tolist() == [True, False, True, False]
 
 
+def test_tokens_that_differ_by_rounding_are_equal_under_any_order_of_rows() -> None:
+    """12 tokens of two kinds: each of 20 mappings has them in an order of its own and rounds their weights its way."""
+    kind_T = torch.tensor([0.3, 0.7]).double().repeat(6)
+    one = capacity(capacity_factor=7 / 6, top_k=1)  # C is ceil(7 / 6 * 12 / 4) = 4 of the 6 of the better kind
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        order_T = torch.randperm(12, generator=generator)
+        noise_T = 1e-7 * torch.randn(12, generator=generator, dtype=torch.float64)
+        weights_TK = (kind_T * (1 + noise_T))[order_T].unsqueeze(1)
+        owned = tokens(1, 12)._replace(index_T=order_T)
+        kept_T = one.drop(torch.zeros(12, 1, dtype=torch.int64), weights_TK, owned, 1).flatten()
+        assert sorted(order_T[kept_T == 0].tolist()) == [1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_weights_compete_by_8_significant_bits(dtype: torch.dtype) -> None:
+    """1 / 128 is the last of the 8 bits at 1; beyond half of it a weight is larger, below it is equal and later."""
+    for more, first in ((0.6 / 128, 1), (0.4 / 128, 0), (0.0, 0), (-0.3 / 256, 0)):
+        one = capacity(capacity_factor=2.0, top_k=1, drop_policy="probability")  # C = 1
+        weights_TK = torch.tensor([[1.0], [1.0 + more]], dtype=torch.float64).to(dtype)
+        kept = one.drop(torch.zeros(2, 1, dtype=torch.int64), weights_TK, tokens(1, 2), 1).flatten().tolist()
+        assert kept == [0 if i == first else 4 for i in range(2)]
+
+
 def capacity(size: int = 1, top_k: int = 2, **options: Any) -> Capacity:
     out = Capacity(Model(num_experts=4, top_k=top_k), MoE(**options))
     out.sequence = Group("unused", size, 0)

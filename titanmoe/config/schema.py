@@ -315,7 +315,7 @@ class MoE:
     capacity_factor: float = 0.0
     """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
     drop_policy: Literal["probability", "position"] = "probability"
-    """Over capacity, drop the least probable tokens or strictly the last ones."""
+    """Over capacity, drop the least probable tokens (weights compared in bfloat16, of equals the last) or strictly the last ones."""
     capacity_scope: Literal["sub_sequence", "full_sequence"] = "sub_sequence"
     """sub_sequence: each rank drops among its own tokens, no extra communication. full_sequence: per sample, the same under every mapping."""
     pad_to_capacity: bool = False

@@ -42,19 +42,22 @@ class Capacity:
         scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)
         group = self.sequence if self.full else ALONE
         positions = owned // samples * group.size if self.full else owned
-        chosen_NK, weights_NK, order_N, scope_N = (
-            all_gather(x, 0, group) for x in (chosen_TK, weights_TK.detach(), tokens.index_T, scope_T)
-        )
-        over_NK = over_capacity(
-            chosen_NK,
-            weights_NK if self.options.drop_policy == "probability" else None,
-            order_N,
-            scope_N,
-            self.model.num_experts,
-            self.of(positions),
-        )
+        chosen_NK, order_N, scope_N = (all_gather(x, 0, group) for x in (chosen_TK, tokens.index_T, scope_T))
+        weight_NK = None
+        if self.options.drop_policy == "probability":
+            weight_NK = ordered(all_gather(weights_TK.detach().to(torch.bfloat16), 0, group))
+        over_NK = over_capacity(chosen_NK, weight_NK, order_N, scope_N, self.model.num_experts, self.of(positions))
         over_TK = over_NK[group.rank * owned : (group.rank + 1) * owned]
         return chosen_TK.masked_fill(over_TK, self.model.num_experts)
+
+
+def ordered(weights: Tensor) -> Tensor:
+    """Weights of 0 or more in bfloat16 as integers of the same order.
+
+    Equal tokens have weights that differ by rounding, and otherwise under every mapping. With 8 significant bits they
+    are equal, and positions decide. As integers, because a compiler may leave out a rounding that it can see is undone.
+    """
+    return weights.view(torch.int16)
 
 
 def over_capacity(
