@@ -27,6 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titanmoe.config.parse_json import parse_json
+
 FORMAT = 1
 MANIFEST, LATEST, CARRIED = "manifest.json", "latest", "hf"
 WRITING, REMOVING = ".writing", ".removing"
@@ -70,7 +72,7 @@ def name_of(step: int) -> str:
 def read_manifest(folder: Path) -> Manifest:
     file = folder / MANIFEST
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = parse_json(file.read_text(encoding="utf-8"))
         version = data["format"]
         if not isinstance(version, int):
             raise ValueError(f"format {version!r}")

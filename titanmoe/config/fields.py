@@ -104,7 +104,7 @@ def toml_value(value: Any) -> str:
         return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml_value(item)}" for key, item in value.items()) + "}"
-    return str(value)
+    return ranges.digits(value) if isinstance(value, int) else str(value)
 
 
 def to_toml(config: Config) -> str:

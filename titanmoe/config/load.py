@@ -16,9 +16,11 @@ from titanmoe.config import laws, ranges
 from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
 from titanmoe.config.recipe import Recipe, RecipeError, read
 from titanmoe.config.schema import Config
-from titanmoe.config.values import Misfit, fit, fit_texts, nearest, shown
+from titanmoe.config.values import Misfit, fit, fit_texts, nearest, shortened, shown
 
 Preset = Callable[[str, str], dict[str, object]]
+HINTS = 20
+"""Problems by which an unknown name still gets the one perhaps meant: each is compared with every field's."""
 
 
 class ConfigError(ValueError):
@@ -80,7 +82,7 @@ def load(
         raise ConfigError([str(error), *asked.problems], source) from None
     given.problems += asked.problems
     for path, texts in asked.overrides.items():
-        given.put(path, fit_texts(texts, fields()[path]), " ".join(texts) or '""', on_command_line=True)
+        given.put(path, fit_texts(texts, fields()[path]), shortened(" ".join(texts)) or '""', on_command_line=True)
 
     fallback = _fallback(given, preset)
     values = fallback | given.values
@@ -197,9 +199,9 @@ def _split(argv: Sequence[str]) -> _Asked:
             members = ", ".join(f"--{path}" for path, it in fields().items() if it.table == name)
             asked.problems.append(f"command line: --{name} is a table, not a field: its fields are {members}")
         else:
-            near = nearest(name)
+            near = nearest(name) if len(asked.problems) < HINTS else ""
             hint = f"did you mean --{near}?" if near else "--help lists all"
-            asked.problems.append(f"command line: unknown option --{name}: {hint}")
+            asked.problems.append(f"command line: unknown option --{shortened(name)}: {hint}")
     return asked
 
 
@@ -217,7 +219,8 @@ def _take(data: dict[str, Any], prefix: str, given: _Given) -> None:
             given.blame((path,), f"{path} = {shown(value)} is not a table: write [{path}] and its fields below")
         else:
             kind = "table" if isinstance(value, dict) else "key"
-            given.blame((path,), f"unknown {kind} {path}: {_hint(path)}")
+            hint = _hint(path) if len(given.problems) < HINTS else "--help lists all fields"
+            given.blame((path,), f"unknown {kind} {shortened(path)}: {hint}")
 
 
 def _hint(path: str) -> str:

@@ -30,67 +30,77 @@ class Range(NamedTuple):
 
     def __str__(self) -> str:
         if self.high is not None:
-            return f"in {'(' if self.without_low else '['}{self.low}, {self.high}{')' if self.without_high else ']'}"
+            text = f"in {'(' if self.without_low else '['}{self.low}, {self.high}{')' if self.without_high else ']'}"
+            return f"{text}{', or -1' if self.derived else ''}"
         return f"{'above' if self.without_low else 'at least'} {self.low}{', or -1' if self.derived else ''}"
 
 
 COUNT = Range(1)
-DERIVED = Range(1, derived=True)
 NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, without_low=True)
 FRACTION = Range(0, 1)
 BELOW_ONE = Range(0, 1, without_high=True)
 
+# The largest sizes come before anything is built from them: loops and lists are made per layer, expert and rank. Each
+# is far above any model that has been published (126 layers, 384 experts, a vocabulary of 262,144).
+LAYERS = 10_000
+WIDTH = 2**20
+EXPERTS = 2**16
+RANKS = 2**20
+TOKENS = 2**31
+SECONDS = 31_536_000  # a year; a timedelta holds no 2**63 seconds
+
 RANGES = {
-    "model.vocab_size": Range(2),
-    "model.dim": COUNT,
-    "model.num_layers": COUNT,
-    "model.num_heads": COUNT,
-    "model.num_kv_heads": COUNT,
-    "model.head_dim": Range(2),
-    "model.sliding_window": NOT_NEGATIVE,
-    "model.full_attention_every": NOT_NEGATIVE,
-    "model.kv_lora_rank": NOT_NEGATIVE,
-    "model.q_lora_rank": NOT_NEGATIVE,
-    "model.qk_nope_head_dim": NOT_NEGATIVE,
-    "model.qk_rope_head_dim": NOT_NEGATIVE,
-    "model.v_head_dim": NOT_NEGATIVE,
+    "model.vocab_size": Range(2, 2**24),
+    "model.dim": Range(1, WIDTH),
+    "model.num_layers": Range(1, LAYERS),
+    "model.num_heads": Range(1, WIDTH),
+    "model.num_kv_heads": Range(1, WIDTH),
+    "model.head_dim": Range(2, WIDTH),
+    "model.sliding_window": Range(0, TOKENS),
+    "model.full_attention_every": Range(0, LAYERS),
+    "model.kv_lora_rank": Range(0, WIDTH),
+    "model.q_lora_rank": Range(0, WIDTH),
+    "model.qk_nope_head_dim": Range(0, WIDTH),
+    "model.qk_rope_head_dim": Range(0, WIDTH),
+    "model.v_head_dim": Range(0, WIDTH),
     "model.rope_theta": POSITIVE,
     "model.rope_factor": COUNT,
-    "model.rope_original_len": COUNT,
+    "model.rope_original_len": Range(1, TOKENS),
     "model.rope_beta_fast": POSITIVE,
     "model.rope_beta_slow": POSITIVE,
     "model.rope_mscale": NOT_NEGATIVE,
     "model.rope_mscale_all_dim": NOT_NEGATIVE,
     "model.norm_eps": POSITIVE,
-    "model.num_dense_layers": NOT_NEGATIVE,
-    "model.dense_hidden": NOT_NEGATIVE,
-    "model.moe_every": COUNT,
-    "model.num_experts": COUNT,
-    "model.top_k": COUNT,
-    "model.expert_hidden": COUNT,
-    "model.shared_hidden": NOT_NEGATIVE,
+    "model.num_dense_layers": Range(0, LAYERS),
+    "model.dense_hidden": Range(0, 2**24),
+    "model.moe_every": Range(1, LAYERS),
+    "model.num_experts": Range(1, EXPERTS),
+    "model.top_k": Range(1, EXPERTS),
+    "model.expert_hidden": Range(1, 2**24),
+    "model.shared_hidden": Range(0, 2**24),
     "model.route_scale": POSITIVE,
-    "model.num_groups": COUNT,
-    "model.top_groups": COUNT,
+    "model.num_groups": Range(1, EXPERTS),
+    "model.top_groups": Range(1, EXPERTS),
     "model.mtp_depth": Range(0, 1),
     "model.init_std": POSITIVE,
     "data.weights": NOT_NEGATIVE,
-    "data.workers": NOT_NEGATIVE,
-    "data.prefetch": COUNT,
+    "data.workers": Range(0, 1024),
+    "data.prefetch": Range(1, 2**16),
+    "data.max_document_mb": Range(1, 2**20),
     "validation.interval": NOT_NEGATIVE,
     "validation.steps": NOT_NEGATIVE,
     "validation.held_out": NOT_NEGATIVE,
     "training.steps": COUNT,
-    "training.seq_len": COUNT,
-    "training.local_batch_size": COUNT,
-    "training.global_batch_size": DERIVED,
+    "training.seq_len": Range(1, TOKENS),
+    "training.local_batch_size": Range(1, TOKENS),
+    "training.global_batch_size": Range(1, TOKENS, derived=True),
     "training.mtp_weight": NOT_NEGATIVE,
-    "training.loss_chunks": Range(0, derived=True),
+    "training.loss_chunks": Range(0, 2**24, derived=True),
     "training.seed": NOT_NEGATIVE,
     "training.gc_every": COUNT,
-    "training.first_step_timeout_s": COUNT,
-    "training.timeout_s": COUNT,
+    "training.first_step_timeout_s": Range(1, SECONDS),
+    "training.timeout_s": Range(1, SECONDS),
     "optimizer.lr": NOT_NEGATIVE,
     "optimizer.beta1": BELOW_ONE,
     "optimizer.beta2": BELOW_ONE,
@@ -100,20 +110,20 @@ RANGES = {
     "lr_schedule.warmup_steps": NOT_NEGATIVE,
     "lr_schedule.decay_fraction": FRACTION,
     "lr_schedule.min_ratio": FRACTION,
-    "parallelism.dp_replicate": COUNT,
-    "parallelism.dp_shard": DERIVED,
-    "parallelism.cp": COUNT,
-    "parallelism.tp": COUNT,
-    "parallelism.pp": COUNT,
-    "parallelism.node": DERIVED,
-    "parallelism.experts.ep": COUNT,
-    "parallelism.experts.etp": COUNT,
-    "parallelism.experts.edp": DERIVED,
-    "parallelism.experts.edp_replicate": DERIVED,
-    "pipeline.virtual_stages": DERIVED,
-    "pipeline.layers_per_stage": NOT_NEGATIVE,
+    "parallelism.dp_replicate": Range(1, RANKS),
+    "parallelism.dp_shard": Range(1, RANKS, derived=True),
+    "parallelism.cp": Range(1, RANKS),
+    "parallelism.tp": Range(1, RANKS),
+    "parallelism.pp": Range(1, RANKS),
+    "parallelism.node": Range(1, RANKS, derived=True),
+    "parallelism.experts.ep": Range(1, RANKS),
+    "parallelism.experts.etp": Range(1, RANKS),
+    "parallelism.experts.edp": Range(1, RANKS, derived=True),
+    "parallelism.experts.edp_replicate": Range(1, RANKS, derived=True),
+    "pipeline.virtual_stages": Range(1, 1024, derived=True),
+    "pipeline.layers_per_stage": Range(0, LAYERS),
     "moe.symm_mem_factor": COUNT,
-    "moe.overlap_chunks": DERIVED,
+    "moe.overlap_chunks": Range(1, 2**16, derived=True),
     "moe.capacity_factor": NOT_NEGATIVE,
     "moe.jitter": BELOW_ONE,
     "moe.aux_loss": NOT_NEGATIVE,
@@ -129,11 +139,16 @@ RANGES = {
     "metrics.experts_every": Range(0, derived=True),
     "metrics.peak_tflops": NOT_NEGATIVE,
     "profile.steps": COUNT,
-    "profile.ranks": NOT_NEGATIVE,
+    "profile.ranks": Range(0, RANKS),
 }
 """By path; a list's range is its items'."""
 
 LIMIT = 2**63
+
+
+def digits(number: float) -> str:
+    """As text; Python writes out no integer of thousands of digits."""
+    return hex(number)[:40] + "..." if isinstance(number, int) and number.bit_length() > 256 else str(number)
 
 
 def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
@@ -145,7 +160,8 @@ def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
         for place, number in enumerate(value if several else [value]):
             name = f"{path}[{place}]" if several else path
             if not -LIMIT < number < LIMIT:  # a NaN is not within either
-                found.append(Violation((path,), f"{name} = {number} is no finite 64-bit number: it must be {limits}"))
+                text = f"{name} = {digits(number)} is no finite 64-bit number: it must be {limits}"
+                found.append(Violation((path,), text))
             elif number not in limits:
                 found.append(Violation((path,), f"{name} = {number} is out of range: it must be {limits}"))
     return found

@@ -11,6 +11,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+MOST_BYTES = 1 << 20
+"""Of a recipe, which is read as a whole."""
+MOST_DEPTH = 16
+"""Of tables and lists in each other; a recipe needs 3."""
+MOST_READ_AGAIN = 2 << 20
+"""Characters that are read again to find the lines of keys; those found by then have their lines."""
+
+
+_PART = re.compile(r"""[ \t]*("[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*""")
+
+
+_CLOSES = re.compile(r"""[]}]|\"{3}|'{3}""")
+
 
 class RecipeError(ValueError):
     """The file cannot be read, or is not TOML."""
@@ -34,15 +47,24 @@ class Recipe:
     def lines(self) -> dict[str, int]:
         """The line on which each key's statement begins: cut before it, the text has the key no more."""
         found: dict[str, int] = {}
-        begin, lines = 1, self.text.split("\n")
-        for count in range(1, len(lines) + 1):
+        begin, header, statement, again = 1, "", "", 0
+        for number, line in enumerate(self.text.split("\n"), 1):
+            if statement and not _CLOSES.search(line):  # spares an array of many lines a reading at each
+                statement += line + "\n"
+                continue
+            statement += line + "\n"
+            again += len(header) + len(statement)
+            if again > MOST_READ_AGAIN:
+                break
             try:
-                data = toml().loads("\n".join(lines[:count]))
+                data = parsed(header + statement)
             except ValueError:  # inside a statement of several lines
                 continue
             for path in _paths(data):
                 found.setdefault(path, begin)
-            begin = count + 1
+            if statement.lstrip().startswith("["):
+                header = statement
+            begin, statement = number + 1, ""
         return found
 
     def where(self, path: str) -> str:
@@ -51,7 +73,11 @@ class Recipe:
 
 def read(name: str) -> Recipe:
     try:
-        text = Path(name).read_text(encoding="utf-8-sig")
+        with open(name, "rb") as stream:
+            data = stream.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise RecipeError(f"{name}: has more than {MOST_BYTES:,} bytes, the most of a recipe: name another file")
+        text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise RecipeError(f"{name}: there is no such file{_hint(Path(name))}") from None
     except OSError as error:
@@ -60,9 +86,39 @@ def read(name: str) -> Recipe:
         line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
         raise RecipeError(f"{name}:{line}: byte {byte:#x} is not UTF-8: save the file as UTF-8") from None
     try:
-        return Recipe(name, text, toml().loads(text))
+        return Recipe(name, text, parsed(text))
     except ValueError as error:
         raise RecipeError(_not_toml(name, text, str(error))) from None
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """What a text of TOML says; ValueError if it is none, or nested too deeply for the rest of the program."""
+    too_deep = ValueError(f"tables or lists lie in each other more than {MOST_DEPTH} deep, and no field does")
+    if _longest_key(text) > 4 * MOST_DEPTH:
+        raise too_deep
+    try:
+        data = toml().loads(text)
+    except RecursionError:
+        raise too_deep from None
+    level: list[Any] = [data]
+    for _ in range(MOST_DEPTH + 1):
+        level = [it for value in level if isinstance(value, dict | list) for it in _items(value)]
+    if level:
+        raise too_deep
+    return data
+
+
+def _longest_key(text: str) -> int:
+    """Most parts between dots that could be one key's (or stand in a text): their parser takes the square of it."""
+    longest = run = 0
+    for part in text.split("."):
+        run = run + 1 if _PART.fullmatch(part) else 0
+        longest = max(longest, run)
+    return longest
+
+
+def _items(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
 
 
 def _hint(path: Path) -> str:
@@ -79,6 +135,7 @@ def _not_toml(name: str, text: str, why: str) -> str:
     line, column = map(int, place.groups())
     hint = " (text stands in double quotes; true and false are lower case)" if why.startswith("Invalid value") else ""
     quoted = text.split("\n")[line - 1].strip()
+    quoted = quoted if len(quoted) <= 120 else f"{quoted[:117]}..."
     return f"{name}:{line}:{column}: is not TOML: {why[: place.start()]}{hint}" + (f", in: {quoted}" if quoted else "")
 
 

@@ -143,6 +143,8 @@ class Data:
     """For chats, a Jinja file. Empty: the tokenizer folder's own."""
     bad_lines: Literal["error", "skip"] = "error"
     """What is no UTF-8, no JSON or lacks the field. error: names the line and ends. skip: leaves it out and says how many."""
+    max_document_mb: int = 128
+    """Most MiB, unpacked, of a text file, a line of JSONL or a value of Parquet; anything longer ends the reading. It keeps a small packed file from filling the memory. Raise it for longer documents: reading one takes several times its size."""
     cache: str = "cache"
     """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. Large sets: `titanmoe tokenize` beforehand."""
     packing: Literal["stream", "documents", "best_fit"] = "stream"

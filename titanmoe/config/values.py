@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache
 from typing import Any, NamedTuple
 
 from titanmoe.config import ranges
 from titanmoe.config.fields import Field, fields, tables, toml_value
-from titanmoe.config.recipe import toml
+from titanmoe.config.recipe import parsed
 
 
 class Misfit(NamedTuple):
@@ -43,7 +44,7 @@ def fit_texts(texts: list[str], target: Field) -> Any:
         return []
     if len(texts) == 1 and texts[0].startswith("["):
         try:
-            return fit(toml().loads(f"list = {texts[0]}")["list"], target)
+            return fit(parsed(f"list = {texts[0]}")["list"], target)
         except ValueError:
             return fit(texts[0], target)
     values = [parse(text, target.item) for text in texts]
@@ -61,13 +62,16 @@ def parse(text: str, kind: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    text = toml_value(value)
+    return shortened(toml_value(value))
+
+
+def shortened(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def _correction(value: Any, target: Field) -> str:
     if target.choices:
-        near = closest(str(value), target.choices)
+        near = closest(value if isinstance(value, str) else toml_value(value), target.choices)
         return f": did you mean {near}?" if near else ""
     if target.item:
         sample = (
@@ -91,10 +95,15 @@ def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     return next(iter(get_close_matches(name.lower(), known, n=1, cutoff=cutoff)), "")
 
 
+@cache
+def _names() -> dict[str, tuple[str, str, str]]:
+    return {other: other.rpartition(".") for other in [*fields(), *tables()]}
+
+
 def nearest(path: str) -> str:
     """The field or table perhaps meant: the same name elsewhere, a like one in the same table, a like one; or empty."""
     table, _, name = path.replace("-", "_").rpartition(".")
-    known = {other: other.rpartition(".") for other in [*fields(), *tables()]}
+    known = _names()
     same = [other for other, (_, _, its) in known.items() if its == name]
     if same:
         return closest(path, same) or same[0]

@@ -31,6 +31,7 @@ def open_documents(config: Config, entry: str) -> ShardDocuments:
 def _cached(config: Config, entry: str, name: str) -> Path:
     data = config.data
     job = Job([entry], "", data.tokenizer, data.format, data.field, data.chat_template, data.bad_lines)
+    job = replace(job, max_document_mb=data.max_document_mb)
     planned = plan(job)
     _fits(config, entry, planned.tokenizer.vocab_size)
     out = Path(config.job.dump_folder, data.cache, planned.identity)

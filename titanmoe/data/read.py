@@ -14,13 +14,21 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titanmoe.config import ConfigError
+from titanmoe.data.unpack import PACKED, opened
 
 KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-PACKED = (".gz", ".zst")
+MIB = 1 << 20
+MOST_VALUES = 4_000_000
+"""In one line of JSONL; a parsed value takes up to 100 bytes, however short it was written."""
+MOST_ROWS = 256
+"""Of Parquet that are held at once."""
+MOST_RATIO = 256
+"""Of a large group of rows of Parquet, unpacked to packed: text comes to 3 to 20."""
 
 
 class Bad(NamedTuple):
@@ -143,10 +151,29 @@ def spans(source: Source, size: int) -> Iterator[Span]:
 
 
 class Reader:
-    """The documents of a span. `at` is how far into its bytes the reading is."""
+    """The documents of a span. `at` is how far into its bytes the reading is.
 
-    def __init__(self, span: Span, field: str):
+    most_mb: of one document, unpacked. What is longer ends the reading whatever is done about bad lines, since to pass
+    over it would be to unpack it.
+    """
+
+    def __init__(self, span: Span, field: str, most_mb: int = 128):
         self.span, self.field, self.at = span, field, 0
+        self.most_mb, self.most = most_mb, most_mb * MIB
+
+    def _too_long(self, where: str, what: str) -> ConfigError:
+        return ConfigError(
+            [
+                f"{where}: {what} has more than {self.most_mb} MiB unpacked, the most of a document "
+                "(max_document_mb): raise that, or leave it out"
+            ]
+        )
+
+    def _line(self, stream: io.BufferedIOBase, where: Callable[[], str]) -> bytes:
+        line = stream.readline(self.most + 1)
+        if len(line) > self.most:
+            raise self._too_long(where(), "the line")
+        return line
 
     def __iter__(self) -> Iterator[Record | Bad]:
         """The field of each line or row; all of a text."""
@@ -155,8 +182,10 @@ class Reader:
         return self._parquet() if self.span.kind == "parquet" else self._jsonl()
 
     def _text(self) -> Iterator[Record | Bad]:
-        with _open(self.span.file) as (stream, _), _reading(self.span.file):
-            data = stream.read()
+        with opened(self.span.file) as (stream, _), _reading(self.span.file):
+            data = stream.read(self.most + 1)
+            if len(data) > self.most:
+                raise self._too_long(self.span.file, "the text")
         self.at = self.span.bytes
         if not data:
             yield Bad(f"{self.span.file} is empty")
@@ -169,16 +198,15 @@ class Reader:
 
     def _jsonl(self) -> Iterator[Record | Bad]:
         span, packed = self.span, self.span.file.endswith(PACKED)
-        with _open(span.file) as (stream, raw), _reading(span.file):
+        with opened(span.file) as (stream, raw), _reading(span.file):
             place = start = span.start
             if start:
                 stream.seek(start - 1)
-                place = start = start - 1 + len(stream.readline())
-            line = b""
-            for number, line in enumerate(stream, 1):
-                if place >= span.stop and not packed:
-                    break
+                place = start = start - 1 + len(self._line(stream, partial(_line_number, span.file, start - 1, 1)))
+            for number in count(1):
                 where = partial(_line_number, span.file, start, number)
+                if (place >= span.stop and not packed) or not (line := self._line(stream, where)):
+                    break
                 place += len(line)
                 self.at = min(raw.tell() if packed else place - span.start, span.bytes)
                 if not line.isspace():
@@ -195,11 +223,33 @@ class Reader:
                 raise ConfigError([_no_field(span.file, self.field, names)])
             rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
             row, of_span, done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
-            for batch in file.iter_batches(256, row_groups=range(span.start, span.stop), columns=[self.field]):
-                for value in batch.column(0).to_pylist():
-                    row, done = row + 1, done + 1
-                    self.at = span.bytes * done // of_span
-                    yield Record(partial("{}: row {}".format, span.file, row), value)
+            for group in range(span.start, span.stop):
+                for batch in file.iter_batches(
+                    self._rows_at_once(file, group), row_groups=[group], columns=[self.field]
+                ):
+                    column = batch.column(0)
+                    for n in range(len(column)):
+                        row, done = row + 1, done + 1
+                        self.at = span.bytes * done // of_span
+                        where = partial("{}: row {}".format, span.file, row)
+                        if column.nbytes > self.most and column.slice(n, 1).nbytes > self.most:
+                            raise self._too_long(where(), repr(self.field))
+                        yield Record(where, column[n].as_py())
+
+    def _rows_at_once(self, file: Any, group: int) -> int:
+        """As many as fit into a few documents, were each as long as its whole group of rows: a dictionary makes many
+        long rows of one."""
+        found = file.metadata.row_group(group)
+        columns = [found.column(n) for n in range(found.num_columns)]
+        own = [its for its in columns if its.path_in_schema.split(".")[0] == self.field]
+        unpacked = sum(its.total_uncompressed_size for its in own)
+        packed = sum(its.total_compressed_size for its in own)
+        if unpacked > self.most and unpacked > MOST_RATIO * packed:
+            raise self._too_long(
+                f"{self.span.file}: row group {group + 1}",
+                f"{self.field!r}, {packed:,} bytes packed {MOST_RATIO} to 1,",
+            )
+        return max(1, min(MOST_ROWS, 4 * self.most // max(1, unpacked)))
 
 
 def _line_number(file: str, start: int, number: int) -> str:
@@ -215,6 +265,8 @@ def _line_number(file: str, start: int, number: int) -> str:
 def _record(line: bytes, where: Callable[[], str], field: str) -> Record | Bad:
     try:
         text = line.rstrip(b"\r\n").decode("utf-8")
+        if len(line) > MOST_VALUES and _values(line) > MOST_VALUES:
+            return Bad(f"{where()}: holds more than {MOST_VALUES:,} values, the most of a line")
         record = json.loads(text)
     except UnicodeDecodeError as error:
         return Bad(f"{where()}: byte {error.start} of the line is no UTF-8 ({error.reason})")
@@ -222,15 +274,36 @@ def _record(line: bytes, where: Callable[[], str], field: str) -> Record | Bad:
         reason = getattr(error, "msg", str(error))
         return Bad(f"{where()}: is no JSON ({reason}): JSONL holds one whole object per line")
     except RecursionError:
-        return Bad(f"{where()}: JSON nested too deeply")
+        return Bad(_too_deep(where()))
     if not isinstance(record, dict):
         return Bad(f"{where()}: holds {named(record)}, no object: JSONL holds one object per line")
     if field not in record:
         return Bad(_no_field(where(), field, list(record)))
     value = record[field]
-    if "\\u" in text and _surrogate(value):
+    try:
+        torn = "\\u" in text and _surrogate(value)
+    except RecursionError:
+        return Bad(_too_deep(where()))
+    if torn:
         return Bad(f"{where()}: {field!r} holds half a surrogate pair (\\ud800 to \\udfff), which is no character")
     return Record(where, value)
+
+
+def _too_deep(where: str) -> str:
+    return f"{where}: JSON nested too deeply: no reader of it goes through a thousand lists in each other"
+
+
+def _values(line: bytes) -> int:
+    """How many values the line holds, give or take a few, by its commas and brackets; or more than MOST_VALUES."""
+    plain, values, inside = line.replace(b"\\\\", b"").replace(b'\\"', b""), 0, False
+    for start in range(0, len(plain), MIB):
+        parts = plain[start : start + MIB].split(b'"')
+        for part in parts[inside::2]:
+            values += 1 + part.count(b",") + part.count(b"[") + part.count(b"{")
+        inside ^= len(parts) % 2 == 0
+        if values > MOST_VALUES:
+            break
+    return values
 
 
 def named(value: Any) -> str:
@@ -252,75 +325,6 @@ def _no_field(where: str, field: str, names: list[str]) -> str:
     return f"{where}: has no field {field!r}, {hint}: " + (
         "a chat is read with format chat" if "messages" in names and field == "text" else "name the one that holds text"
     )
-
-
-# ---- packed files
-
-
-class _open:
-    """A file's bytes, unpacked, and the file as it lies on the disk."""
-
-    def __init__(self, file: str):
-        self.file = file
-
-    def __enter__(self) -> tuple[io.BufferedIOBase, io.BufferedIOBase]:
-        try:
-            self.raw = open(self.file, "rb", buffering=1 << 20)
-        except OSError as error:
-            raise ConfigError([f"{self.file}: {error.strerror}"]) from None
-        stream: Any = self.raw
-        if self.file.endswith(".gz"):
-            import gzip
-
-            stream = io.BufferedReader(gzip.GzipFile(fileobj=self.raw), 1 << 20)
-        elif self.file.endswith(".zst"):
-            stream = io.BufferedReader(_Zstd(self.raw, self.file), 1 << 20)
-        return stream, self.raw
-
-    def __exit__(self, *error: object) -> None:
-        self.raw.close()
-
-
-class _Zstd(io.RawIOBase):
-    """Frame after frame. The packages' own readers take a file that was cut off for one that ended."""
-
-    def __init__(self, raw: io.BufferedIOBase, file: str):
-        self.raw, self.new = raw, _unpacker(file)
-        self.frame: Any = None
-        self.ready = self.rest = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, into: Any) -> int:
-        while not self.ready:
-            block = self.rest or self.raw.read(1 << 18)
-            if not block:
-                if self.frame is not None:
-                    raise EOFError
-                return 0
-            self.frame = self.frame or self.new()
-            self.ready, self.rest = self.frame.decompress(block), b""
-            if self.frame.eof:
-                self.rest, self.frame = self.frame.unused_data, None
-        size = min(len(into), len(self.ready))
-        into[:size], self.ready = self.ready[:size], self.ready[size:]
-        return size
-
-
-def _unpacker(file: str) -> Any:
-    try:
-        from compression import zstd  # Python 3.14
-
-        return zstd.ZstdDecompressor
-    except ImportError:
-        pass
-    try:
-        import zstandard
-
-        return lambda: zstandard.ZstdDecompressor().decompressobj()
-    except ImportError:
-        raise ConfigError([f"{file}: reading .zst needs the package zstandard: pip install zstandard"]) from None
 
 
 # ---- Parquet
@@ -354,6 +358,8 @@ class _reading:
             return
         if isinstance(error, EOFError):
             raise ConfigError([f"{self.file}: ends in the middle of packed data: it was cut off"]) from None
+        if isinstance(error, RecursionError):
+            raise ConfigError([f"{self.file} is nested too deeply to be read"]) from None
         module = type(error).__module__.partition(".")[0]
         if isinstance(error, (OSError, zlib.error)) or module in ("zstandard", "compression", "pyarrow", "_zstd"):
             text = " ".join(str(error).split())

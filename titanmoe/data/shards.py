@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from titanmoe.config import ConfigError
+from titanmoe.config.parse_json import parse_json
 
 MANIFEST, WORK = "manifest.json", "work"
 FORMAT, VERSION = "titanmoe token shards", 1
@@ -34,7 +35,7 @@ def is_shards(path: Path) -> bool:
 def read_manifest(folder: Path) -> dict[str, Any]:
     file = folder / MANIFEST
     try:
-        found = json.loads(file.read_bytes())
+        found = parse_json(file.read_bytes())
     except FileNotFoundError:
         if (folder / WORK).is_dir():
             raise ConfigError(

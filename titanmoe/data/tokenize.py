@@ -42,6 +42,8 @@ from titanmoe.data.tokenize_unit import Job, dtype_name, record_name
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
 
 LOCK, PLAN = ".lock", "plan.json"
+ASIDE = ("out", "bad_lines", "max_document_mb")
+"""Options that change no shard that could be finished."""
 LEAST_UNIT, UNITS = 8 << 20, 256
 """Small inputs are cut into units of 8 MiB, middling ones into some 256 for as many processes."""
 TOKEN_BYTES = 4
@@ -75,8 +77,7 @@ def plan(job: Job) -> Plan:
     chat = tried(open_chat, job.chat_template, tokenizer) if job.format == "chat" and tokenizer else None
     if problems:
         raise ConfigError(problems)
-    # Neither where it goes nor what is done about bad lines changes a shard that could be finished.
-    asked = {key: value for key, value in asdict(job).items() if key not in ("paths", "out", "bad_lines", "tokenizer")}
+    asked = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *ASIDE)}
     asked |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
     found = [(str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
     identity = hashlib.blake2b(json.dumps([asked, found]).encode(), digest_size=16).hexdigest()
@@ -149,7 +150,7 @@ def _same(plan: Plan, file: Path, made_from: dict[str, Any]) -> None:
 
 
 def _described(plan: Plan) -> dict[str, Any]:
-    job = {key: value for key, value in asdict(plan.job).items() if key not in ("out", "bad_lines")}
+    job = {key: value for key, value in asdict(plan.job).items() if key not in ASIDE}
     return job | {"files": len(plan.sources), "bytes": sum(source.bytes for source in plan.sources)}
 
 

@@ -44,6 +44,13 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--shard-tokens", type=int, metavar="N", default=1 << 27, help="most tokens of a shard (default 2^27)"
     )
+    parser.add_argument(
+        "--max-document-mb",
+        type=int,
+        metavar="N",
+        default=128,
+        help="most MiB, unpacked, of a text file, a line or a row's value (default 128)",
+    )
     parser.add_argument("--verify", metavar="DIR", type=Path, help="instead: read a folder's shards, compare checksums")
 
 
@@ -78,7 +85,11 @@ def _tokenize(args: argparse.Namespace) -> int:
         problems.append(
             f"--chat-template is an option of --format chat, and the format is {args.format}: leave one out"
         )
-    for option, value in ("--workers", args.workers), ("--shard-tokens", args.shard_tokens):
+    for option, value in (
+        ("--workers", args.workers),
+        ("--shard-tokens", args.shard_tokens),
+        ("--max-document-mb", args.max_document_mb),
+    ):
         if value < 1:
             problems.append(f"{option} = {value} is out of range: give at least 1")
     if problems:
@@ -92,6 +103,7 @@ def _tokenize(args: argparse.Namespace) -> int:
         args.chat_template,
         args.bad_lines,
         args.shard_tokens,
+        args.max_document_mb,
     )
     planned = plan(job)
     print(f"{len(planned.sources)} files, {sum(s.bytes for s in planned.sources) / 1e6:.1f} MB")

@@ -41,6 +41,7 @@ class Job:
     chat_template: str = ""
     bad_lines: str = "error"
     shard_tokens: int = 1 << 27
+    max_document_mb: int = 128
 
     @property
     def column(self) -> str:
@@ -86,7 +87,7 @@ class Unit:
         done, batch, held, reported = 0, [], 0, 0
         passed = self.made.items
         for span in spans:
-            reader = Reader(span, self.job.column)
+            reader = Reader(span, self.job.column, self.job.max_document_mb)
             for entry in reader if self.chat else texts_only(reader, self.job.column):
                 if passed:
                     passed -= 1

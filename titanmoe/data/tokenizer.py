@@ -6,7 +6,6 @@ Shapes: T tokens of a text.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from titanmoe.config import ConfigError
+from titanmoe.config.parse_json import parse_json
 
 if TYPE_CHECKING:  # the processes of `titanmoe tokenize` have no use for torch
     from torch import Tensor
@@ -170,7 +170,7 @@ def _settings(file: Path) -> dict[str, Any]:
     if not file.is_file():
         return {}
     try:
-        found = json.loads(file.read_bytes())
+        found = parse_json(file.read_bytes())
     except ValueError as error:
         raise ConfigError([f"{file} is no JSON: {error}"]) from None
     return found if isinstance(found, dict) else {}

@@ -78,5 +78,5 @@ def _stays(line: str, step: int) -> bool:
     try:
         record = json.loads(line)
         return record["step"] <= step or record.get("kind", "spike") != "spike"
-    except (ValueError, KeyError, TypeError):  # a kill cut it off
+    except (ValueError, KeyError, TypeError, RecursionError):  # a kill cut it off
         return False

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from titanmoe.config import laws, ranges
 from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
+from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.count import has_experts
 from titanmoe.models.families import FAMILIES, HUGGING_FACE, preset
@@ -26,6 +27,10 @@ ASIDE = {
 }
 
 
+MOST_BYTES = 32 << 20
+"""Of a JSON file: the index of 140,000 tensors has 15 MB. What is parsed takes up to thirty times the room."""
+MOST_MATRICES = 2**20
+"""Layers times experts, each of which has names in lists; the most published is 61 * 384."""
 OF_ANY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """What goes over from a config.json of another model_type."""
 FOLLOWS = ("num_kv_heads", "head_dim")
@@ -44,7 +49,13 @@ class Described(NamedTuple):
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        with file.open("rb") as stream:
+            text = stream.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ConfigError([f"{file} has more than {MOST_BYTES:,} bytes, the most that is read of such a file"])
+        data = parse_json(text)
+    except ConfigError:
+        raise
     except FileNotFoundError:
         where = file.parent if file.parent.is_dir() else f"{file.parent}, which is no folder"
         raise ConfigError([f"no {file.name} in {where}: name the folder of a Hugging Face model"]) from None
@@ -83,7 +94,7 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
         for key, value in hf.fixed.items()
         if key in config and config[key] != value
     ]
-    problems += _mistyped(values, source)
+    problems += _oversized(values, source) or _mistyped(values, source)
     if not problems:
         values.setdefault("num_kv_heads", values["num_heads"])
         values.setdefault("head_dim", values["dim"] // max(1, values["num_heads"]))
@@ -94,7 +105,7 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
                 problems.append(f"{source} {error}")
             except (TypeError, ValueError, KeyError, AttributeError, ArithmeticError) as error:
                 problems.append(f"{source} has {', '.join(special.keys)} that cannot be read: {error!r}")
-        problems += _mistyped(values, source)
+        problems += _oversized(values, source) or _mistyped(values, source)
     if problems:
         raise ConfigError(problems)
     model = _model(hf, values, source)
@@ -113,6 +124,24 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
     if kind in other:
         hint = ": it has experts, --from-hf converts it" if dense else ": it is dense, --upcycle gives it experts"
     raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(own)}{hint}"])
+
+
+def _oversized(values: dict[str, Any], source: str) -> list[str]:
+    """Numbers above every model's, before a list is made by them."""
+    numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
+    found = []
+    for name, value in numbers.items():
+        limits = ranges.RANGES.get(f"model.{name}")
+        most = limits.high if limits and limits.high is not None else ranges.LIMIT - 1
+        if value > most or value < -ranges.LIMIT:
+            found.append(f"{source} gives model.{name} = {ranges.digits(value)}, and the most is {most:,}")
+    layers, experts = numbers.get("num_layers", 0), numbers.get("num_experts", 0)
+    if not found and layers * experts > MOST_MATRICES:
+        found.append(
+            f"{source} gives {layers} layers (model.num_layers) of {experts} experts (model.num_experts), "
+            f"{layers * experts:,} in all, and the most is {MOST_MATRICES:,}"
+        )
+    return found
 
 
 def _mistyped(values: dict[str, Any], source: str) -> list[str]:

@@ -59,9 +59,9 @@ def _read_kinds(config: hf.Json) -> dict[str, object]:
     kinds = config.get("layer_types") or _kinds(2, layers)
     if kinds == [WHOLE] * layers:
         return {"sliding_window": 0, "full_attention_every": 1}
-    for every in range(layers + 1):
-        if kinds == _kinds(every, layers):
-            return {"full_attention_every": every}
+    every = kinds.index(WHOLE) + 1 if WHOLE in kinds else 0
+    if kinds == _kinds(every, layers):
+        return {"full_attention_every": every}
     raise hf.Unrepresentable(
         f"has the layer_types {kinds}: with model.full_attention_every = n the n-th, 2n-th, ... are {WHOLE}, the "
         f"others {NARROW}"

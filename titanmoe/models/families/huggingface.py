@@ -178,11 +178,15 @@ ROPE = Special(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary
 
 def dense_blocks(sparse: list[bool]) -> dict[str, object]:
     """num_dense_layers and moe_every, from which blocks have experts."""
-    for every in range(1, len(sparse) + 1):
-        for dense in range(len(sparse) + 1):
-            model = Model(num_layers=len(sparse), num_dense_layers=dense, moe_every=every)
-            if [has_experts(model, i) for i in range(len(sparse))] == sparse:
-                return {"num_dense_layers": dense, "moe_every": every}
+    layers = len(sparse)
+    first, second = [*(i for i, has in enumerate(sparse) if has), layers, layers][:2]
+    every = max(1, second - first)  # after one alone come fewer than that
+    dense = first - every + 1
+    if first == layers:
+        dense = layers
+    model = Model(num_layers=layers, num_dense_layers=dense, moe_every=every)
+    if dense >= 0 and [has_experts(model, i) for i in range(layers)] == sparse:
+        return {"num_dense_layers": dense, "moe_every": every}
     raise Unrepresentable(
         f"has experts in the blocks {[i for i, has in enumerate(sparse) if has]} of {len(sparse)}: "
         "model.num_dense_layers and moe_every make leading blocks dense, and then every n-th not"
@@ -190,7 +194,7 @@ def dense_blocks(sparse: list[bool]) -> dict[str, object]:
 
 
 def _read_qwen(config: Json) -> dict[str, object]:
-    alone, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    alone, step = set(config.get("mlp_only_layers") or []), config.get("decoder_sparse_step", 1)
     return dense_blocks([i not in alone and (i + 1) % step == 0 for i in range(config["num_hidden_layers"])])
 
 

@@ -1,0 +1,115 @@
+"""Files of another's that ask for more than any model has are refused before anything is made of them."""
+
+import json
+from itertools import product
+
+import pytest
+
+from titanmoe.checkpoint.hf import config as configs
+from titanmoe.checkpoint.hf.config import interpret, read_json
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Model
+from titanmoe.models.count import has_experts
+from titanmoe.models.families.gpt_oss import NARROW, WHOLE, _kinds, _read_kinds
+from titanmoe.models.families.huggingface import Unrepresentable, dense_blocks
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "rms_norm_eps": 1e-5,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 64,
+    "rope_theta": 1e6,
+}
+
+
+def why(**changes) -> list[str]:
+    with pytest.raises(ConfigError) as error:
+        interpret(MIXTRAL | changes, "config.json")
+    return error.value.problems
+
+
+@pytest.mark.parametrize("number", [10**9, 10**400, 1e300])
+@pytest.mark.parametrize(
+    ("key", "field"),
+    [
+        ("num_hidden_layers", "num_layers"),
+        ("hidden_size", "dim"),
+        ("vocab_size", "vocab_size"),
+        ("num_local_experts", "num_experts"),
+        ("intermediate_size", "expert_hidden"),
+        ("num_attention_heads", "num_heads"),
+    ],
+)
+def test_a_size_that_no_model_has(monkeypatch, key, field, number):
+    monkeypatch.setattr(configs, "_model", lambda *_: pytest.fail("it was made"))
+    (said,) = why(**{key: number})
+    assert said.startswith(f"config.json gives model.{field} = ") and "and the most is " in said and len(said) < 200
+
+
+def test_floats_that_are_none():
+    (said,) = why(rms_norm_eps=10**400)
+    assert "model.norm_eps = 0x" in said and "the most is 9,223,372,036,854,775,807" in said
+    assert "rope_theta" in why(rope_theta=10**400)[0]
+
+
+def test_experts_of_all_layers_are_counted_together():
+    (said,) = why(num_hidden_layers=10_000, num_local_experts=60_000)
+    assert "10000 layers (model.num_layers) of 60000 experts (model.num_experts), 600,000,000 in all" in said
+    assert interpret(MIXTRAL | {"num_hidden_layers": 1000, "num_local_experts": 1000}, "c").model.num_layers == 1000
+
+
+def test_files_that_are_too_large_or_too_deep(tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    file.write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match=r"config.json is not JSON: lists or objects lie in each other too deep"):
+        read_json(file)
+    monkeypatch.setattr(configs, "MOST_BYTES", 10)
+    file.write_text(json.dumps({"a": 1}))
+    assert read_json(file) == {"a": 1}
+    file.write_text(json.dumps({"a": 1234567}))
+    with pytest.raises(ConfigError, match=r"config.json has more than 10 bytes"):
+        read_json(file)
+
+
+def test_which_blocks_are_dense_is_found_as_by_trying_all():
+    for layers in range(1, 8):
+        spelt = {}
+        for every, dense in product(range(1, layers + 1), range(layers + 1)):
+            model = Model(num_layers=layers, num_dense_layers=dense, moe_every=every)
+            sparse = tuple(has_experts(model, i) for i in range(layers))
+            spelt.setdefault(sparse, {"num_dense_layers": dense, "moe_every": every})
+        for sparse in product([False, True], repeat=layers):
+            if sparse in spelt:
+                assert dense_blocks(list(sparse)) == spelt[sparse]
+            else:
+                with pytest.raises(Unrepresentable):
+                    dense_blocks(list(sparse))
+
+
+def test_which_blocks_are_narrow_is_found_as_by_trying_all():
+    for layers in range(1, 8):
+        spelt = {tuple(_kinds(every, layers)): every for every in reversed(range(layers + 1))}
+        for kinds in product([NARROW, WHOLE], repeat=layers):
+            config = {"num_hidden_layers": layers, "layer_types": list(kinds)}
+            if set(kinds) == {WHOLE}:
+                assert _read_kinds(config) == {"sliding_window": 0, "full_attention_every": 1}
+            elif kinds in spelt:
+                assert _read_kinds(config) == {"full_attention_every": spelt[kinds]}
+            else:
+                with pytest.raises(Unrepresentable):
+                    _read_kinds(config)
+
+
+def test_ten_thousand_layers_take_a_pass_or_two(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        "titanmoe.models.families.huggingface.has_experts", lambda *it: asked.append(it) or has_experts(*it)
+    )
+    assert dense_blocks([False] * 9999 + [True]) == {"num_dense_layers": 9999, "moe_every": 1}
+    assert len(asked) == 10_000

@@ -1,0 +1,79 @@
+"""Files packed as .gz or .zst, as the bytes that were packed: in pieces, however much a piece unpacks to."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+from titanmoe.config import ConfigError
+
+PACKED = (".gz", ".zst")
+PIECE = 1 << 11
+"""Bytes of .zst that are unpacked at once: at most 64 MiB come of them, at 32,768 to 1."""
+
+
+class opened:
+    """A file's bytes, unpacked, and the file as it lies on the disk."""
+
+    def __init__(self, file: str):
+        self.file = file
+
+    def __enter__(self) -> tuple[io.BufferedIOBase, io.BufferedIOBase]:
+        try:
+            self.raw = open(self.file, "rb", buffering=1 << 20)
+        except OSError as error:
+            raise ConfigError([f"{self.file}: {error.strerror}"]) from None
+        stream: Any = self.raw
+        if self.file.endswith(".gz"):
+            import gzip
+
+            stream = io.BufferedReader(gzip.GzipFile(fileobj=self.raw), 1 << 20)
+        elif self.file.endswith(".zst"):
+            stream = io.BufferedReader(_Zstd(self.raw, self.file), 1 << 20)
+        return stream, self.raw
+
+    def __exit__(self, *error: object) -> None:
+        self.raw.close()
+
+
+class _Zstd(io.RawIOBase):
+    """Frame after frame. The packages' own readers take a file that was cut off for one that ended."""
+
+    def __init__(self, raw: io.BufferedIOBase, file: str):
+        self.raw, self.new = raw, _unpacker(file)
+        self.frame: Any = None
+        self.rest = b""
+        self.ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self.ready:
+            block = self.rest or self.raw.read(PIECE)
+            if not block:
+                if self.frame is not None:
+                    raise EOFError
+                return 0
+            self.frame = self.frame or self.new()
+            self.ready, self.rest = memoryview(self.frame.decompress(block)), b""
+            if self.frame.eof:
+                self.rest, self.frame = self.frame.unused_data, None
+        size = min(len(into), len(self.ready))
+        into[:size], self.ready = self.ready[:size], self.ready[size:]
+        return size
+
+
+def _unpacker(file: str) -> Any:
+    try:
+        from compression import zstd  # Python 3.14
+
+        return zstd.ZstdDecompressor
+    except ImportError:
+        pass
+    try:
+        import zstandard
+
+        return lambda: zstandard.ZstdDecompressor().decompressobj()
+    except ImportError:
+        raise ConfigError([f"{file}: reading .zst needs the package zstandard: pip install zstandard"]) from None
