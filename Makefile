@@ -8,13 +8,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.titanmoe-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train lint test
+.PHONY: help setup train lint test check
 
 help:
 	@echo 'make train   set up .venv if needed and train a small folded MoE on this machine'
 	@echo '             options of the run: make train ARGS="--training.steps 20"'
 	@echo 'make test    set up .venv if needed, check style, run the tests'
 	@echo '             options of pytest:  make test ARGS="-k fold -x"'
+	@echo 'make check   for every edit, in less than a minute: style, mappings, configs, one parity case of each axis'
 	@echo 'make lint    check style only (ruff)'
 	@echo 'make setup   set up .venv only'
 	@echo
@@ -40,6 +41,12 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# One thread per process: the tests run many processes, and threads that share a core wait for each other.
+# One thread per process: the tests run many processes, and threads that share a core wait for each other. Two workers:
+# while one waits for ranks, the other runs tests that need none.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(ARGS)
+
+check: lint
+	$(PYTEST) -q tests/fold tests/config tests/test_parity.py::test_each_axis_alone $(ARGS)

@@ -98,6 +98,12 @@ def test_smaller_worlds(size: int) -> None:
     parity.check(size, {"parallelism.experts.ep": size, "moe.aux_loss": 0.02, "moe.z_loss": 0.01})
 
 
+@pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate", "cp", "tp", "pp", "experts.ep", "experts.etp"])
+def test_each_axis_alone(axis: str) -> None:
+    """What `make check` runs. Experts follow attention where nothing is said of them: in dp_shard, edp too is 2."""
+    parity.check(2, in_few(2, {f"parallelism.{axis}": 2, "moe.aux_loss_sequence": 0.02}), steps=1)
+
+
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3", "olmoe", "gpt_oss")
 
 
