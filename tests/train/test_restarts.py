@@ -172,7 +172,8 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
 
 STANDS_IN_FOR_TORCHRUN = """
 import os, subprocess, sys, time
-rank = "import time; from titanmoe.train import runtime as r; r.die_with_launcher(); print(1, flush=True); time.sleep(300)"
+rank = "import time; from titanmoe.train.runtime import die_with_launcher; die_with_launcher(); print(1, flush=True); "
+rank += "time.sleep(300)"
 child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
 print(child.pid, flush=True)
