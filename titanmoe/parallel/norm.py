@@ -13,7 +13,7 @@ from torch.linalg import vector_norm
 from titanmoe.comm import Group, all_reduce
 
 ROW = 4096
-"""Numbers whose squares are added up in their own dtype."""
+"""Numbers whose squares are added up in their own dtype, or in float32."""
 
 
 def replicas(parameter: nn.Parameter) -> int:
@@ -30,10 +30,14 @@ def local_grad(parameter: nn.Parameter) -> Tensor:
 
 
 def local_norms(grads: list[Tensor]) -> list[Tensor]:
-    """float64. On CPUs, where torch would copy a tensor to widen it: of rows in their own dtype, widened then."""
+    """float64. On CPUs, where torch would copy a tensor to widen it: of rows in float32 or what they are, widened then."""
     if grads[0].device.type != "cpu":
         return torch._foreach_norm(grads, 2, dtype=torch.float64)
-    return [torch.cat([vector_norm(rows, dim=1).double() for rows in _rows(grad)]).norm() for grad in grads]
+    out = []
+    for grad in grads:
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        out.append(torch.cat([vector_norm(rows, dim=1, dtype=wide).double() for rows in _rows(grad)]).norm())
+    return out
 
 
 def _rows(grad: Tensor) -> tuple[Tensor, ...]:

@@ -1,0 +1,220 @@
+"""What computes at least in float32, held to float64: the input's roundings and one of the result, no more.
+
+`final` grants each number one rounding to its own dtype, and the tensor what sums in float32 leave (tests/near.py).
+Numbers that were bfloat16 on the way have more: of 8 bits, so that even one such step is seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import near, reference
+from titanmoe.comm import ALONE
+from titanmoe.config.schema import Model, MoE
+from titanmoe.config.schema import Optimizer as Options
+from titanmoe.models.attention import causal_attention
+from titanmoe.models.blocked_attention import blocked_attention
+from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rope_angles, rotate
+from titanmoe.models.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
+from titanmoe.moe.balance import AUX, STATISTICS, Balance
+from titanmoe.moe.router import Router, count_choices
+from titanmoe.parallel import context
+from titanmoe.parallel.norm import local_norms
+from titanmoe.tokens import Tokens
+from titanmoe.train.optimizer import Optimizer
+
+DTYPES = [torch.bfloat16, torch.float32]
+both = pytest.mark.parametrize("dtype", DTYPES)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def final(got: Tensor, exact: Tensor, terms: int = 0, roundings: int = 16) -> None:
+    got_wide, exact = got.detach().double(), exact.detach().double()
+    rest = near.bound(torch.float32, terms, roundings) * float(exact.abs().max())
+    beyond = (got_wide - exact).abs() - near.unit(got.dtype) * exact.abs() - rest
+    assert not beyond.isnan().any() and float(beyond.max()) <= 0, f"{float(beyond.max()):.2e} beyond one rounding"
+
+
+def held(function: Callable[..., Tensor], *given: Tensor, terms: int = 0, wide: bool = False) -> None:
+    """The result and its gradients. wide: the result is at least float32 whatever the input."""
+    results = []
+    for dtype in (given[0].dtype, torch.float64):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in given]
+        y = function(*leaves)
+        assert y.dtype == (torch.promote_types(dtype, torch.float32) if wide else dtype)
+        cotangent = random(*y.shape, dtype=given[0].dtype, seed=9).to(y.dtype)
+        results.append([y, *torch.autograd.grad(y, leaves, cotangent)])
+    for got, exact in zip(*results, strict=True):
+        final(got, exact, terms)
+
+
+# ---- norms
+
+
+@both
+@pytest.mark.parametrize("way", ["forward", "plain"])
+@pytest.mark.parametrize("kind", [RMSNorm, SplitRMSNorm])
+def test_norms(kind: type[RMSNorm], way: str, dtype: torch.dtype) -> None:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        made = kind(64, 1e-6, x.dtype)
+        del made.weight
+        made.weight = weight
+        return getattr(made, way)(x)
+
+    held(norm, 3 * random(40, 64, dtype=dtype), 1 + random(64, dtype=dtype, seed=1) / 4, terms=64)
+
+
+# ---- rotary positions
+
+YARN = dict(rope_scaling="yarn", rope_theta=1e4, rope_factor=40.0, rope_mscale=1.0, rope_mscale_all_dim=0.707)
+
+
+@both
+@pytest.mark.parametrize("shape", [{}, YARN], ids=["plain", "yarn"])
+def test_angles(shape: dict, dtype: torch.dtype) -> None:
+    model, position = Model(**shape), torch.arange(512)[None]
+    frequency, scale = reference.yarn(model, 32)
+    angle = (position[..., None] * torch.tensor(frequency, dtype=torch.float64)).repeat(1, 1, 2).unsqueeze(2)
+    for got, exact in zip(rope_angles(position, model, 32, dtype), (angle.cos(), angle.sin()), strict=True):
+        assert got.dtype == torch.float32
+        near.close(got, (exact * scale).float(), roundings=512**2)
+
+
+@both
+@pytest.mark.parametrize("way", [rotate, plain_rotate])
+def test_rotation(way: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    angle = random(1, 24, 1, 16, dtype=torch.float64, seed=1).repeat(1, 1, 1, 2)
+    rope = angle.cos().float(), angle.sin().float()
+    held(lambda x: way(x, rope), random(2, 24, 3, 32, dtype=dtype))
+
+
+# ---- softmax
+
+
+@both
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_in_plain_operations(documents: bool, dtype: torch.dtype) -> None:
+    """With sinks; its scores and shares are wide."""
+    document = torch.arange(24)[None].expand(2, -1) // 7 if documents else None
+    q, k, v = (random(2, 24, 4, 16, dtype=dtype, seed=seed) for seed in range(3))
+    sinks = random(4, dtype=dtype, seed=3)
+    held(lambda q, k, v, sinks: causal_attention(q, k, v, document, 5, sinks), q, k, v, sinks, terms=16 + 24)
+
+
+@pytest.mark.parametrize("chunks", [1, 16])
+def test_pieces_of_attention_merge_wide(chunks: int) -> None:
+    """The kernel rounds each piece and what it makes it of, and its exp has some bits less than float32's."""
+    q, k, v = (random(2, 4, 16 * 8, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3))
+    out, lse = context._start(q, v, None)
+    everything = list(range(chunks))
+    context._forward_pairs(q, k, v, everything, everything, None, out, lse)
+    assert out.dtype == lse.dtype == torch.float32
+    exact, exact_lse = context.block_reference(q.double(), k.double(), v.double(), None, True)
+    assert (out - exact).norm() <= near.unit(torch.bfloat16) * exact.norm()
+    assert near.apart(lse, exact_lse) <= near.unit(torch.bfloat16) / 16
+
+
+def test_blocked_attention_is_softmax_of_wide_sums() -> None:
+    """Scores and shares are bfloat16, and so each gradient through them: an error of three roundings, on average."""
+    q, k, v = (random(2, 4, 300, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3))
+    results = []
+    for wide in (torch.bfloat16, torch.float64):
+        leaves = [x.to(wide).requires_grad_() for x in (q, k, v)]
+        out = blocked_attention(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, random(*out.shape, seed=9).bfloat16().to(wide))])
+    for got, exact in zip(*results, strict=True):
+        assert (got - exact).norm() <= 3**0.5 * near.unit(torch.bfloat16) * exact.norm()
+
+
+# ---- the loss
+
+
+@both
+@pytest.mark.parametrize("chunks", [0, 5])
+def test_loss(chunks: int, dtype: torch.dtype) -> None:
+    """Of numbers whose products are exact, so that logits are the same in any dtype."""
+    label = torch.arange(40) % 33
+
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        if chunks:
+            return chunked_cross_entropy_sum(x, weight, label, ALONE, chunks)
+        return cross_entropy_sum(x @ weight.t(), label, ALONE)
+
+    x, weight = (random(n, 8, seed=n).clamp(-2, 2).round().to(dtype) for n in (40, 33))
+    if dtype == torch.float32:
+        held(loss, x, weight, terms=33 + 40, wide=True)
+    logits = (x @ weight.t()).detach()
+    held(lambda logits: cross_entropy_sum(logits, label, ALONE), logits, terms=33 + 40, wide=True)
+    final(loss(x, weight), loss(x.double(), weight.double()), terms=33 + 40)
+
+
+# ---- gating and balance
+
+
+def told(count: int) -> Tokens:
+    index = torch.arange(count)
+    return Tokens(index[None], index, index * 0, index % 5 != 4, torch.tensor(0))
+
+
+@both
+@pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after_topk"])
+def test_gating_and_balance_terms(score: str, dtype: torch.dtype) -> None:
+    """From the logits to what the run reports of them."""
+    model = Model(num_experts=16, top_k=3, dim=64, score_function=score, norm_topk=True, route_scale=2.5)
+    options = MoE(**dict.fromkeys(AUX, 0.01), jitter=0.1)
+    x, weight, results = random(40, 64, dtype=dtype), random(16, 64, seed=1) / 4, []
+    for wide in (dtype, torch.float64):
+        made, balance = Router(model, options, 0, 0, wide), Balance(model, options, 1)
+        made.weight = torch.nn.Parameter(weight.to(torch.promote_types(wide, torch.float32)))
+        leaf = x.to(wide).requires_grad_()
+        balance.begin_step(torch.tensor(32.0), 1)
+        logits, scores, weights, chosen, count = made(leaf, told(40))
+        attached = balance(weights, logits, scores, count, told(40))
+        grads = torch.autograd.grad(attached, (leaf, made.weight), random(40, 3, seed=9).to(weights.dtype))
+        results.append((logits, scores, weights, *grads, balance.statistics_MX, chosen, count))
+    (*got, statistics, chosen, count), (*want, exact, other, _) = results
+    assert torch.equal(chosen, other) and torch.equal(count, count_choices(chosen, told(40).sample_T, 1, 16))
+    assert {x.dtype for x in (*got[:3], got[4])} == {torch.float32} and got[3].dtype == dtype
+    for a, b in zip(got, want, strict=True):
+        final(a, b, terms=2 * 64 + 40, roundings=64)
+    assert statistics.dtype == torch.float64
+    for name, a, b in zip(STATISTICS, statistics[0].tolist(), exact[0].tolist(), strict=True):
+        assert a == pytest.approx(b, rel=near.bound(torch.float32, 40 * 16, 64)), name
+
+
+# ---- the step
+
+
+@both
+def test_norm_of_gradients(dtype: torch.dtype) -> None:
+    grads = [random(3 * 4096 + 7, 5, dtype=dtype), random(300, 50, dtype=dtype, seed=1).t(), random(1, dtype=dtype)]
+    for norm, grad in zip(local_norms(grads), grads, strict=True):
+        assert norm.dtype == torch.float64
+        assert float(norm) == pytest.approx(float(grad.double().norm()), rel=near.bound(torch.float32, 4096))
+
+
+@pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])
+def test_moments_and_weights(implementation: str) -> None:
+    options = Options(implementation=implementation, lr=0.01, weight_decay=0.1)
+    config = SimpleNamespace(optimizer=options, training=SimpleNamespace(steps=10), lr_schedule=None)
+    parameter = torch.nn.Parameter(random(30, 20))
+    optimizer, weights, moments = Optimizer({"w": parameter}, options), {"w": parameter.detach().double()}, {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "learning_rate", lambda config, step: options.lr)
+        for step in range(1, 4):
+            parameter.grad = random(30, 20, seed=step) * 10.0**-step
+            weights, moments = reference.adamw(config, weights, {"w": parameter.grad.double()}, moments, step)
+            optimizer.step(options.lr)
+    state = optimizer.moments()["w"]
+    final(parameter, weights["w"], roundings=3 * 16)
+    for name, exact in zip(("exp_avg", "exp_avg_sq"), moments["w"], strict=True):
+        assert state[name].dtype == torch.float32
+        final(state[name], exact, roundings=3 * 4)
