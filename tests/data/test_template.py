@@ -58,6 +58,7 @@ REFUSED = {
     "{{ '%10000000000d' % 1 }}": "formats a field of 1,000 characters or more",
     "{{ '%*d' % (10000000000, 1) }}": "formats a field",
     "{{ '{:10000000000}'.format(1) }}": "formats a field",
+    "{{ '{x:10000000000}'.format_map({'x': 1}) }}": "formats a field",
     "{{ '{:{}}'.format(1, 10000000000) }}": "formats a field",
     "{{ 'a' | indent(10 ** 10, true) }}": "indents by more than 16",
     "{{ [1] | tojson(indent=10 ** 10) }}": "indents by more than 16",
@@ -100,9 +101,7 @@ def test_what_is_refused_before_it_is_done(text):
     assert REFUSED[text] in refused(text)
 
 
-@pytest.mark.parametrize(
-    "name", ["center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode", "format_map"]
-)
+@pytest.mark.parametrize("name", ["center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode"])
 def test_methods_that_widen_a_text_are_not_there(name):
     with pytest.raises(ChatError, match=f"access to attribute '{name}' of 'str' object is unsafe"):
         Chat(f"{{{{ 'a'.{name}(10 ** 9) }}}}", "t", ByteTokenizer()).encode(TALK)

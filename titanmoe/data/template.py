@@ -217,7 +217,7 @@ class Counted(ImmutableSandboxedEnvironment):
             self._replaced(text, *args[:2])
         elif name == "join":
             self._joined(text, args[0])
-        elif name == "format":
+        elif name in ("format", "format_map"):
             self._formatted(text, [*args, *named.values()], "{")
         elif name in ("split", "rsplit", "splitlines"):
             by = args[0] if args else named.get("sep")
