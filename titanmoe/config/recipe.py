@@ -93,7 +93,7 @@ def read(name: str) -> Recipe:
 
 def parsed(text: str) -> dict[str, Any]:
     """What a text of TOML says; ValueError if it is none, or nested too deeply for the rest of the program."""
-    too_deep = ValueError(f"tables or lists lie in each other more than {MOST_DEPTH} deep, and no field does")
+    too_deep = ValueError(f"tables or lists lie in each other more than {MOST_DEPTH} deep, which no field needs")
     if _longest_key(text) > 4 * MOST_DEPTH:
         raise too_deep
     try:

@@ -77,7 +77,7 @@ def _correction(value: Any, target: Field) -> str:
         sample = (
             [value] if type(value) is target.item else {int: [1, 2], float: [0.7, 0.3], str: ["a", "b"]}[target.item]
         )
-        return f": write it as {toml_value(sample)}"
+        return f": write it as {shown(sample)}"
     if isinstance(value, str) and parse(value, target.kind) is not None:
         return f": write {toml_value(parse(value, target.kind))}, without quotes"
     number = parse(value, float) if isinstance(value, str) else value

@@ -14,10 +14,15 @@ from typing import Any
 import numpy as np
 
 from titanmoe.config import ConfigError
+from titanmoe.config.parse_json import parse_json
 from titanmoe.data.tokenizer import SETTINGS, Tokenizer
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Where the assistant's part begins and ends while a template renders: Unicode keeps these from being characters."""
+
+
+MOST_TEMPLATE = 1 << 18
+"""Characters; the longest that is published has some 30,000."""
 
 
 class ChatError(ValueError):
@@ -31,13 +36,18 @@ class Chat:
             import jinja2
         except ImportError:
             raise ConfigError([f"{origin}: chat templates need the package jinja2: pip install jinja2"]) from None
-        environment = _environment()
+        if len(template) > MOST_TEMPLATE:
+            raise ConfigError([f"{origin}: the chat template has more than {MOST_TEMPLATE:,} characters: it is none"])
+        environment = self._environment = _environment()
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
         try:
             self._compiled = environment.from_string(template)
+            tags = {value for _, kind, value in environment.lex(template) if kind == "name"}
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError([f"{origin}:{error.lineno}: the chat template is no Jinja: {error.message}"]) from None
-        tags = {value for _, kind, value in environment.lex(template) if kind == "name"}
+        except (RecursionError, SyntaxError, MemoryError, ValueError, OverflowError) as error:
+            text = _short(f"{type(error).__name__} {error}")
+            raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}"]) from None
         self.marks_generation = "generation" in tags and "endgeneration" in tags
 
     def encode(self, messages: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -52,10 +62,17 @@ class Chat:
         return tokens_T, said_T
 
     def _render(self, messages: list[Any], prompt: bool = False) -> str:
+        from titanmoe.data.template import OverBudget
+
         try:
+            self._environment.begin(messages)
             return self._compiled.render(messages=messages, add_generation_prompt=prompt, **self.tokenizer.marks)
+        except OverBudget as error:
+            raise ConfigError([f"the chat template {self.origin} {error}: use another (chat_template)"]) from None
+        except RecursionError:
+            raise ChatError(f"the chat template {self.origin} or its messages are nested too deeply") from None
         except self._errors as error:
-            raise ChatError(f"the chat template {self.origin} refuses it: {error}") from None
+            raise ChatError(f"the chat template {self.origin} refuses it: {_short(str(error))}") from None
 
     def _marked(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         parts, spans, length, began = [], [], 0, -1
@@ -102,7 +119,7 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
     if template:
         file = Path(template).expanduser()
         try:
-            return Chat(file.read_text(encoding="utf-8"), str(file), tokenizer)
+            return Chat(_read(file), str(file), tokenizer)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError([f"chat template {file}: {getattr(error, 'strerror', None) or error}"]) from None
     folder = getattr(tokenizer, "file", None)
@@ -110,13 +127,23 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
         raise ConfigError(["the byte tokenizer has no chat template of its own: name a Jinja file (chat_template)"])
     own, settings = folder.parent / "chat_template.jinja", folder.parent / SETTINGS
     if own.is_file():
-        return Chat(own.read_text(encoding="utf-8"), str(own), tokenizer)
-    found = json.loads(settings.read_bytes()).get("chat_template") if settings.is_file() else None
+        return Chat(_read(own), str(own), tokenizer)
+    found = parse_json(settings.read_bytes()).get("chat_template") if settings.is_file() else None
     if isinstance(found, list):  # several, by name
         found = next((entry["template"] for entry in found if entry.get("name") == "default"), None)
     if not found:
         raise ConfigError([f"{folder.parent} has no chat template ({own.name}, or in {SETTINGS}): name a Jinja file"])
     return Chat(found, str(settings), tokenizer)
+
+
+def _read(file: Path) -> str:
+    with file.open(encoding="utf-8") as stream:
+        return stream.read(MOST_TEMPLATE + 1)
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def _check(messages: Any) -> None:
@@ -125,7 +152,10 @@ def _check(messages: Any) -> None:
     for n, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}')
-    text = json.dumps(messages, ensure_ascii=False, default=str)
+    try:
+        text = json.dumps(messages, ensure_ascii=False, default=str)
+    except RecursionError:
+        raise ChatError("it is nested too deeply") from None
     if OPEN in text or CLOSE in text:
         raise ChatError("it holds U+FDD0 or U+FDD1, which are no characters")
     if all(message["role"] != "assistant" for message in messages):
@@ -141,7 +171,8 @@ def _environment() -> Any:
     for it have one of their own: tokens must not depend on the day."""
     import jinja2.ext
     import jinja2.nodes
-    import jinja2.sandbox
+
+    from titanmoe.data.template import Counted
 
     class Generation(jinja2.ext.Extension):
         """{% generation %}...{% endgeneration %}"""
@@ -157,10 +188,8 @@ def _environment() -> Any:
     def refuse(text: str) -> None:
         raise jinja2.TemplateError(text)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _json
+    environment = Counted(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
+    environment.set_filter("tojson", _json)
     environment.globals["raise_exception"] = refuse
     return environment
 
