@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -212,6 +213,7 @@ def main() -> int:
     args = parser.parse_args()
     if not sys.platform.startswith("linux"):
         parser.error("this needs Linux: it reads /proc")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what unmounts and tells
     with workplace() as folder:
         return soak(args, folder) if args.soak else torture(args, folder)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import json
 import multiprocessing
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.checkpoint import layout
+from titanmoe.train.runtime import PR_SET_PDEATHSIG
 
 ROOT = Path(__file__).resolve().parent.parent
-STEPS, INTERVAL, RANKS = 40, 3, 2
+STEPS, INTERVAL, RANKS = 24, 3, 2
 LIMIT_S = 240.0
 """For one attempt of a trial; past it, it counts as failed."""
 TINY = {
@@ -44,6 +46,7 @@ def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]]) -> None:
     from torch.distributed.run import main
 
     os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and its ranks die with it
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -194,7 +197,7 @@ def launcher(run: Run) -> None:
 
 
 def saving(run: Run) -> None:
-    step = INTERVAL * run.draw.randint(2, 9)
+    step = INTERVAL * run.draw.randint(2, STEPS // INTERVAL - 1)
     fault = {"do": "kill", "path": layout.name_of(step) + layout.WRITING, "once": str(run.struck_file)}
     rank = run.draw.choice([0, 1])  # rank 0 does more of it to the disk
     run.start(restarts=3, faults=(fault | {"rank": rank, "at": run.draw.randint(1, 9 if rank == 0 else 3)},))
@@ -205,7 +208,7 @@ def renames(run: Run) -> None:
     """The checkpoint has its name, `latest` does not say so yet."""
     on = run.draw.choice(["write", "rename"])
     path = f"{layout.LATEST}.new" if on == "write" else f"/{layout.LATEST}"
-    fault = {"do": "kill", "rank": 0, "on": [on], "path": path, "at": run.draw.randint(2, 9)}
+    fault = {"do": "kill", "rank": 0, "on": [on], "path": path, "at": run.draw.randint(2, STEPS // INTERVAL - 1)}
     run.start(restarts=3, faults=(fault | {"once": str(run.struck_file)},))
     run.wait_for_strike()
 
@@ -238,7 +241,7 @@ def full_disk(run: Run) -> None:
         filler.unlink()
     else:  # mounting takes root; then the disk only says that it is full
         fault = {"do": "fail", "errno": errno.ENOSPC, "on": ["write", "mkdir"], "path": str(run.checkpoints)}
-        at = run.draw.randint(8, 40)
+        at = run.draw.randint(8, 24)
         run.start(faults=(fault | {"at": at, "times": 10**9, "once": str(run.struck_file)},))
         run.wait_for_strike()
         run.ended()

@@ -78,7 +78,8 @@ class Agents:
     def wait(self, condition: Callable[[], object], what: str) -> None:
         end = time.monotonic() + PATIENCE
         while not condition():
-            assert time.monotonic() < end, f"{what} did not come about\n{self.said()}"
+            lives = any(process.is_alive() for process in self.all)
+            assert lives and time.monotonic() < end, f"{what} did not come about\n{self.said()}"
             time.sleep(0.05)
 
 
@@ -142,14 +143,18 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    node = (
-        *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"),
-        *(f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-conf=last_call_timeout=1,keep_alive_interval=1", "train.py"),
-        *options(tmp_path, **{"parallelism.dp_shard": 2, "parallelism.experts.edp": 2, "training.timeout_s": 20}),
-    )
-    # Otherwise torchrun does not tell a node that joins later where the ranks meet (torch 2.13).
-    variable = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    first, second = (agents.start(*node, **variable) for _ in range(2))
+    argv = options(tmp_path, **{"parallelism.dp_shard": 2, "parallelism.experts.edp": 2, "training.timeout_s": 20})
+
+    def node(host: int) -> Any:
+        return agents.start(
+            *("--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=3", "--local-addr=127.0.0.1"),
+            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
+            *(f"--rdzv-conf=last_call_timeout=1,keep_alive_interval=1,is_host={host}", "train.py", *argv),
+            # Otherwise torchrun does not tell a node that joins later where the ranks meet (torch 2.13).
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
+        )
+
+    first, second = node(1), node(0)
     folder = tmp_path / "run"
     agents.wait(lambda: (folder / "checkpoints" / name_of(2)).exists(), "the second checkpoint")
     (rank,) = children(second.pid)
@@ -160,7 +165,7 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
     agents.wait(lambda: told in agents.said(), "a run on one rank")
     agents.wait(lambda: (folder / "checkpoints" / name_of(4)).exists(), "the fourth checkpoint")
 
-    third = agents.start(*node, **variable)
+    third = node(0)
     agents.wait(lambda: "SIGTERM: saving after this step" in agents.said(), "room for the new node")
     grow.touch()
     for torchrun in (first, third):
