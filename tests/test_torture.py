@@ -60,7 +60,12 @@ FULL = {"do": "fail", "errno": errno.ENOSPC}
     ("rank", "fault", "code", "changed"),
     [
         (0, FULL | {"on": ["write"], "path": "step", "at": 2}, 0, {"again": str(errno.ENOSPC)}),
-        (0, FULL | {"on": ["write"], "at": 1, "times": 2}, 0, dict.fromkeys(("write", "again"), str(errno.ENOSPC))),
+        (
+            0,
+            FULL | {"on": ["write"], "path": "step", "times": 2},
+            0,
+            dict.fromkeys(("write", "again"), str(errno.ENOSPC)),
+        ),
         (0, FULL | {"on": ["fsync"], "path": "writing/a"}, 0, {"write": str(errno.ENOSPC)}),
         (0, FULL | {"on": ["read", "list"], "path": "step", "times": 2}, 0, dict.fromkeys(("list", "read"), "28")),
         (0, FULL | {"path": "elsewhere"}, 0, {}),
