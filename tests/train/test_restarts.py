@@ -51,6 +51,7 @@ def agent(log: Path, argv: list[str], environment: dict[str, str]) -> None:
     """torchrun, in a process that need not import torch once more."""
     from torch.distributed.run import main
 
+    world.end_with_fork_server()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
