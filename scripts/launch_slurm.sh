@@ -66,12 +66,14 @@ fi
 
 mkdir -p "$logs" || fail "cannot write to $logs"
 echo "job $job: $nodes nodes of ${GPUS:-8} ranks, meeting at $master:$port: $recipe; logs in $logs"
-"${launch[@]}" &
-step=$!
 out_of_time=''
 # srun hands SIGTERM to every torchrun, and those to their ranks.
-trap 'out_of_time=yes; kill -TERM "$step" 2>/dev/null' USR1
-until wait "$step"; code=$?; ((code != 138)); do :; done # 128 + SIGUSR1: the signal, and not srun, ended the wait
+trap 'out_of_time=yes; kill -TERM "${!:-}" 2>/dev/null' USR1
+trap 'kill -TERM "${!:-}" 2>/dev/null' INT TERM
+"${launch[@]}" &
+while kill -0 $! 2>/dev/null; do wait $!; done # which a signal ends early
+wait $!
+code=$?
 if ((code != 0)) && [[ -n $out_of_time ]]; then
     # A run that does not save would begin anew each time, for ever.
     if ! grep -q '^saved ' "$logs/node0.log"; then

@@ -254,7 +254,7 @@ class Experts:
     etp: int = 1
     """Expert tensor parallel: ranks that split each expert's hidden dim. Only for few, large experts; need not divide tp."""
     edp: int = -1
-    """Ranks that shard equal experts' state. -1: derived; a given value is checked."""
+    """Ranks that shard equal experts' state. -1: derived; a given value is checked, and gives way as dp_shard does."""
     edp_replicate: int = -1
     """Groups of them that replicate it (HSDP). -1: the greatest common divisor of dp_replicate and what ep * etp leaves."""
 
@@ -264,9 +264,9 @@ class Parallelism:
     """How attention, dense layers and the vocabulary lie on the ranks: pp x dp_replicate x dp_shard x cp x tp = world size."""
 
     dp_replicate: int = 1
-    """Groups of ranks that replicate the sharded state (HSDP). Pick when one replica fits a node or a few."""
+    """Groups of ranks that replicate the sharded state (HSDP). Pick when one replica fits a node or a few. A run started again on other ranks lowers it where it must (docs/multi_node.md)."""
     dp_shard: int = -1
-    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: derived; a given value is checked."""
+    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: derived; a given value is checked, and gives way when a run is started again on other ranks."""
     cp: int = 1
     """Context parallel: ranks that share one sequence out. For long sequences."""
     tp: int = 1

@@ -1,0 +1,222 @@
+#!/usr/bin/env python
+"""Hurts runs under the real torchrun in every way a cluster does, and compares each with a run never disturbed.
+
+    python scripts/torture.py                                   # 200 trials, unattended; a table at the end
+    python scripts/torture.py --only "full disk" --first 17 --trials 1     # one trial again, as a failure names it
+    python scripts/torture.py --soak 10000                      # one long run: memory, open files and threads
+
+A trial trains a small model on 2 CPU ranks, strikes at a moment drawn from its seed, lets torchrun start the ranks
+again (--max-restarts) or gives the same command again, and waits for the end. Losses, gradient norms, weights and
+moments must then be those of the undisturbed run, to the last bit. docs/reliability.md has the results.
+
+The first process imports torch once and each torchrun is a fork of it, which saves seconds; the ranks are started by
+torchrun as ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torture_runs import KINDS, RANKS, STEPS, Missed, Run, Wrong
+
+from titanmoe.checkpoint import layout
+
+SOAK = {
+    "config": "train_configs/debug.toml", "training.seq_len": 32, "training.global_batch_size": 8,
+    "training.device": "cpu", "parallelism.tp": 1, "parallelism.experts.ep": 2, "job.name": "run",
+    "checkpoint.enable": "true", "checkpoint.interval": 500, "validation.interval": 1000, "validation.held_out": 100,
+    "validation.steps": 2, "metrics.console": "lines", "metrics.log_every": 100,
+}  # fmt: skip
+
+
+# ---- trials and their table
+
+
+@dataclass
+class Tally:
+    trials: int = 0
+    equal: int = 0
+    lost: int = 0
+    again: int = 0
+    seconds: list[float] = field(default_factory=list)
+
+
+def trial(kind: str, seed: int, folder: Path, calm: Run) -> Run:
+    for attempt in range(5):
+        run = Run(folder / f"{seed}-{attempt}", seed + 1_000_000 * attempt)
+        try:
+            KINDS[kind](run)
+            run.goes_on()
+            compare(run, calm)
+            return run
+        except Missed:
+            continue
+        finally:
+            run.close()
+            shutil.copy(run.log, folder / f"{seed}.log")
+            if os.path.ismount(run.folder):
+                subprocess.run(["umount", str(run.folder)], check=False)
+    raise Wrong("five times the run had ended before the fault came")
+
+
+def losses(run: Run) -> list[tuple[int, float, float]]:
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in run.lines("metrics.jsonl")]
+
+
+def compare(run: Run, calm: Run) -> None:
+    from titanmoe.checkpoint.folder import open_checkpoint
+
+    if (ours := losses(run)) != (theirs := losses(calm)):
+        first = next((a for a, b in zip(ours, theirs, strict=False) if a != b), None)
+        raise Wrong(f"another loss or norm: {first or f'{len(ours)} lines for {len(theirs)} steps'}")
+    ours, theirs = (open_checkpoint(each.checkpoints / layout.name_of(STEPS)) for each in (run, calm))
+    if ours.tensors != theirs.tensors:
+        raise Wrong("the last checkpoint has other tensors")
+    if odd := [name for name in theirs.tensors if not ours.read(name).equal(theirs.read(name))]:
+        raise Wrong(f"{len(odd)} tensors differ in bits, among them {odd[0]}")
+
+
+def table(tallies: dict[str, Tally]) -> str:
+    head = ("what happened", "trials", "equal to the last bit", "saved steps lost", "steps made again, at most",
+            "seconds to go on: median", "max")  # fmt: skip
+    rows = [head, ("---",) * len(head)]
+    everything = Tally()
+    for kind, tally in [*tallies.items(), ("all", everything)]:
+        if tally is not everything:
+            everything.trials, everything.equal = everything.trials + tally.trials, everything.equal + tally.equal
+            everything.lost, everything.again = everything.lost + tally.lost, max(everything.again, tally.again)
+            everything.seconds += tally.seconds
+        times = (statistics.median(tally.seconds), max(tally.seconds)) if tally.seconds else ()
+        shown = [f"{seconds:.1f}" for seconds in times] or ["", ""]
+        rows.append((kind, *map(str, (tally.trials, tally.equal, tally.lost, tally.again)), *shown))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+
+
+def torture(args: argparse.Namespace, folder: Path) -> int:
+    import torch.distributed.run  # noqa: F401 (before the first fork)
+
+    from titanmoe.checkpoint import folder as _  # noqa: F401
+
+    kinds = [args.only] if args.only else list(KINDS)
+    tallies = {kind: Tally() for kind in kinds}
+    failures = []
+    calm = Run(folder / "calm")
+    calm.start()
+    calm.finish()
+    began = time.monotonic()
+    try:
+        for seed in range(args.first, args.first + args.trials):
+            kind = kinds[seed % len(kinds)]
+            tally = tallies[kind]
+            tally.trials += 1
+            try:
+                run = trial(kind, seed, folder, calm)
+                tally.equal, tally.lost = tally.equal + 1, tally.lost + run.lost
+                tally.again, tally.seconds = max(tally.again, run.again), [*tally.seconds, run.seconds]
+                told = f"equal, {run.lost} saved steps lost, {run.again} made again, went on in {run.seconds:.1f} s"
+                if run.lost:
+                    failures.append(f'--only "{kind}" --first {seed} --trials 1: {run.lost} saved steps lost')
+            except Wrong as wrong:
+                told = f"FAILED: {wrong}"
+                failures.append(f'--only "{kind}" --first {seed} --trials 1: {wrong}')
+            print(f"{tally.trials:>3} {kind}, seed {seed}: {told}", flush=True)
+    finally:
+        spent = time.monotonic() - began
+        tried = sum(tally.trials for tally in tallies.values())
+        text = table(tallies) + f"\n{tried} trials in {spent:.0f} s, {len(failures)} failures\n"
+        print("\n" + text + "".join(f"  {line}\n" for line in failures))
+        if args.out:
+            Path(args.out).write_text(text + "".join(f"* {line}\n" for line in failures), encoding="utf-8")
+    return 1 if failures else 0
+
+
+# ---- one long run
+
+
+def sample(pid: int) -> tuple[float, int, int]:
+    """MiB, open files, threads."""
+    status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(status["VmRSS"].split()[0]) / 1024, len(os.listdir(f"/proc/{pid}/fd")), int(status["Threads"])
+
+
+def soak(args: argparse.Namespace, folder: Path) -> int:
+    every = max(1, args.soak // 20)
+    run = Run(folder / "soak", options=SOAK | {"training.steps": args.soak})
+    run.start()
+    rows: list[list[float]] = []
+    metrics = run.run / "metrics.jsonl"
+    last, seen = 0, 0
+    while run.agent.is_alive():
+        time.sleep(0.05)
+        if metrics.exists() and metrics.stat().st_size > seen:
+            seen, step = metrics.stat().st_size, run_step(metrics)
+            if step // every > last // every and len(pids := run.ranks()) == RANKS:
+                last = step
+                with contextlib.suppress(OSError):  # it is ending
+                    rows.append([step, *(max(column) for column in zip(*map(sample, pids), strict=True))])
+    run.finish()
+    lines = ["| step | memory of the larger rank, MiB | open files | threads |", "| --- | --- | --- | --- |"]
+    lines += [f"| {step:,.0f} | {mib:.0f} | {files:.0f} | {threads:.0f} |" for step, mib, files, threads in rows]
+    settled = rows[len(rows) // 4 :]
+    flat = all(max(row[i] for row in settled) <= settled[0][i] * grow for i, grow in ((1, 1.05), (2, 1), (3, 1)))
+    lines.append("\nflat after the first quarter" if flat else "\nNOT flat after the first quarter")
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if args.out:
+        Path(args.out).write_text(text, encoding="utf-8")
+    return 0 if flat else 1
+
+
+def run_step(metrics: Path) -> int:
+    """Of the last whole line; reading all of a long file each time would slow what is watched."""
+    with metrics.open("rb") as stream:
+        stream.seek(max(0, metrics.stat().st_size - 65536))
+        whole = stream.read().rpartition(b"\n")[0]
+    return json.loads(whole.rpartition(b"\n")[2])["step"]
+
+
+@contextlib.contextmanager
+def workplace() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="torture-"))
+    try:
+        yield folder
+    finally:
+        print(f"what the runs said: {folder}/*.log")
+        for entry in folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=200, metavar="N", help="how many (default 200)")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first trial's seed; the next have +1")
+    parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
+    parser.add_argument("--out", metavar="FILE", help="write the table there too")
+    parser.add_argument("--soak", type=int, metavar="STEPS", help="one long run instead")
+    args = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        parser.error("this needs Linux: it reads /proc")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what unmounts and tells
+    with workplace() as folder:
+        return soak(args, folder) if args.soak else torture(args, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,307 @@
+"""The runs of torture.py, and what is done to them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import json
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from titanmoe.checkpoint import layout
+from titanmoe.train.runtime import PR_SET_PDEATHSIG
+
+ROOT = Path(__file__).resolve().parent.parent
+STEPS, INTERVAL, RANKS = 24, 3, 2
+LIMIT_S = 240.0
+"""For one attempt of a trial; past it, it counts as failed."""
+TINY = {
+    "model.family": "mixtral", "model.size": "debug", "model.vocab_size": 64, "model.dim": 16, "model.num_layers": 2,
+    "model.num_heads": 2, "model.num_kv_heads": 2, "model.head_dim": 8, "model.num_experts": 4,
+    "model.expert_hidden": 16, "training.mixed_precision_param": "float32", "training.seq_len": 16,
+    "training.global_batch_size": 4, "training.steps": STEPS, "training.device": "cpu", "training.timeout_s": 60,
+    "parallelism.experts.ep": 2, "moe.bias_update_rate": 0.01, "data.source": "synthetic", "job.name": "run",
+    "checkpoint.enable": "true", "checkpoint.interval": INTERVAL, "checkpoint.keep_last": 3,
+    "metrics.tensorboard": "false", "metrics.console": "lines",
+}  # fmt: skip
+
+
+class Wrong(Exception):
+    """A trial did not end as it must."""
+
+
+class Missed(Exception):
+    """The run ended before the fault came."""
+
+
+def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]]) -> None:
+    from torch.distributed.run import main
+
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and its ranks die with it
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(ROOT)
+    os.environ |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(Path(__file__).parent / "faults")}
+    os.environ |= {"FAULTS": json.dumps(faults)} if faults else {}
+    main(argv)
+
+
+class Run:
+    """A run in a folder, as often as it is started."""
+
+    def __init__(self, folder: Path, seed: int = 0, options: dict[str, Any] = TINY):
+        self.folder, self.draw, self.options = folder, random.Random(seed), options
+        self.run, self.log, self.struck_file = folder / "run", folder / "log", folder / "struck"
+        self.checkpoints = self.run / "checkpoints"
+        self.agent: Any = None
+        self.committed = self.made = self.starts = 0
+        self.struck_at = 0.0
+        self.lost, self.again, self.seconds = 0, 0, 0.0
+
+    # ---- starting and watching
+
+    def start(self, restarts: int = 0, faults: tuple[dict[str, Any], ...] = ()) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        words = [f"--{name}={value}" for name, value in (self.options | {"job.dump_folder": self.folder}).items()]
+        argv = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
+        context = multiprocessing.get_context("fork")
+        self.agent = context.Process(target=torchrun, args=([*argv, "train.py", *words], self.log, list(faults)))
+        self.agent.start()
+
+    def ranks(self) -> list[int]:
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children").read_text().split()
+            return [int(child) for child in children]
+        return []
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        found = []
+        with contextlib.suppress(OSError):
+            for line in (self.run / name).read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # being written
+                    found.append(json.loads(line))
+        return found
+
+    def step(self) -> int:
+        return max((line["step"] for line in self.lines("metrics.jsonl")), default=0)
+
+    def begun(self) -> list[int]:
+        """After which step each start of the run began."""
+        return [event["step"] for event in self.lines("events.jsonl") if event["kind"] in ("start", "restart")]
+
+    def wait(self, condition: Callable[[], object], what: str, ended: type[Exception] | None = Missed) -> None:
+        """ended: what it means that torchrun has ended first, if anything."""
+        end = time.monotonic() + LIMIT_S
+        while not condition():
+            if ended and not self.agent.is_alive() and not condition():
+                raise ended(f"{what} did not come, the run has ended: {last_words(self.log)}")
+            if time.monotonic() > end:
+                raise Wrong(f"{what} did not come within {LIMIT_S:.0f} s")
+            time.sleep(0.02)
+
+    def wait_for_a_moment(self, least: int = INTERVAL + 1) -> None:
+        """Some step after the first checkpoint, and some part of it."""
+        step = self.draw.randint(least, STEPS - 2 * INTERVAL)
+        self.wait(lambda: self.step() >= step and layout.latest(self.checkpoints), f"step {step}")
+        time.sleep(self.draw.uniform(0, 0.1))
+
+    # ---- striking
+
+    def struck(self) -> None:
+        """Note what was there at that moment: what comes after it is measured against that."""
+        self.struck_at, self.made, self.starts = time.monotonic(), self.step(), len(self.begun())
+        self.committed = max(layout.steps(self.checkpoints), default=0)
+
+    def kill_launcher(self) -> None:
+        ranks = self.ranks()
+        self.agent.kill()
+        self.struck()
+        self.agent.join()
+        self.wait(lambda: not any(map(alive, ranks)), "the ranks' end after their launcher's", None)
+
+    def wait_for_strike(self) -> None:
+        self.wait(self.struck_file.exists, "the fault")
+        self.struck()
+
+    def ended(self) -> None:
+        """Started with no restarts left, and struck: it ends by itself, and says why without a traceback."""
+        self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
+        self.agent.join()
+        self.committed = max(layout.steps(self.checkpoints), default=0)
+
+    def goes_on(self) -> None:
+        """Until the end, measured."""
+        self.wait(lambda: len(self.begun()) > self.starts, "another start", Wrong)
+        began = self.begun()[self.starts]
+        self.wait(lambda: self.step() > began, "a step after the restart", Wrong)
+        self.seconds = time.monotonic() - self.struck_at
+        self.lost, self.again = max(0, self.committed - began), max(0, self.made - began)
+        self.finish()
+
+    def finish(self) -> None:
+        self.agent.join(LIMIT_S)
+        if self.agent.exitcode != 0:
+            raise Wrong(f"torchrun ended with {self.agent.exitcode}: {last_words(self.log)}")
+
+    def close(self) -> None:
+        if self.agent is not None:
+            self.agent.kill()
+            self.agent.join()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
+    return (lines or ["it said nothing of an error"])[-1].strip()[:300]
+
+
+# ---- kinds of trials
+
+
+def one_rank(run: Run) -> None:
+    run.start(restarts=3)
+    run.wait_for_a_moment()
+    os.kill(run.draw.choice(run.ranks()), signal.SIGKILL)
+    run.struck()
+
+
+def all_ranks(run: Run) -> None:
+    run.start(restarts=3)
+    run.wait_for_a_moment()
+    for pid in run.draw.sample(run.ranks(), RANKS):
+        os.kill(pid, signal.SIGKILL)
+    run.struck()
+
+
+def launcher(run: Run) -> None:
+    run.start()
+    run.wait_for_a_moment()
+    run.kill_launcher()
+    run.start()
+
+
+def saving(run: Run) -> None:
+    step = INTERVAL * run.draw.randint(2, STEPS // INTERVAL - 1)
+    fault = {"do": "kill", "path": layout.name_of(step) + layout.WRITING, "once": str(run.struck_file)}
+    rank = run.draw.choice([0, 1])  # rank 0 does more of it to the disk
+    run.start(restarts=3, faults=(fault | {"rank": rank, "at": run.draw.randint(1, 9 if rank == 0 else 3)},))
+    run.wait_for_strike()
+
+
+def renames(run: Run) -> None:
+    """The checkpoint has its name, `latest` does not say so yet."""
+    on = run.draw.choice(["write", "rename"])
+    path = f"{layout.LATEST}.new" if on == "write" else f"/{layout.LATEST}"
+    fault = {"do": "kill", "rank": 0, "on": [on], "path": path, "at": run.draw.randint(2, STEPS // INTERVAL - 1)}
+    run.start(restarts=3, faults=(fault | {"once": str(run.struck_file)},))
+    run.wait_for_strike()
+
+
+def flipped_bit(run: Run) -> None:
+    run.start()
+    run.wait_for_a_moment(2 * INTERVAL + 1)
+    run.kill_launcher()
+    there = layout.steps(run.checkpoints)
+    newest = there.pop(max(there))
+    run.committed = max(there)
+    file = run.draw.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
+    data = bytearray(file.read_bytes())
+    data[run.draw.randrange(len(data))] ^= 1 << run.draw.randrange(8)
+    file.write_bytes(data)
+    run.start()
+
+
+def full_disk(run: Run) -> None:
+    """A file takes all room there is; later it is removed."""
+    if tmpfs(run.folder):
+        run.start()
+        run.wait_for_a_moment()
+        filler = run.folder / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as stream:
+            while True:
+                stream.write(bytes(1 << 12))
+        run.struck()
+        run.ended()
+        filler.unlink()
+    else:  # mounting takes root; then the disk only says that it is full
+        fault = {"do": "fail", "errno": errno.ENOSPC, "on": ["write", "mkdir"], "path": str(run.checkpoints)}
+        at = run.draw.randint(8, 24)
+        run.start(faults=(fault | {"at": at, "times": 10**9, "once": str(run.struck_file)},))
+        run.wait_for_strike()
+        run.ended()
+    run.start()
+
+
+def tmpfs(folder: Path) -> bool:
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    return os.geteuid() == 0 and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def slow_disk(run: Run) -> None:
+    """Half a second for whatever touches it, and a rank is killed meanwhile."""
+    fault = {"do": "slow", "seconds": run.draw.uniform(0.1, 0.5), "on": ["write", "rename", "fsync"], "times": 10**9}
+    run.start(restarts=3, faults=(fault | {"path": str(run.checkpoints)},))
+    run.wait_for_a_moment()
+    os.kill(run.draw.choice(run.ranks()), signal.SIGKILL)
+    run.struck()
+
+
+def errors_while_reading(run: Run) -> None:
+    """A file server that does not answer at first."""
+    run.start()
+    run.wait_for_a_moment()
+    run.kill_launcher()
+    fault = {"do": "fail", "errno": run.draw.choice([errno.ESTALE, errno.EIO]), "path": str(run.checkpoints)}
+    fault |= {"on": ["read", "list"], "at": run.draw.randint(1, 6), "times": run.draw.randint(1, 4)}
+    run.start(faults=(fault | {"rank": run.draw.choice([0, 1])},))
+
+
+def errors_while_writing(run: Run) -> None:
+    fault = {"do": "fail", "errno": run.draw.choice([errno.ESTALE, errno.EIO]), "path": str(run.checkpoints)}
+    fault |= {"on": ["write", "mkdir", "rename", "fsync"], "at": run.draw.randint(20, 50)}
+    run.start(restarts=3, faults=(fault | {"rank": 0, "once": str(run.struck_file)},))
+    run.wait_for_strike()
+
+
+def asked_to_stop(run: Run) -> None:
+    run.start()
+    run.wait_for_a_moment()
+    run.agent.terminate()
+    run.struck()
+    run.ended()
+    run.made = run.step()
+    if run.made != run.committed:
+        raise Wrong(f"asked to stop it ended at step {run.made} with step {run.committed} saved")
+    run.start()
+
+
+KINDS: dict[str, Callable[[Run], None]] = {
+    "one rank killed": one_rank,
+    "all ranks killed": all_ranks,
+    "torchrun killed": launcher,
+    "a rank killed while saving": saving,
+    "rank 0 killed between two renames": renames,
+    "a bit flipped in the newest checkpoint": flipped_bit,
+    "full disk": full_disk,
+    "slow disk, one rank killed": slow_disk,
+    "errors while reading": errors_while_reading,
+    "errors while writing": errors_while_writing,
+    "asked to stop (SIGTERM)": asked_to_stop,
+}
