@@ -124,7 +124,7 @@ def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
 # ---- a disk that does not answer
 
 
-def train_while_a_disk_hangs(folder: str) -> str:
+def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
     """Rank 1's disk takes no byte of step 4. The clock stands still until that has begun, and then jumps."""
     options = {"job.dump_folder": folder, "checkpoint.interval": 2, "parallelism.experts.ep": 2}
     trainer = parity.make_trainer(runs.RUN | options | {"training.steps": 10_000})
@@ -138,29 +138,31 @@ def train_while_a_disk_hangs(folder: str) -> str:
 
     clock = SimpleNamespace(monotonic=lambda: 1e6 if held.is_set() or trainer.stopping else 0.0)
     folder_module._Summing.write, saver_module.time = hold, clock
-    # Step 4's save must have begun to hang when step 6 comes, where the next one waits for it.
+    # Step 4's save must hang before step 5 asks whether to stop.
     make = trainer.train_step
     trainer.train_step = lambda: (held.wait() if dist.get_rank() == 1 and trainer.step == 4 else None, make())[1]
     try:
         trainer.train()
     except CheckpointError as error:
-        return str(error)
+        return str(error), trainer.step
     finally:
         go.set()
         for thread in threading.enumerate():
             if thread.name == "checkpoint":
                 thread.join()
         folder_module._Summing.write, saver_module.time = write, time
-    return ""
+    return "", trainer.step
 
 
 def test_a_save_that_hangs_ends_the_run_on_all_ranks_with_the_rank_and_the_file(tmp_path):
     ends = world.run(2, train_while_a_disk_hangs, str(tmp_path))
     assert ends[0] == ends[1]
+    told, step = ends[0]
     folder = tmp_path / "run/checkpoints"
-    assert f"{folder}/step-00000004 is not saved after checkpoint.timeout_s = 1800 s: " in ends[0]
-    assert f"rank 1 is still writing {folder}/step-00000004.writing/rank-00001-000.distcp" in ends[0]
-    assert "waiting for the other ranks" not in ends[0]
+    assert step == 5, "it does not wait for the next save"
+    assert f"{folder}/step-00000004 is not saved after checkpoint.timeout_s = 1800 s: " in told
+    assert f"rank 1 is still writing {folder}/step-00000004.writing/rank-00001-000.distcp" in told
+    assert "waiting for the other ranks" not in told
 
 
 PHASES = {
