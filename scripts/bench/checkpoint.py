@@ -1,10 +1,10 @@
 """How long saving holds training up, asynchronous against synchronous, on about 1 GB of weights and moments.
 
-    torchrun --standalone --nproc-per-node 2 scripts/bench/checkpoint.py [--rounds 3] [--json FILE]
+    torchrun --standalone --nproc-per-node 2 scripts/bench/checkpoint.py [--rounds 3] [--config RECIPE] [--json FILE]
 
 Both ways take turns in one run. "blocked" is how long the training loop stood still in a save; "written after" how long
 until the checkpoint was on disk; "step" the time of a step with nothing being written, "step beside" of one while the
-asynchronous writer works.
+asynchronous writer works. "check" is how long it takes all ranks to see and agree that every number is finite.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import layout, state
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, start, stop, world_size
@@ -41,9 +41,13 @@ MODEL = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind")
+    parser.add_argument("--config", help="a recipe, in place of the model of 1 GB")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
-    config = read([*MODEL, f"--parallelism.experts.ep={world_size()}"], world_size())
+    model = [*MODEL, f"--parallelism.experts.ep={world_size()}"]
+    if args.config:
+        model = ["--config", args.config, "--checkpoint.enable", "--checkpoint.keep_last=1"]
+    config = read(model, world_size())
     runtime = start(config)
     box = [tempfile.mkdtemp(prefix="titanmoe-bench-") if runtime.rank == 0 else None]
     dist.broadcast_object_list(box, 0)
@@ -64,7 +68,8 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
     seconds: dict[str, dict[str, list[float]]] = {
         mode: {"blocked": [], "written after": [], "step beside": []} for mode in ("sync", "async")
     }
-    quiet = []
+    quiet, checks = [], []
+    pieces = state.pieces(checkpoints._targets(with_moments=True))
     for _ in range(2):
         trainer.train_step()
     for _ in range(rounds):
@@ -72,6 +77,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
             for _ in range(3):
                 quiet.append(timed(trainer.train_step))
             saver.options = SimpleNamespace(**vars(saver.options) | {"save": mode})
+            checks.append(timed(lambda: saver._check(folder, pieces)))
             began = time.monotonic()
             taken["blocked"].append(checkpoints._save())
             while busy(saver):
@@ -84,7 +90,10 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
         mode: {name: statistics.median(times) if times else 0.0 for name, times in taken.items()}
         for mode, taken in seconds.items()
     }
-    return out | {"all": {"step": statistics.median(quiet), "gb": size / 1e9, "ranks": trainer.runtime.world}}
+    check = statistics.median(checks)
+    return out | {
+        "all": {"step": statistics.median(quiet), "check": check, "gb": size / 1e9, "ranks": trainer.runtime.world}
+    }
 
 
 def busy(saver) -> bool:
@@ -108,6 +117,7 @@ def tell(figures: dict[str, dict[str, float]], file: Path | None) -> None:
     for mode in ("sync", "async"):
         f = figures[mode]
         print(f"{mode:<7} {f['blocked']:9.3f}  {f['written after']:15.3f}  {f['step beside']:13.3f}")
+    print(f"check {every['check'] * 1e3:.2f} ms: {every['check'] / every['step']:.2%} of a step")
     print(f"async blocks {figures['async']['blocked'] / figures['sync']['blocked']:.1%} of what sync blocks")
     if file:
         file.write_text(json.dumps(figures | {"torch": torch.__version__, "command": " ".join(sys.argv)}, indent=1))

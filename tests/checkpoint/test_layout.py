@@ -239,3 +239,13 @@ def test_views_are_stored_without_the_storage_they_are_part_of(tmp_path):
     big = torch.zeros(1_000_000)
     write_checkpoint(tmp_path / "c", {"x": Lazy((10,), torch.float32, lambda: big[5:15])}, {})
     assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 20_000
+
+
+@pytest.mark.parametrize("deep", ["[" * 100_000, "[" * 500 + "]" * 500, '{"a":' * 80 + "1" + "}" * 80], ids=len)
+def test_a_record_that_is_nested_deep_is_one_line(run, deep):
+    file = run / "checkpoints/step-00000030" / layout.MANIFEST
+    file.write_text(file.read_text().replace('"step": 30', f'"step": 30, "deep": {deep}', 1))
+    with pytest.raises(
+        CheckpointError, match=f"{file} is damaged: TooDeep lists or objects lie in each other too deep"
+    ):
+        layout.read_manifest(file.parent)

@@ -114,6 +114,37 @@ def test_a_run_cut_short_or_of_another_version_is_drawn_as_far_as_it_is_known(tm
     assert "not finite" in html and "no_such_key" in html
 
 
+def test_malformed_lines_are_told_by_kind_and_left_out(tmp_path, capsys):
+    run = make_run(tmp_path / "run", 3)
+    bad = ["{", "nonsense", "[" * 9999, '{"a":' * 99 + "1" + "}" * 99, "[]", "7", '{"step": "x", "loss": 1}']
+    bad += ['{"step": 4}', '{"step": 4, "loss": "low"}', '{"step": 1e999, "loss": 1}', '{"step": 4, "loss": [1]}']
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write("".join(text + "\n" for text in bad).encode() + b"\xff\n")
+        file.write(json.dumps(line(4, memory_gib="much", imbalance=10**400, mfu=True)).encode() + b'\n{"step": 5, "lo')
+    with (run / "experts.jsonl").open("a") as file:
+        for load in ({}, [], {"0": [1], "1": [1]}, {"x": [1]}, {"0": ["a"] * 4, "1": [1] * 4}):
+            file.write(json.dumps({"step": 4, "load": load}) + "\n")
+    with (run / "events.jsonl").open("a") as file:
+        for event in ({"kind": "x"}, {"kind": "start", "text": "", "time": "", "environment": {"ranks": 0}}):
+            file.write(json.dumps({"step": 4} | event) + "\n")
+    (run / "config.toml").write_text("a = " + "[" * 2000 + "]" * 2000)
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().err.splitlines() == [
+        f"warning: {run}/metrics.jsonl: 3 lines are not JSON: left out",
+        f"warning: {run}/metrics.jsonl: 2 lines are nested more than 64 deep: left out",
+        f"warning: {run}/metrics.jsonl: 7 lines are not what titanmoe writes there: left out",
+        f"warning: {run}/events.jsonl: 2 lines are not what titanmoe writes there: left out",
+        f"warning: {run}/experts.jsonl: 5 lines are not what titanmoe writes there: left out",
+        f"warning: {run}/config.toml: is not TOML: "
+        "tables or lists lie in each other more than 16 deep, and no field does",
+    ]
+    (read,) = read_runs([run])
+    assert [line["step"] for line in read.lines] == [1, 2, 3, 4] and "mfu" not in read.lines[-1]
+    (run / "metrics.jsonl").write_text("nonsense\n")
+    assert main(["report", str(run)]) == 2
+    assert "metrics.jsonl: 1 line is not JSON: left out" in capsys.readouterr().err
+
+
 def test_what_is_no_run_is_told_at_once(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()

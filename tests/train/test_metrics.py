@@ -1,5 +1,8 @@
+import errno
+import io
 import json
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -12,7 +15,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.models.families import preset
-from titanmoe.train import metrics
+from titanmoe.train import board, metrics, runtime
 from titanmoe.train.folder import claim
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
 from titanmoe.train.runtime import Runtime
@@ -278,3 +281,91 @@ def test_tensorboard_puts_a_figure_where_a_person_looks(name: str, tag: str) -> 
     from titanmoe.train import board
 
     assert board.tag(name) == tag
+
+
+# ---- logs that cannot be written
+
+
+def told(folder: Path) -> list[str]:
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    return [event["text"] for event in events if event["kind"] == "log"]
+
+
+def test_a_full_disk_pauses_metrics_and_tells_when_they_are_back(config, clock, capsys):
+    config.training.steps = 9
+    run = make(config)
+    run.log(1, VALUES)
+    file = run.folder / "metrics.jsonl"
+    file.rename(run.folder / "before")
+    run._file.close()
+    file.symlink_to("/dev/full")
+    for step in (2, 3, 4):
+        run.log(step, VALUES)
+    clock[0] += 31
+    run.log(5, VALUES)  # tried again in vain: no second warning, and a longer pause
+    clock[0] += 31
+    run.log(6, VALUES)
+    file.unlink()
+    clock[0] += 31
+    run.log(7, VALUES)
+    run.log(8, VALUES)
+    run.close()
+    assert [line["step"] for line in lines(run.folder)] == [7, 8]
+    assert told(run.folder) == [
+        f"{file}: No space left on device: the run goes on without it and tries again in 30 s, then more seldom",
+        f"{file}: written again; 5 lines of it were lost",
+    ]
+    shown = capsys.readouterr().out
+    assert "step 2  LOG: " in shown and "step 7  LOG: " in shown
+    assert all(f"step {n}/9" in shown for n in range(1, 9)), "the console is another place"
+
+
+def test_events_that_fail_tell_of_themselves_on_the_console(config, clock, capsys):
+    run = make(config)
+    file = run.folder / "events.jsonl"
+    run._events.close()
+    file.unlink()
+    file.symlink_to("/dev/full")
+    run.event(1, "save", "step-00000001")
+    clock[0] += 31
+    file.unlink()
+    run.event(2, "save", "step-00000002")
+    run.close()
+    assert "LOG: " + str(file) + ": No space left on device" in capsys.readouterr().out
+    assert told(run.folder) == [f"{file}: written again; 2 lines of it were lost"]  # the warning was one
+
+
+def test_a_console_that_cannot_be_written_ends_no_run(config, monkeypatch):
+    class Full(io.StringIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(sys, "stdout", Full())
+    monkeypatch.delenv("RANK", raising=False)
+    run = make(config)
+    run.log(1, VALUES)
+    runtime.say("saved")
+    run.close()
+    assert [line["step"] for line in lines(run.folder)] == [1]
+    assert told(run.folder)[0].startswith("the console: No space left on device")
+
+
+def test_tensorboard_that_fails_is_opened_anew(config, clock, monkeypatch):
+    config.metrics.tensorboard, config.training.steps = True, 9
+    run = make(config)
+    log = board.Board.log
+
+    def fail(self: board.Board, report: object) -> None:
+        raise RuntimeError("worker is gone")
+
+    monkeypatch.setattr(board.Board, "log", fail)
+    run.log(1, VALUES)
+    run.log(2, VALUES)
+    monkeypatch.setattr(board.Board, "log", log)
+    clock[0] += 31
+    run.log(3, VALUES)
+    run.close()
+    first, last = told(run.folder)
+    assert first.startswith("TensorBoard: RuntimeError: worker is gone: the run goes on")
+    assert last.startswith("TensorBoard: written again; ")
+    assert len(list((run.folder / "tensorboard").iterdir())) == 2

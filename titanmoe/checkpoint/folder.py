@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.disk import Doing, unwritten
 from titanmoe.checkpoint.layout import CheckpointError, Manifest, Sum
 
 METADATA = ".metadata"
@@ -120,10 +121,15 @@ class _Summing(io.RawIOBase):
         super().__init__()
         self.path, self.bytes, self.crc32 = path, 0, 0
         self.file = open(path, "wb")  # noqa: SIM115 (closed by close)
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         self.crc32 = zlib.crc32(data, self.crc32)
-        self.bytes += (written := self.file.write(data))
+        try:
+            self.bytes += (written := self.file.write(data))
+        except OSError as error:  # of which torch.save makes a RuntimeError that tells nothing
+            self.failure = error
+            raise
         return written
 
     def writable(self) -> bool:
@@ -138,8 +144,10 @@ class _Summing(io.RawIOBase):
                 self.file.flush()
                 os.fsync(self.file.fileno())
             finally:
-                self.file.close()
-                super().close()
+                try:
+                    self.file.close()
+                finally:
+                    super().close()
 
     @property
     def sum(self) -> Sum:
@@ -149,8 +157,8 @@ class _Summing(io.RawIOBase):
 class _Writer(StorageWriter):
     """Writes what torch's FileSystemReader reads, and keeps every file's checksum."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, doing: Doing):
+        self.folder, self.doing = folder, doing
         self.sums: dict[str, Sum] = {}
         self.opened = folder
         """The file being written: what an error is about."""
@@ -181,9 +189,13 @@ class _Writer(StorageWriter):
                 results.append(WriteResult(item.index, place.length, place))
             if stream is not None:
                 self._done(stream)
-        except OSError as error:  # of write(), which does not know the file's name
-            raise CheckpointError(f"{self.opened}: {error.strerror}") from None
+        except (OSError, RuntimeError) as error:  # of write(), which does not know the file's name
+            failure = error if isinstance(error, OSError) else stream and stream.failure
+            if failure is None:
+                raise CheckpointError(f"{self.opened}: {error}") from None
+            raise CheckpointError(unwritten(self.opened, failure, self._missing(plan))) from None
         finally:
+            self.doing.what = Doing.WAITING
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
@@ -194,8 +206,20 @@ class _Writer(StorageWriter):
     def _next(self, full: _Summing | None, prefix: str) -> _Summing:
         if full is not None:
             self._done(full)
-        self.opened = self.folder / f"{prefix}-{len(self.sums):03}.distcp"
+        self._at(f"{prefix}-{len(self.sums):03}.distcp")
         return _Summing(self.opened)
+
+    def _at(self, name: str) -> None:
+        self.opened = self.folder / name
+        self.doing.what = f"writing {self.opened}"
+
+    def _missing(self, plan: SavePlan) -> int:
+        """What this rank has to write, without what of it is on disk."""
+        parts = [item.tensor_data for item in plan.items]
+        whole = sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
+        with contextlib.suppress(OSError):
+            whole -= sum(file.stat().st_size for file in self.folder.glob(f"{plan.storage_data}-*"))
+        return max(whole, 0)
 
     def _done(self, stream: _Summing) -> None:
         stream.close()
@@ -203,21 +227,22 @@ class _Writer(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
-        self.opened = self.folder / METADATA
-        try:
-            with contextlib.closing(_Summing(self.opened)) as stream:
-                stream.write(pickle.dumps(metadata))
-        except OSError as error:
-            raise CheckpointError(f"{self.opened}: {error.strerror}") from None
-        self.sums[METADATA] = stream.sum
+        self._whole(METADATA, pickle.dumps(metadata))
 
     def carry(self, files: Mapping[str, Path]) -> None:
         for name, source in files.items():
-            file = self.folder / layout.CARRIED / name
-            file.parent.mkdir(exist_ok=True)
-            with contextlib.closing(_Summing(file)) as stream:
-                stream.write(source.read_bytes())
-            self.sums[f"{layout.CARRIED}/{name}"] = stream.sum
+            (self.folder / layout.CARRIED).mkdir(exist_ok=True)
+            self._whole(f"{layout.CARRIED}/{name}", source.read_bytes())
+
+    def _whole(self, name: str, data: bytes) -> None:
+        self._at(name)
+        try:
+            with contextlib.closing(_Summing(self.opened)) as stream:
+                stream.write(data)
+        except OSError as error:
+            raise CheckpointError(unwritten(self.opened, error, len(data))) from None
+        self.sums[name] = stream.sum
+        self.doing.what = Doing.WAITING
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -230,14 +255,16 @@ def save(
     manifest: Callable[[dict[str, Sum]], Manifest],
     group: Group = None,
     carried: Mapping[str, Path] | None = None,
+    doing: Doing | None = None,
 ) -> None:
     """Called by all ranks of the group, or by one process without. When it returns, the checkpoint is whole and has its
     name. When it raises, it does so on every rank, and what was there before is as it was."""
     first = group is None or dist.get_rank(group) == 0
+    doing = doing or Doing()
     aside = target.with_name(target.name + layout.WRITING)
-    together(group, lambda: layout.begin(aside) if first else None)
+    together(group, lambda: doing(f"making {aside}", layout.begin, aside) if first else None)
     together(group, lambda: _seen(aside))
-    writer = _Writer(aside)
+    writer = _Writer(aside, doing)
     try:
         with _told_by_us(group):
             dcp.save(dict(pieces), storage_writer=writer, planner=_Plan(pieces), process_group=group)
@@ -245,9 +272,13 @@ def save(
         raise _of(failure) from None
     together(group, lambda: writer.carry(carried or {}) if first else None)
     # Read back what was written: a byte that a file system lost is found before anyone relies on it.
-    sums = together(group, lambda: layout.require(aside, writer.sums))
+    sums = together(group, lambda: doing(f"reading back {writer.opened}", layout.require, aside, writer.sums))
     everything = {name: s for theirs in sums for name, s in theirs.items()}
-    together(group, lambda: layout.publish(aside, target, manifest(everything)) if first else None)
+
+    def publish() -> None:
+        layout.publish(aside, target, manifest(everything))
+
+    together(group, lambda: doing(f"publishing {target}", publish) if first else None)
 
 
 def _seen(aside: Path) -> None:

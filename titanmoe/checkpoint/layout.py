@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from titanmoe.checkpoint.disk import unwritten
 from titanmoe.config.parse_json import parse_json
 
 FORMAT = 1
@@ -241,10 +242,13 @@ def remove(target: Path) -> None:
 
 
 def write(file: Path, text: str) -> None:
-    with open(file, "w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with open(file, "w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:  # which knows the name only if it could not be opened
+        raise CheckpointError(unwritten(file, error, len(text.encode()))) from None
 
 
 def sync(folder: Path) -> None:

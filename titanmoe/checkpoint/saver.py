@@ -1,4 +1,4 @@
-"""Saving beside the training: stage, write, publish, retain."""
+"""Saving beside the training: stage, check, write, publish, retain; and what is done when a save does not end."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.disk import NO_ROOM, Doing, unwritten
+from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.folder import Piece, save, together
 from titanmoe.checkpoint.layout import CheckpointError, Manifest
 from titanmoe.config.schema import Checkpoint as Options
 
-PATIENCE = timedelta(hours=2)
-"""How long a rank waits for the slowest disk."""
+NAMED = 8
+"""Ranks that a message names."""
 
 
 class Saver:
@@ -33,11 +35,14 @@ class Saver:
     def __init__(self, folder: Path, options: Options):
         self.folder, self.options = folder, options
         # A group of its own, on CPU tensors: the thread's messages must never meet those of a training step.
-        self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.get_world_size() > 1 else None
+        several, patience = dist.get_world_size() > 1, timedelta(seconds=options.timeout_s)
+        self.group = dist.new_group(backend="gloo", timeout=patience) if several else None
+        self.world = dist.group.WORLD if several else None
+        """For the training's own thread, when the other may be stuck in a message of its group."""
         self.first = dist.get_rank() == 0
         self.saved_step = -1
-        self.failed: CheckpointError | None = None
         self._thread: threading.Thread | None = None
+        self._doing, self._deadline, self._failed = Doing(), 0.0, ""
         self._staged: dict[str, Tensor] = {}
         together(self.group, lambda: self._prepare() if self.first else None)
 
@@ -49,24 +54,49 @@ class Saver:
         """Returns the seconds for which training stood still."""
         began = time.monotonic()
         self.wait()
-        if self.options.save == "sync":
-            self._write(step, pieces, record)
-        else:
-            staged = {name: replace(piece, tensor=self._copy(name, piece.tensor)) for name, piece in pieces.items()}
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self._thread = threading.Thread(target=self._attempt, args=(step, staged, record), name="checkpoint")
-            self._thread.start()
+        if self.options.save == "async":
+            pieces = {name: replace(piece, tensor=self._copy(name, piece.tensor)) for name, piece in pieces.items()}
+        gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        if gpu is not None:
+            torch.cuda.synchronize()
+        self._deadline = time.monotonic() + self.options.timeout_s
+        # Also where training waits for it: a thread that a disk holds fast cannot look at the clock.
+        self._thread = threading.Thread(
+            target=self._attempt, args=(step, pieces, record, gpu), name="checkpoint", daemon=True
+        )
+        self._thread.start()
         self.saved_step = step
+        if self.options.save == "sync":
+            self.wait()
         return time.monotonic() - began
 
+    @property
+    def in_trouble(self) -> bool:
+        """On this rank: a save has failed, or takes too long."""
+        late = self._thread is not None and self._thread.is_alive() and time.monotonic() > self._deadline
+        return bool(self._failed) or late
+
     def wait(self) -> None:
-        """Until nothing is being written; raises what went wrong in it."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self.failed:
-            raise self.failed
+        """Until nothing is being written. What went wrong, on whichever rank, is raised on all of them."""
+        if self._thread is None:
+            return
+        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        at = self._doing.what if self._thread.is_alive() else ""
+        states = together(self.world, lambda: (at, self._failed))
+        if stuck := {rank: at for rank, (at, _) in enumerate(states) if at}:
+            raise CheckpointError(self._late(stuck))
+        self._thread = None
+        if reasons := dict.fromkeys(reason for _, reason in states if reason):
+            raise CheckpointError("; ".join(reasons))
+
+    def _late(self, stuck: dict[int, str]) -> str:
+        busy = {rank: at for rank, at in stuck.items() if at != Doing.WAITING} or stuck
+        named = ", ".join(f"rank {rank} is still {at}" for rank, at in list(busy.items())[:NAMED])
+        more = f" (and {len(busy) - NAMED} ranks more)" if len(busy) > NAMED else ""
+        return (
+            f"{self.folder / layout.name_of(self.saved_step)} is not saved after checkpoint.timeout_s = "
+            f"{self.options.timeout_s} s: {named}{more}. Look at that disk, or raise checkpoint.timeout_s"
+        )
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
         """Into memory kept from one checkpoint to the next; page-locked for a GPU, whose copies then overlap."""
@@ -76,35 +106,62 @@ class Saver:
             self._staged[name] = kept
         return kept.copy_(tensor, non_blocking=True)
 
-    def _attempt(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
-        if sys.platform == "linux":  # where a thread has a priority of its own: training first, if cores are few
+    def _attempt(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any], gpu: int | None) -> None:
+        if gpu is not None:
+            torch.cuda.set_device(gpu)
+        if (
+            sys.platform == "linux" and self.options.save == "async"
+        ):  # where a thread has a priority of its own: training first, if cores are few
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
             self._write(step, pieces, record)
         except CheckpointError as error:
-            self.failed = error
+            self._failed = str(error)
         except Exception as error:  # a lost connection, say: the thread's own traceback would end unseen
-            self.failed = CheckpointError(f"{self.folder}: {type(error).__name__} {error}")
+            self._failed = f"{self.folder}: {type(error).__name__} {error}"
 
     def _write(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
         target = self.folder / layout.name_of(step)
+        self._check(target, pieces)
         save(
             target,
             pieces,
             lambda sums: Manifest(step, layout.next_number(self.folder), sums, record),
             self.group,
             layout.files(self.folder / layout.CARRIED),
+            self._doing,
         )
-        together(self.group, lambda: self._settle(target) if self.first else None)
+        settling = f"writing {self.folder / layout.LATEST} or removing old checkpoints"
+        together(self.group, lambda: self._doing(settling, self._settle, target) if self.first else None)
+
+    def _check(self, target: Path, pieces: Mapping[str, Piece]) -> None:
+        """What each rank holds, before anything is written. Of equal pieces too, of which one rank writes its own."""
+
+        def look() -> str:
+            return first_nonfinite({name: piece.tensor for name, piece in pieces.items()})
+
+        found = together(self.group, lambda: self._doing(f"checking the numbers of {target.name}", look))
+        if ranks := [rank for rank, bad in enumerate(found) if bad]:
+            others = f", and {len(ranks) - 1} ranks more hold such" if len(ranks) > 1 else ""
+            raise CheckpointError(
+                f"{target} is not saved: on rank {ranks[0]} {found[ranks[0]]}{others}. The checkpoints before stay as "
+                "they are; start again to go on from the latest, with a lower optimizer.lr if it comes again"
+            )
 
     def carry(self, files: Mapping[str, Path]) -> None:
         """Config and tokenizer of the model that the run began from: every checkpoint holds a copy."""
 
         def copy() -> None:
             for name, file in files.items():
-                (self.folder / layout.CARRIED).mkdir(exist_ok=True)
-                shutil.copyfile(file, self.folder / layout.CARRIED / name)
+                target = self.folder / layout.CARRIED / name
+                target.parent.mkdir(exist_ok=True)
+                try:
+                    shutil.copyfile(file, target)
+                except OSError as error:
+                    if error.errno in NO_ROOM:  # of which it would name the source
+                        raise CheckpointError(unwritten(target, error, file.stat().st_size)) from None
+                    raise
 
         together(self.group, lambda: copy() if self.first else None)
 

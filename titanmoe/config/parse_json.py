@@ -5,10 +5,29 @@ from __future__ import annotations
 import json
 from typing import Any
 
+MOST_DEPTH = 64
+"""Of lists and objects in each other: far more than any file of ours has, and no matter for what walks through it."""
+
+
+class TooDeep(ValueError):
+    """Lists or objects that lie in each other deeper than anything that is meant."""
+
 
 def parse_json(text: str | bytes) -> Any:
     """ValueError, and nothing else, for what cannot be read."""
+    too_deep = TooDeep(f"lists or objects lie in each other too deep to be read, more than {MOST_DEPTH}")
     try:
-        return json.loads(text)
+        data = json.loads(text)
     except RecursionError:
-        raise ValueError("lists or objects lie in each other too deep to be read") from None
+        raise too_deep from None
+    level = [data]
+    for _ in range(MOST_DEPTH + 1):
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise too_deep
+    return data

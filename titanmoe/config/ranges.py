@@ -135,6 +135,7 @@ RANGES = {
     "checkpoint.interval": NOT_NEGATIVE,
     "checkpoint.keep_last": NOT_NEGATIVE,
     "checkpoint.keep_every": NOT_NEGATIVE,
+    "checkpoint.timeout_s": COUNT,
     "metrics.log_every": COUNT,
     "metrics.experts_every": Range(0, derived=True),
     "metrics.peak_tflops": NOT_NEGATIVE,

@@ -420,6 +420,8 @@ class Checkpoint:
     """A folder of Hugging Face safetensors to take the first weights from, while the run has no checkpoint of its own."""
     verify: bool = True
     """Compare every file's checksum before loading. false only where reading twice costs too much."""
+    timeout_s: int = 1800
+    """How long a save may take, on the slowest rank. After that the run ends, and names the rank and the file that it is still writing. Several times what a save usually takes."""
 
 
 @dataclass

@@ -32,12 +32,14 @@ def run_report(args: argparse.Namespace) -> int:
         return 2
     folder = args.out or args.RUN[0] / "report"
     try:
-        files = write(read_runs(args.RUN), folder)
+        files = write(runs := read_runs(args.RUN), folder)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     except OSError as error:
         print(f"error: cannot write to {folder}: {error.strerror}", file=sys.stderr)
         return 2
+    for line in (line for run in runs for line in run.said):
+        print(f"warning: {line}", file=sys.stderr)
     print(f"{files[0]}, and {len(files) - 1} PNGs beside it")
     return 0

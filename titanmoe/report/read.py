@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ from typing import Any
 import numpy as np
 
 from titanmoe.config import ConfigError, load
-from titanmoe.config.recipe import toml
+from titanmoe.config.parse_json import MOST_DEPTH, TooDeep, parse_json
+from titanmoe.config.recipe import RecipeError, read
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
 from titanmoe.models.families import preset
 from titanmoe.train.folder import CONFIG, EVENTS, EXPERTS, METRICS
+
+EVENT_TEXTS = ("kind", "text", "time")
+LARGE = 1e15
+"""Nothing that is counted or measured comes near; text may hold a number of any size."""
 
 
 @dataclass
@@ -30,10 +36,14 @@ class Run:
     config_text: str = ""
     config: Config | None = None
     """None where the folder's is of another version of titanmoe."""
+    table: dict[str, Any] = field(default_factory=dict)
+    """What config.toml says, as it stands."""
+    said: list[str] = field(default_factory=list)
+    """What was left out, and why."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
         """Steps and values, where there is one that is a number."""
-        pairs = [(line["step"], line[name]) for line in self.lines if isinstance(line.get(name), (int, float))]
+        pairs = [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
         return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
     def median(self, name: str) -> float | None:
@@ -63,7 +73,7 @@ class Run:
                 out |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
             return out
 
-        return flat(toml().loads(self.config_text), "")
+        return flat(self.table, "")
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
@@ -73,11 +83,11 @@ def read_runs(folders: list[Path]) -> list[Run]:
         if not (folder / METRICS).is_file():
             problems.append(f"{folder} has no {METRICS}: name the folder of a run, such as runs/debug")
             continue
-        lines = _lines(folder / METRICS)
-        if not lines:
-            problems.append(f"{folder / METRICS} has no line yet: wait for the run's first step")
-            continue
-        runs.append(_read(folder, lines))
+        lines, said = _lines(folder / METRICS, _figures)
+        if lines:
+            runs.append(_read(folder, lines, said))
+        else:
+            problems += said or [f"{folder / METRICS} has no line yet: wait for the run's first step"]
     if problems:
         raise ConfigError(problems)
     names = [run.name for run in runs]
@@ -87,27 +97,83 @@ def read_runs(folders: list[Path]) -> list[Run]:
     return runs
 
 
-def _read(folder: Path, lines: list[dict[str, Any]]) -> Run:
-    run = Run(folder.resolve().name, folder, lines, _lines(folder / EVENTS))
-    loads = _lines(folder / EXPERTS)
+def _read(folder: Path, lines: list[dict[str, Any]], said: list[str]) -> Run:
+    events, more = _lines(folder / EVENTS, _event)
+    shapes: dict[str, int] = {}
+    loads, even_more = _lines(folder / EXPERTS, lambda line: _load(line, shapes))
+    run = Run(folder.resolve().name, folder, lines, events, said=said + more + even_more)
     run.load_steps = [line["step"] for line in loads]
-    for layer in loads[0]["load"] if loads else ():
+    for layer in shapes:
         run.load[int(layer)] = np.array([line["load"][layer] for line in loads], dtype=np.float64).T
-    if (folder / CONFIG).is_file():
-        run.config_text = (folder / CONFIG).read_text(encoding="utf-8")
+    file = folder / CONFIG
+    if file.is_file():
+        run.config_text = file.read_text(encoding="utf-8", errors="replace")
         try:
-            run.config = load(["--config", str(folder / CONFIG)], preset, lambda config: [])
+            run.table = read(str(file)).data
+            run.config = load(["--config", str(file)], preset, lambda config: [])
+        except RecipeError as error:
+            run.said.append(str(error))
         except ConfigError:
             run.config = None
     return run
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The last may be half written, as a run may be going on."""
-    found = []
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+# ---- lines
+
+
+def _lines(
+    file: Path, known: Callable[[dict[str, Any]], dict[str, Any] | None]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Those that known() takes, and what is to be said of the others: a line for each kind."""
+    found, others = [], Counter()
+    *whole, half = file.read_bytes().split(b"\n") if file.is_file() else [b""]
+    for text in [*whole, half]:
         try:
-            found.append(json.loads(line))
+            line = parse_json(text)
+            line = known(line) if isinstance(line, dict) and _step(line.get("step")) else None
+            if line is not None:
+                found.append(line)
+            else:
+                others["not what titanmoe writes there"] += 1
+        except TooDeep:
+            others[f"nested more than {MOST_DEPTH} deep"] += 1
         except ValueError:
-            continue
-    return found
+            if text is not half and text.strip():  # a run may be going on, in the middle of its last line
+                others["not JSON"] += 1
+    said = [f"{file}: {n} line{'s are' if n > 1 else ' is'} {what}: left out" for what, n in others.items()]
+    return found, said
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGE < value < LARGE
+
+
+def _step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < LARGE
+
+
+def _figures(line: dict[str, Any]) -> dict[str, Any] | None:
+    if "loss" not in line or not (line["loss"] is None or _number(line["loss"])):
+        return None
+    return {"loss": line["loss"]} | {name: value for name, value in line.items() if _number(value)}
+
+
+def _event(line: dict[str, Any]) -> dict[str, Any] | None:
+    ranks = line.get("environment", {"ranks": 1})
+    ranks = ranks.get("ranks") if isinstance(ranks, dict) else None
+    fits = type(ranks) is int and 0 < ranks < LARGE and all(isinstance(line.get(key), str) for key in EVENT_TEXTS)
+    return line if fits else None
+
+
+def _load(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any] | None:
+    """shapes: experts by layer, those of the first line that is one."""
+    load = line.get("load")
+    if not isinstance(load, dict) or not all(
+        layer.isdecimal() and len(layer) < 9 and isinstance(counts, list) and counts and all(map(_number, counts))
+        for layer, counts in load.items()
+    ):
+        return None
+    its = {layer: len(counts) for layer, counts in load.items()}
+    if not shapes:
+        shapes |= its
+    return line if its == shapes else None

@@ -183,7 +183,7 @@ class Checkpoints:
     @property
     def wants_to_stop(self) -> bool:
         """This rank; all stop together once one does."""
-        return bool(self.signals.number or (self.saver and self.saver.failed))
+        return bool(self.signals.number or (self.saver and self.saver.in_trouble))
 
     def after_step(self) -> dict[str, float]:
         """Save if it is time; how long training stood still for it."""

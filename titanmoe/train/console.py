@@ -62,7 +62,7 @@ def duration(seconds: float) -> str:
 
 class Lines:
     def __init__(self, config: Config):
-        self.config, self.first = config, True
+        self.config = config
 
     def log(self, report: Report) -> None:
         steps = self.config.training.steps
@@ -74,11 +74,10 @@ class Lines:
         if report.eta is not None:
             parts.append(f"ETA {duration(report.eta)}")
         print("  ".join(parts), flush=True)
-        if self.first:
+        if report.eta is None:
             seconds = report.record["step_time_s"]
             what = "start-up and compilation in it; ETA counts from the next"
             print(f"first step took {seconds:.1f} s, {what}", flush=True)
-        self.first = False
 
     def event(self, step: int, kind: str, text: str) -> None:
         if kind not in QUIET:

@@ -66,7 +66,7 @@ def rewind(folder: Path, step: int) -> None:
                 os.rename(file, folder / f"{file.stem}-{n}.jsonl")
     for name in (METRICS, EXPERTS, EVENTS):
         file = folder / name
-        lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
         kept = [line for line in lines if _stays(line, step)]
         if len(kept) < len(lines):
             fresh = folder / f"{name}.new"
@@ -78,5 +78,5 @@ def _stays(line: str, step: int) -> bool:
     try:
         record = json.loads(line)
         return record["step"] <= step or record.get("kind", "spike") != "spike"
-    except (ValueError, KeyError, TypeError, RecursionError):  # a kill cut it off
+    except (ValueError, KeyError, TypeError, RecursionError):  # a kill cut it off, or something else wrote there
         return False

@@ -79,12 +79,14 @@ def main(argv: list[str]) -> int:
     from titanmoe.train.trainer import NonFinite, Trainer
 
     stamp(runtime.rank)
+    abandon = False
     try:
         signal = Trainer(config, runtime).train()
         return 128 + signal if signal else 0
     except ConfigError as error:
         exit_with(error.problems, error.source)
     except CheckpointError as error:  # of a save, told by all ranks alike
+        abandon = True  # its thread may be stuck in a message
         if runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1
@@ -97,4 +99,4 @@ def main(argv: list[str]) -> int:
             print("stopped", file=sys.stderr)
         return 130
     finally:
-        stop()
+        stop(abandon)

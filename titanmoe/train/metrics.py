@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import platform
 import resource
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from titanmoe.models.count import Parameters
 from titanmoe.train import console
 from titanmoe.train.clock import Clock
 from titanmoe.train.folder import CONFIG, EVENTS, EXPERTS, METRICS
+from titanmoe.train.outlet import LineFile, Outlet
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.sink import Report, Sink
 from titanmoe.train.spikes import Spikes
@@ -88,10 +91,11 @@ class Metrics:
         if not self.writes:
             return
         self.folder = folder
-        self._file = (folder / METRICS).open("a", encoding="utf-8")
-        self._experts = (folder / EXPERTS).open("a", encoding="utf-8")
-        self._events = (folder / EVENTS).open("a", encoding="utf-8")
-        (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
+        self._step = step
+        self._sinks: list[Outlet[Sink]] = []
+        self._events, self._file, self._experts = (self._lines(folder / name) for name in (EVENTS, METRICS, EXPERTS))
+        for outlet in (self._events, self._file, self._experts):
+            outlet.open()
         self.flops_per_token = flops_per_token
         on_gpu = runtime.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(runtime.device) if on_gpu else "CPU"
@@ -102,21 +106,36 @@ class Metrics:
         self._last_step: int | None = None
         self._steady_seconds, self._steady_steps = 0.0, 0  # without the first step
         self._smoothed, self._weight = 0.0, 0.0
-        self._sinks = self._open_sinks(fold, parameters, notes or {}, step)
+        self._open_sinks(fold, parameters, notes or {})
+        try:
+            (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
+        except OSError as error:
+            self._warn(f"{folder / CONFIG}: {error.strerror}")
         self._begin(fold, step)
         self._since = time.monotonic()
 
-    def _open_sinks(self, fold: Fold, parameters: Parameters, notes: dict[str, str], step: int) -> list[Sink]:
+    def _lines(self, file: Path) -> Outlet[LineFile]:
+        return Outlet(str(file), lambda: LineFile(file), self._warn)
+
+    def _warn(self, text: str) -> None:
+        self.event(self._step, "log", text)
+
+    def _open_sinks(self, fold: Fold, parameters: Parameters, notes: dict[str, str]) -> None:
         config = self.config
-        console.banner(config, fold, parameters, self.device_name, self.peak, self.folder, notes)
-        sinks: list[Sink] = []
+        with contextlib.suppress(OSError):  # the console's own lines will tell
+            console.banner(config, fold, parameters, self.device_name, self.peak, self.folder, notes)
+
+        def add(name: str, make: Callable[[], Sink]) -> None:
+            self._sinks.append(outlet := Outlet(name, make, self._warn))
+            outlet.open()
+
+        add("the console", lambda: console.open_console(config, self.folder.name))
         if config.metrics.tensorboard or config.metrics.wandb:
             from titanmoe.train import board  # a second to load, for those who want it
         if config.metrics.tensorboard:
-            sinks.append(board.Board(self.folder, config, step))
+            add("TensorBoard", lambda: board.Board(self.folder, config, self._step))
         if config.metrics.wandb:
-            sinks.append(board.WandB(self.folder, config))
-        return [*sinks, console.open_console(config, self.folder.name)]
+            add("Weights & Biases", lambda: board.WandB(self.folder, config))
 
     def _begin(self, fold: Fold, step: int) -> None:
         """The event that names the machine: figures are worth nothing without it."""
@@ -143,6 +162,7 @@ class Metrics:
         """
         if not self.writes:
             return
+        self._step = step
         loads = {int(name.split(".")[1]): value for name, value in values.items() if isinstance(value, list)}
         values = {name: value for name, value in values.items() if not isinstance(value, list)}
         if spike := self._spikes.check(values["loss"]):
@@ -168,14 +188,13 @@ class Metrics:
         record |= values
         if self.clock is not None:
             record |= {f"time.{name}": value for name, value in self.clock.take(steps).items()}
-        self._file.write(as_json(record) + "\n")
-        self._file.flush()
+        self._file.put(lambda file: file.write(as_json(record)))
         eta = None
         if self._steady_steps:
             eta = (self.config.training.steps - step) * self._steady_seconds / self._steady_steps
         report = Report(step, record, loads, self._smoothed / self._weight, eta)
-        for sink in self._sinks:
-            sink.log(report)
+        for outlet in self._sinks:
+            outlet.put(lambda sink: sink.log(report))
         self._tokens, self._last_step, self._since = 0.0, step, now
 
     def _due(self, step: int, every: int) -> bool:
@@ -187,24 +206,20 @@ class Metrics:
             every = math.ceil(self.config.training.steps / EXPERT_LINES)
         if every and loads and self._due(step, every):
             line = {"step": step, "load": {layer: [round(n) for n in load] for layer, load in loads.items()}}
-            self._experts.write(json.dumps(line, separators=(",", ":")) + "\n")
-            self._experts.flush()
+            self._experts.put(lambda file: file.write(json.dumps(line, separators=(",", ":"))))
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """What happened once: start, restart, save, spike, profile, stop."""
+        """What happened once: start, restart, save, spike, profile, log, stop."""
         if not self.writes:
             return
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")
         line = {"step": step, "kind": kind, "text": text, "time": when, **more}
-        self._events.write(json.dumps(line) + "\n")
-        self._events.flush()
-        for sink in self._sinks:
-            sink.event(step, kind, text)
+        self._events.put(lambda file: file.write(json.dumps(line)))
+        for outlet in self._sinks:
+            outlet.put(lambda sink: sink.event(step, kind, text))
 
     def close(self) -> None:
         if not self.writes:
             return
-        for file in (self._file, self._experts, self._events):
-            file.close()
-        for sink in self._sinks:
-            sink.close()
+        for outlet in (self._file, self._experts, self._events, *self._sinks):
+            outlet.close()

@@ -264,18 +264,19 @@ def _check_port(environment: Environment) -> None:
         raise ConfigError([f"MASTER_PORT = {port} {why}: choose another; torchrun --standalone finds one"]) from None
 
 
-def stop() -> None:
+def stop(abandon: bool = False) -> None:
     """End the process groups; belongs in a `finally`.
 
-    On the way out of an exception a collective may still be in flight that the other ranks will never answer, and its
-    group cannot end before its time-out. Then this gives up after STOP_SECONDS. If nobody catches the exception, the
-    process leaves once its traceback is printed, without waiting for groups that something still refers to.
+    On the way out of an exception, or where abandon says so, a collective may still be in flight that the other ranks
+    will never answer, and its group cannot end before its time-out. Then this gives up after STOP_SECONDS. If nobody
+    catches the exception, the process leaves once its traceback is printed, without waiting for groups that something
+    still refers to.
     """
     import torch.distributed as dist
 
     if not dist.is_initialized():
         return
-    if sys.exc_info()[0] is None:
+    if sys.exc_info()[0] is None and not abandon:
         dist.destroy_process_group()
         return
 
@@ -286,7 +287,8 @@ def stop() -> None:
     ending = threading.Thread(target=destroy, daemon=True)
     ending.start()
     ending.join(STOP_SECONDS)
-    sys.excepthook = _leave
+    if not abandon:
+        sys.excepthook = _leave
 
 
 def leave(code: int) -> NoReturn:
@@ -296,8 +298,9 @@ def leave(code: int) -> NoReturn:
     the process down with SIGABRT (torch 2.13, about one run in ten with 4 ranks), and a run that succeeded would count
     as failed.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk behind it
+            stream.flush()
     os._exit(code)
 
 
@@ -309,7 +312,8 @@ def _leave(kind: type[BaseException], error: BaseException, trace: TracebackType
 def say(*parts: object) -> None:
     """Print once and not once per rank."""
     if os.environ.get("RANK", "0") == "0":
-        print(*parts, flush=True)
+        with contextlib.suppress(OSError):  # a console that cannot be written ends no run
+            print(*parts, flush=True)
 
 
 class GarbageCollection:

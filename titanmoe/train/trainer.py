@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.comm import all_reduce
 from titanmoe.config import ConfigError
@@ -260,14 +261,19 @@ class Trainer:
         loss, norm = torch.stack((loss, norm)).tolist()
         if math.isfinite(loss) and math.isfinite(norm):
             return
-        bad = next((name for name, p in self.parameters.items() if not local_grad(p).isfinite().all()), None)
-        names: list[str | None] = [None] * self.runtime.world
-        dist.all_gather_object(names, bad)
-        first = next((name for name in names if name), None)
-        culprit = f"first parameter with a non-finite gradient: {first}" if first else "all gradients are finite"
+        grads = first_nonfinite({name: local_grad(p) for name, p in self.parameters.items()})
+        weights = first_nonfinite(self.optimizer.pieces | self.buffers)
+        found: list[Any] = [None] * self.runtime.world
+        dist.all_gather_object(found, (grads, weights))
+        grads = next((name for name, _ in found if name), "")
+        culprit = f"first parameter with a non-finite gradient: {grads}" if grads else "all gradients are finite"
+        rank, weights = next(((rank, name) for rank, (_, name) in enumerate(found) if name), (0, ""))
+        before = f"Weights are still those of step {self.step - 1}"
+        if weights:
+            before = f"The weights were not finite already after step {self.step - 1}: on rank {rank} {weights}"
         raise NonFinite(
-            f"step {self.step}: loss {loss}, gradient norm {norm}; {culprit}. Weights are still those of step "
-            f"{self.step - 1}. Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss tames the routers."
+            f"step {self.step}: loss {loss}, gradient norm {norm}; {culprit}. {before}. "
+            "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss tames the routers."
         )
 
     def report(

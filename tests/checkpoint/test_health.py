@@ -1,0 +1,218 @@
+"""What is saved is finite, fits on the disk and gets there in time; else the run ends with one line."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import parity, world
+from tests.checkpoint import runs
+from titanmoe.checkpoint import folder as folder_module
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import saver as saver_module
+from titanmoe.checkpoint.finite import first_nonfinite
+from titanmoe.checkpoint.folder import Piece, write_checkpoint
+from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint.saver import Saver
+from titanmoe.config.schema import Checkpoint
+
+NAN = float("nan")
+
+
+# ---- numbers
+
+
+def test_the_first_tensor_that_is_not_finite_is_named_and_large_numbers_are_no_fault():
+    sound = {"a": torch.full((3,), 1e30), "half": torch.full((3,), 6e4).half(), "n": torch.ones(2, dtype=torch.long)}
+    assert first_nonfinite(sound | {"empty": torch.empty(0)}) == "" == first_nonfinite({})
+    for bad in (NAN, float("inf"), -float("inf")):
+        broken = {"b": torch.tensor([0.0, bad, bad]), "c": torch.tensor([bad])}
+        assert first_nonfinite(sound | broken) == "b (2 of 3 numbers are NaN or infinite)"
+
+
+def train_with_a_nan(folder: str, save: str) -> tuple[str, int]:
+    """After step 4 one rank's copy of a bias, which another rank would write, is no number."""
+    options = {"job.dump_folder": folder, "checkpoint.save": save, "checkpoint.interval": 2, "checkpoint.keep_last": 1}
+    trainer = parity.make_trainer(runs.RUN | {"parallelism.experts.ep": 2, "training.steps": 8} | options)
+    make = trainer.train_step
+
+    def step() -> dict[str, Any]:
+        report = make()
+        if trainer.step == 4 and dist.get_rank() == 1:
+            trainer.buffers["layers.1.moe.router.expert_bias"][3] = NAN
+        return report
+
+    trainer.train_step = step
+    try:
+        trainer.train()
+    except CheckpointError as error:
+        return str(error), trainer.step
+    return "", trainer.step
+
+
+@pytest.mark.parametrize("save", ["sync", "async"])
+def test_a_nan_is_never_published_and_names_tensor_rank_and_step(tmp_path, save):
+    ends = world.run(2, train_with_a_nan, str(tmp_path), save)
+    assert ends[0] == ends[1] and ends[0][1] < 8
+    told = "step-00000004 is not saved: on rank 1 model.layers.1.moe.router.expert_bias (1 of 8 numbers are NaN"
+    assert told in ends[0][0]
+    folder = tmp_path / "run/checkpoints"
+    assert sorted(os.listdir(folder)) == ["latest", "step-00000002"] and layout.damage(folder / "step-00000002") == []
+
+
+# ---- a full disk
+
+
+def write_a_file_too_large(folder: str) -> str:
+    """The real errors: of the kernel, and what torch makes of them."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
+    tensors = {f"model.{name}": Piece(torch.zeros(1 << 14), (0,), (1 << 14,)) for name in "ab"}
+    try:
+        write_checkpoint(f"{folder}/step-00000002", tensors, {"step": 2})
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
+def test_a_disk_that_fills_is_one_line_with_the_file_and_what_is_missing(tmp_path):
+    (told,) = world.run(1, write_a_file_too_large, str(tmp_path))
+    file = tmp_path / "step-00000002.writing/rank-00000-000.distcp"
+    assert told.startswith(f"{file}: File too large: 65,536 bytes more are needed and ") and "\n" not in told
+    assert told.endswith(" are free there") and "inline_container" not in told
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_an_error_that_torch_hides_is_told(tmp_path, monkeypatch, code):
+    write = folder_module._Summing.write
+
+    def fail(self: Any, data: bytes) -> int:
+        try:
+            if self.bytes > 200:
+                raise OSError(code, os.strerror(code))
+            return write(self, data)
+        except OSError as error:
+            self.failure = error
+            raise RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos") from None
+
+    monkeypatch.setattr(folder_module._Summing, "write", fail)
+    with pytest.raises(CheckpointError, match=f"rank-00000-000.distcp: {os.strerror(code)}") as told:
+        write_checkpoint(tmp_path / "c", {"model.a": Piece(torch.zeros(999), (0,), (999,))}, {})
+    assert ("bytes more are needed" in str(told.value)) == (code == errno.ENOSPC)
+
+
+def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
+    file = tmp_path / "latest.new"
+    file.symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=f"{file}: No space left on device: 14 bytes more are needed and "):
+        layout.write(file, "step-00000002\n")
+
+
+# ---- a disk that does not answer
+
+
+def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
+    """Rank 1's disk takes no byte of step 4. The clock stands still until that has begun, and then jumps."""
+    options = {"job.dump_folder": folder, "checkpoint.interval": 2, "parallelism.experts.ep": 2}
+    trainer = parity.make_trainer(runs.RUN | options | {"training.steps": 10_000})
+    write, held, go = folder_module._Summing.write, threading.Event(), threading.Event()
+
+    def hold(self: Any, data: bytes) -> int:
+        if dist.get_rank() == 1 and "step-00000004" in str(self.path):
+            held.set()
+            go.wait()
+        return write(self, data)
+
+    clock = SimpleNamespace(monotonic=lambda: 1e6 if held.is_set() or trainer.stopping else 0.0)
+    folder_module._Summing.write, saver_module.time = hold, clock
+    # Step 4's save must hang before step 5 asks whether to stop.
+    make = trainer.train_step
+    trainer.train_step = lambda: (held.wait() if dist.get_rank() == 1 and trainer.step == 4 else None, make())[1]
+    try:
+        trainer.train()
+    except CheckpointError as error:
+        return str(error), trainer.step
+    finally:
+        go.set()
+        for thread in threading.enumerate():
+            if thread.name == "checkpoint":
+                thread.join()
+        folder_module._Summing.write, saver_module.time = write, time
+    return "", trainer.step
+
+
+def test_a_save_that_hangs_ends_the_run_on_all_ranks_with_the_rank_and_the_file(tmp_path):
+    ends = world.run(2, train_while_a_disk_hangs, str(tmp_path))
+    assert ends[0] == ends[1]
+    told, step = ends[0]
+    folder = tmp_path / "run/checkpoints"
+    assert step == 5, "it does not wait for the next save"
+    assert f"{folder}/step-00000004 is not saved after checkpoint.timeout_s = 1800 s: " in told
+    assert f"rank 1 is still writing {folder}/step-00000004.writing/rank-00001-000.distcp" in told
+    assert "waiting for the other ranks" not in told
+
+
+PHASES = {
+    "begin": "making ",
+    "require": "reading back ",
+    "publish": "publishing ",
+    "retain": "removing old checkpoints",
+}
+
+
+def hang_in(folder: str, where: str) -> str:
+    """One rank that waits for its own save."""
+    saver = Saver(Path(folder), Checkpoint(enable=True, save="sync"))
+    work, held, go = getattr(layout, where), threading.Event(), threading.Event()
+    setattr(layout, where, lambda *args: (held.set(), go.wait(), work(*args))[2])
+    begins = [0.0, 0.0]  # the save, and its time
+
+    def now() -> float:
+        if begins:
+            return begins.pop()
+        held.wait()
+        return 1e6
+
+    saver_module.time = SimpleNamespace(monotonic=now)
+    try:
+        saver.save(2, {"model.w": Piece(torch.zeros(4), (0,), (4,))}, {"step": 2})
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        go.set()
+        saver._thread.join()
+        setattr(layout, where, work)
+        saver_module.time = time
+    return ""
+
+
+@pytest.mark.parametrize(("where", "told"), PHASES.items())
+def test_whatever_a_rank_is_at_has_a_name(tmp_path, where, told):
+    (end,) = world.run(1, hang_in, str(tmp_path), where)
+    assert "step-00000002 is not saved after checkpoint.timeout_s = 1800 s: rank 0 is still " in end and told in end
+
+
+def test_a_thread_in_a_message_does_not_keep_the_process(monkeypatch):
+    """stop() after a save that hangs: its group may never end."""
+    from titanmoe.train import runtime
+
+    never, hook = threading.Event(), sys.excepthook
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "destroy_process_group", never.wait)
+    monkeypatch.setattr(runtime, "STOP_SECONDS", 0.01)
+    runtime.stop(abandon=True)
+    never.set()
+    assert sys.excepthook is hook

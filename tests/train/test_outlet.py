@@ -1,0 +1,60 @@
+"""Where a run's lines go: pauses of a place that fails, whole lines, and what a resumed run keeps of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+
+from titanmoe.train import outlet
+from titanmoe.train.folder import rewind
+from titanmoe.train.outlet import LineFile, Outlet
+
+
+def test_a_pause_grows_to_ten_minutes_and_begins_short_again(monkeypatch):
+    now, fails, tried = [0.0], [True], []
+    monkeypatch.setattr(outlet.time, "monotonic", lambda: now[0])
+
+    class Place:
+        def close(self) -> None: ...
+
+    def write(place: Place) -> None:
+        tried.append(now[0])
+        if fails[0]:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    out = Outlet("x", Place, lambda text: None)
+    for now[0] in range(0, 4000, 10):
+        out.put(write)
+    assert tried[:5] == [0, 30, 90, 210, 450] and tried[-1] - tried[-2] == 600
+    now[0], fails[0] = now[0] + 600, False
+    out.put(write)
+    assert out.lost == 0
+    fails[0], tried[:] = True, []
+    for now[0] in range(5000, 5040, 10):
+        out.put(write)
+    assert tried == [5000, 5030]
+
+
+def test_of_a_line_that_does_not_fit_nothing_is_left(tmp_path, monkeypatch):
+    file, write = LineFile(tmp_path / "lines"), os.write
+    file.write("first")
+    monkeypatch.setattr(outlet.os, "write", lambda fd, data: write(fd, data[:3]) if len(data) > 3 else _full())
+    with pytest.raises(OSError, match="No space"):
+        file.write("second")
+    monkeypatch.undo()
+    file.write("third")
+    file.close()
+    assert (tmp_path / "lines").read_text() == "first\nthird\n"
+
+
+def _full() -> int:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_resumed_run_drops_lines_that_nobody_can_read(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1}\n' + b"[" * 9999 + b"\n\xff\xfe\n" + b'{"step": 2}\n')
+    rewind(tmp_path, 2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'

@@ -1,0 +1,26 @@
+"""Whether numbers are numbers: what holds a NaN or an infinity is not worth keeping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+@torch.no_grad()
+def first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
+    """The first that holds a NaN or an infinity, and how many; empty if none does.
+
+    All norms in one fused pass, which are finite only where every number is. One can overflow of finite numbers too, so
+    what it casts doubt on is looked at number by number.
+    """
+    looked_at = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
+    if not looked_at:
+        return ""
+    norms = torch.stack([norm.double() for norm in torch._foreach_norm(list(looked_at.values()))]).tolist()
+    for (name, tensor), norm in zip(looked_at.items(), norms, strict=True):
+        if not math.isfinite(norm) and (bad := tensor.numel() - int(tensor.isfinite().sum())):
+            return f"{name} ({bad:,} of {tensor.numel():,} numbers are NaN or infinite)"
+    return ""
