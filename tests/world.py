@@ -376,7 +376,7 @@ def _answer(message: bytes) -> Answer:
             error="".join(traceback.format_exception(type(error), error, own_frames)), when=time.monotonic()
         )
     answer.intact = dist.is_initialized()
-    answer.groups = len(dist.distributed_c10d._world.pg_map)
+    answer.groups = sum(group.size() > 1 for group in dist.distributed_c10d._world.pg_map)
     return answer
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanmoe import turns
@@ -28,8 +28,7 @@ class Group:
     rank: int
 
     @staticmethod
-    def of(mesh: DeviceMesh) -> Group:
-        group = mesh.get_group()
+    def of(group: dist.ProcessGroup) -> Group:
         return Group(group.group_name, group.size(), group.rank()) if group.size() > 1 else ALONE
 
 

@@ -54,7 +54,7 @@ def generator(path: Path, degrees: dict[str, int], eos: int | None = None) -> An
 
     found, device = find(path), torch.device("cpu")
     config = fold(found, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, None, "cpu")
-    meshes = build_meshes(derive(dist.get_world_size(), config.parallelism), "cpu")
+    meshes = build_meshes(derive(dist.get_world_size(), config.parallelism), "cpu", trains=False)
     return Generator(build(config, meshes, found, device), meshes, device, config.model.vocab_size, eos)
 
 

@@ -290,7 +290,7 @@ def test_chunks_come_home_whatever_their_number(ep: int, etp: int) -> None:
 def nodes_of(node: int) -> tuple[Group, Group]:
     """within and across, of 4 ranks on nodes of so many."""
     mesh = init_device_mesh("cpu", (RANKS // node, node), mesh_dim_names=("across", "within"))
-    return Group.of(mesh["within"]), Group.of(mesh["across"])
+    return Group.of(mesh["within"].get_group()), Group.of(mesh["across"].get_group())
 
 
 class OnNodes(Hierarchical):

@@ -1,74 +1,173 @@
-"""The fold as DeviceMeshes: one world mesh, unflattened twice.
+"""The fold as process groups and DeviceMeshes: a group for each axis on which somebody sends, and no other.
 
-The attention view and the expert view are sub-meshes of the same root, so FSDP2 can combine either view's data axes
-with its tensor or expert axes, and a parameter of either view is an ordinary DTensor.
+A group costs every rank threads and sockets, and on GPUs a communicator with its buffers. So axes over the same ranks
+share one, but only within a lane: what may be under way at the same time never shares.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Literal
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+# Registers the backend of `Lanes.alone`; nothing else of torch does.
+from torch.testing._internal.distributed import fake_pg as _fake_pg  # noqa: F401
 
 from titanmoe.comm import ALONE, Group
 from titanmoe.fold.degrees import Fold
+from titanmoe.fold.groups import View, coordinates, group_of, groups
+
+Lane = Literal["waited", "rows", "shards", "replicas", "stages"]
+"""Who sends: docs/parallelism.md has the table.
+
+    waited    what computation waits for: tp, cp, sums of counts, losses and norms; the world's own group too
+    rows      the dispatchers, whose rows travel beside computation
+    shards    FSDP's all-gathers and reduce-scatters, of either view
+    replicas  HSDP's all-reduces, of either view
+    stages    the pipeline
+
+Saving has a group of its own, which is none of these (`titanmoe.checkpoint.saver`).
+"""
+
+SILENT = "(nobody sends along this axis)"
+"""Stands for the name of a group that was not made; torch repeats it when it is asked for the group."""
+
+
+class Lanes:
+    """This rank's process groups. All ranks ask for the same ones in the same order."""
+
+    def __init__(self, timeout: timedelta | None = None):
+        self.timeout = timeout
+        everyone = tuple(range(dist.get_world_size()))
+        self.made: dict[tuple[Lane, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {
+            ("waited", (everyone,)): dist.group.WORLD
+        }
+
+    def group(self, lane: Lane, parts: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        """That of the part which this rank is in, if any. No rank is in two parts, and all are equally large."""
+        key = lane, tuple(parts)
+        if len(key[1][0]) == 1:
+            return self.alone
+        if key not in self.made:
+            self.made[key] = self._make(*key)
+        return self.made[key]
+
+    def _make(self, lane: str, parts: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
+        if dist.group.WORLD.bound_device_id is not None:  # NCCL: else every group would be a split of the whole world
+            return dist.split_group(split_ranks=[list(part) for part in parts], timeout=self.timeout, group_desc=lane)
+        made = [dist.new_group(list(part), self.timeout, group_desc=lane) for part in parts]
+        mine = [group for part, group in zip(parts, made, strict=True) if dist.get_rank() in part]
+        return mine[0] if mine else None
+
+    @cached_property
+    def alone(self) -> dist.ProcessGroup:
+        """For meshes, whose every axis wants a group: no thread, socket or communicator, because nothing is sent."""
+        if dist.get_world_size() == 1:
+            return dist.group.WORLD
+        return dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True, group_desc="alone")
 
 
 @dataclass(frozen=True)
 class Meshes:
     fold: Fold
-    base: DeviceMesh  # (pp, stage)
-    dense: DeviceMesh  # (dp_replicate, dp_shard, cp, tp) of this rank's stage
+    lanes: Lanes
+    dense: DeviceMesh  # (dp_replicate, fsdp, tp) of this rank's stage, fsdp being dp_shard x cp
     experts: DeviceMesh  # (edp_replicate, edp, ep, etp) of the same ranks
-    dense_data: DeviceMesh  # where attention, dense layers and vocabulary are sharded: ([dp_replicate,] dp_shard x cp)
+    dense_data: DeviceMesh  # where attention, dense layers and vocabulary are sharded: ([dp_replicate,] fsdp)
     expert_data: DeviceMesh  # where experts are sharded: ([edp_replicate,] edp)
     pp: Group
     cp: Group
     tp: Group
     data: Group  # dp_replicate x dp_shard: ranks with different samples
     sequence: Group  # cp x tp: ranks that own tokens of the same samples
-    stage: Group  # all ranks of the pipeline stage; their tokens are disjoint
     dispatch: Group  # ep x etp, etp innermost: ranks among which routed rows travel
     world: Group
     within: Group  # of dispatch, those on this rank's node
     across: Group  # of dispatch, those with this rank's place on the group's other nodes
 
 
-def build_meshes(fold: Fold, device_type: str, node: int = -1) -> Meshes:
-    """Collective over the world. A fresh root each time, because the names of flattened axes live on the root.
+def build_meshes(
+    fold: Fold, device_type: str, node: int = -1, timeout: timedelta | None = None, trains: bool = True
+) -> Meshes:
+    """Collective over the world.
 
     node: how many ranks a node has, where dispatch is to be cut at nodes; else -1.
+    timeout: of the groups made here; by default torch's own.
+    trains: False where weights lie whole on every data rank and nothing is learnt, so that FSDP sends nothing.
     """
-    world = init_device_mesh(device_type, (fold.world,), mesh_dim_names=("world",))
-    # Sub-meshes are addressed by integer dims: torch 2.11 does not take names here.
-    base = world._unflatten(0, (fold.pp, fold.stage), ("pp", "stage"))
-    dense = base._unflatten(
-        1, (fold.dp_replicate, fold.dp_shard, fold.cp, fold.tp), ("dp_replicate", "dp_shard", "cp", "tp")
+    lanes = Lanes(timeout)
+
+    def over(lane: Lane, view: View, *axes: str) -> dist.ProcessGroup:
+        return lanes.group(lane, groups(fold, view, axes))
+
+    def mesh(view: View, **axes: tuple[Lane | None, tuple[str, ...]]) -> DeviceMesh:
+        """Of this rank's stage. Under each axis its lane, None where nobody sends, and what it is made of."""
+        sizes = [len(group_of(fold, view, parts, 0)) for _, parts in axes.values()]
+        stage = coordinates(fold, view, dist.get_rank())["pp"] * fold.stage
+        ranks = torch.arange(stage, stage + fold.stage).view(sizes)
+        sends = [lane is not None and (trains or lane == "waited") for lane, _ in axes.values()]
+        made = DeviceMesh.from_group(
+            [
+                over(lane, view, *parts) if sent else lanes.alone
+                for (lane, parts), sent in zip(axes.values(), sends, strict=True)
+            ],
+            device_type,
+            ranks,
+            mesh_dim_names=tuple(axes),
+        )
+        for i, (size, sent) in enumerate(zip(sizes, sends, strict=True)):
+            if size > 1 and not sent:
+                made._dim_group_names[i] = SILENT
+        return made
+
+    dispatch, within, across = _dispatch(fold, lanes, node)
+    dense = mesh(
+        "attention",
+        dp_replicate=("replicas", ("dp_replicate",)),
+        fsdp=("shards", ("dp_shard", "cp")),
+        tp=("waited", ("tp",)),
     )
-    experts = base._unflatten(
-        1, (fold.edp_replicate, fold.edp, fold.ep, fold.etp), ("edp_replicate", "edp", "ep", "etp")
+    experts = mesh(
+        "experts",
+        edp_replicate=("replicas", ("edp_replicate",)),
+        edp=("shards", ("edp",)),
+        ep=(None, ("ep",)),  # rows travel over ep and etp together
+        etp=(None, ("etp",)),
     )
-    dispatch, across = Group.of(experts["ep", "etp"]._flatten("dispatch")), ALONE
-    within, nodes = dispatch, 1 if node == -1 else fold.nodes(node)
-    if nodes > 1:
-        cut = base._unflatten(1, (fold.stage // dispatch.size, nodes, node), ("groups", "across", "within"))
-        within, across = Group.of(cut["within"]), Group.of(cut["across"])
-    fsdp = dense["dp_shard", "cp"]._flatten("fsdp")
     return Meshes(
         fold=fold,
-        base=base,
+        lanes=lanes,
         dense=dense,
         experts=experts,
-        dense_data=fsdp if fold.dp_replicate == 1 else DeviceMesh._concatenate([dense["dp_replicate"], fsdp]),
+        dense_data=dense["fsdp"] if fold.dp_replicate == 1 else dense["dp_replicate", "fsdp"],
         expert_data=experts["edp"] if fold.edp_replicate == 1 else experts["edp_replicate", "edp"],
-        pp=Group.of(base["pp"]),
-        cp=Group.of(dense["cp"]),
-        tp=Group.of(dense["tp"]),
-        data=Group.of(dense["dp_replicate", "dp_shard"]._flatten("data")),
-        sequence=Group.of(dense["cp", "tp"]._flatten("sequence")),
-        stage=Group.of(base["stage"]),
+        pp=Group.of(over("stages", "attention", "pp")),
+        cp=Group.of(over("waited", "attention", "cp")),
+        tp=Group.of(over("waited", "attention", "tp")),
+        data=Group.of(over("waited", "attention", "dp")),
+        sequence=Group.of(over("waited", "attention", "cp", "tp")),
         dispatch=dispatch,
-        world=Group.of(world),
+        world=Group.of(dist.group.WORLD),
         within=within,
         across=across,
     )
+
+
+def _dispatch(fold: Fold, lanes: Lanes, node: int) -> tuple[Group, Group, Group]:
+    """ep x etp, and its ranks within and across nodes. Where it is cut at nodes, nobody sends to the whole of it."""
+    axes, rank = ("ep", "etp"), dist.get_rank()
+    if node == -1 or fold.nodes(node) == 1:
+        whole = Group.of(lanes.group("rows", groups(fold, "experts", axes)))
+        return whole, whole, ALONE
+    members = group_of(fold, "experts", axes, rank)
+    size = len(members)
+    within = [range(first, first + node) for first in range(0, fold.world, node)]
+    across = [range(first + i, first + size, node) for first in range(0, fold.world, size) for i in range(node)]
+    made = (Group.of(lanes.group("rows", map(tuple, parts))) for parts in (within, across))
+    return Group(SILENT, size, members.index(rank)), *made

@@ -176,7 +176,7 @@ def _generate(
     longest, trained = max(len(prompt.ids) for prompt in prompts) + args.max_tokens, found.config.training.seq_len
     if first and longest > trained:
         print(f"note: up to {longest} tokens in a row; the model was trained on {trained}", file=sys.stderr)
-    meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type)
+    meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
     model = build(config, meshes, found, runtime.device)
     generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, tokenizer.eos)
     sampling = Sampling(args.temperature, args.top_k or 0, args.top_p or 1.0, args.seed or 0)

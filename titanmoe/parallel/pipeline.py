@@ -14,6 +14,7 @@ from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -329,7 +330,7 @@ class Pipeline:
                 device,
                 input_args=(ids if part.embed is not None else hidden.requires_grad_(),),
                 output_args=(hidden.requires_grad_() if part.head is None else loss.requires_grad_(),),
-                group=meshes.base["pp"].get_group(),
+                group=_resolve_process_group(pp.name),
             )
             for part, stage in zip(parts, mine, strict=True)
         ]

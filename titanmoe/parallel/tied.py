@@ -31,8 +31,8 @@ class TiedEnds:
         self.ends = [p for part in parts for name, p in part.named_parameters() if name in self.names]
         ranks = stage_ranks(config, meshes.pp.size)
         if ranks[0] != ranks[-1]:
-            pairs = [[group[ranks[0]], group[ranks[-1]]] for group in groups(meshes.fold, "attention", "pp")]
-            self.group, _ = dist.new_subgroups_by_enumeration(pairs)
+            pairs = [(group[ranks[0]], group[ranks[-1]]) for group in groups(meshes.fold, "attention", "pp")]
+            self.group = meshes.lanes.group("waited", pairs)
 
     def add_gradients(self) -> None:
         grads = [local_grad(end) for end in self.ends]

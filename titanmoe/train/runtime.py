@@ -70,7 +70,8 @@ class Runtime:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         for group in set(distributed_c10d._world.pg_map).difference(patient):
-            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+            if group.size() > 1:
+                distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def read_environment() -> Environment:

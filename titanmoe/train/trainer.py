@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
@@ -66,7 +67,8 @@ class Trainer:
         self.config, self.runtime, self.device = config, runtime, runtime.device
         self.fold = derive(runtime.world, config.parallelism)
         node = config.parallelism.node if config.moe.dispatcher == "hierarchical" else -1
-        self.meshes = build_meshes(self.fold, self.device.type, node)
+        patience = timedelta(seconds=config.training.first_step_timeout_s)
+        self.meshes = build_meshes(self.fold, self.device.type, node, patience)
         self.loader = Loader(config, self.meshes.data.rank, self.meshes.data.size)
         self.parts = build(config, self.meshes, self.loader.microbatches, self.device)
         self.engine = drive(self.parts, config, self.meshes, self.loader.microbatches, self.device)

@@ -1,0 +1,147 @@
+"""Process groups: as few as somebody sends in, and none shared by two who may send at the same time."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests import parity, world
+from tests.mappings import all_folds, named
+from titanmoe.config.schema import Checkpoint, Experts, Parallelism
+from titanmoe.fold.degrees import Fold, derive
+from titanmoe.fold.groups import group_of
+from titanmoe.fold.meshes import Meshes, build_meshes
+
+FIVE = Parallelism(pp=2, cp=2, tp=2, experts=Experts(ep=2, etp=2))
+LARGE = Parallelism(pp=4, dp_replicate=2, cp=4, tp=4, experts=Experts(ep=8, etp=2))
+
+
+@contextmanager
+def rank_of(world_size: int, rank: int) -> Iterator[None]:
+    """This process as a rank whose messages go nowhere."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def living() -> list[dist.ProcessGroup]:
+    """Groups that cost anything."""
+    return [group for group in dist.distributed_c10d._world.pg_map if group.size() > 1]
+
+
+def lanes_of(meshes: Meshes) -> dict[str, set[str]]:
+    """By lane, the names of its groups."""
+    lanes: dict[str, set[str]] = {}
+    for (lane, _), group in meshes.lanes.made.items():
+        lanes.setdefault(lane, set()).add(group.group_name)
+    return lanes
+
+
+def sharding(meshes: Meshes) -> set[str]:
+    """Names of the groups that FSDP sends in."""
+    both = (meshes.dense_data, meshes.expert_data)
+    return {mesh.get_group(i).group_name for mesh in both for i in range(mesh.ndim) if mesh.size(i) > 1}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "asked", "node", "want"),
+    [
+        (1, Parallelism(), -1, {"waited": 1}),
+        (8, Parallelism(), -1, {"waited": 1, "shards": 1}),  # attention and experts are sharded over the same ranks
+        (8, Parallelism(experts=Experts(ep=8)), -1, {"waited": 1, "rows": 1, "shards": 1}),
+        (8, Parallelism(cp=2, tp=4, experts=Experts(ep=8)), -1, {"waited": 3, "rows": 1, "shards": 1}),
+        (8, FIVE, -1, {"waited": 4, "rows": 1, "shards": 1, "stages": 1}),
+        (16, FIVE, -1, {"waited": 5, "rows": 1, "shards": 2, "stages": 1}),
+        (1024, LARGE, -1, {"waited": 5, "rows": 1, "shards": 2, "replicas": 1, "stages": 1}),
+        # Nobody sends to the whole of a dispatch group that is cut at nodes.
+        (1024, LARGE, 4, {"waited": 5, "rows": 2, "shards": 2, "replicas": 1, "stages": 1}),
+    ],
+)
+def test_as_many_groups_as_somebody_sends_in(world_size: int, asked: Parallelism, node: int, want: Any) -> None:
+    for rank in {0, world_size // 2 + 1, world_size - 1} & set(range(world_size)):
+        with rank_of(world_size, rank):
+            meshes = build_meshes(derive(world_size, asked), "cpu", node)
+            assert Counter(lane for lane, _ in meshes.lanes.made) == want
+            assert len(living()) == (sum(want.values()) if world_size > 1 else 0)
+
+
+def ranks_of(name: str) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(name)))
+
+
+@pytest.mark.parametrize("fold", all_folds(8)[::9], ids=named)
+def test_who_may_send_at_the_same_time_shares_no_group(fold: Fold) -> None:
+    rank = 5
+    with rank_of(8, rank):
+        meshes = build_meshes(fold, "cpu")
+        lanes = lanes_of(meshes)
+        names = [name for lane in lanes.values() for name in lane]
+        assert len(names) == len(set(names)) == max(len(living()), 1)
+        assert sharding(meshes) <= lanes.get("shards", set()) | lanes.get("replicas", set())
+        for group, lane, view, axes in (
+            (meshes.pp, "stages", "attention", ("pp",)),
+            (meshes.cp, "waited", "attention", ("cp",)),
+            (meshes.tp, "waited", "attention", ("tp",)),
+            (meshes.data, "waited", "attention", ("dp",)),
+            (meshes.sequence, "waited", "attention", ("cp", "tp")),
+            (meshes.dispatch, "rows", "experts", ("ep", "etp")),
+        ):
+            ranks = group_of(fold, view, axes, rank)
+            assert (group.size, group.rank) == (len(ranks), ranks.index(rank))
+            if group.size > 1:
+                assert group.name in lanes[lane] and ranks_of(group.name) == ranks
+        assert ranks_of(meshes.world.name) == tuple(range(8))
+        for mesh, view, axes in (
+            (meshes.dense_data, "attention", ("dp_replicate", "dp_shard", "cp")),
+            (meshes.expert_data, "experts", ("edp_replicate", "edp")),
+        ):
+            assert tuple(mesh.mesh.flatten().tolist()) == group_of(fold, view, axes, rank)
+        parts = zip(meshes.dense["tp"].mesh.tolist(), group_of(fold, "attention", "tp", rank), strict=True)
+        assert all(a == b for a, b in parts)
+        assert tuple(meshes.experts["ep", "etp"].mesh.flatten().tolist()) == group_of(fold, "experts", ("ep", "etp"), 5)
+
+
+def test_an_axis_on_which_nobody_sends_says_so() -> None:
+    with rank_of(8, 0):
+        meshes = build_meshes(derive(8, FIVE), "cpu")
+        for axis in ("ep", "etp"):
+            with pytest.raises(RuntimeError, match="nobody sends along this axis"):
+                meshes.experts[axis].get_group()
+        whole = build_meshes(derive(8, Parallelism(tp=2)), "cpu", trains=False)
+        assert set(lanes_of(whole)) == {"waited"}
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def of_a_trainer(folder: str) -> tuple[int, int, int, bool]:
+    """Groups that it made, threads for each, those of a group made by hand, and whether saving has one of its own."""
+    before, threads_before = set(living()), threads()
+    dist.new_group([0, 1])
+    by_hand, threads_then = set(living()), threads()
+    trainer = parity.make_trainer({"model.vocab_size": 320, "parallelism.tp": 2, "parallelism.experts.ep": 2})
+    made, more = set(living()) - by_hand, threads() - threads_then
+    from titanmoe.checkpoint.saver import Saver
+
+    saver = Saver(Path(folder), Checkpoint(save="sync"))
+    own = saver.group not in before | by_hand | made and saver.group not in trainer.meshes.lanes.made.values()
+    return len(made), more, threads_then - threads_before, own
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted where Linux lists them")
+def test_a_trainer_makes_no_group_and_no_thread_but_those(tmp_path: Path) -> None:
+    world.restart(2)  # ranks that have kept no groups
+    for made, more, each, own in world.run(2, of_a_trainer, str(tmp_path)):
+        assert made == 1  # rows: tp is the world, and nothing is sharded
+        assert each > 0 and more == made * each
+        assert own
