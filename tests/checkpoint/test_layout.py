@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,10 @@ def test_views_are_stored_without_the_storage_they_are_part_of(tmp_path):
     big = torch.zeros(1_000_000)
     write_checkpoint(tmp_path / "c", {"x": Lazy((10,), torch.float32, lambda: big[5:15])}, {})
     assert sum(file.stat().st_size for file in (tmp_path / "c").iterdir()) < 20_000
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 20])
+def test_a_checksum_is_of_all_blocks_of_a_file(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(layout, "_BLOCK", 8)
+    (tmp_path / "file").write_bytes(bytes(range(size)))
+    assert layout.crc32(tmp_path / "file") == zlib.crc32(bytes(range(size)))
