@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -249,3 +250,10 @@ def test_a_record_that_is_nested_deep_is_one_line(run, deep):
         CheckpointError, match=f"{file} is damaged: TooDeep lists or objects lie in each other too deep"
     ):
         layout.read_manifest(file.parent)
+
+
+@pytest.mark.parametrize("size", [0, 7, 8, 20])
+def test_a_checksum_is_of_all_blocks_of_a_file(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(layout, "_BLOCK", 8)
+    (tmp_path / "file").write_bytes(bytes(range(size)))
+    assert layout.crc32(tmp_path / "file") == zlib.crc32(bytes(range(size)))

@@ -70,3 +70,17 @@ def test_none_is_plain_rope() -> None:
     frequency = rope_frequencies(m, 8, torch.float64, torch.device("cpu"))
     torch.testing.assert_close(frequency, torch.tensor([1, 0.1, 0.01, 0.001], dtype=torch.float64))
     assert rope_scale(m) == 1
+
+
+@pytest.mark.parametrize("case", ["none", *YARN])
+def test_angles_are_wide_whatever_the_activations(case: str) -> None:
+    """Late positions have large angles, of which 16 bits keep the turns alone."""
+    m = Model() if case == "none" else model(case)
+    position = torch.tensor([[0, 1, 1001, 131071]])
+    for narrow in (torch.bfloat16, torch.float16):
+        for got, want in zip(
+            rope_angles(position, m, 8, narrow), rope_angles(position, m, 8, torch.float32), strict=True
+        ):
+            assert got.dtype == torch.float32
+            assert torch.equal(got, want)
+    assert rope_angles(position, m, 8, torch.float64)[0].dtype == torch.float64

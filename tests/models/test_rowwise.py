@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.memory import saved_bytes
 from titanmoe.models import rowwise
-from titanmoe.models.layers import RMSNorm, plain_rotate, rotate, swiglu
+from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rotate, swiglu
 from titanmoe.moe.experts import differentiated, weighted
 
 ROWS = [0, 1, 7, 65]
@@ -88,6 +88,14 @@ def test_bfloat16_rounds_results_alone() -> None:
     for got, want in zip(rowwise.swiglu_backward(grad, gate, up, weight), exact, strict=True):
         rounding = {torch.bfloat16: 2**-9, torch.float32: 1e-6}[got.dtype]
         assert (got - want).norm() <= rounding * want.norm()
+
+
+@pytest.mark.parametrize("kind", [RMSNorm, SplitRMSNorm])
+def test_the_plain_norm_rounds_its_result_alone(kind: type[RMSNorm]) -> None:
+    x, weight = (random(*shape, dtype=torch.bfloat16) for shape in ((65, 24), (24,)))
+    narrow, wide = kind(24, 1e-6, torch.bfloat16), kind(24, 1e-6, torch.float32)
+    narrow.weight.data, wide.weight.data = weight, weight.float()
+    assert torch.equal(narrow.plain(x), wide.plain(x.float()).to(torch.bfloat16))
 
 
 def test_inputs_alone_are_kept() -> None:

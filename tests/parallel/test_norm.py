@@ -89,3 +89,12 @@ def test_a_gradient_is_scaled_by_one_number_of_its_dtype(dtype: torch.dtype, mon
     assert given == [torch.promote_types(dtype, torch.float32)]
     for parameter in parameters:
         torch.testing.assert_close(parameter.grad, torch.full_like(parameter, 0.5), rtol=1e-6, atol=0)
+
+
+def test_a_gradient_shorter_than_the_limit_stays_as_it_is() -> None:
+    from titanmoe.parallel.norm import clip
+
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.ones(3)
+    clip([parameter], torch.tensor(0.5, dtype=torch.float64), 2.0)
+    assert torch.equal(parameter.grad, torch.ones(3))

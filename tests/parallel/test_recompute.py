@@ -42,8 +42,9 @@ def run(model: Model, mode: str) -> tuple[list[Tensor], int]:
     x_BSD = torch.randn(B, S, model.dim, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     rope = rope_angles(torch.arange(S).expand(B, S), model, model.qk_rope_head_dim, torch.float64)
     leaves = [x_BSD.requires_grad_(), *module.parameters()]
+    document_BS = (torch.arange(S) // 5).expand(B, S)
     with Live() as live:
-        y_BSD = module(x_BSD, rope, None)
+        y_BSD = module(x_BSD, rope, document_BS)
     kept = live.now
     first = torch.autograd.grad(y_BSD.square().sum(), leaves, retain_graph=True)
     second = torch.autograd.grad(y_BSD.square().sum(), leaves)  # as schedules that split backward come twice

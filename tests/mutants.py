@@ -1,0 +1,376 @@
+"""Small wrong changes of the code, each of which some test has to notice. `tests/mutations.py` plants them in turn.
+
+Faults that only ranks can have against each other are in tests/faults.py, for the oracle; here is what one line can get
+wrong.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    file: str
+    """Below titanmoe/."""
+    tests: str
+    """What to run, as words for pytest: the cheapest that should notice it."""
+    breaks: str
+    old: str
+    """Stands exactly once in the file."""
+    new: str
+
+
+PARITY, PAIRS = "tests/test_parity.py", "tests/test_parity.py::test_every_pair_of_choices_on_4_ranks"
+ALONE = f"{PARITY}::test_smaller_worlds[1]"
+
+# By file and by what to run: what it breaks, the code as it is, and as it would be.
+TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("moe/router.py", "tests/moe/test_router.py"): [
+        (
+            "of equal scores the higher expert number wins",
+            "scores_TE.sort(dim=-1, descending=True, stable=True).indices",
+            "(model.num_experts - 1 - scores_TE.flip(-1).sort(dim=-1, descending=True, stable=True).indices)",
+        ),
+        (
+            "the selection bias leaks into the weights",
+            "weights_TK = scores_TE.gather(1, chosen_TK)",
+            "weights_TK = (scores_TE + self.expert_bias).gather(1, chosen_TK)",
+        ),
+        (
+            "a group of sigmoid experts counts its best alone",
+            'best = 2 if model.score_function == "sigmoid"',
+            'best = 1 if model.score_function == "sigmoid"',
+        ),
+        (
+            "no route_scale",
+            "return scores_TE, weights_TK * model.route_scale, chosen_TK, count_BE",
+            "return scores_TE, weights_TK, chosen_TK, count_BE",
+        ),
+        (
+            "gating in the dtype of the activations",
+            "wide = torch.promote_types(x_TD.dtype, self.wide)",
+            "wide = x_TD.dtype",
+        ),
+        (
+            "the same jitter in every layer",
+            'counted.key("jitter", self.seed, step, self.layer)',
+            'counted.key("jitter", self.seed, step)',
+        ),
+    ],
+    ("moe/router.py", f"tests/moe/test_router.py {ALONE}"): [
+        (
+            "no gradient through the sum that normalises the weights",
+            "(weights_TK.sum(-1, keepdim=True) + 1e-20)",
+            "(weights_TK.sum(-1, keepdim=True).detach() + 1e-20)",
+        ),
+    ],
+    ("moe/router.py", "tests/moe/test_router.py tests/train/test_validation.py"): [
+        ("jitter in validation too", "if self.options.jitter and torch.is_grad_enabled():", "if self.options.jitter:"),
+    ],
+    ("moe/balance.py", "tests/moe/test_balance.py"): [
+        (
+            "sigmoid scores are not normalised",
+            'if self.model.score_function == "sigmoid" else scores_TE',
+            "if False else scores_TE",
+        ),
+        (
+            "the global term leaves its own microbatch out",
+            "device=microbatch.device) <= microbatch)",
+            "device=microbatch.device) < microbatch)",
+        ),
+        (
+            "padding has a z term",
+            "logits_TE.logsumexp(-1, keepdim=True).square() * valid_T1).sum()",
+            "logits_TE.logsumexp(-1, keepdim=True).square()).sum()",
+        ),
+        (
+            "auxiliary losses have no gradient",
+            "return grad, torch.ones_like(aux)",
+            "return grad, torch.zeros_like(aux)",
+        ),
+        (
+            "a recomputed forward counts again",
+            "self.statistics_MX.index_copy_(0, m, row_1X)",
+            "self.statistics_MX.index_add_(0, m, row_1X)",
+        ),
+    ],
+    (
+        "moe/balance.py",
+        f"{PARITY}::test_smaller_worlds {PARITY}::test_every_pair_of_choices_on_4_ranks -k sequence+z",
+    ): [
+        (
+            "a rank's own counts where those of its whole sample are meant",
+            "            count_BE = all_reduce(count_BE, self.sequence)\n",
+            "",
+        ),
+    ],
+    ("moe/layer.py", f"{PAIRS} -k global+bias"): [
+        (
+            "selection biases move towards the busy experts",
+            "torch.sign(count_E.mean() - count_E)",
+            "torch.sign(count_E - count_E.mean())",
+        ),
+    ],
+    ("moe/capacity.py", "tests/moe/test_capacity.py"): [
+        (
+            "capacity rounds down",
+            "return math.ceil(self.options.capacity_factor",
+            "return math.floor(self.options.capacity_factor",
+        ),
+        (
+            "an expert takes one token more than its capacity",
+            "over[entry] = place >= capacity",
+            "over[entry] = place > capacity",
+        ),
+        (
+            "samples share one capacity",
+            "scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)",
+            "scope_T = torch.zeros_like(tokens.sample_T)",
+        ),
+    ],
+    ("moe/dispatch.py", "tests/moe/test_dispatch.py"): [
+        ("chunks of padded bins are too short by a row", "bin = -(-bin // C)", "bin = bin // C"),
+        (
+            "the all-gather takes etp ranks for ep ranks",
+            "all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts",
+            "all_gather(chosen_TK, 0, self.group) - self.group.rank * self.local_experts",
+        ),
+        (
+            "bins inside a node hold what one of the nodes sends",
+            "for row in rows), bin * N, home)",
+            "for row in rows), bin, home)",
+        ),
+    ],
+    ("moe/permute.py", f"tests/moe/test_permute.py {ALONE}"): [
+        (
+            "routers have no gradient through their weights",
+            "return to_rows(x_TD, entry_R // K, slot_TJ, kernels), weights_R1",
+            "return to_rows(x_TD, entry_R // K, slot_TJ, kernels), weights_R1.detach()",
+        ),
+    ],
+    ("moe/experts.py", "tests/moe/test_experts.py"): [
+        (
+            "an expert's last bias is not weighted",
+            "torch.addmm(y_RD, (of_Re * weight_R1).to(y_RD.dtype), bias_eD)",
+            "torch.addmm(y_RD, of_Re.to(y_RD.dtype), bias_eD)",
+        ),
+        (
+            "gates are clamped from below as well",
+            "gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)",
+            "gate, up = gate.clamp(-7.0, 7.0), up.clamp(-7.0, 7.0)",
+        ),
+        (
+            "every etp rank adds its bias to the first columns",
+            "before = self.etp_rank * bias_ed.shape[1]",
+            "before = 0",
+        ),
+    ],
+    ("models/layers.py", "tests/models/test_rope.py"): [
+        (
+            "RoPE's angles in the dtype of the activations",
+            "wide = torch.promote_types(dtype, torch.float32)\n    angle",
+            "wide = dtype\n    angle",
+        ),
+        ("YaRN rounds its pairs where it should not", "if model.rope_truncate:", "if True:"),
+    ],
+    ("models/layers.py", "tests/models/test_rope.py tests/models/test_latent_attention.py"): [
+        (
+            "no factor on cos and sin where both mscales are given",
+            "return yarn_mscale(model, model.rope_mscale) / yarn_mscale(model, model.rope_mscale_all_dim)",
+            "return 1.0",
+        ),
+    ],
+    ("models/layers.py", "tests/models/test_rowwise.py tests/models/test_transformer.py"): [
+        ("norms in the dtype of the activations", "wide = promote(x)\n        normed", "wide = x\n        normed"),
+    ],
+    ("models/rowwise.py", "tests/models/test_rowwise.py"): [
+        ("a norm's epsilon comes after the root", ".add_(eps).rsqrt_()", ".rsqrt_().add_(eps)"),
+        (
+            "a rotation's gradient is turned on instead of back",
+            "return _turned(grad_BSHh, *ctx.saved_tensors, -1), None, None",
+            "return _turned(grad_BSHh, *ctx.saved_tensors, 1), None, None",
+        ),
+    ],
+    ("models/attention.py", "tests/parallel/test_context.py"): [
+        ("a window is one position longer", ".tril().triu(1 - window)", ".tril().triu(-window)"),
+    ],
+    ("models/attention.py", f"{PAIRS} -k qwen3_moe"): [
+        (
+            "keys of a head go through the queries' norm",
+            'if self.qk_norm == "head":\n            q, k = self.q_norm(q), self.k_norm(k)',
+            'if self.qk_norm == "head":\n            q, k = self.q_norm(q), self.q_norm(k)',
+        ),
+    ],
+    ("models/latent_attention.py", "tests/models/test_latent_attention.py"): [
+        (
+            "YaRN sharpens latent attention once, not twice",
+            "self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim) ** 2",
+            "self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim)",
+        ),
+    ],
+    ("models/multi_token.py", f"{PAIRS} -k yes-whole-mtp"): [
+        (
+            "no weight on the loss of further tokens",
+            "return _Beside.apply(loss, self.weight * own)",
+            "return _Beside.apply(loss, own)",
+        ),
+    ],
+    ("models/vocabulary.py", "tests/models/test_transformer.py"): [
+        (
+            "labels without loss have a gradient",
+            "grad_TV = softmax_TV * counted_T.unsqueeze(1)",
+            "grad_TV = softmax_TV.clone()",
+        ),
+    ],
+    ("parallel/context.py", "tests/parallel/test_context.py"): [
+        (
+            "a window is one position longer where it is masked",
+            "allowed = (apart >= 0) & (apart < window)",
+            "allowed = (apart >= 0) & (apart <= window)",
+        ),
+        (
+            "a pair of chunks at the window's edge is skipped",
+            "(i - j - 1) * size + 1 >= window)",
+            "(i - j - 1) * size + 2 >= window)",
+        ),
+        (
+            "zigzag gives a rank chunks that lie apart evenly",
+            "return [rank, 2 * self.size - 1 - rank] if",
+            "return [rank, self.size + rank] if",
+        ),
+    ],
+    ("parallel/context.py", f"{PARITY}::test_windows_and_sinks_across_the_pieces_of_a_sequence"): [
+        (
+            "under ulysses every rank has the first ranks' sinks",
+            "sinks_H = sinks_H.chunk(group.size)[group.rank]",
+            "sinks_H = sinks_H.chunk(group.size)[0]",
+        ),
+    ],
+    ("parallel/recompute.py", "tests/parallel/test_recompute.py"): [
+        (
+            "selective recomputation forgets documents where queries have no latent",
+            "lambda k, v: attention.attend(q_BSHh, k, v, document_BL),",
+            "lambda k, v: attention.attend(q_BSHh, k, v, None),",
+        ),
+    ],
+    ("parallel/norm.py", "tests/parallel/test_norm.py"): [
+        (
+            "replicas count several times in the gradient's norm",
+            "share = [1 / (replicas(p) * (len(copies)",
+            "share = [1 / ((len(copies)",
+        ),
+        ("short gradients are scaled up to the clip", ".clamp(max=1.0)", ""),
+    ],
+    ("parallel/batch.py", f"{PAIRS} -k jitter"): [
+        (
+            "data ranks number their tokens alike",
+            "first = (microbatch * meshes.data.size + meshes.data.rank) * samples",
+            "first = microbatch * meshes.data.size * samples",
+        ),
+    ],
+    ("parallel/pipeline.py", "tests/parallel/test_pipeline.py -k stage"): [
+        ("the head is paid by the first stage", "(head if stage == stages - 1 else 0)", "(head if stage == 0 else 0)"),
+    ],
+    ("parallel/tied.py", f"{PARITY}::test_nasty_cases -k three_copies"): [
+        ("a stage's second copy of the embedding keeps its own gradient", "other.copy_(grads[0])", "pass"),
+    ],
+    ("parallel/materialize.py", ALONE): [
+        (
+            "what enters the residual stream is not scaled down with depth",
+            "std /= math.sqrt(2 * model.shape.num_layers)",
+            "std *= 1",
+        ),
+    ],
+    ("train/trainer.py", ALONE): [
+        (
+            "the loss is divided by tokens, with a label or not",
+            "[(b.labels_BS != IGNORE).sum(), b.valid_BS.sum()]",
+            "[b.valid_BS.sum(), b.valid_BS.sum()]",
+        ),
+    ],
+    ("train/optimizer.py", ALONE): [
+        (
+            "weight decay on routers",
+            'name.endswith(("router.weight", "gate.weight", "bias"))',
+            'name.endswith(("gate.weight", "bias"))',
+        ),
+    ],
+    ("train/optimizer.py", "tests/checkpoint/test_resume.py"): [
+        (
+            "a resumed AdamW corrects its bias as at the first step",
+            'state["step"].fill_(step)',
+            'state["step"].fill_(0)',
+        ),
+    ],
+    ("train/schedule.py", "tests/train/test_schedule.py"): [
+        (
+            "warm-up counts as decay",
+            "progress = (step - options.warmup_steps) / max(1, steps - options.warmup_steps)",
+            "progress = step / max(1, steps)",
+        ),
+    ],
+    ("train/validation.py", "tests/train/test_validation.py"): [
+        (
+            "the loss of tp ranks is added up",
+            "(all_reduce(total, trainer.meshes.world) / trainer.meshes.tp.size / labels",
+            "(all_reduce(total, trainer.meshes.world) / labels",
+        ),
+        (
+            "no validation after the last step",
+            "if self.trainer.step % self.interval and self.trainer.step != self.last:",
+            "if self.trainer.step % self.interval:",
+        ),
+    ],
+    ("checkpoint/layout.py", "tests/checkpoint/test_layout.py"): [
+        (
+            "the latest checkpoint is the last made, whatever `latest` names",
+            "return path.name == named, number, path.name",
+            "return number, path.name",
+        ),
+        (
+            "a checksum is of a file's first block",
+            "while block := stream.read(_BLOCK):",
+            "if block := stream.read(_BLOCK):",
+        ),
+    ],
+    ("checkpoint/state.py", "tests/checkpoint/test_resume.py"): [
+        ("both moments are the first", "tensor = moments[name][moment]", "tensor = moments[name][MOMENTS[0]]"),
+        (
+            "selection biases are saved and never restored",
+            'f"model.{name}", Piece(buffer, (0,)',
+            'f"model.{name}", Piece(buffer.clone(), (0,)',
+        ),
+    ],
+    ("data/shuffle.py", "tests/data/test_shuffle.py"): [
+        (
+            "a permutation reaches one number too far",
+            "left = left[out_N[left] >= size]",
+            "left = left[out_N[left] > size]",
+        ),
+    ],
+    ("data/mix.py", "tests/data/test_loader.py"): [
+        (
+            "the turns of sources begin anew with every step",
+            "torch.arange(first, first + count)",
+            "torch.arange(count)",
+        ),
+    ],
+    ("data/pack.py", "tests/data/test_loader.py"): [
+        ("every epoch cuts the row at the same places", "* self.seq_len + order % (slack + 1)", "* self.seq_len"),
+        (
+            "a document's end has the next one's first token as its label",
+            "out.labels_NS[n, begins - 1] = IGNORE  #",
+            "#",
+        ),
+        (
+            "positions run on through documents",
+            "np.arange(self.seq_len) - begins[document_S]",
+            "np.arange(self.seq_len)",
+        ),
+    ],
+    ("data/loader.py", "tests/data/test_loader.py"): [
+        ("samples shared out by work are numbered in turn", "number_N if self.work else None, after)", "None, after)"),
+    ],
+}
+
+MUTANTS = [Mutant(*where, *change) for where, changes in TABLE.items() for change in changes]
