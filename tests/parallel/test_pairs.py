@@ -85,7 +85,9 @@ def test_what_runs_has_no_problems() -> None:
 # ---- on ranks
 
 
-def measured(changes: dict[str, Any], documents: bool = False) -> tuple[parity.Outcome | None, list[int]]:
+def measured(
+    changes: dict[str, Any], documents: bool = False, steps: int = 1
+) -> tuple[parity.Outcome | None, list[int]]:
     """And how often each side rested."""
     rests, rest = [0, 0], Turns.rest
 
@@ -95,7 +97,7 @@ def measured(changes: dict[str, Any], documents: bool = False) -> tuple[parity.O
 
     Turns.rest = counted  # type: ignore[method-assign]
     try:
-        return parity.measure(changes, documents), rests
+        return parity.measure(changes, documents, steps=steps), rests
     finally:
         Turns.rest = rest  # type: ignore[method-assign]
 
@@ -140,16 +142,17 @@ CASES = {
 }
 
 
-def check(changes: dict[str, Any], documents: bool = False, timeout: float = 60) -> None:
+def check(changes: dict[str, Any], documents: bool = False, timeout: float = 300) -> None:
     """The plain model's numbers, and the same to the last bit as without turns."""
     on, off = ({"pipeline.overlap_pairs": flag} | changes for flag in (True, False))
-    results = world.run(4, measured, on, documents, timeout=timeout)
+    steps = 2 if "moe.bias_update_rate" in changes else 1
+    results = world.run(4, measured, on, documents, steps, timeout=timeout)
     got, _ = results[0]
-    errors = parity.compare(got, parity.expected(changes, 4, documents), parity.read(on, 4))
+    errors = parity.compare(got, parity.expected(changes, 4, documents, steps), parity.read(on, 4))
     assert max(errors.values()) <= parity.TOLERANCE["float64"], errors
     rests = [rests for _, rests in results]
     assert all(map(sum, rests)) and all(max(rests)), rests
-    apart, rests = world.run(4, measured, off, documents, timeout=timeout)[0]
+    apart, rests = world.run(4, measured, off, documents, steps, timeout=timeout)[0]
     assert rests == [0, 0]
     assert same(got.grads, apart.grads) and same(got.weights, apart.weights) and same(got.bias, apart.bias)
     assert got.loss == apart.loss and got.norm == apart.norm and got.reports == apart.reports
