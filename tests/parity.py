@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -18,18 +17,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests import near, reference, symmetric, world  # noqa: F401 (the emulated operations)
+from tests import reference, symmetric, world  # noqa: F401 (the emulated operations)
+from tests.errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
 from titanmoe import counted
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.tokens import IGNORE
 
 STEPS = 2
-TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
-NUMERICS = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
-LAYER = ("load", "dropped_fraction", "imbalance", "router_entropy")
-"""What a report tells of each layer, and the plain model too."""
-
 # A model small enough for hundreds of mappings, with every degree of 8 ranks legal: 8 heads, 8 key heads, 8 experts.
 TINY: dict[str, Any] = {
     "model.family": "mixtral",
@@ -341,71 +336,6 @@ def expected(changes: dict[str, Any], size: int, documents: bool = False, steps:
     neutral |= dict.fromkeys(NUMERICS, "float64")
     dp = fold.dp_replicate * fold.dp_shard if grouping else 1
     return _expected(tuple(arguments(neutral)), dp, tuple(owners(config)) if sub_sequence else None, documents, steps)
-
-
-def number(error: float) -> float:
-    """An error that can be compared: a NaN is an infinite one. Of floats, `max` skips a NaN that is not the first."""
-    return math.inf if math.isnan(error) else error
-
-
-def relative(got: float, want: float, scale: float | None = None) -> float:
-    return number(abs(got - want) / max(abs(want) if scale is None else scale, 1e-300))
-
-
-def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
-    """The worst over logical tensors of max|a-b| / max(max|ref|, 1e-8 * max over all ref), and where."""
-    assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
-    floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
-    errors = {}
-    for name, w in want.items():
-        scale = max(float(w.abs().max()), floor, 1e-300)
-        errors[name] = number(float((got[name].double() - w.double()).abs().max()) / scale)
-    worst = max(errors, key=errors.__getitem__)
-    return errors[worst], worst
-
-
-def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, float]:
-    """Worst relative errors of everything that a step tells, and of gradients and stepped weights."""
-    errors: dict[str, float] = {}
-
-    def note(name: str, off: float) -> None:
-        errors[name] = max(errors.get(name, 0.0), off)
-
-    terms = {"aux_loss_sequence": "seq", "aux_loss": "mb", "aux_loss_global": "glob", "z_loss": "z"}
-    for loss, norm, report, step in zip(got.loss, got.norm, got.reports, want.steps, strict=True):
-        note("loss", relative(loss, step.loss))
-        note("norm", relative(norm, step.grad_norm))
-        for name, term in terms.items():
-            if coefficient := getattr(config.moe, name):
-                note(name, relative(report[name], coefficient * step.aux[term]))
-        if config.model.mtp_depth:
-            note("mtp_loss", relative(report["mtp_loss"], step.mtp))
-        for layer, count in step.counts.items():
-            told = {key: report[f"layers.{layer}.{key}"] for key in LAYER}
-            note("dropped", relative(told["dropped_fraction"], step.dropped[layer], scale=1.0))
-            note("imbalance", relative(told["imbalance"], step.imbalance[layer]))
-            note("entropy", relative(told["router_entropy"], step.entropy[layer]))
-            for a, b in zip(told["load"], count.tolist(), strict=True):
-                note("load", relative(a, b, scale=float(count.sum())))
-    note("grads", error(got.grads, want.steps[0].grads)[0])
-    note("weights", error(got.weights, want.weights)[0])
-    if config.moe.bias_update_rate:
-        note("bias", error(got.bias, want.bias)[0])
-    return errors
-
-
-ROUNDINGS = 3 * 20 + 4
-"""To bfloat16 in a block, forward and twice backward: a norm's result and weight, queries, keys, values, two of each
-rotation, scores, shares, their sum and its projection, a sum; a norm, gate, up, activation, product, the sum of several
-experts' and two of the ways, a sum; and weights that were narrowed. With the ends of the model as two blocks more."""
-
-
-def tolerance(config: Config) -> float:
-    """By the narrowest dtype on the way; the plain model's own error does not count."""
-    dtypes = {getattr(config.training, key.removeprefix("training.")) for key in NUMERICS}
-    if "bfloat16" in dtypes:
-        return near.bound(torch.bfloat16, roundings=ROUNDINGS * (config.model.num_layers + 1)) / 2
-    return TOLERANCE["float32" if "float32" in dtypes else "float64"]
 
 
 def check(

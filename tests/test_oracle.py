@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests import parity, reference
-from tests.parity import LAYER, Outcome
+from tests.errors import LAYER
+from tests.parity import Outcome
 
 CHANGES = {
     "moe.aux_loss_sequence": 0.02,

@@ -30,7 +30,7 @@ def local_grad(parameter: nn.Parameter) -> Tensor:
 
 
 def local_norms(grads: list[Tensor]) -> list[Tensor]:
-    """float64. On CPUs torch would copy a tensor to widen it: norms of rows in float32 or wider are widened instead."""
+    """float64. On CPUs, where torch would copy a tensor to widen it: of rows at least in float32, widened then."""
     if grads[0].device.type != "cpu":
         return torch._foreach_norm(grads, 2, dtype=torch.float64)
     out = []
