@@ -65,7 +65,13 @@ def told(capsys, folder, *options):
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("mixtral", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8}}, "type 'llama3'"),
-        ("mixtral", {"rope_parameters": None}, "has no rope_theta"),
+        ("mixtral", {"rope_parameters": None, "rope_theta": None}, "rope_theta = None, which is no number"),
+        ("mixtral", {"rope_parameters": {"rope_type": "yarn"}}, "of type 'yarn' without factor"),
+        (
+            "qwen3_moe",
+            {"num_experts": 7, "num_local_experts": 8},
+            "num_experts = 7 and num_local_experts = 8: they are one",
+        ),
         (
             "mixtral",
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
@@ -89,10 +95,10 @@ def test_a_config_that_no_model_can_say(tmp_path, name, changes, reason):
 def test_all_that_is_wrong_with_a_config_at_once(copy, capsys):
     def spoil(config, tensors):
         config |= {"hidden_act": "gelu", "sliding_window": 9}
-        del config["rms_norm_eps"]
+        del config["hidden_size"]
 
     lines = told(capsys, copy(spoil))
-    assert "3 problems" in lines and "gelu" in lines and "sliding_window" in lines and "rms_norm_eps" in lines
+    assert "3 problems" in lines and "gelu" in lines and "sliding_window" in lines and "hidden_size" in lines
 
 
 @pytest.mark.parametrize("old", [False, True], ids=["rope_parameters", "rope_scaling"])

@@ -21,11 +21,21 @@ CONFIG = "config.json"
 # Keys that change no logit, or that other code here reads.
 ASIDE = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
-    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout", "max_position_embeddings"),
-    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "pretraining_tp", "quantization_config"),
-    *("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "initial_context_length"),
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "router_aux_loss_coef"),
+    *("pretraining_tp", "quantization_config", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers"),
+    *("num_mtp_layers", "initial_context_length", "experts_per_token"),
+    # what every config of transformers has, and nothing in these models reads
+    *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "is_encoder_decoder", "return_dict"),
+    *("output_hidden_states", "output_attentions"),
 }
-
+TOLD = {
+    "attention_dropout": "titanmoe drops no attention weights in training",
+    "router_jitter_noise": "transformers multiplies the input of the router and of the experts by noise in training; "
+    "moe.jitter does it for the router alone",
+    "output_router_logits": "transformers adds router_aux_loss_coef times a balance term to the loss; "
+    "here that is moe.aux_loss",
+}
+"""Keys that change nothing but training, and are not followed unless null, 0 or false."""
 
 MOST_BYTES = 32 << 20
 """Of a JSON file: the index of 140,000 tensors has 15 MB. What is parsed takes up to thirty times the room."""
@@ -34,7 +44,7 @@ MOST_MATRICES = 2**20
 OF_ANY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """What goes over from a config.json of another model_type."""
 FOLLOWS = ("num_kv_heads", "head_dim")
-"""Fields that follow from others when config.json does not have them."""
+"""Fields that follow from others where config.json has null, or nothing and its family no default."""
 
 
 class Described(NamedTuple):
@@ -45,6 +55,18 @@ class Described(NamedTuple):
     json: dict[str, Any]
     unknown: list[str]
     """Keys that were left aside without knowing what they mean."""
+
+    @property
+    def notes(self) -> list[str]:
+        """What config.json says and is not followed."""
+        said = [
+            f"{CONFIG} has {key} = {json.dumps(self.json[key])}: {why}"
+            for key, why in TOLD.items()
+            if self.json.get(key)
+        ]
+        if self.unknown:
+            said.append(f"{CONFIG} has keys that are not known and were left aside: {', '.join(self.unknown)}")
+        return said
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -82,11 +104,14 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name, keys in hf.fields.items():
-        key = next((key for key in keys if config.get(key) is not None), None)
-        if key is not None:
-            values[name] = config[key]
-        elif keys[0] in hf.absent:
-            values[name] = hf.absent[keys[0]]
+        said = {key: config[key] for key in keys if key in config}
+        if not said and keys[0] in hf.absent:
+            said = {keys[0]: hf.absent[keys[0]]}
+        first = next(iter(said.values()), None)
+        if any(value != first for value in said.values()):
+            problems.append(f"{source} has {' and '.join(f'{k} = {v!r}' for k, v in said.items())}: they are one")
+        elif first is not None:
+            values[name] = first
         elif name not in FOLLOWS:
             problems.append(f"{source} has no {keys[0]}, which gives model.{name}")
     problems += [
@@ -109,7 +134,7 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
     if problems:
         raise ConfigError(problems)
     model = _model(hf, values, source)
-    known = ASIDE.union(hf.absent, hf.fixed, *hf.fields.values(), *(special.keys for special in hf.special))
+    known = ASIDE.union(TOLD, hf.absent, hf.fixed, *hf.fields.values(), *(special.keys for special in hf.special))
     return Described(hf, model, config, sorted(config.keys() - known))
 
 

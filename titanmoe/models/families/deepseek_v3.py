@@ -54,6 +54,9 @@ def _latents(model: Model) -> tuple[int, int]:
 
 
 def _read(config: hf.Json) -> dict[str, object]:
+    turned = config["qk_rope_head_dim"]
+    if config.get("head_dim", turned) != turned:
+        raise hf.Unrepresentable(f"has head_dim = {config['head_dim']}, which is qk_rope_head_dim here, {turned}")
     return {
         "q_lora_rank": config["q_lora_rank"] or 0,
         "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
@@ -123,8 +126,9 @@ HF = hf.HuggingFace(
         "norm_topk": ("norm_topk_prob",),
         "route_scale": ("routed_scaling_factor",),
     },
-    special=(hf.ROPE, hf.Special(("q_lora_rank", "n_shared_experts", "qk_head_dim", "head_dim"), _read, _write)),
-    absent=hf.ABSENT,
+    special=(hf.rope(1e4), hf.Special(("q_lora_rank", "n_shared_experts", "qk_head_dim", "head_dim"), _read, _write)),
+    absent=hf.ABSENT
+    | {"num_key_value_heads": 128, "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
     fixed=hf.FIXED
     | {
         "attention_bias": False,

@@ -46,6 +46,15 @@ SIZES: dict[str, dict[str, object]] = {
 }
 
 
+_YARN = dict(
+    rope_type="yarn",
+    factor=32.0,
+    beta_fast=32.0,
+    beta_slow=1.0,
+    truncate=False,
+    original_max_position_embeddings=4096,
+)
+
 NARROW, WHOLE = "sliding_attention", "full_attention"
 
 
@@ -98,11 +107,11 @@ HF = hf.HuggingFace(
     | hf.HEADS
     | {
         "num_experts": ("num_local_experts", "num_experts"),
-        "top_k": ("num_experts_per_tok", "experts_per_token"),
+        "top_k": ("num_experts_per_tok",),
         "expert_hidden": ("intermediate_size",),
         "sliding_window": ("sliding_window",),
     },
-    special=(hf.ROPE, hf.Special(("layer_types",), _read_kinds, _write_kinds)),
-    absent=hf.ABSENT,
+    special=(hf.rope(1.5e5, _YARN), hf.Special(("layer_types",), _read_kinds, _write_kinds)),
+    absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128},
     fixed=hf.FIXED | {"attention_bias": True, "swiglu_limit": 7.0, "swiglu_alpha": 1.702},
 )

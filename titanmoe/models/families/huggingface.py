@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from titanmoe.config.schema import Model
@@ -53,14 +54,14 @@ class HuggingFace:
     family: str
     """Of ours."""
     switches: Mapping[str, object]
-    """Fields of [model] that all models of this type have alike, unless config.json says otherwise."""
+    """Fields of [model] that all models of this type have alike. What config.json gives, if by leaving it out, wins."""
     homes: Mapping[str, Home]
     """By our name."""
     fields: Mapping[str, tuple[str, ...]]
     """From a field of [model] to its key in config.json; further keys are other spellings, which are read too."""
     special: tuple[Special, ...] = ()
     absent: Mapping[str, object] = field(default_factory=dict)
-    """What it means when a key is left out; other keys of `fields` must be there."""
+    """What leaving a key out means: the default of transformers' config class. Other keys of `fields` must be there."""
     fixed: Mapping[str, object] = field(default_factory=dict)
     """Keys that have one value we can represent, which is also what leaving them out means."""
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -108,69 +109,83 @@ SHAPE = {
     "num_heads": ("num_attention_heads",),
 }
 HEADS = {"num_kv_heads": ("num_key_value_heads",), "head_dim": ("head_dim",)}
-ABSENT = {"tie_word_embeddings": False, "initializer_range": 0.02}
+ABSENT = {"tie_word_embeddings": False, "initializer_range": 0.02, "rms_norm_eps": 1e-6}
 FIXED = {"hidden_act": "silu"}
 
 
 # ---- rotary positions
 
 
-def _read_rope(config: Json) -> dict[str, object]:
+_ROPE = {
+    "rope_factor": "factor",
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "rope_mscale": "mscale",
+    "rope_mscale_all_dim": "mscale_all_dim",
+}
+
+
+def _read_rope(config: Json, theta: float, default: Json) -> dict[str, object]:
     # Until transformers 5: rope_theta, and rope_scaling or null; since then all of it in rope_parameters.
-    given = {"rope_theta": config.get("rope_theta")}
-    given |= config.get("rope_scaling") or {}
-    given |= config.get("rope_parameters") or {}
+    given = config.get("rope_scaling") or config.get("rope_parameters")
+    given = dict(default if given is None else given)
+    base = given.get("rope_theta", config.get("rope_theta", theta))
     kind = given.get("rope_type", given.get("type", "default"))
-    turned = given.get("partial_rotary_factor", config.get("partial_rotary_factor", 1))
-    if not isinstance(given["rope_theta"], int | float):
-        raise Unrepresentable("has no rope_theta")
-    if turned != 1:
+    turned = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if any(isinstance(value, dict) for value in given.values()):
+        raise Unrepresentable(f"has another RoPE for each of {', '.join(given)}, here all blocks have one")
+    if not isinstance(base, int | float):
+        raise Unrepresentable(f"has rope_theta = {base!r}, which is no number")
+    if turned not in (None, 1):
         raise Unrepresentable(f"has partial_rotary_factor = {turned}, here RoPE turns whole heads (1.0)")
-    fields: dict[str, object] = {"rope_theta": float(given["rope_theta"])}
-    if kind == "default":
-        return fields
-    if kind != "yarn":
+    if kind not in ("default", "yarn"):
         raise Unrepresentable(f"has rope_scaling of type {kind!r}, model.rope_scaling is none or yarn")
-    names = {
-        "rope_factor": "factor",
-        "rope_beta_fast": "beta_fast",
-        "rope_beta_slow": "beta_slow",
-        "rope_truncate": "truncate",
-        "rope_mscale": "mscale",
-        "rope_mscale_all_dim": "mscale_all_dim",
-    }
-    fields |= {"rope_scaling": "yarn"} | {
-        ours: given[theirs] if theirs == "truncate" else float(given[theirs])
-        for ours, theirs in names.items()
-        if given.get(theirs) is not None
-    }
-    fields["rope_original_len"] = given.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+    if kind == "default":
+        unused = {name: getattr(Model(), name) for name in (*_ROPE, "rope_original_len", "rope_truncate")}
+        return {"rope_theta": float(base), "rope_scaling": "none", **unused}
     if given.get("attention_factor") is not None:
         raise Unrepresentable(
             f"has rope_scaling with attention_factor = {given['attention_factor']}, here it follows from factor, "
             "mscale and mscale_all_dim"
         )
-    return fields
+    context = config.get("max_position_embeddings")
+    original = config.get("original_max_position_embeddings", given.get("original_max_position_embeddings", context))
+    if "factor" not in given:
+        raise Unrepresentable("has rope_scaling of type 'yarn' without factor")
+    if original is None or (given["factor"] is None and context is None):
+        raise Unrepresentable("has neither original_max_position_embeddings for YaRN nor max_position_embeddings")
+    factor = context / original if given["factor"] is None else given["factor"]
+    values = {"beta_fast": given.get("beta_fast") or 32, "beta_slow": given.get("beta_slow") or 1, "factor": factor}
+    values |= {key: given.get(key) or 0 for key in ("mscale", "mscale_all_dim")}
+    return {
+        "rope_theta": float(base),
+        "rope_scaling": "yarn",
+        "rope_original_len": original,
+        "rope_truncate": bool(given.get("truncate", True)),
+        **{ours: float(values[theirs]) for ours, theirs in _ROPE.items()},
+    }
 
 
-def _write_rope(model: Model) -> dict[str, object]:
+def _write_rope(model: Model, default: Json) -> dict[str, object]:
     if model.rope_scaling == "none":
-        return {"rope_theta": model.rope_theta, "rope_scaling": None}
+        return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "default"} if default else None}
     scaling = {
         "type": "yarn",
         "rope_type": "yarn",
-        "factor": model.rope_factor,
         "original_max_position_embeddings": model.rope_original_len,
-        "beta_fast": model.rope_beta_fast,
-        "beta_slow": model.rope_beta_slow,
         "truncate": model.rope_truncate,
+        **{theirs: getattr(model, ours) for ours, theirs in _ROPE.items() if getattr(model, ours)},
     }
-    if model.rope_mscale:
-        scaling |= {"mscale": model.rope_mscale, "mscale_all_dim": model.rope_mscale_all_dim}
     return {"rope_theta": model.rope_theta, "rope_scaling": scaling}
 
 
-ROPE = Special(("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"), _read_rope, _write_rope)
+def rope(theta: float, default: Json | None = None) -> Special:
+    """theta, and the whole of rope_parameters where a family has such, are what leaving them out means."""
+    return Special(
+        ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
+        partial(_read_rope, theta=theta, default=default or {}),
+        partial(_write_rope, default=default or {}),
+    )
 
 
 # ---- which blocks are dense
@@ -188,8 +203,9 @@ def dense_blocks(sparse: list[bool]) -> dict[str, object]:
     if dense >= 0 and [has_experts(model, i) for i in range(layers)] == sparse:
         return {"num_dense_layers": dense, "moe_every": every}
     raise Unrepresentable(
-        f"has experts in the blocks {[i for i, has in enumerate(sparse) if has]} of {len(sparse)}: "
-        "model.num_dense_layers and moe_every make leading blocks dense, and then every n-th not"
+        f"has mlp_only_layers or decoder_sparse_step, with which it has experts in the blocks "
+        f"{[i for i, has in enumerate(sparse) if has]} of {len(sparse)}: model.num_dense_layers and moe_every "
+        "make leading blocks dense, and then every n-th not"
     )
 
 

@@ -50,7 +50,7 @@ HF = hf.HuggingFace(
         "top_k": ("num_experts_per_tok",),
         "expert_hidden": ("intermediate_size",),
     },
-    special=(hf.ROPE,),
-    absent=hf.ABSENT,
+    special=(hf.rope(1e6),),
+    absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "num_key_value_heads": 8},
     fixed=hf.FIXED | {"sliding_window": None},
 )

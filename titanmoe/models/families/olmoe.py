@@ -40,7 +40,7 @@ HF = hf.HuggingFace(
         "expert_hidden": ("intermediate_size",),
         "norm_topk": ("norm_topk_prob",),
     },
-    special=(hf.ROPE,),
-    absent=hf.ABSENT | {"norm_topk_prob": False},
+    special=(hf.rope(1e4),),
+    absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "norm_topk_prob": False},
     fixed=hf.FIXED | {"attention_bias": False, "clip_qkv": None},
 )

@@ -44,14 +44,14 @@ HF = hf.HuggingFace(
     | hf.HEADS
     | {
         "qkv_bias": ("qkv_bias",),
-        "num_experts": ("num_experts", "num_local_experts"),
+        "num_experts": ("num_experts",),
         "top_k": ("num_experts_per_tok",),
         "expert_hidden": ("moe_intermediate_size",),
         "shared_hidden": ("shared_expert_intermediate_size",),
         "dense_hidden": ("intermediate_size",),
         "norm_topk": ("norm_topk_prob",),
     },
-    special=(hf.ROPE, hf.QWEN_BLOCKS, hf.NO_WINDOWS, hf.SHARED),
-    absent=hf.ABSENT | {"qkv_bias": True, "norm_topk_prob": False},
+    special=(hf.rope(1e4), hf.QWEN_BLOCKS, hf.NO_WINDOWS, hf.SHARED),
+    absent=hf.ABSENT | {"num_key_value_heads": 16, "qkv_bias": True, "norm_topk_prob": False},
     fixed=hf.FIXED,
 )

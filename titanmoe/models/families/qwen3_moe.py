@@ -45,7 +45,7 @@ HF = hf.HuggingFace(
         "dense_hidden": ("intermediate_size",),
         "norm_topk": ("norm_topk_prob",),
     },
-    special=(hf.ROPE, hf.QWEN_BLOCKS, hf.NO_WINDOWS),
-    absent=hf.ABSENT | {"norm_topk_prob": False},
+    special=(hf.rope(1e4), hf.QWEN_BLOCKS, hf.NO_WINDOWS),
+    absent=hf.ABSENT | {"num_key_value_heads": 4, "norm_topk_prob": False},
     fixed=hf.FIXED | {"attention_bias": False},
 )

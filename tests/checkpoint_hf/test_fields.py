@@ -1,0 +1,250 @@
+"""Every field of every config class: changed or left out, it is followed as transformers does, refused, or told.
+
+A change that is neither refused nor told must leave our logits and loss those of transformers, whose model is built
+from the changed config and runs as in training: dropout and noise show there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.checkpoint_hf import models, ours
+from titanmoe.checkpoint.hf.config import describe
+from titanmoe.checkpoint.hf.source import Source
+from titanmoe.checkpoint.hf.upcycle import Upcycled
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.models.families import HUGGING_FACE
+from titanmoe.models.families.dense import DENSE
+from titanmoe.models.transformer import Transformer
+from titanmoe.tokens import Tokens
+
+IDS = models.ids(samples=1, length=24)
+OUT = object()
+"""In place of a value: the field is left out."""
+Change = dict[str, Any]
+
+# Other legal values, where one more, twice as much or the contrary would not be legal.
+OTHER: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "n_group": 2,
+    "topk_group": 3,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "hidden_act": "gelu",
+    "clip_qkv": 0.1,
+    "sliding_window": 5,
+    "pad_token_id": 3,
+    "dtype": "bfloat16",
+    "architectures": ["Other"],
+    "problem_type": "regression",
+    "transformers_version": "4.0.0",
+    "_name_or_path": "elsewhere",
+    "id2label": {"0": "a"},
+    "label2id": {"a": 0},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
+}
+# Fields that only change together.
+WITH: dict[tuple[str, str], Change] = {
+    ("deepseek_v3", "num_attention_heads"): {"num_key_value_heads": 4},
+    ("deepseek_v3", "num_key_value_heads"): {"num_attention_heads": 2},
+    ("deepseek_v3", "n_group"): {"n_routed_experts": 16},
+    ("deepseek_v3", "qk_rope_head_dim"): {"head_dim": OUT, "qk_head_dim": OUT},
+    ("qwen2_moe", "use_sliding_window"): {"layer_types": OUT},
+    ("qwen2", "use_sliding_window"): {"layer_types": OUT, "sliding_window": 5, "max_window_layers": 1},
+} | {(name, "num_hidden_layers"): {"layer_types": OUT} for name in ("qwen2_moe", "gpt_oss", "qwen2", "qwen3")}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 32}
+ROPES: dict[str, Change] = {
+    "default": {"rope_parameters": {"rope_type": "default"}},
+    "default beside a theta": {"rope_parameters": {"rope_type": "default"}, "rope_theta": 50.0},
+    "nothing but a theta": {"rope_parameters": OUT, "rope_theta": 50.0},
+    "empty": {"rope_parameters": {}},
+    "null": {"rope_parameters": None},
+    "yarn": {"rope_parameters": YARN},
+    "not truncated": {"rope_parameters": YARN | {"truncate": False}},
+    "faster": {"rope_parameters": YARN | {"beta_fast": 3, "beta_slow": 0.5}},
+    "null for each": {
+        "rope_parameters": YARN | {"beta_fast": None, "beta_slow": None, "truncate": None, "mscale": None}
+    },
+    "both scales": {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    "one scale": {"rope_parameters": YARN | {"mscale": 0.7}},
+    "the other scale": {"rope_parameters": YARN | {"mscale_all_dim": 0.7}},
+    "factor from contexts": {"rope_parameters": YARN | {"factor": None}, "max_position_embeddings": 64},
+    "context of its own": {
+        "rope_parameters": {k: v for k, v in YARN.items() if not k.startswith("original")},
+        "max_position_embeddings": 32,
+    },
+    "context outside": {"rope_parameters": YARN, "original_max_position_embeddings": 20},
+    "old": {"rope_parameters": OUT, "rope_scaling": YARN | {"rope_type": OUT, "type": "yarn"}, "rope_theta": 50.0},
+    "old before new": {"rope_parameters": YARN, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+    "factor of attention": {"rope_parameters": YARN | {"attention_factor": 2.0}},
+    "linear": {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+    "part of a head": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+}
+
+
+def without(config: Any) -> Any:
+    return {k: without(v) for k, v in config.items() if v is not OUT} if isinstance(config, dict) else config
+
+
+class Family:
+    """A model as transformers saves it, and what both sides compute after a change of its config.json."""
+
+    def __init__(self, name: str, folder: Path):
+        self.name, self.folder, self.dense = name, folder, name in models.DENSE
+        model = models.make(name, **({"head_dim": 4} if name == "mixtral" else {}))  # YaRN there fails without
+        models.save(model, folder)
+        self.cls, self.config_cls, self.state = type(model), type(model.config), model.state_dict()
+        self.config = json.loads((folder / "config.json").read_text())
+        self.hf = next(hf for hf in [*HUGGING_FACE.values(), *DENSE] if hf.model_type == name)
+        self.known: dict[str, Tensor] = {}
+
+    def fields(self) -> list[str]:
+        names = (
+            {f.name for f in dataclasses.fields(self.config_cls)}
+            | self.config.keys()
+            | self.config_cls().to_dict().keys()
+        )
+        # the one says whose config it is, with the other changed transformers' own models fail
+        return sorted(names - {"model_type", "return_dict"})
+
+    def changed(self, key: str) -> list[Change]:
+        value = self.config.get(key, getattr(self.config_cls(), key, None))
+        if key in OTHER:
+            other = OTHER[key]
+        elif isinstance(value, bool):
+            other = not value
+        elif isinstance(value, int):
+            other = value + 1
+        elif isinstance(value, float):
+            other = 2 * value or 0.5
+        elif key == "mlp_only_layers":
+            other = [] if value else [0]
+        elif key == "layer_types":
+            other = ["sliding_attention", *["full_attention"] * (len(value) - 1)]
+            other = other if other != value else value[::-1]
+        elif value is None and key.endswith("_token_id"):
+            other = 3
+        else:
+            raise AssertionError(f"{key} = {value!r}: say in OTHER what else it may be")
+        assert other != value, key
+        partners = self.config_cls.attribute_map
+        alias = {a: OUT for a, b in [*partners.items(), *((b, a) for a, b in partners.items())] if b == key}
+        others = alias | WITH.get((self.name, key), {})
+        return [{key: value} | others for value in (other, OUT) if value is other or key in self.config]
+
+    def outcome(self, change: Change) -> str:
+        """followed, refused or told; AssertionError if none of them."""
+        config = without(self.config | change)
+        theirs = self.config_cls.from_dict(dict(config))
+        names = set(change) | {f"model.{name}" for name, keys in self.hf.fields.items() if set(keys) & set(change)}
+        names |= {"rope"} if "rope_parameters" in change else set()
+        (self.folder / "config.json").write_text(json.dumps(config))
+        try:
+            described = describe(self.folder, self.dense)
+            notes = described.notes + Source(self.folder, described, described.model).notes
+            if any(name in note for note in notes for name in names):
+                return "told"
+            model = self.build(theirs)
+            state = model.state_dict()
+            same = (
+                theirs.tie_word_embeddings == self.config["tie_word_embeddings"] and state.keys() == self.state.keys()
+            )
+            same = same and all(torch.equal(self.state[n], t) for n, t in state.items())
+            source = self.source(described, None if same else model, config)
+        except ConfigError as error:
+            assert any(name in str(error) for name in names), f"{change} is refused for another reason: {error}"
+            return "refused"
+        with torch.no_grad():
+            loss, want = model(IDS, labels=IDS)[:2]
+        got = self.logits(source, same)
+        assert torch.isfinite(want).all()
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-4, msg=lambda text: f"{change}: {text}")
+        own_loss = F.cross_entropy(got[0, :-1], IDS[0, 1:])
+        torch.testing.assert_close(own_loss, loss, rtol=0, atol=1e-4, msg=lambda text: f"loss of {change}: {text}")
+        return "followed"
+
+    def build(self, config: Any) -> Any:
+        model = self.cls._from_config(config).train()
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, tensor in model.state_dict().items():
+                if name in self.state and self.state[name].shape == tensor.shape:
+                    tensor.copy_(self.state[name])
+                else:
+                    tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
+        return model
+
+    def source(self, described: Any, model: Any, config: Change) -> Any:
+        folder = self.folder
+        if model is not None:
+            folder = models.save(model, self.folder / "other")
+            (folder / "config.json").write_text(json.dumps(config))
+        if self.dense:
+            upcycled = Upcycled(folder, experts=2, top_k=2, granularity=1, seed=0)
+            read = lambda name, offset, shape, dtype: upcycled.read(name, offset, shape).to(dtype)  # noqa: E731
+            return SimpleNamespace(model=upcycled.model, read=read)
+        source = Source(folder, described, described.model)
+        source.check()
+        return source
+
+    def logits(self, source: Any, same: bool) -> Tensor:
+        """The same model with the same weights is computed once."""
+        key = repr(source.model)
+        if same and key in self.known:
+            return self.known[key]
+        part = Transformer(Config(model=source.model), 1, torch.float32)
+        ours.load(part, source)
+        length = IDS.shape[1]
+        index_T = torch.arange(length)
+        tokens = Tokens(index_T[None], index_T, index_T * 0, torch.ones(length, dtype=torch.bool), torch.tensor(0))
+        with torch.no_grad():
+            logits = part(IDS, tokens)
+        if same:
+            self.known[key] = logits
+        return logits
+
+
+@pytest.mark.parametrize("name", [*models.FAMILIES, *models.DENSE])
+def test_every_field(name: str, tmp_path: Path) -> None:
+    family = Family(name, tmp_path)
+    assert family.outcome({}) == "followed"
+    outcomes, wrong = {}, []
+    for key in family.fields():
+        for change in family.changed(key):
+            try:
+                outcomes[key, change[key] is OUT] = family.outcome(change)
+            except Exception as error:
+                wrong.append(f"{without(change)}: {type(error).__name__} {error}")
+    assert not wrong, "\n".join(wrong)
+    assert outcomes["attention_dropout", False] == "told"
+    assert outcomes["rms_norm_eps", False] == outcomes["rms_norm_eps", True] == "followed"
+    for key in {"router_jitter_noise", "output_router_logits"} & set(family.fields()):
+        assert outcomes[key, False] == "told"
+
+
+REFUSED = ("one scale", "the other scale", "factor of attention", "linear", "part of a head")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama"])
+def test_every_field_of_rope(name: str, tmp_path: Path) -> None:
+    family, wrong = Family(name, tmp_path), []
+    for what, change in ROPES.items():
+        try:
+            assert family.outcome(change) == ("refused" if what in REFUSED else "followed")
+        except Exception as error:
+            wrong.append(f"{what}: {type(error).__name__} {error}")
+    assert not wrong, "\n".join(wrong)
