@@ -59,10 +59,7 @@ def spread(given: list[tuple[Fold, dict[str, str]]]) -> list[tuple[Fold, dict[st
     out = []
     for fold, fixed in given:
         fits = {"schedule": 1 < fold.pp <= 4, "cp": fold.cp > 1}  # on 8 stages only 1F1B: others ask for 16 layers
-        choice = {f: fixed.get(f) or next(deck) for f, deck in decks.items() if fits.get(f, True)}
-        if choice["dropping"].startswith("probability"):
-            choice["documents"] = "no"  # equal tokens that begin documents tie
-        out.append((fold, choice))
+        out.append((fold, {f: fixed.get(f) or next(deck) for f, deck in decks.items() if fits.get(f, True)}))
     return out
 
 
