@@ -11,7 +11,9 @@ runs again. The exit status is 1 if a mutant survived.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -19,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import pytest
 
 from tests.mutants import MUTANTS, Mutant
 
@@ -66,23 +70,35 @@ def verdict(status: int, output: str) -> str:
 
 
 def judge(mutant: Mutant, tree: Path, number: int) -> str:
-    file = tree / "titanmoe" / mutant.file
+    file, output = tree / "titanmoe" / mutant.file, tree / "output"
     right = file.read_text()
     try:
         file.write_text(planted(mutant, tree))
         os.utime(file, (number, number))  # Python finds its own compiled files by time and size
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider", *mutant.tests.split()],
-            cwd=tree,
-            env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-        )
-        return verdict(done.returncode, done.stdout)
+        process = multiprocessing.get_context("fork").Process(target=_pytest, args=(mutant.tests.split(), tree, output))
+        process.start()
+        process.join(TIMEOUT_S)
+        process.kill()
+        process.join()
+        return verdict(process.exitcode, output.read_text())
     finally:
         file.write_text(right)
         os.utime(file, (0, 0))
+
+
+def _pytest(words: list[str], tree: Path, output: Path) -> None:
+    """In a fork of a process that has torch already, and nothing of ours that it will use."""
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC * (stream == 1) | os.O_APPEND), stream)
+    for module in list(sys.modules):
+        if module.partition(".")[0] in ("tests", "titanmoe"):
+            del sys.modules[module]
+    sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    code = pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *words])
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def run(results: Path, only: str = "") -> dict[Mutant, str]:
@@ -112,6 +128,9 @@ def table(done: dict[Mutant, str]) -> str:
 
 
 def main() -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch
+    for module in ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "hypothesis"):
+        importlib.import_module(module)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutations.jsonl")
     parser.add_argument("--only", default="", metavar="TEXT")

@@ -18,8 +18,7 @@ def test_every_mapping_of_8_ranks_and_every_choice_meets_many() -> None:
     for feature, choices in FEATURES.items():
         met = Counter(case.choices[feature] for case in every if feature in case.choices)
         assert met.keys() == choices.keys()
-        if feature != "documents":  # dropping by probability has none
-            assert max(met.values()) - min(met.values()) <= 1, met
+        assert max(met.values()) - min(met.values()) <= 1, met
 
 
 def test_pairs_of_schedules_and_cp_kinds_all_meet() -> None:

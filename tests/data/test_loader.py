@@ -15,6 +15,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data import loader as module
 from titanmoe.data.documents import MemoryDocuments
 from titanmoe.data.loader import Loader, ValidationSet
+from titanmoe.data.pack import Stream
 from titanmoe.data.shards import ShardDocuments
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.tokens import IGNORE
@@ -139,6 +140,16 @@ def test_an_epoch_has_every_pair_once(config, packing):
             assert set(seen) == set(range(starts[-1])) - {end - 1 for end in starts[1:]}
         else:
             assert len(seen) == packer.per_epoch * 32 > starts[-1] - 33
+
+
+def test_windows_begin_elsewhere_in_other_epochs():
+    stream = Stream(MemoryDocuments("row", np.arange(1000), np.array([0, 1000])), 32, seed=0, apart=False)
+    offsets = []
+    for _ in range(6):
+        (offset,) = {int(pieces.start_P[0]) % 32 for pieces in stream.take(stream.per_epoch)}
+        offsets.append(offset)
+    assert max(offsets) <= 999 % 32, "the rest of the row, which an epoch leaves out"
+    assert len(set(offsets)) > 1
 
 
 def test_shares_are_those_of_the_weights_and_epochs_are_told(config):

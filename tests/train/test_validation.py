@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from tests import parity, reference, world
 from titanmoe.data.loader import Loader, ValidationSet
+from titanmoe.train.validation import Validation
 
 WORDS = ("sphinx", "of", "black", "quartz", "judge", "my", "vow", "the", "quick", "brown", "fox", "jumps")
 
@@ -108,6 +110,16 @@ def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mappi
     assert len(padding) > 2 and padding[-1] > 0
     assert got[1]["val_loss"] == pytest.approx(total / labels, rel=1e-10)
     assert got[1]["val_perplexity"] == pytest.approx(math.exp(total / labels), rel=1e-9)
+
+
+def test_it_is_time_every_so_many_steps_and_after_the_last() -> None:
+    validation = object.__new__(Validation)
+    validation.interval, validation.last, validation.best, validation.loss = 4, 6, math.inf, lambda: 1.0
+    told = []
+    for step in range(1, 7):
+        validation.trainer = SimpleNamespace(step=step)
+        told.append("val_loss" in validation.after_step())
+    assert told == [False, False, False, True, False, True]
 
 
 def _stopped_and_resumed(folder: str, changes: dict[str, Any]) -> tuple[float, float]:
