@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.folder import Piece, save, together
-from titanmoe.checkpoint.layout import CheckpointError, Manifest
+from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.config.schema import Checkpoint as Options
 
 PATIENCE = timedelta(hours=2)
@@ -30,8 +31,10 @@ PATIENCE = timedelta(hours=2)
 class Saver:
     """One checkpoint at a time; all ranks call it together."""
 
-    def __init__(self, folder: Path, options: Options):
-        self.folder, self.options = folder, options
+    def __init__(self, folder: Path, options: Options, say: Callable[[str], None] = print):
+        self.folder, self.options, self.say = folder, options, say
+        self.passed: list[Path] = []
+        """What could not be used when the run began. It keeps its name, for a start that can, until one is newer."""
         # A group of its own, on CPU tensors: the thread's messages must never meet those of a training step.
         self.group = dist.new_group(backend="gloo", timeout=PATIENCE) if dist.get_world_size() > 1 else None
         self.first = dist.get_rank() == 0
@@ -43,7 +46,11 @@ class Saver:
 
     def _prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        layout.sweep(self.folder)
+        self._say(layout.sweep(self.folder))
+
+    def _say(self, lines: list[str]) -> None:
+        for line in lines:
+            self.say(f"checkpoint: {line}")
 
     def save(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> float:
         """Returns the seconds for which training stood still."""
@@ -92,22 +99,33 @@ class Saver:
         save(
             target,
             pieces,
-            lambda sums: Manifest(step, layout.next_number(self.folder), sums, record),
+            lambda sums: self._manifest(step, sums, record),
             self.group,
             layout.files(self.folder / layout.CARRIED),
         )
         together(self.group, lambda: self._settle(target) if self.first else None)
 
-    def carry(self, files: Mapping[str, Path]) -> None:
+    def _manifest(self, step: int, sums: dict[str, Sum], record: dict[str, Any]) -> Manifest:
+        number = layout.next_number(self.folder)
+        for path in self.passed:
+            self._say([f"{path} was passed over: kept as {layout.set_aside(path).name}"])
+        self.passed = []
+        return Manifest(step, number, sums, record)
+
+    def carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
         """Config and tokenizer of the model that the run began from: every checkpoint holds a copy."""
 
         def copy() -> None:
-            for name, file in files.items():
-                (self.folder / layout.CARRIED).mkdir(exist_ok=True)
-                shutil.copyfile(file, self.folder / layout.CARRIED / name)
+            home = self.folder / layout.CARRIED
+            if home.is_symlink():
+                raise CheckpointError(f"{home} is a link, and files are copied into it: put a folder there")
+            for name, file in find().items():
+                home.mkdir(exist_ok=True)
+                (home / name).unlink(missing_ok=True)  # a link would be written through
+                shutil.copyfile(file, home / name)
 
         together(self.group, lambda: copy() if self.first else None)
 
     def _settle(self, target: Path) -> None:
         layout.point(self.folder, target.name)
-        layout.retain(self.folder, self.options.keep_last, self.options.keep_every)
+        self._say(layout.retain(self.folder, target, self.options.keep_last, self.options.keep_every))
