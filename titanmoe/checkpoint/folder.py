@@ -39,6 +39,7 @@ from titanmoe.checkpoint.tensors import (
     from_json,
     from_pickle,
     load,
+    needed,
     shared,
     to_json,
     within,
@@ -289,7 +290,7 @@ class Checkpoint:
         try:
             return understood(data, files)
         except Exception as error:  # what is not ours can raise anything
-            raise CheckpointError(f"{self.path / name} cannot be read: {type(error).__name__} {error}") from None
+            raise inside.unread(self.path / name, error) from None
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -314,23 +315,14 @@ class Checkpoint:
         for file, blocks in wanted.items():
             try:
                 inside.patiently(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
-            except CheckpointError:
-                raise
             except Exception as error:
-                raise CheckpointError(f"{self.path / file} cannot be read: {type(error).__name__} {error}") from None
+                raise inside.unread(self.path / file, error) from None
 
     def _needed(self, name: str, piece: Piece) -> list[Block]:
-        if name not in self.written:
-            raise CheckpointError(f"{self.path} cannot be read: no tensor {name}")
-        stored = self.written[name]
-        if stored.shape != piece.shape:
-            raise CheckpointError(
-                f"{self.path} cannot be read: {name} has shape {stored.shape}, {piece.shape} is wanted"
-            )
-        found = {block: box for block in stored.blocks if (box := shared(block, piece.offset, piece.sizes)) is not None}
-        if sum(prod(last - first for first, last in box) for box in found.values()) != prod(piece.sizes):
-            raise CheckpointError(f"{self.path} cannot be read: its blocks of {name} overlap")
-        return list(found)
+        try:
+            return needed(self.written.get(name), piece.shape, piece.offset, piece.sizes)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {name} {error}") from None
 
     def _fill(self, file: str, blocks: Mapping[Block, list[tuple[str, Piece]]]) -> None:
         with inside.opened(self.path, file) as stream:

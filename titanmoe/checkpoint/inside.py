@@ -41,6 +41,13 @@ def told(error: OSError) -> str:
     return f"{error.filename}: {why}" if error.filename else why
 
 
+def unread(file: Path, error: Exception) -> CheckpointError:
+    """Of what is not as it should be, in one line."""
+    if isinstance(error, CheckpointError):
+        return error
+    return CheckpointError(f"{file} cannot be read: {type(error).__name__} {' '.join(str(error).split()):.300}")
+
+
 def patiently(path: Path, work: Callable[[], T]) -> T:
     """What work gives. An error that may pass is waited for, each time longer; what stays is Unreadable.
 

@@ -155,6 +155,18 @@ def shared(block: Block, offset: Sizes, sizes: Sizes) -> Box | None:
     return box if all(first < last for first, last in box) else None
 
 
+def needed(stored: Written | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Block]:
+    """The blocks that a piece of a tensor of that shape is made from; ValueError where it is not."""
+    if stored is None:
+        raise ValueError("is not in it")
+    if stored.shape != whole:
+        raise ValueError(f"has shape {stored.shape}, {whole} is wanted")
+    found = {block: box for block in stored.blocks if (box := shared(block, offset, sizes)) is not None}
+    if sum(prod(last - first for first, last in box) for box in found.values()) != prod(sizes):
+        raise ValueError("is not covered by its blocks, some of which overlap")
+    return list(found)
+
+
 def within(box: Box, offset: Sizes) -> tuple[slice, ...]:
     return tuple(slice(first - at, last - at) for (first, last), at in zip(box, offset, strict=True))
 
