@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.test_layout import flip_a_bit
+from tests.checkpoint.folders import flip_a_bit
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.folder import Lazy, write_checkpoint
 from titanmoe.cli import main

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
+import shutil
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.checkpoint.folders import flip_a_bit, make, rewrite
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.begin import checkpoints_of, choose
 from titanmoe.checkpoint.folder import Lazy, _Summing, open_checkpoint, write_checkpoint
-from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.config.schema import Config
-
-
-def make(folder: Path, step: int, number: int | None = None) -> Path:
-    path = folder / layout.name_of(step)
-    tensor = torch.full((64,), float(step))
-    write_checkpoint(path, {"model.a": Lazy((64,), torch.float32, lambda: tensor)}, {"step": step})
-    if number is not None:
-        file = path / layout.MANIFEST
-        file.write_text(file.read_text().replace('"number": 0', f'"number": {number}'))
-    layout.point(folder, path.name)
-    return path
 
 
 @pytest.fixture
@@ -52,16 +42,14 @@ def shard(run: Path, step: int) -> Path:
     return run / "checkpoints" / layout.name_of(step) / "rank-00000-000.distcp"
 
 
-def flip_a_bit(file: Path) -> None:
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
-def test_auto_takes_what_latest_names(run):
+def test_auto_takes_the_last_one_made(run):
     assert taken(run) == ("step-00000030", [])
+
+
+def test_a_kill_before_latest_was_renamed_hides_nothing(run):
     layout.point(run / "checkpoints", "step-00000020")
-    assert taken(run) == ("step-00000020", [])
+    name, said = taken(run)
+    assert name == "step-00000030" and "latest names step-00000020, which was made before it" in said[0]
 
 
 def test_runs_do_not_share_an_absolute_folder(tmp_path):
@@ -91,13 +79,25 @@ def test_auto_passes_over_a_damaged_one_and_says_so(run, harm, words):
     assert len(said) == 1 and "passing over step-00000030" in said[0] and words in said[0] and "rank-00000" in said[0]
 
 
-def test_all_damaged_is_the_beginning_and_told_for_each(run):
+@pytest.mark.parametrize("load", ["auto", "elsewhere"])
+def test_all_damaged_is_refused_with_each_reason_and_how_to_begin_anew(run, load):
+    """Another path to load is for a run without any of its own: its weights are no place to go on from either."""
+    make(run.parent / "elsewhere/checkpoints", 5)
     for step in (10, 20, 30):
         flip_a_bit(shard(run, step))
-    name, said = taken(run)
-    assert name == "" and [line.split(":")[0] for line in said] == [
-        f"passing over step-000000{n}" for n in (30, 20, 10)
-    ]
+    with pytest.raises(CheckpointError) as refused:
+        taken(run, load if load == "auto" else str(run.parent / load))
+    text = str(refused.value)
+    places = [text.index(f"step-000000{step}: {shard(run, step)} has CRC-32") for step in (30, 20, 10)]
+    assert places == sorted(places) and "--checkpoint.load=none begins anew on purpose" in text and "\n" not in text
+    assert choose(config(run, "none"), run, layout.damage).path is None
+
+
+def test_a_name_in_latest_alone_is_no_beginning_either(run):
+    for path in layout.steps(run / "checkpoints").values():
+        shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match="latest names step-00000030, and no checkpoint is there"):
+        taken(run)
 
 
 def test_a_damaged_one_that_was_asked_for_is_refused_with_the_file(run):
@@ -138,9 +138,8 @@ def test_what_is_no_checkpoint_is_refused_by_what_it_is(tmp_path, what):
 
 
 def test_a_format_of_the_future_is_refused(run):
-    file = run / "checkpoints/step-00000030" / layout.MANIFEST
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 7}))
-    with pytest.raises(CheckpointError, match="has checkpoint format 7, this titanmoe reads up to 1"):
+    rewrite(run / "checkpoints/step-00000030", format=7)
+    with pytest.raises(CheckpointError, match="has checkpoint format 7, this titanmoe reads up to 2"):
         taken(run, "30")
     assert taken(run)[0] == "step-00000020"
 
@@ -153,25 +152,19 @@ def test_a_damaged_manifest_is_one_line_that_names_it(run, text):
     assert taken(run)[0] == "step-00000020"
 
 
-def test_damaged_metadata_of_torch_is_one_line_that_names_it(run):
-    (run / "checkpoints/step-00000030/.metadata").write_bytes(b"nonsense")
-    with pytest.raises(CheckpointError, match=r"step-00000030/.metadata cannot be read"):
-        open_checkpoint(run / "checkpoints/step-00000030").read("model.a")
-
-
 @pytest.mark.parametrize(
     ("last", "every", "left"),
     [(0, 0, [10, 20, 30]), (1, 0, [30]), (2, 0, [20, 30]), (1, 10, [10, 20, 30]), (1, 20, [20, 30])],
 )
 def test_retention(run, last, every, left):
-    layout.retain(run / "checkpoints", last, every)
+    assert layout.retain(run / "checkpoints", run / "checkpoints/step-00000030", last, every) == []
     assert list(layout.steps(run / "checkpoints")) == left
 
 
 def test_retention_goes_by_when_they_were_made(run):
     """A run that went back to step 10 keeps what it makes now, not the steps of the future it left."""
     make(run / "checkpoints", 15, number=layout.next_number(run / "checkpoints"))
-    layout.retain(run / "checkpoints", 2, 0)
+    layout.retain(run / "checkpoints", run / "checkpoints/step-00000015", 2, 0)
     assert list(layout.steps(run / "checkpoints")) == [15, 30]
 
 
@@ -181,7 +174,7 @@ def test_leftovers_are_swept_and_nothing_else(run):
         (folder / name).mkdir()
         (folder / name / "file").touch()
     (folder / "latest.new").touch()
-    layout.sweep(folder)
+    assert layout.sweep(folder) == []
     assert sorted(path.name for path in folder.iterdir()) == [
         "latest", "mine", "step-00000010", "step-00000020", "step-00000030",
     ]  # fmt: skip

@@ -17,7 +17,7 @@ from tests.checkpoint import runs
 from titanmoe.checkpoint import folder as folder_module
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.folder import Piece, open_checkpoint
-from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config.schema import Checkpoint
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests import world
+from tests.checkpoint import folders
 from tests.checkpoint_hf import models
 from titanmoe.cli import main
 
@@ -57,9 +58,9 @@ def test_a_config_written_without_one_to_go_by_says_the_same(tmp_path, name):
     folder = models.save(model, tmp_path / "in")
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     (tmp_path / "ours" / "hf" / "config.json").unlink()
-    manifest = json.loads((tmp_path / "ours" / "manifest.json").read_text())
+    manifest = folders.told(tmp_path / "ours")
     del manifest["files"]["hf/config.json"]
-    (tmp_path / "ours" / "manifest.json").write_text(json.dumps(manifest))
+    folders.rewrite(tmp_path / "ours", **manifest)
     assert convert("--to-hf", tmp_path / "ours", tmp_path / "out") == 0
     again = type(model).from_pretrained(tmp_path / "out").eval()
     assert torch.equal(models.logits(again, models.ids()), models.logits(model, models.ids()))

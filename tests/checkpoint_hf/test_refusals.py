@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.checkpoint import folders
 from tests.checkpoint_hf import models
 from titanmoe.checkpoint.folder import Lazy, open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf.config import describe, write
@@ -307,9 +308,9 @@ def test_a_model_that_transformers_has_no_words_for(mixtral, tmp_path, capsys):
     """A checkpoint whose routing is not Mixtral's."""
     ours = tmp_path / "ours"
     assert main(["convert", "--from-hf", str(mixtral), str(ours)]) == 0
-    manifest = json.loads((ours / "manifest.json").read_text())
-    manifest["record"]["config"]["model"] |= {"route_scale": 2.0, "norm_topk": False}
-    (ours / "manifest.json").write_text(json.dumps(manifest))
+    record = folders.told(ours)["record"]
+    record["config"]["model"] |= {"route_scale": 2.0, "norm_topk": False}
+    folders.rewrite(ours, record=record)
     assert main(["convert", "--to-hf", str(ours), str(tmp_path / "out")]) == 2
     lines = capsys.readouterr().err
     assert "model.route_scale = 2.0, but a mixtral of transformers has 1.0 only" in lines

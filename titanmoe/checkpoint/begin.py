@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint.inside import CheckpointError, Unreadable
+from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 
 
@@ -30,9 +31,9 @@ def checkpoints_of(run: Path, config: Config) -> Path:
 def has_begun(config: Config) -> bool:
     """Whether the run has a checkpoint of its own to go on from."""
     try:
-        return continues(config) and bool(layout.steps(checkpoints_of(run_folder(config), config)))
-    except CheckpointError:  # told where it is loaded
-        return False
+        return continues(config) and _any(checkpoints_of(run_folder(config), config))
+    except Unreadable as error:  # on this rank, perhaps: it must not take the run for one that has not begun
+        raise ConfigError([str(error)]) from None
 
 
 @dataclass
@@ -41,6 +42,7 @@ class Beginning:
     model_only: bool = False
     said: list[str] = field(default_factory=list)
     """What was passed over on the way, and why."""
+    passed: list[Path] = field(default_factory=list)
 
 
 def choose(config: Config, run: Path, damage: Callable[[Path], list[str]]) -> Beginning:
@@ -51,28 +53,45 @@ def choose(config: Config, run: Path, damage: Callable[[Path], list[str]]) -> Be
     own = checkpoints_of(run, config) if config.checkpoint.enable else None
     if asked.isdecimal():
         return Beginning(_step(own, int(asked), damage))
-    found = _best(own, damage) if own else Beginning()
-    if found.path is not None or asked == "auto":
-        return found
+    if own is not None and _any(own):
+        return _best(own, damage)
+    if asked == "auto":
+        return Beginning()
     given = _given(Path(asked), damage)
-    return Beginning(given.path, config.checkpoint.model_only, found.said + given.said)
+    given.model_only = config.checkpoint.model_only
+    return given
 
 
-def _best(folder: Path, damage: Callable[[Path], list[str]]) -> Beginning:
-    """The first candidate that is sound."""
-    said: list[str] = []
-    for path in layout.candidates(folder):
+ANEW = "--checkpoint.load=none begins anew on purpose, in a folder of its own"
+
+
+def _any(own: Path) -> bool:
+    try:
+        return bool(layout.candidates(own, unfinished=True)) or inside.there(own / layout.LATEST)
+    except Unreadable as error:
+        raise Unreadable(f"{error}: whether there are checkpoints to go on from is not known; {ANEW}") from None
+
+
+def _best(folder: Path, damage: Callable[[Path], list[str]], own: bool = True) -> Beginning:
+    """The first candidate that is sound. There are some: that none can be used must not mean to begin anew."""
+    named, passed = layout.latest(folder), {}
+    for path in layout.candidates(folder, unfinished=own):
         try:
             broken = damage(path)
         except CheckpointError as error:
             broken = [str(error)]
         if not broken:
-            named = layout.latest(folder)
-            if named and named != path.name and not said:
-                said.append(f"{folder / layout.LATEST} names {named}, which is not there: taking {path.name}")
-            return Beginning(path, said=said)
-        said.append(f"passing over {path.name}: {'; '.join(broken)}")
-    return Beginning(said=said)
+            said = [f"passing over {other.name}: {why}" for other, why in passed.items()]
+            if named not in ("", path.name, *(other.name for other in passed)):
+                why = "which was made before it" if inside.there(folder / named) else "which is not there"
+                said.append(f"{folder / layout.LATEST} names {named}, {why}: taking {path.name}")
+            return Beginning(path, said=said, passed=list(passed))
+        passed[path] = "; ".join(broken)
+    why = [f"{path.name}: {reason}" for path, reason in passed.items()]
+    if not why:
+        why = [f"{layout.LATEST} names {named or 'nothing'}, and no checkpoint is there"]
+    anew = f"mend them or take them elsewhere; {ANEW}"
+    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(why)}: {anew if own else 'name another'}")
 
 
 def _step(own: Path | None, step: int, damage: Callable[[Path], list[str]]) -> Path:
@@ -90,17 +109,12 @@ def _step(own: Path | None, step: int, damage: Callable[[Path], list[str]]) -> P
 
 
 def _given(path: Path, damage: Callable[[Path], list[str]]) -> Beginning:
-    if (path / layout.MANIFEST).exists():
+    if inside.there(path / layout.MANIFEST):
         _sound(path, damage)
         return Beginning(path)
     for folder in (path, path / "checkpoints"):
         if layout.steps(folder):
-            found = _best(folder, damage)
-            if found.path is None:
-                raise CheckpointError(
-                    f"checkpoint.load = {path}: no checkpoint there is sound: {'; '.join(found.said)}"
-                )
-            return found
+            return _best(folder, damage, own=False)
     layout.read_manifest(path)  # says what the folder is instead
     raise CheckpointError(f"checkpoint.load = {path} holds no checkpoint")
 
@@ -113,10 +127,18 @@ def _sound(path: Path, damage: Callable[[Path], list[str]]) -> None:
 def record_ahead(config: Config) -> dict[str, Any]:
     """The record of the checkpoint that this run will go on from, {} if none: read before anything is built.
 
-    Only manifests are looked at; a damaged file elsewhere in it is found when it is loaded.
+    Only manifests are looked at; a damaged file elsewhere in it is found when it is loaded. Every rank looks for
+    itself: one that gets no answer must not go on as if there were none.
     """
     try:
-        found = choose(config, run_folder(config), lambda path: [])
+        found = choose(config, run_folder(config), _no_manifest)
         return {} if found.path is None or found.model_only else layout.read_manifest(found.path).record
+    except Unreadable as error:
+        raise ConfigError([str(error)]) from None
     except CheckpointError:
         return {}  # told where it is loaded, on one rank
+
+
+def _no_manifest(folder: Path) -> list[str]:
+    layout.read_manifest(folder)
+    return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import math
 import sys
 from collections.abc import Iterable
 from datetime import datetime
@@ -13,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint.inside import CheckpointError
 
 WHERE = "a run's folder, its checkpoints' folder, or one checkpoint"
 
@@ -59,7 +60,7 @@ def _answer(run: Any, args: argparse.Namespace) -> int:
 
 def every(path: Path) -> list[Path]:
     """The checkpoints that a path names: itself, or those in it."""
-    if (path / layout.MANIFEST).exists():
+    if inside.there(path / layout.MANIFEST):
         return [path]
     for folder in (path, path / "checkpoints"):
         if found := layout.steps(folder):
@@ -70,12 +71,15 @@ def every(path: Path) -> list[Path]:
 
 def the_latest(path: Path) -> Path:
     found = every(path)
-    return found[0] if found == [path] else layout.candidates(found[0].parent)[0]
+    if found == [path]:
+        return path
+    made = layout.candidates(found[0].parent)
+    return next((path for path in made if layout.number(path) < math.inf), made[0])
 
 
 def _list(args: argparse.Namespace) -> int:
     found = every(args.RUN)
-    folder = found[0].parent
+    newest = the_latest(args.RUN)
     rows = [("step", "made", "size", "tokens", "attention", "experts", "")]
     for path in found:
         try:
@@ -93,7 +97,7 @@ def _list(args: argparse.Namespace) -> int:
                 f"{record['tokens']:,.0f}" if "tokens" in record else "",
                 _axes(mapping.get("attention", {})),
                 _axes(mapping.get("experts", {})),
-                "latest" if path.name == layout.latest(folder) else "",
+                "latest" if path == newest else "",
             )
         )
     _print(rows)
@@ -146,7 +150,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _diff(args: argparse.Namespace) -> int:
     from titanmoe.checkpoint.folder import open_checkpoint
-    from titanmoe.checkpoint.state import flat_record
+    from titanmoe.checkpoint.manifest import flat_record
 
     a, b = (open_checkpoint(the_latest(path)) for path in (args.A, args.B))
     before, after = flat_record(a.record), flat_record(b.record)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import pickle
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -23,25 +22,30 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemReader, LoadPlan, LoadPlanner, SavePlan
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import inside, layout
 from titanmoe.checkpoint.disk import Doing, unwritten
-from titanmoe.checkpoint.layout import CheckpointError, Manifest, Sum
+from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.tensors import (
+    PICKLED,
+    TENSORS,
+    Block,
+    Written,
+    from_json,
+    from_pickle,
+    load,
+    needed,
+    shared,
+    to_json,
+    within,
+)
 
-METADATA = ".metadata"
 FILE_BYTES = 4 << 30
 """A rank begins a new file past this: what is read back to verify, and lost to one bad byte, stays small."""
 
@@ -155,7 +159,7 @@ class _Summing(io.RawIOBase):
 
 
 class _Writer(StorageWriter):
-    """Writes what torch's FileSystemReader reads, and keeps every file's checksum."""
+    """Writes tensors by torch.save one after the other, tensors.json beside them, and keeps every file's checksum."""
 
     def __init__(self, folder: Path, doing: Doing):
         self.folder, self.doing = folder, doing
@@ -185,8 +189,9 @@ class _Writer(StorageWriter):
                 tensor = planner.resolve_data(item).detach().cpu()
                 torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, stream)
                 del tensor
-                place = _StorageInfo(stream.path.name, start, stream.tell() - start)
-                results.append(WriteResult(item.index, place.length, place))
+                chunk = item.tensor_data.chunk
+                place = Block(tuple(chunk.offsets), tuple(chunk.sizes), stream.path.name, start, stream.tell() - start)
+                results.append(WriteResult(item.index, place.bytes, place))
             if stream is not None:
                 self._done(stream)
         except (OSError, RuntimeError) as error:  # of write(), which does not know the file's name
@@ -226,13 +231,19 @@ class _Writer(StorageWriter):
         self.sums[stream.path.name] = stream.sum
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        metadata.storage_data = {r.index: r.storage_data for rank in results for r in rank}
-        self._whole(METADATA, pickle.dumps(metadata))
+        blocks: dict[str, list[Block]] = {}
+        for result in (result for rank in results for result in rank):
+            blocks.setdefault(result.index.fqn, []).append(result.storage_data)
+        written = {
+            name: Written(entry.properties.dtype, tuple(entry.size), tuple(blocks[name]))
+            for name, entry in metadata.state_dict_metadata.items()
+        }
+        self._whole(TENSORS, to_json(written))
 
     def carry(self, files: Mapping[str, Path]) -> None:
         for name, source in files.items():
             (self.folder / layout.CARRIED).mkdir(exist_ok=True)
-            self._whole(f"{layout.CARRIED}/{name}", source.read_bytes())
+            self._whole(f"{layout.CARRIED}/{name}", inside.read(source.parent, source.name, layout.CARRIED_BYTES))
 
     def _whole(self, name: str, data: bytes) -> None:
         self._at(name)
@@ -301,21 +312,25 @@ class Checkpoint:
         self.record = self.manifest.record
 
     @cached_property
-    def metadata(self) -> Metadata:
+    def written(self) -> dict[str, Written]:
+        files = self.manifest.files
+        name, understood = (TENSORS, from_json) if self.manifest.format > 1 else (PICKLED, from_pickle)
+        if name not in files:
+            raise CheckpointError(f"{self.path / layout.MANIFEST} is damaged: it has no {name}")
+        data = layout.content(self.path, name, files[name])
         try:
-            return FileSystemReader(self.path).read_metadata()
-        except Exception as error:  # a damaged pickle can raise anything
-            raise CheckpointError(f"{self.path / METADATA} cannot be read: {error}") from None
+            return understood(data, files)
+        except Exception as error:  # what is not ours can raise anything
+            raise inside.unread(self.path / name, error) from None
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype by name."""
-        entries = self.metadata.state_dict_metadata.items()
-        return {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries}
+        return {name: (tensor.shape, tensor.dtype) for name, tensor in self.written.items()}
 
     def read(self, name: str, offset: tuple[int, ...] | None = None, shape: tuple[int, ...] | None = None) -> Tensor:
         """A tensor, or the block of it that begins at offset and has this shape."""
-        if name not in self.tensors:
+        if name not in self.written:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         whole, dtype = self.tensors[name]
         out = torch.empty(whole if shape is None else shape, dtype=dtype)
@@ -324,53 +339,30 @@ class Checkpoint:
 
     def fill(self, targets: Mapping[str, tuple[str, Piece]]) -> None:
         """Fill pieces from the stored tensor each names; by any names of their own. No rank waits for another."""
-        reader = FileSystemReader(self.path)
-        planner = _Fill(targets)
-        planner.set_up_planner({}, self.metadata)
-        reader.set_up_storage_reader(self.metadata, is_coordinator=True)
+        wanted: dict[str, dict[Block, list[tuple[str, Piece]]]] = {}
+        for name, piece in targets.values():
+            for block in self._needed(name, piece):
+                wanted.setdefault(block.file, {}).setdefault(block, []).append((name, piece))
+        for file, blocks in wanted.items():
+            try:
+                inside.patiently(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
+            except Exception as error:
+                raise inside.unread(self.path / file, error) from None
+
+    def _needed(self, name: str, piece: Piece) -> list[Block]:
         try:
-            reader.read_data(planner.create_local_plan(), planner)
-        except Exception as error:
-            raise CheckpointError(f"{self.path} cannot be read: {type(error).__name__} {error}") from None
+            return needed(self.written.get(name), piece.shape, piece.offset, piece.sizes)
+        except ValueError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {name} {error}") from None
 
-
-class _Fill(LoadPlanner):
-    def __init__(self, targets: Mapping[str, tuple[str, Piece]]):
-        self.targets = targets
-
-    def set_up_planner(self, state_dict: dict, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        self.stored: dict[str, TensorStorageMetadata] = metadata.state_dict_metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        return LoadPlan([item for target in self.targets for item in self._reads(target)])
-
-    def _reads(self, target: str) -> Iterator[ReadItem]:
-        name, piece = self.targets[target]
-        stored = self.stored.get(name)
-        if stored is None:
-            raise CheckpointError(f"no tensor {name}")
-        if tuple(stored.size) != piece.shape:
-            raise CheckpointError(f"{name} has shape {tuple(stored.size)}, {piece.shape} is wanted")
-        if prod(piece.sizes):
-            chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.sizes))
-            for item in create_read_items_for_chunk_list(name, stored, [chunk]):
-                yield replace(item, dest_index=MetadataIndex(target, chunk.offsets))
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        tensor = self.targets[read_item.dest_index.fqn][1].tensor
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None: ...
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None: ...
+    def _fill(self, file: str, blocks: Mapping[Block, list[tuple[str, Piece]]]) -> None:
+        with inside.opened(self.path, file) as stream:
+            for block in sorted(blocks, key=lambda block: block.start):
+                dtype = self.written[blocks[block][0][0]].dtype
+                tensor = load(block, dtype, stream)
+                for _, piece in blocks[block]:
+                    box = shared(block, piece.offset, piece.sizes)
+                    piece.tensor.detach()[within(box, piece.offset)].copy_(tensor[within(box, block.offset)])
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
@@ -408,7 +400,7 @@ def together(group: Group, work: Callable[[], T]) -> list[T]:
     except CheckpointError as error:
         mine = None, str(error)
     except OSError as error:
-        mine = None, f"{error.filename}: {error.strerror}"
+        mine = None, inside.told(error)
     everyone: list[Any] = [mine]
     if group is not None:
         everyone = [None] * dist.get_world_size(group)
@@ -422,7 +414,7 @@ def together(group: Group, work: Callable[[], T]) -> list[T]:
 def _of(failure: dcp.CheckpointException) -> CheckpointError:
     errors = [error for error, _ in failure.failures.values()]
     return CheckpointError(
-        "; ".join(dict.fromkeys(f"{e.filename}: {e.strerror}" if isinstance(e, OSError) else str(e) for e in errors))
+        "; ".join(dict.fromkeys(inside.told(e) if isinstance(e, OSError) else str(e) for e in errors))
     )
 
 

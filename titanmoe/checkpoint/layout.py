@@ -1,69 +1,43 @@
 """What a checkpoint is on disk, without torch: where it lies, when it counts as whole, which one is the latest.
 
     RUN/checkpoints/
-        latest                    the name of the newest whole checkpoint
+        latest                    the name of the last one made, for people; what counts is the number in manifests
         step-00000120/            whole, for it has this name
             manifest.json         format, step, record (config, mapping, loader, ...), bytes and CRC-32 of every file
-            .metadata  *.distcp   torch.distributed.checkpoint's own
+            tensors.json          shape and dtype of each tensor, and where its blocks lie
+            *.distcp              blocks of tensors, as torch.distributed.checkpoint shares them out over the ranks
             hf/                   config.json and tokenizer of the Hugging Face model it came from, if any
-        step-00000180.writing/    being written; never read, removed by the next writer
+        step-00000180.writing/    being written; the next writer gives it its name if it is whole, and removes it if not
         step-00000060.removing/   being removed; never read
+        step-00000150.passed-over/    could not be read when the run went on from another; never removed
 
 A checkpoint gets its name in one rename, after every byte of it is on disk. So whatever is killed at whatever moment,
-each folder with a plain name is whole. `latest` is replaced in one rename too; where it names nothing whole, readers
-fall back to the newest whole one and say so.
+each folder with a plain name is whole, and one that has its manifest lacks no more than its name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import math
 import os
 import re
 import shutil
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
+from titanmoe.checkpoint import inside, manifest
 from titanmoe.checkpoint.disk import unwritten
-from titanmoe.config.parse_json import parse_json
+from titanmoe.checkpoint.inside import ABSENT, CheckpointError, Unreadable, patiently, told
+from titanmoe.checkpoint.manifest import Manifest, Sum
 
-FORMAT = 1
 MANIFEST, LATEST, CARRIED = "manifest.json", "latest", "hf"
-WRITING, REMOVING = ".writing", ".removing"
+CARRIED_BYTES = 1 << 30
+"""Of one file that is carried along."""
+WRITING, REMOVING, PASSED = ".writing", ".removing", ".passed-over"
 _NAME = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"\.(writing|removing(-\d+)?)$")
 _BLOCK = 1 << 22
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be read or written; the message is a line for the user, and names the file."""
-
-
-@dataclass(frozen=True)
-class Sum:
-    """What a file must be."""
-
-    bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True)
-class Manifest:
-    step: int
-    number: int
-    """Counts the checkpoints of a run in the order they were made; a run may go back to an earlier step."""
-    files: dict[str, Sum]
-    record: dict[str, Any] = field(default_factory=dict)
-    """What the run was: config, mapping, loader, tokens, versions."""
-
-    def text(self) -> str:
-        files = {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sorted(self.files.items())}
-        return json.dumps(
-            {"format": FORMAT, "step": self.step, "number": self.number, "record": self.record, "files": files},
-            indent=1,
-        )
 
 
 def name_of(step: int) -> str:
@@ -71,25 +45,11 @@ def name_of(step: int) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    file = folder / MANIFEST
     try:
-        data = parse_json(file.read_text(encoding="utf-8"))
-        version = data["format"]
-        if not isinstance(version, int):
-            raise ValueError(f"format {version!r}")
-        if version <= FORMAT:
-            files = {name: Sum(s["bytes"], int(s["crc32"], 16)) for name, s in data["files"].items()}
-            return Manifest(data["step"], data["number"], files, data["record"])
-    except FileNotFoundError:
+        data = inside.read(folder, MANIFEST, manifest.MOST)
+    except ABSENT:
         raise CheckpointError(_absent(folder)) from None
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged: {type(error).__name__} {error}") from None
-    raise CheckpointError(
-        f"{folder} has checkpoint format {version}, this titanmoe reads up to {FORMAT}: "
-        "use the version that wrote it, or newer"
-    )
+    return manifest.parse(data, folder / MANIFEST)
 
 
 def _absent(folder: Path) -> str:
@@ -106,111 +66,173 @@ def _absent(folder: Path) -> str:
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """The whole checkpoints of a run's checkpoint folder by step, in order of steps."""
-    try:
-        entries = list(os.scandir(folder))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {error.strerror}") from None
-    found = {int(m[1]): Path(e.path) for e in entries if (m := _NAME.fullmatch(e.name)) and e.is_dir()}
+    """The whole checkpoints of a run's checkpoint folder by step, in order of steps: all that has such a name."""
+    found = {int(m[1]): folder / name for name in _entries(folder) if (m := _NAME.fullmatch(name))}
     return dict(sorted(found.items()))
+
+
+def _entries(folder: Path) -> list[str]:
+    try:
+        return patiently(folder, lambda: os.listdir(folder))
+    except ABSENT:
+        return []
 
 
 def latest(folder: Path) -> str:
     """The name that `latest` holds, "" without one."""
     try:
-        return (folder / LATEST).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        return inside.read(folder, LATEST, 256).decode().strip()
+    except (*ABSENT, CheckpointError, UnicodeDecodeError):
         return ""
 
 
-def candidates(folder: Path) -> list[Path]:
-    """Whole checkpoints, best first: what `latest` names, then the others from the last made to the first."""
+def candidates(folder: Path, unfinished: bool = False) -> list[Path]:
+    """Checkpoints from the last made to the first; before them those that do not say when, so that they are not missed.
+
+    unfinished: with those that lack only their name, which the run's next writer will give them.
+    """
+    found = list(steps(folder).values())
+    if unfinished:
+        names = [name for name in _entries(folder) if _NAME.fullmatch(name.removesuffix(WRITING)) and WRITING in name]
+        found += [folder / name for name in names if inside.there(folder / name / MANIFEST)]
     named = latest(folder)
 
-    def rank(path: Path) -> tuple[bool, int, str]:
-        try:
-            number = read_manifest(path).number
-        except CheckpointError:
-            number = -1
-        return path.name == named, number, path.name
+    def rank(path: Path) -> tuple[float, bool, str]:
+        return number(path), path.name == named, path.name
 
-    return sorted(steps(folder).values(), key=rank, reverse=True)
+    return sorted(found, key=rank, reverse=True)
+
+
+def number(path: Path) -> float:
+    """When it was made, beside others of the run; infinite where that cannot be read."""
+    try:
+        return read_manifest(path).number
+    except CheckpointError:
+        return math.inf
 
 
 def damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
     """What is wrong with a checkpoint's files, a line each that names the file. contents: read and sum them too."""
-    manifest = read_manifest(folder)
-    return [
-        line
-        for name in sorted(manifest.files if files is None else files)
-        if (line := _damaged(folder / name, manifest.files[name], contents))
-    ]
+    want = read_manifest(folder).files
+    lines = (_damaged(folder, name, want[name], contents) for name in sorted(want if files is None else files))
+    return [line for line in lines if line]
 
 
-def _damaged(file: Path, want: Sum, contents: bool) -> str:
+def _damaged(folder: Path, name: str, want: Sum, contents: bool) -> str:
+    file = folder / name
     try:
-        size = file.stat().st_size
+        size = patiently(file, lambda: os.lstat(inside.located(folder, name)).st_size)
         if size != want.bytes:
             return f"{file} has {size:,} bytes and was written with {want.bytes:,}"
-        if contents and (crc := crc32(file)) != want.crc32:
+        if contents and (crc := patiently(file, lambda: crc32(folder, name, size))) != want.crc32:
             return f"{file} has CRC-32 {crc:08x} and was written with {want.crc32:08x}: its contents have changed"
-    except FileNotFoundError:
+    except ABSENT:
         return f"{file} is missing"
-    except OSError as error:
-        return f"{file}: {error.strerror}"
+    except Unreadable:
+        raise
+    except CheckpointError as error:
+        return str(error)
     return ""
 
 
-def crc32(file: Path) -> int:
+def crc32(folder: Path, name: str, size: int) -> int:
     crc = 0
-    with open(file, "rb") as stream:
-        while block := stream.read(_BLOCK):
-            crc = zlib.crc32(block, crc)
+    with inside.opened(folder, name) as stream:
+        while size > 0 and (block := stream.read(min(size, _BLOCK))):
+            crc, size = zlib.crc32(block, crc), size - len(block)
     return crc
 
 
+def content(folder: Path, name: str, want: Sum) -> bytes:
+    """A file of a checkpoint, whole; CheckpointError unless it is what was written."""
+    try:
+        data = inside.read(folder, name, want.bytes)
+    except ABSENT:
+        raise CheckpointError(f"{folder / name} is missing") from None
+    if len(data) != want.bytes or zlib.crc32(data) != want.crc32:
+        raise CheckpointError(f"{folder / name} is not what was written: its contents have changed")
+    return data
+
+
+def carried(folder: Path) -> dict[str, Path]:
+    """Files of a Hugging Face model that a checkpoint carries along, by name."""
+    names = [name.removeprefix(f"{CARRIED}/") for name in read_manifest(folder).files if name.startswith(f"{CARRIED}/")]
+    return {name: regular(folder, f"{CARRIED}/{name}") for name in sorted(names) if "/" not in name}
+
+
 def files(folder: Path) -> dict[str, Path]:
-    """Those that lie in it, if it is there."""
-    return {file.name: file for file in sorted(folder.iterdir()) if file.is_file()} if folder.is_dir() else {}
+    """Those of a run's own folder, if it is there."""
+    names = (name for name in sorted(_entries(folder)) if not (folder / name).is_dir())
+    return {name: regular(folder.parent, f"{folder.name}/{name}") for name in names}
+
+
+def regular(folder: Path, name: str) -> Path:
+    """Where it lies, if it is a file of the folder that no link leads to; else CheckpointError."""
+    try:
+        return inside.located(folder, name)
+    except ABSENT:
+        raise CheckpointError(f"{folder / name} is missing") from None
 
 
 # ---- writing
 
 
-def sweep(folder: Path) -> None:
-    """Remove what interrupted writers left."""
-    with contextlib.suppress(FileNotFoundError):
-        for entry in os.scandir(folder):
-            if entry.name.endswith((WRITING, REMOVING)):
-                shutil.rmtree(entry.path)
-            elif entry.name.startswith(LATEST + "."):
-                os.remove(entry.path)
+def sweep(folder: Path) -> list[str]:
+    """Finish or remove what interrupted writers left; what to say of it."""
+    said = []
+    for name in _entries(folder):
+        aside, target = folder / name, folder / name.removesuffix(WRITING)
+        if name.endswith(WRITING) and not aside.is_symlink() and inside.there(aside / MANIFEST):
+            if broken := _broken(aside):
+                said.append(f"{aside} was written to its end and is damaged, {broken}: kept as {set_aside(aside).name}")
+            else:
+                said += _take_place(aside, target)
+                said.append(f"{target} lacked only its name when its writer was interrupted: it has it now")
+        elif _LEFT.search(name) or name.startswith(LATEST + "."):
+            said += erase(aside)
+    return said
+
+
+def _broken(folder: Path) -> str:
+    try:
+        return "; ".join(damage(folder, contents=False))
+    except Unreadable:
+        raise
+    except CheckpointError as error:
+        return str(error)
 
 
 def begin(aside: Path) -> None:
     """An empty folder to write a checkpoint in, aside from where it will appear."""
-    if aside.exists():
+    if aside.is_symlink() or not aside.is_dir():
+        aside.unlink(missing_ok=True)
+    else:
         shutil.rmtree(aside)
     aside.mkdir(parents=True)
 
 
 def require(folder: Path, files: dict[str, Sum]) -> dict[str, Sum]:
     """The files themselves, if they hold what they should."""
-    if broken := [line for name, want in files.items() if (line := _damaged(folder / name, want, contents=True))]:
+    if broken := [line for name, want in files.items() if (line := _damaged(folder, name, want, contents=True))]:
         raise CheckpointError("; ".join(broken))
     return files
 
 
 def publish(aside: Path, target: Path, manifest: Manifest) -> None:
-    """Give a written checkpoint its name. Every file in it is on disk; the manifest comes last."""
-    write(aside / MANIFEST, manifest.text())
+    """Give a written checkpoint its name. Every file in it is on disk; the manifest comes last, whole or not at all."""
+    fresh = aside / f"{MANIFEST}.new"
+    write(fresh, manifest.text())
+    os.rename(fresh, aside / MANIFEST)
     sync(aside)
-    if target.exists():  # of another future, from which this run went back
-        remove(target)
+    _take_place(aside, target)
+
+
+def _take_place(aside: Path, target: Path) -> list[str]:
+    """One of another future, from which this run went back, may have the name."""
+    former = _renamed(target, REMOVING) if os.path.lexists(target) else None
     os.rename(aside, target)
     sync(target.parent)
+    return erase(former) if former else []
 
 
 def point(folder: Path, name: str) -> None:
@@ -221,24 +243,53 @@ def point(folder: Path, name: str) -> None:
     sync(folder)
 
 
-def retain(folder: Path, keep_last: int, keep_every: int) -> None:
-    """Remove all but the last made and, if asked for, the multiples of a number of steps."""
-    if not keep_last:
-        return
-    ordered = candidates(folder)
-    for path in ordered[keep_last:]:
+def retain(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[str]:
+    """Remove all but the last made and, if asked for, the multiples of a number of steps; what to say of it.
+
+    newest has just been written and read back. Only what was made before it is removed; what cannot be read stays.
+    """
+    made = {path: number(path) for path in steps(folder).values()}
+    if not keep_last or made.get(newest, math.inf) == math.inf:
+        return []
+    older = sorted((path for path in made if made[path] < made[newest]), key=made.__getitem__, reverse=True)
+    said = []
+    for path in older[keep_last - 1 :]:
         step = int(_NAME.fullmatch(path.name)[1])
         if not (keep_every and step % keep_every == 0):
-            remove(path)
+            try:  # first it loses its name, in one rename, then its files
+                said += erase(_renamed(path, REMOVING))
+            except OSError as error:
+                said.append(f"cannot remove {path}: {told(error)}")
+    return said
 
 
-def remove(target: Path) -> None:
-    """First it loses its name, in one rename, then its files."""
-    doomed = target.with_name(target.name + REMOVING)
-    if doomed.exists():
-        shutil.rmtree(doomed)
-    os.rename(target, doomed)
-    shutil.rmtree(doomed)
+def set_aside(path: Path) -> Path:
+    """Under a name that no start looks for and no retention removes."""
+    return _renamed(path, PASSED)
+
+
+def _renamed(path: Path, suffix: str) -> Path:
+    plain, n = path.name.removesuffix(WRITING) + suffix, 1
+    while os.path.lexists(aside := path.with_name(plain if n == 1 else f"{plain}-{n}")):
+        n += 1
+    os.rename(path, aside)
+    return aside
+
+
+def erase(path: Path) -> list[str]:
+    """Remove a folder, or a link and not what it names; what to say of it. What cannot be removed ends no run."""
+    try:
+        if path.is_symlink():
+            named = os.readlink(path)
+            path.unlink()
+            return [f"{path.with_name(_LEFT.sub('', path.name))} was a link: it is removed, and {named} is not"]
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    except OSError as error:
+        return [f"cannot remove {path}: {told(error)}"]
+    return []
 
 
 def write(file: Path, text: str) -> None:

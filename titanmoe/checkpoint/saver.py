@@ -8,7 +8,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,8 @@ from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.disk import NO_ROOM, Doing, unwritten
 from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.folder import Piece, save, together
-from titanmoe.checkpoint.layout import CheckpointError, Manifest
+from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.config.schema import Checkpoint as Options
 
 NAMED = 8
@@ -32,8 +33,10 @@ NAMED = 8
 class Saver:
     """One checkpoint at a time; all ranks call it together."""
 
-    def __init__(self, folder: Path, options: Options):
-        self.folder, self.options = folder, options
+    def __init__(self, folder: Path, options: Options, say: Callable[[str], None] = print):
+        self.folder, self.options, self.say = folder, options, say
+        self.passed: list[Path] = []
+        """What could not be used when the run began. It keeps its name, for a start that can, until one is newer."""
         # A group of its own, on CPU tensors: the thread's messages must never meet those of a training step.
         several, patience = dist.get_world_size() > 1, timedelta(seconds=options.timeout_s)
         self.group = dist.new_group(backend="gloo", timeout=patience) if several else None
@@ -48,7 +51,11 @@ class Saver:
 
     def _prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        layout.sweep(self.folder)
+        self._say(layout.sweep(self.folder))
+
+    def _say(self, lines: list[str]) -> None:
+        for line in lines:
+            self.say(f"checkpoint: {line}")
 
     def save(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> float:
         """Returns the seconds for which training stood still."""
@@ -109,9 +116,8 @@ class Saver:
     def _attempt(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any], gpu: int | None) -> None:
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        if (
-            sys.platform == "linux" and self.options.save == "async"
-        ):  # where a thread has a priority of its own: training first, if cores are few
+        # Where a thread has a priority of its own: training first, if cores are few.
+        if sys.platform == "linux" and self.options.save == "async":
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
@@ -127,7 +133,7 @@ class Saver:
         save(
             target,
             pieces,
-            lambda sums: Manifest(step, layout.next_number(self.folder), sums, record),
+            lambda sums: self._manifest(step, sums, record),
             self.group,
             layout.files(self.folder / layout.CARRIED),
             self._doing,
@@ -149,22 +155,32 @@ class Saver:
                 "they are; start again to go on from the latest, with a lower optimizer.lr if it comes again"
             )
 
-    def carry(self, files: Mapping[str, Path]) -> None:
+    def _manifest(self, step: int, sums: dict[str, Sum], record: dict[str, Any]) -> Manifest:
+        number = layout.next_number(self.folder)
+        for path in self.passed:
+            self._say([f"{path} was passed over: kept as {layout.set_aside(path).name}"])
+        self.passed = []
+        return Manifest(step, number, sums, record)
+
+    def carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
         """Config and tokenizer of the model that the run began from: every checkpoint holds a copy."""
 
         def copy() -> None:
-            for name, file in files.items():
-                target = self.folder / layout.CARRIED / name
-                target.parent.mkdir(exist_ok=True)
+            home = self.folder / layout.CARRIED
+            if home.is_symlink():
+                raise CheckpointError(f"{home} is a link, and files are copied into it: put a folder there")
+            for name, file in find().items():
+                home.mkdir(exist_ok=True)
+                (home / name).unlink(missing_ok=True)  # a link would be written through
                 try:
-                    shutil.copyfile(file, target)
+                    shutil.copyfile(file, home / name)
                 except OSError as error:
                     if error.errno in NO_ROOM:  # of which it would name the source
-                        raise CheckpointError(unwritten(target, error, file.stat().st_size)) from None
+                        raise CheckpointError(unwritten(home / name, error, file.stat().st_size)) from None
                     raise
 
         together(self.group, lambda: copy() if self.first else None)
 
     def _settle(self, target: Path) -> None:
         layout.point(self.folder, target.name)
-        layout.retain(self.folder, self.options.keep_last, self.options.keep_every)
+        self._say(layout.retain(self.folder, target, self.options.keep_last, self.options.keep_every))

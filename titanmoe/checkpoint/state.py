@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from titanmoe.checkpoint.folder import Piece
+from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.config.fields import flat, toml_value
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
@@ -83,13 +84,6 @@ FREE = (
     "top_groups", "sliding_window", "full_attention_every",
 )  # fmt: skip
 """Fields of [model] that change what weights are used for, but not which there are. Those of RoPE too, by prefix."""
-
-
-def flat_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for name, value in table.items():
-        out |= flat_record(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return out
 
 
 def _shapes(path: str) -> bool:

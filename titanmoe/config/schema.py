@@ -413,7 +413,7 @@ class Checkpoint:
     keep_every: int = 0
     """Also keep those of every so many steps, e.g. 10000, for evaluation later; 0 for none."""
     load: str = "auto"
-    """auto: the latest whole checkpoint of this run, if it has any. none: begin anew, in a folder of its own. A step such as 1200: that one of this run. A path: that checkpoint, or the latest of that run, unless this run has one of its own."""
+    """auto: the last whole checkpoint of this run, if it has any; if it has some and none can be used, that is refused. none: begin anew, in a folder of its own. A step such as 1200: that one of this run. A path: that checkpoint, or the latest of that run, unless this run has one of its own."""
     model_only: bool = False
     """Take only the weights from a checkpoint that `load` names by path; optimizer, step and data begin anew."""
     initial_hf: str = ""

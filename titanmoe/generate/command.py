@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.config.load import ConfigError, layout
 
 if TYPE_CHECKING:

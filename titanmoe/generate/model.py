@@ -6,17 +6,16 @@ does not fit a device, tp, ep and etp cut it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import inside, layout
 from titanmoe.checkpoint.command import the_latest
-from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.manifest import config_of
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import build as build_config
-from titanmoe.config.fields import flat
 from titanmoe.config.schema import Config, Experts, Parallelism
 from titanmoe.data.shards import is_shards, read_manifest
 from titanmoe.data.tokenizer import FILE, Tokenizer, open_tokenizer
@@ -30,10 +29,18 @@ class Found:
 
     path: Path
     config: Config
-    carried: Path
-    """Folder of a Hugging Face model's other files, if they came along."""
     step: int | None
     """None: a Hugging Face folder."""
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """That of the folder, or the one that came along from a Hugging Face model."""
+        name = FILE if self.step is None else f"{layout.CARRIED}/{FILE}"
+        try:
+            inside.located(self.path, name)
+        except inside.ABSENT:
+            return None
+        return self.path / name
 
 
 def find(path: Path) -> Found:
@@ -44,41 +51,30 @@ def find(path: Path) -> Found:
         described = describe(path)
         seq_len = described.json.get("max_position_embeddings") or Config().training.seq_len
         config = Config(model=described.model, training=replace(Config().training, seq_len=seq_len))
-        return Found(path, config, path, None)
+        return Found(path, config, None)
     path = the_latest(path)
     if broken := layout.damage(path, contents=False):
         raise CheckpointError("; ".join(broken))
     record = layout.read_manifest(path).record
-    table = record.get("config", {})
-    if "model" not in table:
+    if "model" not in record.get("config", {}):
         raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it holds: it has no [model]")
-    known = flat(Config())
-    values = {name: value for name, value in _flat(table) if name in known}
-    return Found(path, build_config(values), path / layout.CARRIED, record.get("step", 0))
-
-
-def _flat(table: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in table.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
+    return Found(path, build_config(config_of(record, path / layout.MANIFEST)), record.get("step", 0))
 
 
 def tokenizer_of(found: Found, asked: str | None) -> Tokenizer:
     """As asked, else the one that the run's tokens came from."""
-    data, carried = found.config.data, found.carried / FILE
+    data, carried = found.config.data, found.tokenizer
     if asked is not None or data.tokenizer != "bytes":
         return open_tokenizer(asked if asked is not None else data.tokenizer)
     shards = [path for entry in data.paths if is_shards(path := Path(entry).expanduser())]
     identity = read_manifest(shards[0])["tokenizer"]["identity"] if shards else None
-    own = open_tokenizer(str(carried)) if carried.is_file() and identity != "bytes" else open_tokenizer("bytes")
+    own = open_tokenizer(str(carried)) if carried and identity != "bytes" else open_tokenizer("bytes")
     if identity not in (None, own.identity):
         raise ConfigError(
             [f"the run read token shards of the tokenizer {identity}, which is not beside the checkpoint: name it with "
              f"--tokenizer (a {FILE} or its folder)"]
         )  # fmt: skip
-    if found.step is None and not carried.is_file():
+    if found.step is None and not carried:
         raise ConfigError([f"{found.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes"])
     return own
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.begin import Beginning, checkpoints_of, choose
 from titanmoe.checkpoint.folder import Checkpoint, together
-from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint.inside import CheckpointError, told
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
@@ -51,7 +51,7 @@ class Checkpoints:
 
     def _saver(self) -> Saver:
         try:
-            return Saver(checkpoints_of(self.run, self.config), self.options)
+            return Saver(checkpoints_of(self.run, self.config), self.options, say)
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
 
@@ -74,13 +74,20 @@ class Checkpoints:
         if beginning.path is None:
             return self._begin_from_hf() if self.options.initial_hf else {}
         if self.saver:
-            self.saver.carry(layout.files(beginning.path / layout.CARRIED))
+            self.saver.passed = [path for path in beginning.passed if path.parent == self.saver.folder]
+            self._carry(lambda: layout.carried(beginning.path))
         changes = self.load(beginning.path, beginning.model_only)
         step = self.trainer.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it lies there already
         told = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
         return {"begins from": told} | ({"changed since": "\n".join(changes)} if changes else {})
+
+    def _carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
+        try:
+            self.saver.carry(find)
+        except CheckpointError as error:
+            raise ConfigError([str(error)]) from None
 
     def _begin_from_hf(self) -> dict[str, str]:
         from titanmoe.checkpoint.hf.files import companions
@@ -94,7 +101,7 @@ class Checkpoints:
         for name, (_, piece) in self._targets(with_moments=False).items():
             piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
         if self.saver:
-            self.saver.carry(companions(folder))
+            self._carry(lambda: companions(folder))
         return {"begins from": "\n".join([f"weights of {folder}", *source.notes])}
 
     def _choose(self) -> Beginning:
@@ -104,6 +111,8 @@ class Checkpoints:
                 answer: Beginning | CheckpointError = choose(self.config, self.run, self._damage)
             except CheckpointError as error:
                 answer = error
+            except OSError as error:
+                answer = CheckpointError(told(error))
             self._tell(answer)
         else:
             while isinstance(answer := self._tell(None), Path):
@@ -137,7 +146,7 @@ class Checkpoints:
         """Fill the trainer from a checkpoint made under any mapping; returns what is not as it was then."""
         trainer, saved = self.trainer, Checkpoint(path)
         problems = state.refusals(saved.record, self.config)
-        if not model_only and "loader" not in saved.record:
+        if not model_only and not saved.record.keys() >= {"loader", "step", "tokens"}:
             how = saved.record.get("made", "made by no training run")
             problems.append(f"it holds weights alone ({how}): set checkpoint.model_only = true to begin from them")
         elif not model_only:
@@ -145,6 +154,8 @@ class Checkpoints:
                 trainer.loader.load_state_dict(saved.record["loader"])
             except ConfigError as error:
                 problems += error.problems
+            except (KeyError, IndexError, TypeError, ValueError) as error:
+                problems.append(f"its data position (record.loader) cannot be used: {type(error).__name__} {error}")
         if problems:
             raise ConfigError(problems, str(path))
         wanted = self._targets(with_moments=not model_only)

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 
 from titanmoe.checkpoint.begin import has_begun, record_ahead
-from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.config import ConfigError, exit_with, load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError, derive

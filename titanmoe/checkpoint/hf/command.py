@@ -53,7 +53,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    from titanmoe.checkpoint.layout import CheckpointError
+    from titanmoe.checkpoint.inside import CheckpointError
 
     first = os.environ.get("RANK", "0") == "0"
     group = None

@@ -7,6 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titanmoe.checkpoint import inside
 from titanmoe.config import laws, ranges
 from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
@@ -71,18 +72,12 @@ class Described(NamedTuple):
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        with file.open("rb") as stream:
-            text = stream.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise ConfigError([f"{file} has more than {MOST_BYTES:,} bytes, the most that is read of such a file"])
-        data = parse_json(text)
-    except ConfigError:
-        raise
-    except FileNotFoundError:
+        data = parse_json(inside.read(file.parent, file.name, MOST_BYTES))
+    except inside.ABSENT:
         where = file.parent if file.parent.is_dir() else f"{file.parent}, which is no folder"
         raise ConfigError([f"no {file.name} in {where}: name the folder of a Hugging Face model"]) from None
-    except OSError as error:
-        raise ConfigError([f"{file} cannot be read: {error.strerror}"]) from None
+    except inside.CheckpointError as error:
+        raise ConfigError([str(error)]) from None
     except ValueError as error:
         raise ConfigError([f"{file} is not JSON: {error}"]) from None
     if not isinstance(data, dict):

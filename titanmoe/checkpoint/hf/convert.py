@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from fnmatch import fnmatch
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -19,9 +20,10 @@ import titanmoe
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.folder import Checkpoint, Group, Lazy, open_checkpoint, together, write_checkpoint
 from titanmoe.checkpoint.hf import config as configs
-from titanmoe.checkpoint.hf.files import INDEX, SINGLE, Tensors, companions, index, nbytes, shards, write_file
+from titanmoe.checkpoint.hf.files import CARRIED, INDEX, SINGLE, Tensors, companions, index, nbytes, shards, write_file
 from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
-from titanmoe.checkpoint.layout import CheckpointError
+from titanmoe.checkpoint.inside import CheckpointError, told
+from titanmoe.checkpoint.manifest import config_of
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.models.families import HUGGING_FACE
@@ -102,7 +104,9 @@ class Export:
         self.saved: Checkpoint = open_checkpoint(path)
         self.record = self.saved.record
         self.model = _model(self.record, path)
-        self.carried = companions(path / layout.CARRIED)
+        self.carried = {
+            name: file for name, file in layout.carried(path).items() if any(fnmatch(name, kind) for kind in CARRIED)
+        }
         self.map = Map(self.model, HUGGING_FACE[self.model.family])
         self.stored = {n.removeprefix(MODEL): size for n, size in self.saved.tensors.items() if n.startswith(MODEL)}
         self.dtype = dtype
@@ -156,6 +160,7 @@ class Export:
 
 def _model(record: dict[str, Any], path: Path) -> Model:
     table = record.get("config", {}).get("model")
+    config_of({"config": {"model": table or {}}}, path / layout.MANIFEST)
     try:
         return Model(**table)
     except TypeError as error:
@@ -257,14 +262,14 @@ def agreed(group: Group, work: Callable[[], T]) -> T:
     except CheckpointError as error:
         problems = [str(error)]
     except OSError as error:
-        problems = [f"{error.filename or 'writing'}: {error.strerror}"]
-    told = [(problems, source)]
+        problems = [told(error)]
+    answers = [(problems, source)]
     if group is not None:
-        told *= dist.get_world_size(group)
-        dist.all_gather_object(told, (problems, source), group)
-    if any(theirs for theirs, _ in told):
-        everyone = dict.fromkeys(problem for theirs, _ in told for problem in theirs)
-        raise ConfigError(list(everyone), next((source for _, source in told if source), ""))
+        answers *= dist.get_world_size(group)
+        dist.all_gather_object(answers, (problems, source), group)
+    if any(theirs for theirs, _ in answers):
+        everyone = dict.fromkeys(problem for theirs, _ in answers for problem in theirs)
+        raise ConfigError(list(everyone), next((source for _, source in answers if source), ""))
     return result
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from titanmoe.checkpoint import inside, layout
 from titanmoe.checkpoint.hf.config import read_json
 from titanmoe.checkpoint.hf.maps import Shape
 from titanmoe.config.load import ConfigError
@@ -54,10 +55,21 @@ class Folder:
             raise ConfigError(problems)
 
     def _files(self, problems: list[str]) -> list[Path]:
+        files = []
+        for name in self._names():
+            try:
+                files.append(inside.located(self.path, name))
+            except inside.ABSENT:
+                problems.append(f"{self.path / name} is missing, {INDEX} names it")
+            except inside.CheckpointError as error:
+                problems.append(str(error))
+        return files
+
+    def _names(self) -> list[str]:
         index = self.path / INDEX
         if not index.exists():
             if (self.path / SINGLE).exists():
-                return [self.path / SINGLE]
+                return [SINGLE]
             others = sorted(file.name for file in self.path.glob("*.bin")) + sorted(
                 file.name for file in self.path.glob("*.safetensors")
             )
@@ -66,9 +78,7 @@ class Folder:
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
             raise ConfigError([f"{index} has no weight_map"])
-        files = [self.path / name for name in sorted(set(map(str, names.values())))]
-        problems += [f"{file} is missing, {INDEX} names it" for file in files if not file.exists()]
-        return [file for file in files if file.exists()]
+        return sorted(set(map(str, names.values())))
 
     def _add(self, file: Path, problems: list[str]) -> None:
         with safe_open(file, "pt") as handle:
@@ -173,6 +183,7 @@ CARRIED = (
 )
 
 
-def companions(folder: Path, patterns: Iterable[str] = CARRIED) -> dict[str, Path]:
-    """Config and tokenizer files, by name."""
-    return {file.name: file for pattern in patterns for file in sorted(folder.glob(pattern)) if file.is_file()}
+def companions(folder: Path) -> dict[str, Path]:
+    """Config and tokenizer files, by name. A link is refused: what it leads to would be copied into checkpoints."""
+    names = (file.name for pattern in CARRIED for file in sorted(folder.glob(pattern)))
+    return {name: layout.regular(folder, name) for name in names}

@@ -1,0 +1,58 @@
+"""Checkpoints made by hand, and spoilt by hand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.folder import Lazy, write_checkpoint
+from titanmoe.checkpoint.manifest import sealed
+
+OLD = Path(__file__).parent / "old/step-00000007"
+"""As titanmoe wrote it in format 1, with a pickle: model.a is torch.arange(15.0).view(5, 3), model.b 2 in bfloat16."""
+
+
+def make(folder: Path, step: int, number: int | None = None) -> Path:
+    path = folder / layout.name_of(step)
+    tensor = torch.full((64,), float(step))
+    write_checkpoint(path, {"model.a": Lazy((64,), torch.float32, lambda: tensor)}, {"step": step})
+    if number is not None:
+        rewrite(path, number=number)
+    layout.point(folder, path.name)
+    return path
+
+
+def told(path: Path) -> dict[str, Any]:
+    """What a manifest says."""
+    return json.loads((path / layout.MANIFEST).read_text())
+
+
+def rewrite(path: Path, **entries: Any) -> None:
+    """Other entries in a manifest, sealed anew, as an attacker would."""
+    found = told(path) | entries
+    found.pop("sha256", None)
+    text = json.dumps(found, indent=1)
+    (path / layout.MANIFEST).write_text(text if found["format"] == 1 else sealed(text))
+
+
+def spoil(path: Path, name: str, data: bytes) -> None:
+    """Other bytes in a file, with the sum that the manifest then needs."""
+    (path / name).write_bytes(data)
+    files = told(path)["files"] | {name: {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}}
+    rewrite(path, files=files)
+
+
+def old(folder: Path) -> Path:
+    return Path(shutil.copytree(OLD, folder / OLD.name))
+
+
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)

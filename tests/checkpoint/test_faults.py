@@ -1,0 +1,229 @@
+"""Disks that do not answer, kills between two renames, links: nothing is lost, and nothing begins anew by itself."""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import world
+from tests.checkpoint.folders import make
+from tests.checkpoint.test_layout import config
+from titanmoe.checkpoint import begin, inside, layout
+from titanmoe.checkpoint.begin import choose
+from titanmoe.checkpoint.folder import Lazy, Piece, open_checkpoint, save
+from titanmoe.checkpoint.inside import CheckpointError, Unreadable
+from titanmoe.checkpoint.manifest import Manifest
+from titanmoe.checkpoint.saver import Saver
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number, step in enumerate((10, 20, 30), 1):
+        make(tmp_path / "run/checkpoints", step, number)
+    return tmp_path / "run/checkpoints"
+
+
+def taken(folder: Path) -> begin.Beginning:
+    run = folder.parent
+    return choose(config(run), run, layout.damage)
+
+
+# ---- disks that do not answer
+
+
+class Faults:
+    """What lies under a path answers with an error, as often as it is told to for each operation on each file."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, path: Path, times: float, number: int = errno.ESTALE):
+        self.path, self.times, self.number, self.seen = str(path), times, number, Counter[Any]()
+        for name in ("open", "listdir", "lstat"):
+            patch.setattr(os, name, self._faulty(name, getattr(os, name)))
+
+    def _faulty(self, name: str, real: Any) -> Any:
+        def call(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path, str | Path) and str(path).startswith(self.path):
+                self.seen[name, str(path)] += 1
+                if self.seen[name, str(path)] <= self.times:
+                    raise OSError(self.number, os.strerror(self.number), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    waited: list[float] = []
+    monkeypatch.setattr(time, "sleep", waited.append)
+    return waited
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
+def test_errors_that_pass_are_waited_for(folder, monkeypatch, waits, number):
+    faults = Faults(monkeypatch, folder, times=4, number=number)
+    found = taken(folder)
+    assert (found.path, found.said) == (folder / "step-00000030", [])
+    assert {name for name, _ in faults.seen} == {"open", "listdir", "lstat"} and set(waits) == set(inside.WAITS)
+
+
+def test_waiting_has_an_end(folder, monkeypatch, waits):
+    Faults(monkeypatch, folder / "latest", times=1e9)
+    with pytest.raises(Unreadable, match="latest: Stale file handle"):
+        inside.read(folder, "latest", 100)
+    assert waits == list(inside.WAITS)
+    waits.clear()
+    Faults(monkeypatch, folder / "latest", times=1e9, number=errno.EACCES)
+    with pytest.raises(Unreadable, match="latest: Permission denied"):
+        inside.read(folder, "latest", 100)
+    assert waits == [], "what does not pass is not waited for"
+
+
+def test_a_folder_that_stays_unreadable_is_passed_over_and_told(folder, monkeypatch, waits):
+    Faults(monkeypatch, folder / "step-00000030", times=1e9)
+    found = taken(folder)
+    assert found.path == folder / "step-00000020" and found.passed == [folder / "step-00000030"]
+    assert "passing over step-00000030" in found.said[0] and "Stale file handle" in found.said[0]
+
+
+@pytest.mark.parametrize("what", ["", "step-"])
+def test_unreadable_checkpoints_never_mean_a_new_run(folder, monkeypatch, waits, what):
+    """Neither where their folder gives no answer, nor where each of them gives none."""
+    Faults(monkeypatch, folder / what if what else folder, times=1e9)
+    with pytest.raises(CheckpointError) as refused:
+        taken(folder)
+    named = [f"step-000000{step}" for step in (10, 20, 30)] if what else [str(folder)]
+    assert all(f"{name}" in str(refused.value) for name in named) and "Stale file handle" in str(refused.value)
+    assert "--checkpoint.load=none" in str(refused.value)
+
+
+def test_a_rank_that_gets_no_answer_derives_no_batch_or_mapping_of_its_own(folder, monkeypatch, waits):
+    Faults(monkeypatch, folder, times=1e9)
+    for ask in (begin.record_ahead, begin.has_begun):
+        with pytest.raises(ConfigError, match="Stale file handle"):
+            ask(config(folder.parent))
+
+
+# ---- kills between two renames
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_before_rename(patch: pytest.MonkeyPatch, at: int) -> None:
+    calls = Counter[str]()
+
+    def dying(real: Any) -> Any:
+        def rename(*args: Any) -> None:
+            calls["all"] += 1
+            if calls["all"] == at:
+                raise Killed
+            real(*args)
+
+        return rename
+
+    patch.setattr(os, "rename", dying(os.rename))
+    patch.setattr(os, "replace", dying(os.replace))
+
+
+@pytest.mark.parametrize(
+    ("step", "at", "whole"),
+    # manifest, name, latest; and where the name is taken: manifest, its loss, name, latest
+    [(40, 1, False), (40, 2, True), (40, 3, True), (30, 1, False), (30, 2, True), (30, 3, True), (30, 4, True)],
+)
+def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at, whole):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        kill_before_rename(patch, at)
+        again = {"model.a": Lazy((64,), torch.float32, lambda: torch.full((64,), -1.0))}
+        save(folder / layout.name_of(step), again, lambda sums: Manifest(step, layout.next_number(folder), sums))
+        layout.point(folder, layout.name_of(step))
+    ahead = choose(config(folder.parent), folder.parent, layout.damage).path
+    said = layout.sweep(folder)
+    best = taken(folder).path
+    assert best == folder / layout.name_of(step if whole else 30) and layout.damage(best) == []
+    assert bool((open_checkpoint(best).read("model.a") == -1).all()) == whole
+    assert ahead == best or ahead == best.with_name(best.name + layout.WRITING), "read ahead as it will be loaded"
+    assert not any(path.suffix for path in folder.iterdir())
+    assert len(said) == (whole and at < (3 if step == 40 else 4))
+    if said:
+        assert "lacked only its name" in said[0]
+
+
+def test_one_written_to_its_end_that_is_damaged_is_kept_and_told(folder):
+    os.rename(folder / "step-00000030", folder / "step-00000030.writing")
+    os.truncate(folder / "step-00000030.writing/rank-00000-000.distcp", 5)
+    (said,) = layout.sweep(folder)
+    assert "is damaged" in said and "has 5 bytes" in said and "kept as step-00000030.passed-over" in said
+    assert (folder / "step-00000030.passed-over").is_dir() and taken(folder).path == folder / "step-00000020"
+
+
+# ---- retention
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_retention_leaves_what_it_cannot_read_and_what_is_newer(folder):
+    (folder / "step-00000010" / layout.MANIFEST).write_text("{")
+    assert layout.retain(folder, folder / "step-00000020", 1, 0) == []
+    assert list(layout.steps(folder)) == [10, 20, 30]
+    assert layout.retain(folder, folder / "step-00000010", 1, 0) == [], "the newest itself says nothing"
+    assert layout.retain(folder, folder / "step-00000030", 1, 0) == []
+    assert list(layout.steps(folder)) == [10, 30]
+
+
+def test_a_link_is_removed_and_what_it_names_is_not(folder, tmp_path):
+    archived = tmp_path / "archive"
+    os.rename(folder / "step-00000010", archived)
+    (folder / "step-00000010").symlink_to(archived)
+    (said,) = layout.retain(folder, folder / "step-00000030", 2, 0)
+    assert said == f"{folder / 'step-00000010'} was a link: it is removed, and {archived} is not"
+    assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.damage(archived) == []
+    for left in ("step-00000010.removing", "step-00000050.writing"):  # as an earlier titanmoe left it
+        (folder / left).symlink_to(archived)
+    assert len(layout.sweep(folder)) == 2
+    assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.damage(archived) == []
+
+
+def test_what_cannot_be_removed_is_told_and_ends_nothing(folder, monkeypatch):
+    def busy(path: Any, *_: Any) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+
+    monkeypatch.setattr(layout.shutil, "rmtree", busy)
+    (said,) = layout.retain(folder, folder / "step-00000030", 2, 0)
+    assert "cannot remove" in said and "step-00000010.removing: Device or resource busy" in said
+    assert len(layout.sweep(folder)) == 1 and taken(folder).path == folder / "step-00000030"
+
+
+def go_on_past(folder: str, passed: list[str]) -> list[str]:
+    said: list[str] = []
+    saver = Saver(Path(folder), Checkpoint(enable=True, save="sync", keep_last=1), said.append)
+    saver.passed = [Path(folder, name) for name in passed]
+    for step in (30, 40):
+        saver.save(step, {"model.a": Piece(torch.zeros(64), (0,), (64,))}, {"step": step})
+    try:
+        Path(folder, "hf").symlink_to(Path(folder).parent)
+        saver.carry(lambda: {"config.json": Path(folder, "latest")})
+    except CheckpointError as error:
+        said.append(str(error))
+    return said
+
+
+def test_what_was_passed_over_is_never_removed(folder):
+    """Not by retention, and not by the same step made again."""
+    (said,) = world.run(1, go_on_past, str(folder), ["step-00000030", "step-00000010"])
+    assert names(folder) == ["hf", "latest", "step-00000010.passed-over", "step-00000030.passed-over", "step-00000040"]
+    assert bool((open_checkpoint(folder / "step-00000030.passed-over").read("model.a") == 30).all())
+    assert [line.split(" was passed over: kept as ")[-1] for line in said[:2]] == [
+        "step-00000030.passed-over", "step-00000010.passed-over",
+    ]  # fmt: skip
+    assert len(said) == 3 and "hf is a link" in said[2] and not (folder.parent / "config.json").exists()

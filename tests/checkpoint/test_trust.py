@@ -1,0 +1,301 @@
+"""Folders that someone made to do harm: nothing in them runs, nothing outside them is read, sizes are bounded."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import os
+import pickle
+import re
+import zipfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import parity, world
+from tests.checkpoint import folders, runs
+from tests.generate.test_command import ask
+from titanmoe.checkpoint import inside, layout, tensors
+from titanmoe.checkpoint.folder import open_checkpoint
+from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.manifest import Sum
+from titanmoe.cli import main
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.models.families import preset
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+# ---- no pickle
+
+
+UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
+READERS = {"FileSystemReader", "read_metadata", "Unpickler", "dcp.load", "pickle.load", "pickle.loads"}
+
+
+def test_no_module_unpickles_but_the_one_that_builds_nothing() -> None:
+    found = []
+    for file in sorted(ROOT.glob("titanmoe/**/*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            text = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute | ast.Import | ast.ImportFrom) else ""
+            if text.startswith(("import ", "from ")):
+                bad = bool(UNPICKLERS & {word.split(".")[0] for word in re.findall(r"[\w.]+", text)})
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                bad, text = "weights_only=True" not in ast.unparse(node), "torch.load"
+            elif isinstance(node, ast.keyword):
+                bad, text = node.arg == "allow_pickle", "allow_pickle"
+            else:
+                bad = text in READERS or text.rpartition(".")[2] in READERS
+            if bad:
+                found.append((file.relative_to(ROOT).as_posix(), text))
+    assert found == [("titanmoe/checkpoint/tensors.py", "import pickle")]
+
+
+class Calls:
+    """Unpickled, it calls a function."""
+
+    def __init__(self, function: Any, *args: Any):
+        self.call = function, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+PICKLES = {
+    "system": pickle.dumps(Calls(os.system, "false")),
+    "old protocol": pickle.dumps(Calls(os.system, "false"), 0),
+    "eval": pickle.dumps(Calls(eval, "1/0")),
+    "getattr": pickle.dumps(Calls(getattr, 3, "real")),
+    "torch.load": pickle.dumps(Calls(torch.load, "/dev/null")),
+    "a dotted name": b"\x80\x04\x8c\x05torch\x8c\x0cSize.__new__\x93.",
+    "of the allowed module": b"\x80\x04\x8c%torch.distributed.checkpoint.metadata\x8c\x02os\x93.",
+    "a memo of 16 GB": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "a string of 8 EB": b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f.",
+    "deep": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+    "nothing": b"",
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+def test_torchs_pickle_is_read_by_what_builds_only_boxes(tmp_path: Path, name: str) -> None:
+    path = folders.old(tmp_path)
+    folders.spoil(path, ".metadata", PICKLES[name])
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: "):
+        open_checkpoint(path).read("model.a")
+
+
+def test_a_folder_of_format_1_reads_as_it_did(tmp_path: Path) -> None:
+    saved = open_checkpoint(folders.old(tmp_path))
+    assert layout.damage(saved.path) == [] and saved.record == {"step": 7, "made": "by hand"}
+    assert saved.tensors == {"model.a": ((5, 3), torch.float32), "model.b": ((), torch.bfloat16)}
+    assert torch.equal(saved.read("model.a", (1, 0), (2, 3)), torch.arange(15.0).view(5, 3)[1:3])
+    assert saved.read("model.b") == 2
+
+
+def hostile(path: Path, mark: Path, record: dict[str, Any]) -> Path:
+    """A checkpoint whole in every sum, whose pickle leaves a mark when it runs."""
+    folders.spoil(path, ".metadata", pickle.dumps(Calls(os.system, f"touch {mark}")))
+    files = {name: entry for name, entry in folders.told(path)["files"].items() if name != tensors.TENSORS}
+    folders.rewrite(path, format=1, files=files, record=record)
+    assert layout.damage(path) == []
+    return path
+
+
+def test_no_command_runs_what_a_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    mark = tmp_path / "mark"
+    config = Config(model=preset("mixtral", "debug"))
+    path = hostile(folders.old(tmp_path), mark, {"step": 7, "tokens": 1.0, "config": asdict(config)})
+    for words in (
+        ["checkpoint", "inspect", path],
+        ["checkpoint", "diff", path, path],
+        ["checkpoint", "diff", folders.OLD, path],
+        ["convert", "--to-hf", path, tmp_path / "out"],
+    ):
+        assert main(list(map(str, words))) == 2
+        err = capsys.readouterr().err
+        assert f"{path}/.metadata cannot be read: UnpicklingError it asks for posix.system" in err
+        assert err.count("\n") == 1, err
+    code, _, err = ask("--checkpoint", path, "--prompt", "a", "--max-tokens", 2)
+    assert code == 2 and "it asks for posix.system" in err and "Traceback" not in err
+    assert not mark.exists()
+
+
+def begin(folder: str, changes: dict[str, Any]) -> list[str]:
+    from titanmoe.train.checkpoints import Checkpoints
+
+    trainer = parity.make_trainer(runs.RUN | {"job.dump_folder": folder} | changes)
+    try:
+        with Checkpoints(trainer, Path(folder) / "run") as checkpoints:
+            checkpoints.begin()
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_no_start_runs_what_a_folder_holds(tmp_path: Path) -> None:
+    mark, path = tmp_path / "mark", tmp_path / "run/checkpoints/step-00000001"
+    world.run(1, runs.go, str(tmp_path), {}, 1)
+    hostile(path, mark, folders.told(path)["record"])
+    for where, changes in (
+        (tmp_path, {}),
+        (tmp_path / "other", {"checkpoint.load": str(path)}),
+        (tmp_path / "other", {"checkpoint.load": str(path), "checkpoint.model_only": True}),
+    ):
+        ((problem,),) = world.run(1, begin, str(where), changes)
+        assert "it asks for posix.system" in problem and "\n" not in problem and not mark.exists()
+
+
+# ---- tensors.json and what it describes
+
+FILES = {"a.distcp": Sum(1000, 0)}
+
+
+def described(**changes: Any) -> dict[str, Any]:
+    return {"x": {"dtype": "float32", "shape": [4, 3], "blocks": [[[0, 0], [4, 3], "a.distcp", 0, 400]]} | changes}
+
+
+def block(*changes: Any) -> dict[str, Any]:
+    return described(blocks=[[new if new is not None else old for new, old in zip(changes, BLOCK, strict=True)]])
+
+
+BLOCK = [[0, 0], [4, 3], "a.distcp", 0, 400]
+LIES = {
+    "no table": [],
+    "no tensor": {"x": 3},
+    "dtype": described(dtype="os"),
+    "dtype list": described(dtype=["float32"]),
+    "negative": described(shape=[-4, -3]),
+    "true": described(shape=[4, True]),
+    "huge": described(shape=[10**12, 10**12]),
+    "blocks": described(blocks={}),
+    "two blocks of one place": described(shape=[8, 3], blocks=[BLOCK, [[4, 0], [4, 3], "a.distcp", 0, 400]]),
+    "outside the tensor": block([1, 0], None, None, None, None),
+    "other dims": block([0], [12], None, None, None),
+    "a file of nobody": block(None, None, "b.distcp", None, None),
+    "a path": block(None, None, "../a.distcp", None, None),
+    "a file that is a list": block(None, None, ["a.distcp"], None, None),
+    "beyond the file": block(None, None, None, 700, None),
+    "before the file": block(None, None, None, -1, None),
+    "less than it needs": block(None, None, None, None, 47),
+    "deep": json.loads("[" * 400 + "]" * 400),
+}
+
+
+def test_an_honest_description_is_taken() -> None:
+    (tensor,) = tensors.from_json(json.dumps(described()).encode(), FILES).values()
+    assert tensor.shape == (4, 3) and tensors.from_json(tensors.to_json({"x": tensor}), FILES) == {"x": tensor}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_description_that_lies_is_one_line(tmp_path: Path, name: str) -> None:
+    path = folders.make(tmp_path, 1)
+    folders.spoil(path, "a.distcp", b"\0" * 1000)
+    folders.spoil(path, tensors.TENSORS, json.dumps(LIES[name]).encode())
+    with pytest.raises(CheckpointError, match=r"tensors\.json cannot be read: \w+Error") as refused:
+        open_checkpoint(path).read("x")
+    assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
+
+
+def deflated(data: bytes) -> bytes:
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    return out.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stored", "words"),
+    [
+        (lambda: torch.zeros(65), "it is not the"),
+        (lambda: torch.zeros(64, dtype=torch.float64), "it is not the"),
+        (lambda: [torch.zeros(64)], "it is not the"),
+        (lambda: Calls(os.system, "false"), "UnpicklingError"),
+        (None, "it is compressed"),
+    ],
+    ids=["shape", "dtype", "list", "code", "compressed"],
+)
+def test_a_block_that_is_something_else_is_refused(tmp_path: Path, stored: Any, words: str) -> None:
+    path, buffer = folders.make(tmp_path, 1), io.BytesIO()
+    torch.save(stored() if stored else torch.zeros(64), buffer)
+    data = buffer.getvalue() if stored else deflated(buffer.getvalue())
+    folders.spoil(path, "rank-00000-000.distcp", data)
+    told = {
+        "model.a": {"dtype": "float32", "shape": [64], "blocks": [[[0], [64], "rank-00000-000.distcp", 0, len(data)]]}
+    }
+    folders.spoil(path, tensors.TENSORS, json.dumps(told).encode())
+    with pytest.raises(CheckpointError, match=rf"rank-00000-000\.distcp cannot be read: .*{words}") as refused:
+        open_checkpoint(path).read("model.a")
+    assert "\n" not in str(refused.value)
+
+
+# ---- names
+
+NAMES = [
+    "../secret", "hf/../../secret", "/etc/hostname", "//etc/hostname", "/dev/zero", "", ".", "..", "hf/", "./x",
+    "hf//x", "x/../x", "x\0", "\0",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_names_stay_inside_the_folder(tmp_path: Path, name: str) -> None:
+    path = folders.old(tmp_path / "run")
+    (tmp_path / "run/secret").write_text("it")
+    folders.rewrite(path, files=folders.told(path)["files"] | {name: {"bytes": 2, "crc32": "00000000"}})
+    (line,) = layout.damage(path)
+    assert f"names {name!r}, which is not in it" in line
+    with pytest.raises(CheckpointError, match="which is not in it"):
+        inside.opened(path, name)
+
+
+@pytest.mark.parametrize("kind", ["link", "link to a folder", "device", "pipe", "folder"])
+def test_only_regular_files_of_the_folder_are_opened(tmp_path: Path, kind: str) -> None:
+    path, secret = folders.old(tmp_path), tmp_path / "home"
+    secret.mkdir()
+    (secret / "config.json").write_text("it")
+    (path / "hf").mkdir()
+    file = path / "hf/config.json"
+    if kind == "link to a folder":
+        (path / "hf").rmdir()
+        (path / "hf").symlink_to(secret)
+    elif kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        file.symlink_to(secret / "config.json" if kind == "link" else "/dev/zero")
+    folders.rewrite(path, files=folders.told(path)["files"] | {"hf/config.json": {"bytes": 2, "crc32": "00000000"}})
+    (line,) = layout.damage(path)
+    assert ("is no regular file" if kind in ("pipe", "folder") else "is a link to") in line
+    with pytest.raises(CheckpointError):
+        layout.carried(path)
+
+
+def test_a_manifest_or_latest_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    path = folders.make(tmp_path, 1)
+    (tmp_path / "latest").unlink()
+    (tmp_path / "latest").symlink_to("/dev/zero")
+    assert layout.latest(tmp_path) == ""
+    os.rename(path / "manifest.json", tmp_path / "elsewhere")
+    (path / "manifest.json").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"manifest\.json is a link"):
+        layout.read_manifest(path)
+
+
+def test_a_folder_may_itself_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "here").symlink_to(folders.OLD)
+    assert layout.damage(tmp_path / "here") == [] and open_checkpoint(tmp_path / "here").read("model.b") == 2
+
+
+def test_files_are_read_no_further_than_the_manifest_says(tmp_path: Path) -> None:
+    path = folders.make(tmp_path, 1)
+    with open(path / tensors.TENSORS, "ab") as stream:
+        stream.truncate(1 << 40)  # sparse
+    assert "has 1,099,511,627,776 bytes and was written with" in layout.damage(path)[0]
+    with pytest.raises(CheckpointError, match=r"tensors.json has more than \d+ bytes"):
+        open_checkpoint(path).read("model.a")

@@ -1,0 +1,113 @@
+"""Files of a folder that anyone may have made: read without leaving the folder, and with patience for its disk."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+T = TypeVar("T")
+WAITS = (0.1, 0.5, 2.0, 8.0)
+"""Seconds before each further try."""
+PASSING = frozenset(
+    getattr(errno, name)
+    for name in (
+        *("ESTALE", "EIO", "ETIMEDOUT", "EAGAIN", "EBUSY", "EINTR", "EREMOTEIO", "ENFILE", "EMFILE", "ENOTCONN"),
+        *("ECONNRESET", "ECONNABORTED", "ECONNREFUSED", "EHOSTDOWN", "EHOSTUNREACH", "ENETDOWN", "ENETUNREACH"),
+    )
+    if hasattr(errno, name)
+)
+"""What network file systems answer with while a server is away."""
+
+
+ABSENT = (FileNotFoundError, NotADirectoryError)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be read or written; the message is a line for the user, and names the file."""
+
+
+class Unreadable(CheckpointError):
+    """The file system gave no answer: what lies there may be whole."""
+
+
+def told(error: OSError) -> str:
+    """Some errors of the standard library have neither a file nor an errno."""
+    why = error.strerror or str(error) or type(error).__name__
+    return f"{error.filename}: {why}" if error.filename else why
+
+
+def unread(file: Path, error: Exception) -> CheckpointError:
+    """Of what is not as it should be, in one line."""
+    if isinstance(error, CheckpointError):
+        return error
+    return CheckpointError(f"{file} cannot be read: {type(error).__name__} {' '.join(str(error).split()):.300}")
+
+
+def patiently(path: Path, work: Callable[[], T]) -> T:
+    """What work gives. An error that may pass is waited for, each time longer; what stays is Unreadable.
+
+    Only an answer that there is nothing, ABSENT, goes through.
+    """
+    for seconds in (*WAITS, None):
+        try:
+            return work()
+        except ABSENT:
+            raise
+        except OSError as error:
+            if seconds is None or error.errno not in PASSING:
+                raise Unreadable(f"{path}: {error.strerror or error}") from None
+        time.sleep(seconds)
+    raise AssertionError
+
+
+def there(path: Path) -> bool:
+    """Whether the folder has such an entry, be it a link to nowhere. Path.exists() takes any error for a no."""
+    try:
+        patiently(path, lambda: os.lstat(path))
+    except ABSENT:
+        return False
+    return True
+
+
+def located(folder: Path, name: str) -> Path:
+    """Where a file of the folder lies: a regular file in it, or in a folder in it, that no link leads to.
+
+    Folders of Hugging Face's cache (models--x/snapshots/y) consist of links to models--x/blobs, which are followed.
+    """
+    shown, parts = folder / name, name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise CheckpointError(f"{folder} names {name!r}, which is not in it: only files of the folder itself are read")
+    root = Path(os.path.realpath(folder))
+    file, cache = root.joinpath(*parts), root.parent.parent / "blobs"
+    real = Path(os.path.realpath(file))
+    if real != file and not (root.parent.name == "snapshots" and real.parent == cache):
+        raise CheckpointError(f"{shown} is a link to {real}: links are not followed, put the file itself there")
+    mode = patiently(shown, lambda: os.lstat(real)).st_mode
+    if not stat.S_ISREG(mode):
+        raise CheckpointError(f"{shown} is no regular file")
+    return real
+
+
+def opened(folder: Path, name: str) -> BinaryIO:
+    # Whatever was put in its place since: no link is followed, no pipe waited for.
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = located(folder, name)
+    return patiently(folder / name, lambda: open(os.open(file, flags), "rb"))
+
+
+def read(folder: Path, name: str, most: int) -> bytes:
+    """All of a file of no more bytes than that."""
+
+    def whole() -> bytes:
+        with opened(folder, name) as stream:
+            return stream.read(most + 1)
+
+    data = patiently(folder / name, whole)
+    if len(data) > most:
+        raise CheckpointError(f"{folder / name} has more than {most:,} bytes, the most that is read of such a file")
+    return data

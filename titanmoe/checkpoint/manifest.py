@@ -1,0 +1,165 @@
+"""manifest.json: what a checkpoint is, with a sum over every byte of itself. Without torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.config.fields import fields
+from titanmoe.config.parse_json import parse_json
+from titanmoe.config.values import Misfit, fit, shown
+
+FORMAT = 2
+"""1: tensors are described by torch's .metadata, a pickle, and the manifest has no sum. 2: by tensors.json."""
+MOST = 1 << 28
+"""Bytes of a manifest: that of 100,000 files has a tenth of it."""
+DEEPEST = 16
+OPEN = "{\n"
+HEAD = b'{\n "sha256": "'
+AT, END = len(HEAD), len(HEAD) + 64
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What a file must be."""
+
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    step: int
+    number: int
+    """Counts the checkpoints of a run in the order they were made; a run may go back to an earlier step."""
+    files: dict[str, Sum]
+    record: dict[str, Any] = field(default_factory=dict)
+    """What the run was: config, mapping, loader, tokens, versions."""
+    format: int = FORMAT
+
+    def text(self) -> str:
+        files = {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sorted(self.files.items())}
+        told = {"format": self.format, "step": self.step, "number": self.number, "record": self.record, "files": files}
+        return sealed(json.dumps(told, indent=1))
+
+
+def sealed(text: str) -> str:
+    """A manifest's text with the sum of all else in it as its first entry."""
+    rest = f'",\n{text.removeprefix(OPEN)}'.encode()
+    return (HEAD + _sum(HEAD + rest) + rest).decode()
+
+
+def _sum(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
+
+
+def parse(data: bytes, source: Path) -> Manifest:
+    """CheckpointError in one line, whatever the bytes are."""
+    try:
+        if data.startswith(HEAD) and data[AT:END] != _sum(data[:AT] + data[END:]):
+            raise ValueError("its SHA-256 is not the one in it: its contents have changed")
+        found = parse_json(data)
+        version = found["format"]
+        if type(version) is not int:
+            raise ValueError(f"format {version!r}")
+        if version > FORMAT:
+            raise CheckpointError(
+                f"{source.parent} has checkpoint format {version}, this titanmoe reads up to {FORMAT}: "
+                "use the version that wrote it, or newer"
+            )
+        if version > 1 and not data.startswith(HEAD):
+            raise ValueError("it does not begin with its SHA-256")
+        if wrong := next(misfits(found, KIND), ""):
+            raise ValueError(wrong)
+        files = {name: Sum(s["bytes"], int(s["crc32"], 16)) for name, s in found["files"].items()}
+        return Manifest(found["step"], found["number"], files, found["record"], version)
+    except RecursionError:
+        raise CheckpointError(f"{source} is damaged: it is nested too deep") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{source} is damaged: {type(error).__name__} {error}") from None
+
+
+# ---- types
+
+
+COUNT, NUMBER, ANY = "a count", "a number", "anything"
+CRC = "8 hexadecimal digits"
+AXES = {"*": COUNT}
+KIND: dict[str, Any] = {
+    "step": COUNT,
+    "number": COUNT,
+    "files": {"*": {"bytes": COUNT, "crc32": CRC}},
+    "record": {
+        "step": COUNT,
+        "tokens": NUMBER,
+        "seed": int,
+        "made": str,
+        "versions": {"*": str},
+        "loader": {"consumed": COUNT, "sources": [[int]]},
+        "config": {"training": {"global_batch_size": int, "seq_len": COUNT}, "*": {}},
+        "mapping": {"world": COUNT, "attention": AXES, "experts": AXES},
+        "validation": {},
+    },
+}
+"""By key; "*" for any other. What has no kind here may be anything that is not nested deeper than DEEPEST."""
+
+
+def misfits(value: Any, kind: Any, path: str = "", depth: int = 0) -> Iterator[str]:
+    """What is of another type than it must be, a line each."""
+    if depth > DEEPEST:
+        yield f"{path[:80]}... is nested deeper than {DEEPEST}"
+    elif isinstance(kind, dict) and isinstance(value, dict):
+        for key, item in value.items():
+            yield from misfits(item, kind.get(key, kind.get("*", ANY)), f"{path}.{key}" if path else key, depth + 1)
+    elif isinstance(kind, list) and isinstance(value, list):
+        for n, item in enumerate(value):
+            yield from misfits(item, kind[0], f"{path}[{n}]", depth + 1)
+    elif kind == ANY:
+        if isinstance(value, dict | list):
+            inner = value.values() if isinstance(value, dict) else value
+            for item in inner:
+                yield from misfits(item, ANY, path, depth + 1)
+    elif not _of(value, kind):
+        name = {dict: "a table", list: "a list"}.get(type(kind)) or (kind if isinstance(kind, str) else kind.__name__)
+        yield f"{path} is {shown(value)}, not {name}"
+
+
+def _of(value: Any, kind: Any) -> bool:
+    if kind == COUNT:
+        return type(value) is int and 0 <= value < 1 << 63
+    if kind == NUMBER:
+        return type(value) in (int, float)
+    if kind == CRC:
+        return isinstance(value, str) and re.fullmatch(r"[0-9a-f]{8}", value) is not None
+    return type(value) is kind
+
+
+# ---- the config in a record
+
+
+def flat_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for name, value in table.items():
+        out |= flat_record(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return out
+
+
+def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
+    """Values of the config's fields that this version knows, by path; CheckpointError where one is of a wrong type."""
+    known = fields()
+    values = {path: v for path, v in flat_record(record.get("config", {})).items() if path in known}
+    fitted = {path: fit(value, known[path]) for path, value in values.items()}
+    wrong = [
+        f"{path} = {shown(values[path])} is not {known[path].expected}"
+        for path, value in fitted.items()
+        if isinstance(value, Misfit)
+    ]
+    if wrong:
+        raise CheckpointError(f"{source}: {'; '.join(wrong)}")
+    return fitted

@@ -1,0 +1,228 @@
+"""tensors.json: which tensors a checkpoint holds, and where in which file their blocks lie.
+
+    {"model.a": {"dtype": "float32", "shape": [2, 3], "blocks": [[[0, 0], [2, 3], "rank-00000-000.distcp", 0, 1321]]}}
+
+A block: offset in the tensor, shape, file, first byte, bytes; what lies there was written by torch.save. Checkpoints of
+format 1 have torch's `.metadata` instead, a pickle, which could run anything: it is read by an interpreter that makes
+tuples and inert boxes and knows nothing else.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from titanmoe.checkpoint.manifest import Sum
+from titanmoe.config.parse_json import parse_json
+
+TENSORS, PICKLED = "tensors.json", ".metadata"
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    offset: Sizes
+    shape: Sizes
+    file: str
+    start: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Written:
+    """A tensor as it was written."""
+
+    dtype: torch.dtype
+    shape: Sizes
+    blocks: tuple[Block, ...]
+
+
+def to_json(tensors: Mapping[str, Written]) -> bytes:
+    lines = []
+    for name, tensor in sorted(tensors.items()):
+        blocks = [[b.offset, b.shape, b.file, b.start, b.bytes] for b in tensor.blocks]
+        told = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape, "blocks": blocks}
+        lines.append(f"{json.dumps(name)}: {json.dumps(told)}")
+    return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+
+
+def from_json(data: bytes, files: Mapping[str, Sum]) -> dict[str, Written]:
+    """ValueError, KeyError or TypeError where it is not what to_json writes."""
+    return _checked(parse_json(data), files)
+
+
+def _checked(found: Any, files: Mapping[str, Sum]) -> dict[str, Written]:
+    tensors = {name: _tensor(name, told, files) for name, told in found.items()}
+    # With this, all tensors together are no larger than the files are.
+    taken = sorted((b.file, b.start, b.bytes) for tensor in tensors.values() for b in tensor.blocks)
+    for (file, start, length), (other, after, _) in pairwise(taken):
+        if file == other and after < start + length:
+            raise ValueError(f"two blocks share byte {after} of {file}")
+    return tensors
+
+
+def _tensor(name: str, told: dict[str, Any], files: Mapping[str, Sum]) -> Written:
+    dtype, shape = DTYPES.get(told["dtype"]), _sizes(told["shape"])
+    if dtype is None:
+        raise ValueError(f"{name} has dtype {told['dtype']!r}")
+    blocks = tuple(_block(name, block, shape, dtype, files) for block in told["blocks"])
+    if sum(prod(block.shape) for block in blocks) != prod(shape):
+        raise ValueError(f"the blocks of {name} do not make up its shape {shape}")
+    return Written(dtype, shape, blocks)
+
+
+def _block(name: str, told: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Sum]) -> Block:
+    offset, shape, file, start, length = told
+    block = Block(_sizes(offset), _sizes(shape), file, *_sizes([start, length]))
+    if not len(block.offset) == len(block.shape) == len(whole) or any(
+        first + n > all_ for first, n, all_ in zip(block.offset, block.shape, whole, strict=True)
+    ):
+        raise ValueError(f"a block of {name} at {block.offset} with shape {block.shape} is not within {whole}")
+    if block.file not in files or block.start + block.bytes > files[block.file].bytes:
+        raise ValueError(f"{name} lies in {block.file!r} up to byte {start + length}, where the manifest has nothing")
+    if prod(block.shape) * dtype.itemsize > block.bytes:
+        raise ValueError(f"a block of {name} with shape {block.shape} is larger than its {block.bytes} bytes")
+    return block
+
+
+def _sizes(values: Any) -> Sizes:
+    if not isinstance(values, list | tuple) or not all(type(n) is int and 0 <= n < 1 << 63 for n in values):
+        raise ValueError(f"{values!r:.60} are no sizes")
+    return tuple(values)
+
+
+class _Part(io.RawIOBase):
+    """The bytes of a block, as a file."""
+
+    def __init__(self, file: BinaryIO, block: Block):
+        super().__init__()
+        self.file, self.start, self.size, self.at = file, block.start, block.bytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    seekable = readable
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.size}[whence]
+        if at < 0:
+            raise ValueError("it is cut off")
+        self.at = at
+        return at
+
+    def tell(self) -> int:
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        self.file.seek(self.start + self.at)
+        done = self.file.readinto(memoryview(buffer)[: max(self.size - self.at, 0)])
+        self.at += done
+        return done
+
+
+def load(block: Block, dtype: torch.dtype, file: BinaryIO) -> Tensor:
+    """The tensor that torch.save put there."""
+    stream = _Part(file, block)
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(stream).infolist()):
+        raise ValueError("it is compressed, which titanmoe does not do: it could be of any size")
+    stream.seek(0)
+    tensor = torch.load(stream, map_location="cpu", weights_only=True)
+    if not isinstance(tensor, Tensor) or (tuple(tensor.shape), tensor.dtype) != (block.shape, dtype):
+        raise ValueError(f"it is not the {block.shape} of {dtype} that {TENSORS} says")
+    return tensor
+
+
+Box = list[tuple[int, int]]
+"""First and last of each dim of a whole tensor."""
+
+
+def shared(block: Block, offset: Sizes, sizes: Sizes) -> Box | None:
+    """What of a tensor both cover, a block and a piece of those sizes."""
+    starts = [max(pair) for pair in zip(block.offset, offset, strict=True)]
+    ends = [min(a + n, b + m) for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True)]
+    box = list(zip(starts, ends, strict=True))
+    return box if all(first < last for first, last in box) else None
+
+
+def needed(stored: Written | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Block]:
+    """The blocks that a piece of a tensor of that shape is made from; ValueError where it is not."""
+    if stored is None:
+        raise ValueError("is not in it")
+    if stored.shape != whole:
+        raise ValueError(f"has shape {stored.shape}, {whole} is wanted")
+    found = {block: box for block in stored.blocks if (box := shared(block, offset, sizes)) is not None}
+    if sum(prod(last - first for first, last in box) for box in found.values()) != prod(sizes):
+        raise ValueError("is not covered by its blocks, some of which overlap")
+    return list(found)
+
+
+def within(box: Box, offset: Sizes) -> tuple[slice, ...]:
+    return tuple(slice(first - at, last - at) for (first, last), at in zip(box, offset, strict=True))
+
+
+# ---- format 1
+
+
+class _Box:
+    """Stands for any class of torch's: keeps what was put into it and does nothing."""
+
+    def __init__(self, *args: Any): ...
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+BOXED = {
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
+            *("TensorProperties", "_MEM_FORMAT_ENCODING"),
+        )
+    ),
+}
+
+
+class _Boxes(
+    pickle._Unpickler
+):  # the one in Python: that in C fills gigabytes if a pickle asks for entry 2**31 of its memo
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in BOXED:
+            return _Box
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if module == "torch" and name in DTYPES:
+            return name
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which torch does not write there")
+
+
+def from_pickle(data: bytes, files: Mapping[str, Sum]) -> dict[str, Written]:
+    """Of torch's `.metadata`. Any exception at all where it is not what torch writes."""
+    metadata = _Boxes(io.BytesIO(data)).load().state
+    places: dict[Any, dict[str, Any]] = {
+        (index.state["fqn"], index.state["offset"]): info.state for index, info in metadata["storage_data"].items()
+    }
+    found = {}
+    for name, tensor in metadata["state_dict_metadata"].items():
+        chunks: Iterable[dict[str, Any]] = [chunk.state for chunk in tensor.state["chunks"]]
+        blocks = []
+        for chunk in chunks:
+            place = places[name, chunk["offsets"]]
+            where = [place["relative_path"], place["offset"], place["length"]]
+            blocks.append([chunk["offsets"], chunk["sizes"], *where])
+        dtype, *_ = tensor.state["properties"].state
+        found[name] = {"dtype": dtype, "shape": tensor.state["size"], "blocks": blocks}
+    return _checked(found, files)
