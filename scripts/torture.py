@@ -108,6 +108,15 @@ def table(tallies: dict[str, Tally]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
+def write(file: Path, name: str, text: str) -> None:
+    """Between the page's marks of that name, if it has them; else a file of its own."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    page = file.read_text(encoding="utf-8") if file.exists() else ""
+    if begin in page:
+        text = page.partition(begin)[0] + begin + "\n" + text + "\n" + end + page.partition(end)[2]
+    file.write_text(text, encoding="utf-8")
+
+
 def torture(args: argparse.Namespace, folder: Path) -> int:
     import torch.distributed.run  # noqa: F401 (before the first fork)
 
@@ -142,7 +151,7 @@ def torture(args: argparse.Namespace, folder: Path) -> int:
         text = table(tallies) + f"\n{tried} trials in {spent:.0f} s, {len(failures)} failures\n"
         print("\n" + text + "".join(f"  {line}\n" for line in failures))
         if args.out:
-            Path(args.out).write_text(text + "".join(f"* {line}\n" for line in failures), encoding="utf-8")
+            write(Path(args.out), "trials", text + "".join(f"* {line}\n" for line in failures))
     return 1 if failures else 0
 
 
@@ -179,7 +188,7 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
     text = "\n".join(lines) + "\n"
     print(text)
     if args.out:
-        Path(args.out).write_text(text, encoding="utf-8")
+        write(Path(args.out), "soak", text)
     return 0 if flat else 1
 
 
@@ -208,7 +217,9 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=200, metavar="N", help="how many (default 200)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first trial's seed; the next have +1")
     parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
-    parser.add_argument("--out", metavar="FILE", help="write the table there too")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the table there too, in docs/reliability.md between its marks"
+    )
     parser.add_argument("--soak", type=int, metavar="STEPS", help="one long run instead")
     args = parser.parse_args()
     if not sys.platform.startswith("linux"):

@@ -167,8 +167,11 @@ def alive(pid: int) -> bool:
 
 
 def last_words(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if "rror" in line]
-    return (lines or ["it said nothing of an error"])[-1].strip()[:300]
+    """What the run said of its end: our own line if there is one."""
+    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
+    ours = [line for line in lines if line.startswith(("error:", "rank "))]
+    theirs = [line for line in lines if "Error: " in line]
+    return (ours or theirs or ["it said nothing of an error"])[-1].strip()[:300]
 
 
 # ---- kinds of trials

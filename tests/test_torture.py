@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-from torture import Tally, table  # noqa: E402
+from torture import Tally, table, write  # noqa: E402
 from torture_runs import INTERVAL, KINDS, Run  # noqa: E402
 
 # What a rank does to the disk, in the order of a save; it says how far it came.
@@ -112,3 +112,15 @@ def test_a_trial_reads_what_a_run_left(tmp_path):
     run.struck()
     assert (run.made, run.begun(), run.committed) == (2, [0, 1], 2 * INTERVAL)
     assert len(KINDS) == 11
+
+
+def test_a_table_goes_between_the_marks_of_a_page(tmp_path):
+    page, apart = tmp_path / "page.md", tmp_path / "apart.md"
+    page.write_text("a\n<!-- soak -->\nold\n<!-- end of soak -->\nb\n")
+    for text in ("one\n", "two\n"):
+        write(page, "soak", text)
+        write(apart, "soak", text)
+    assert page.read_text() == "a\n<!-- soak -->\n\ntwo\n\n<!-- end of soak -->\nb\n"
+    assert apart.read_text() == "two\n"
+    marks = [line for line in (ROOT / "docs/reliability.md").read_text().splitlines() if line.startswith("<!-- ")]
+    assert marks == ["<!-- trials -->", "<!-- end of trials -->", "<!-- soak -->", "<!-- end of soak -->"]
