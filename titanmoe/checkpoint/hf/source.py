@@ -60,10 +60,10 @@ class Source:
         if "mtp" in self.drop and not self.has_mtp:
             notes.append(f"{self.path} has no multi-token prediction to drop")
         notes += self.described.notes
-        dtype = self.described.json.get("dtype") or self.described.json.get("torch_dtype")
         stored = {str(dtype).removeprefix("torch.") for _, dtype in self.weights.tensors.values()}
-        if dtype and dtype not in stored:
-            notes.append(f"{file} has dtype = {dtype}: weights keep that of their files, {', '.join(sorted(stored))}")
+        wished = self.described.json.get("dtype") or self.described.json.get("torch_dtype")
+        if wished and wished not in stored:
+            notes.append(f"{file} has dtype = {wished}: weights keep that of their files, {', '.join(sorted(stored))}")
         for name in configs.differences(self.model, said):
             notes.append(f"model.{name} = {getattr(self.model, name)!r}, {file} says {getattr(said, name)!r}")
         if quantised := self.weights.quantised:
