@@ -323,14 +323,14 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("checkpoint/layout.py", "tests/checkpoint/test_layout.py"): [
         (
-            "the latest checkpoint is the last made, whatever `latest` names",
-            "return path.name == named, number, path.name",
-            "return number, path.name",
+            "what `latest` names hides a checkpoint that was made after it",
+            "return number(path), path.name == named, path.name",
+            "return path.name == named, number(path), path.name",
         ),
         (
             "a checksum is of a file's first block",
-            "while block := stream.read(_BLOCK):",
-            "if block := stream.read(_BLOCK):",
+            "while size > 0 and (block := stream.read(min(size, _BLOCK))):",
+            "if size > 0 and (block := stream.read(min(size, _BLOCK))):",
         ),
     ],
     ("checkpoint/state.py", "tests/checkpoint/test_resume.py"): [

@@ -126,12 +126,12 @@ def tokens(samples: int, length: int) -> Tokens:
 
 @pytest.mark.parametrize("scope", ["sub_sequence", "full_sequence"])
 def test_the_scope_is_all_owned_tokens_or_one_sample(scope: str) -> None:
-    """Two samples of 4; all of the second and none of the first choose expert 0."""
+    """Two samples of 4; only the second chooses expert 0, and both choose expert 1."""
     one = capacity(capacity_factor=1.0, capacity_scope=scope, drop_policy="position", top_k=1)
-    chosen_TK = torch.tensor([[1], [2], [3], [1], [0], [0], [0], [0]])
+    chosen_TK = torch.tensor([[1], [2], [3], [1], [0], [0], [0], [1]])
     kept = one.drop(chosen_TK, torch.ones(8, 1), tokens(2, 4), 2).flatten().tolist()
-    # C is ceil(8 / 4) = 2 of all owned tokens, ceil(4 / 4) = 1 of a sample: then its second token of expert 1 goes too
-    assert kept == ([1, 2, 3, 1, 0, 0, 4, 4] if scope == "sub_sequence" else [1, 2, 3, 4, 0, 4, 4, 4])
+    # C is ceil(8 / 4) = 2 of all owned tokens, and ceil(4 / 4) = 1 of each sample.
+    assert kept == ([1, 2, 3, 1, 0, 0, 4, 4] if scope == "sub_sequence" else [1, 2, 3, 4, 0, 4, 4, 1])
 
 
 def test_the_policies_differ_and_leave_weights_alone() -> None:
