@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import os
@@ -34,26 +33,25 @@ ROOT = Path(__file__).resolve().parents[2]
 # ---- no pickle
 
 
-UNPICKLERS = {"pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
-READERS = {"FileSystemReader", "read_metadata", "Unpickler", "dcp.load", "pickle.load", "pickle.loads"}
+UNPICKLES = re.compile(
+    r"^\s*(?:import|from)\s+(?:pickle|_pickle|dill|cloudpickle|shelve|marshal|joblib)\b.*"
+    r"|torch\.load\((?!.*weights_only=True).*"
+    r"|\b(?:FileSystemReader|read_metadata|allow_pickle|dcp\.load\b|pickle\.loads?\b|pickle\.Unpickler)",
+    re.MULTILINE,
+)
 
 
 def test_no_module_unpickles_but_the_one_that_builds_nothing() -> None:
-    found = []
-    for file in sorted(ROOT.glob("titanmoe/**/*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            text = ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute | ast.Import | ast.ImportFrom) else ""
-            if text.startswith(("import ", "from ")):
-                bad = bool(UNPICKLERS & {word.split(".")[0] for word in re.findall(r"[\w.]+", text)})
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
-                bad, text = "weights_only=True" not in ast.unparse(node), "torch.load"
-            elif isinstance(node, ast.keyword):
-                bad, text = node.arg == "allow_pickle", "allow_pickle"
-            else:
-                bad = text in READERS or text.rpartition(".")[2] in READERS
-            if bad:
-                found.append((file.relative_to(ROOT).as_posix(), text))
-    assert found == [("titanmoe/checkpoint/tensors.py", "import pickle")]
+    files = sorted(ROOT.glob("titanmoe/**/*.py"))
+    found = {file.name: hits for file in files if (hits := UNPICKLES.findall(file.read_text(encoding="utf-8")))}
+    assert len(files) > 100 and found == {"tensors.py": ["import pickle"]}
+    for line in (
+        "  from pickle import loads",
+        "torch.load(file)",
+        "reader = FileSystemReader(path)",
+        "pickle.loads(x)",
+    ):
+        assert UNPICKLES.search(line)
 
 
 class Calls:
