@@ -167,6 +167,7 @@ def sample(pid: int) -> tuple[float, int, int]:
 def soak(args: argparse.Namespace, folder: Path) -> int:
     every = max(1, args.soak // 20)
     run = Run(folder / "soak", options=SOAK | {"training.steps": args.soak})
+    began = time.monotonic()
     run.start()
     rows: list[list[float]] = []
     metrics = run.run / "metrics.jsonl"
@@ -184,7 +185,8 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
     lines += [f"| {step:,.0f} | {mib:.0f} | {files:.0f} | {threads:.0f} |" for step, mib, files, threads in rows]
     settled = rows[len(rows) // 4 :]
     flat = all(max(row[i] for row in settled) <= settled[0][i] * grow for i, grow in ((1, 1.05), (2, 1), (3, 1)))
-    lines.append("\nflat after the first quarter" if flat else "\nNOT flat after the first quarter")
+    spent = time.monotonic() - began
+    lines.append(f"\n{args.soak:,} steps in {spent:.0f} s; after the first quarter {'' if flat else 'NOT '}flat")
     text = "\n".join(lines) + "\n"
     print(text)
     if args.out:
