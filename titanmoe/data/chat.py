@@ -21,7 +21,7 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 """Where the assistant's part begins and ends while a template renders: Unicode keeps these from being characters."""
 
 
-MOST_TEMPLATE = 1 << 18
+MOST_TEMPLATE = 1 << 17
 """Characters; the longest that is published has some 30,000."""
 
 

@@ -249,7 +249,7 @@ class Reader:
                 f"{self.span.file}: row group {group + 1}",
                 f"{self.field!r}, {packed:,} bytes packed {MOST_RATIO} to 1,",
             )
-        return max(1, min(MOST_ROWS, 4 * self.most // max(1, unpacked)))
+        return max(1, min(MOST_ROWS, 2 * self.most // max(1, unpacked)))
 
 
 def _line_number(file: str, start: int, number: int) -> str:

@@ -72,7 +72,7 @@ def _read_kinds(config: hf.Json) -> dict[str, object]:
     if kinds == _kinds(every, layers):
         return {"full_attention_every": every}
     raise hf.Unrepresentable(
-        f"has the layer_types {kinds}: with model.full_attention_every = n the n-th, 2n-th, ... are {WHOLE}, the "
+        f"has the layer_types {kinds[:100]}: with model.full_attention_every = n the n-th, 2n-th, ... are {WHOLE}, the "
         f"others {NARROW}"
     )
 

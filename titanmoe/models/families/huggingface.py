@@ -204,7 +204,7 @@ def dense_blocks(sparse: list[bool]) -> dict[str, object]:
         return {"num_dense_layers": dense, "moe_every": every}
     raise Unrepresentable(
         "has mlp_only_layers or decoder_sparse_step, with which it has experts in the blocks "
-        f"{[i for i, has in enumerate(sparse) if has]} of {len(sparse)}: model.num_dense_layers and moe_every "
+        f"{[i for i, has in enumerate(sparse) if has][:100]} of {len(sparse)}: model.num_dense_layers and moe_every "
         "make leading blocks dense, and then every n-th not"
     )
 
