@@ -41,8 +41,8 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# One thread per process: the tests run many processes, and threads that share a core wait for each other. Two workers:
-# while one waits for ranks, the other runs tests that need none.
+# One thread per process: the tests run many processes, and threads that share a core wait for each other. Two workers,
+# each with ranks of its own: where those of one wait for messages, those of the other compute.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 test: lint

@@ -156,11 +156,8 @@ def whole(pieces: dict[str, Any], rank: int) -> dict[str, torch.Tensor]:
     mine = {}
     for name, tensor in pieces.items():
         part, offset = piece(tensor.detach())
-        mine[name] = (
-            part.numpy(),
-            offset,
-            tuple(tensor.shape),
-        )  # as arrays: a tensor takes ten times as long to pickle
+        part = part.float() if part.dtype == torch.bfloat16 else part  # which numpy does not know
+        mine[name] = (part.numpy(), offset, tuple(tensor.shape))  # a tensor takes ten times as long to pickle
     gathered = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(mine, gathered)
     if rank:

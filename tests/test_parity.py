@@ -150,9 +150,9 @@ NASTY = {
         "parallelism.experts.edp_replicate": 4,
     },
     "one token per rank": {
-        "training.seq_len": 4,
-        "parallelism.tp": 4,
-        "parallelism.experts.ep": 4,
+        "training.seq_len": 8,
+        "parallelism.tp": 8,
+        "parallelism.experts.ep": 8,
         "model.top_k": 1,
         "model.norm_topk": False,
     },
@@ -171,12 +171,12 @@ NASTY = {
     "a stage with nothing but the head": {
         "parallelism.pp": 2,
         "pipeline.layers_per_stage": [2, 0],
-        "parallelism.experts.ep": 4,
+        "parallelism.experts.ep": 2,
     },
     "more chunks than rows": {
-        "training.seq_len": 4,
-        "parallelism.tp": 4,
-        "parallelism.experts.ep": 4,
+        "training.seq_len": 8,
+        "parallelism.tp": 8,
+        "parallelism.experts.ep": 8,
         "moe.overlap_chunks": 5,
     },
     "four nodes, slices of experts on each, in chunks, beside a shared expert": {
@@ -244,7 +244,12 @@ NASTY = {
 }
 
 
-ON_8_RANKS = ("one expert per rank", "four nodes, slices of experts on each, in chunks, beside a shared expert")
+ON_8_RANKS = (
+    "one expert per rank",
+    "one token per rank",
+    "more chunks than rows",
+    "four nodes, slices of experts on each, in chunks, beside a shared expert",
+)
 
 
 @pytest.mark.parametrize("case", NASTY, ids=lambda name: name.replace(" ", "_"))

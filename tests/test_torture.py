@@ -18,11 +18,12 @@ from torture_runs import INTERVAL, KINDS, Run  # noqa: E402
 # What a rank does to the disk, in the order of a save; it says how far it came.
 RANK = """
 import os, sys, time
+slept = []
+time.sleep = slept.append
 def do(name, what, *args):
-    began = time.monotonic()
     try:
         what(*args)
-        print(name, "slow" if time.monotonic() - began > 0.3 else "done", flush=True)
+        print(name, f"slow:{slept.pop()}" if slept else "done", flush=True)
     except OSError as error:
         print(name, error.errno, flush=True)
 def write(path):
@@ -64,13 +65,13 @@ FULL = {"do": "fail", "errno": errno.ENOSPC}
             0,
             FULL | {"on": ["write"], "path": "step", "times": 2},
             0,
-            dict.fromkeys(("write", "again"), str(errno.ENOSPC)),
+            dict.fromkeys(("write", "again"), str(errno.ENOSPC)) | {"read": str(errno.ENOENT)},
         ),
         (0, FULL | {"on": ["fsync"], "path": "writing/a"}, 0, {"write": str(errno.ENOSPC)}),
         (0, FULL | {"on": ["read", "list"], "path": "step", "times": 2}, 0, dict.fromkeys(("list", "read"), "28")),
         (0, FULL | {"path": "elsewhere"}, 0, {}),
         (1, FULL | {"rank": 0}, 0, {}),
-        (0, {"do": "slow", "seconds": 0.4, "on": ["rename"]}, 0, {"rename": "slow"}),
+        (0, {"do": "slow", "seconds": 0.4, "on": ["rename"]}, 0, {"rename": "slow:0.4"}),
         (1, {"do": "kill", "rank": 1, "on": ["rename"], "path": "step"}, -signal.SIGKILL, "rename"),
     ],
 )

@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import ctypes
 import faulthandler
-import fcntl
 import functools
 import importlib
 import io
@@ -91,33 +90,20 @@ class Answer:
 _pools: dict[int, Pool] = {}
 
 
-def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """fn(*args) on every one of `world_size` ranks; the results in the order of the ranks. One world runs at a time,
-    also where several pytests of a session do (pytest-xdist's workers).
+def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
+    """fn(*args) on every one of `world_size` ranks; the results in the order of the ranks.
 
     A rank that crashes in compiled code (torch 2.13 on gloo does, about once in ten thousand calls) gets a second try
     on fresh ranks, and pytest's summary tells of it. No other failure does.
     """
     request, name = dumps((fn, args)), f"{fn.__module__}.{fn.__qualname__}"
-    with _the_only_world():
-        try:
-            return _call(world_size, request, name, timeout)
-        except RankError as error:
-            if not error.crash:
-                raise
-            warnings.warn(f"a rank of {world_size} crashed in {name} and it was run again: {error.crash}", stacklevel=2)
-            return _call(world_size, request, name, timeout)
-
-
-@contextlib.contextmanager
-def _the_only_world() -> Iterator[None]:
-    session = os.environ.get("PYTEST_XDIST_TESTRUNUID")
-    if not session:
-        yield
-        return
-    with open(Path(tempfile.gettempdir()) / f"titanmoe-world-{session}", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    try:
+        return _call(world_size, request, name, timeout)
+    except RankError as error:
+        if not error.crash:
+            raise
+        warnings.warn(f"a rank of {world_size} crashed in {name} and it was run again: {error.crash}", stacklevel=2)
+        return _call(world_size, request, name, timeout)
 
 
 class _Pickler(pickle.Pickler):

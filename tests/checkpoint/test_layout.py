@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.checkpoint.folders import flip_a_bit, make, rewrite
-from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import layout, manifest
 from titanmoe.checkpoint.begin import checkpoints_of, choose
 from titanmoe.checkpoint.folder import Lazy, _Summing, open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.inside import CheckpointError
@@ -238,7 +238,8 @@ def test_views_are_stored_without_the_storage_they_are_part_of(tmp_path):
 @pytest.mark.parametrize("deep", ["[" * 100_000, "[" * 500 + "]" * 500, '{"a":' * 80 + "1" + "}" * 80], ids=len)
 def test_a_record_that_is_nested_deep_is_one_line(run, deep):
     file = run / "checkpoints/step-00000030" / layout.MANIFEST
-    file.write_text(file.read_text().replace('"step": 30', f'"step": 30, "deep": {deep}', 1))
+    _, _, rest = file.read_text().split("\n", 2)  # without its sum, which is made anew
+    file.write_text(manifest.sealed("{\n" + rest.replace('"step": 30', f'"step": 30, "deep": {deep}', 1)))
     with pytest.raises(
         CheckpointError, match=f"{file} is damaged: TooDeep lists or objects lie in each other too deep"
     ):

@@ -194,7 +194,7 @@ def test_a_description_that_lies_is_one_line(tmp_path: Path, name: str) -> None:
     path = folders.make(tmp_path, 1)
     folders.spoil(path, "a.distcp", b"\0" * 1000)
     folders.spoil(path, tensors.TENSORS, json.dumps(LIES[name]).encode())
-    with pytest.raises(CheckpointError, match=r"tensors\.json cannot be read: \w+Error") as refused:
+    with pytest.raises(CheckpointError, match=r"tensors\.json cannot be read: (\w+Error|TooDeep) ") as refused:
         open_checkpoint(path).read("x")
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 

@@ -27,7 +27,7 @@ def words(folder: Path, count: int) -> Path:
 
 @pytest.fixture
 def found(tmp_path: Path) -> Found:
-    return Found(tmp_path, Config(), tmp_path / "hf", 1)
+    return Found(tmp_path, Config(), 1)
 
 
 def of(found: Found, asked: str | None = None, **data: object) -> int:
@@ -40,7 +40,7 @@ def test_the_runs_own(found: Found, tmp_path: Path) -> None:
     assert of(found) == 259
     assert of(found, tokenizer=str(named)) == 10
     assert of(found, str(given), tokenizer=str(named)) == 20
-    words(found.carried, 30)  # came along from a Hugging Face model
+    words(found.path / "hf", 30)  # came along from a Hugging Face model
     assert of(found) == 30
     assert of(found, tokenizer=str(named)) == 10
     assert of(found, "bytes") == 259
@@ -57,7 +57,7 @@ def test_token_shards_say_whose_they_are(found: Found, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"token shards of the tokenizer .* name it with --tokenizer"):
         of(found, source="files", paths=[foreign])
     assert of(found, str(theirs), source="files", paths=[foreign]) == 20
-    words(found.carried, 20)
+    words(found.path / "hf", 20)
     assert of(found, source="files", paths=[foreign]) == 20
     assert of(found, source="files", paths=[shards("ours", "bytes")]) == 259
 

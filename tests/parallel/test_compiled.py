@@ -18,8 +18,8 @@ MIXED = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat1
     "training.mixed_precision_reduce": "float32"
 }
 EP2 = {"parallelism.experts.ep": 2}
-STEPS, CROWDED = 3, 2
-"""In step 2 every token goes to the first experts, which one rank holds."""
+STEPS, CROWDED = 4, 3
+"""In step 3 every token goes to the first experts, which one rank holds."""
 
 
 class Seen(NamedTuple):
