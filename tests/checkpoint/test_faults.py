@@ -102,6 +102,9 @@ def test_unreadable_checkpoints_never_mean_a_new_run(folder, monkeypatch, waits,
     named = [f"step-000000{step}" for step in (10, 20, 30)] if what else [str(folder)]
     assert all(f"{name}" in str(refused.value) for name in named) and "Stale file handle" in str(refused.value)
     assert "--checkpoint.load=none" in str(refused.value)
+    if not what:
+        with pytest.raises(Unreadable):
+            layout.steps(folder)
 
 
 def test_a_rank_that_gets_no_answer_derives_no_batch_or_mapping_of_its_own(folder, monkeypatch, waits):

@@ -77,13 +77,15 @@ PICKLES = {
     "deep": b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
     "nothing": b"",
 }
+NO_CLASS = ("a memo of 16 GB", "a string of 8 EB", "deep", "nothing")
 
 
 @pytest.mark.parametrize("name", PICKLES)
 def test_torchs_pickle_is_read_by_what_builds_only_boxes(tmp_path: Path, name: str) -> None:
     path = folders.old(tmp_path)
     folders.spoil(path, ".metadata", PICKLES[name])
-    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read: "):
+    words = "" if name in NO_CLASS else "UnpicklingError it asks for "
+    with pytest.raises(CheckpointError, match=rf"\.metadata cannot be read: {words}"):
         open_checkpoint(path).read("model.a")
 
 
