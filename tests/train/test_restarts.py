@@ -158,6 +158,7 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
     first, second = node(1), node(0)
     folder = tmp_path / "run"
     agents.wait(lambda: (folder / "checkpoints" / name_of(2)).exists(), "the second checkpoint")
+    agents.wait(lambda: '"step": 2' in (folder / "metrics.jsonl").read_text(), "the second step's line")
     (rank,) = children(second.pid)
     second.kill()
     agents.wait(lambda: not Path(f"/proc/{rank}").exists(), "the end of the rank whose launcher is gone")
