@@ -103,7 +103,7 @@ class Trainer:
                 metrics.event(self.step, "chunks", str(self.chunks), **self.chunks.numbers())
             profiler = Profiler(self, run, metrics.event)
             self.wants_to_stop = lambda: checkpoints.wants_to_stop
-            first = self.step + 1
+            first, stood_still = self.step + 1, {}
             if self.step >= self.config.training.steps:
                 say(
                     f"nothing is left to do: the run has made all {self.step} steps; raise training.steps to go on, or "
@@ -118,9 +118,10 @@ class Trainer:
                     if self.validation:
                         report |= self.validation.after_step()
                         self.clock.lap("validation")
-                    report |= checkpoints.after_step()
+                    # The line first: a run that goes on from a step's checkpoint has its line, whatever is killed.
+                    metrics.log(self.step, report | stood_still)
+                    stood_still = checkpoints.after_step()
                     self.clock.lap("checkpoint")
-                    metrics.log(self.step, report)
                     self.garbage.collect(self.step)
                     if self.step == first:
                         self.runtime.steady_timeout(self.config.training.timeout_s, checkpoints.patient)
