@@ -130,7 +130,7 @@ def test_a_failing_rank_ends_all_and_leaves_nothing(qwen, tmp_path, part):
     assert convert("--from-hf", qwen, tmp_path / "two") == 0
     codes, told = zip(*world.run(2, _failing, str(tmp_path), part), strict=True)
     assert codes == (2, 2)
-    assert told[0] == "error: writing: No space left on device\n" and told[1] == ""
+    assert told[0] == "error: No space left on device\n" and told[1] == ""
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.partial"))
 
 
