@@ -116,7 +116,11 @@ def children(pid: int) -> list[int]:
 
 def test_a_rank_that_is_killed_is_started_again_and_no_bit_differs(tmp_path: Path, agents: Agents) -> None:
     struck = tmp_path / "struck"
-    agents.faults += [{"do": "kill", "rank": 1, "on": ["write"], "path": f"{name_of(4)}.writing", "once": str(struck)}]
+    agents.faults += [
+        {"do": "kill", "rank": 1, "on": ["write"], "path": f"{name_of(4)}.writing", "once": str(struck)},
+        # Rank 0, which comes first, must not take what it finds of the rank 1 before for this one.
+        {"do": "slow", "rank": 1, "on": ["read"], "path": "titanmoe/train/", "seconds": 3},
+    ]
     torchrun = agents.start(
         *("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=3", "train.py"),
         *options(tmp_path / "killed"),
