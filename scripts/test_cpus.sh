@@ -6,7 +6,7 @@
 #   scripts/test_cpus.sh -k "moe and not gpu"   options of pytest
 #   KINDS="own own" scripts/test_cpus.sh        some of: avx2 avx512 avx512_bf16 own busy; twice for two runs in a row
 #   LOGS=DIR                                    a log and a junit.xml per run; runs/test_cpus if not given
-#   PYTEST="python3 -m pytest"                  the command; .venv/bin/python -m pytest if not given
+#   PYTEST="python3 -m pytest"                  the command; as make test's if not given
 #
 # avx2, avx512 and avx512_bf16 limit oneDNN (ONEDNN_MAX_CPU_ISA) and torch's own kernels (ATEN_CPU_CAPABILITY); own limits
 # nothing. Each kind keeps its compiled code to itself: torch does not tell code for AVX-512 from code for AVX2, and the
@@ -15,7 +15,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 read -ra kinds <<<"${KINDS:-avx2 avx512 avx512_bf16 own busy}"
-read -ra pytest <<<"${PYTEST:-.venv/bin/python -m pytest}"
+read -ra pytest <<<"${PYTEST:-.venv/bin/python -m pytest -n 2 --dist loadfile}"
 mkdir -p "${LOGS:-runs/test_cpus}"
 logs=$(cd "${LOGS:-runs/test_cpus}" && pwd)
 cpuinfo=${CPUINFO:-/proc/cpuinfo}

@@ -35,6 +35,10 @@ settings.load_profile("titanmoe")
 METER, BILL = cost.Meter(), cost.Bill()
 
 
+def pytest_collection_finish() -> None:
+    METER.read()  # imports are no test's cost
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
     if call.when == "teardown":

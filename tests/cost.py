@@ -18,6 +18,8 @@ from titanmoe.config.recipe import toml
 BUDGET = Path(__file__).with_name("budget.toml")
 FAIL_AT = 2.0
 """Times the budget, in CI. Kinds of processors differ by less."""
+START = 20.0
+"""Whichever test comes first in a worker pays for its processes' imports."""
 PROPERTY = "cpu_s"
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -85,10 +87,10 @@ class Bill:
     def beyond(self, budget: dict[str, float]) -> list[str]:
         """What spent more than FAIL_AT times its budget, and folders that have none."""
         return [
-            f"tests/{name} took {spent:.1f} CPU-seconds, over {FAIL_AT:g} times its budget of {budget.get(name, 0):g}: "
+            f"tests/{name} took {spent:.1f} CPU-seconds, over {FAIL_AT:g} times its budget of {budget.get(name, 0):g} and {START:g} besides: "
             "make its tests cheaper (--durations=20 tells which), or raise it in tests/budget.toml"
             for name, spent in self.spent.items()
-            if spent > FAIL_AT * budget.get(name, 0)
+            if spent > FAIL_AT * budget.get(name, 0) + START
         ]
 
 

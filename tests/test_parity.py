@@ -76,7 +76,7 @@ def on_8_ranks() -> list[Any]:
 
 def check_choice(fold: Fold, choice: dict[str, str]) -> None:
     """Two steps where something but weights and moments goes from one to the next."""
-    steps = 2 if choice["balance"] in ("global+bias", "jitter") else 1
+    steps = 2 if choice["balance"] == "global+bias" else 1
     parity.check(fold.world, changes(fold, choice), documents=choice["documents"] == "yes", steps=steps)
 
 

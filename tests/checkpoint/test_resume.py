@@ -58,7 +58,7 @@ CASES = {
         (2, mapping(ep=2) | FOUR | {"model.num_dense_layers": 2, "model.dense_hidden": 32}),
     ),
     "more data ranks": ((1, mapping()), (4, mapping(ep=2) | {"parallelism.dp_replicate": 2})),
-    "fewer ranks": ((8, mapping(tp=4, cp=2, ep=8)), (1, mapping())),
+    "fewer ranks": ((4, mapping(tp=2, cp=2, ep=4)), (1, mapping())),
     "tied ends of a pipeline to one": (
         (4, mapping(pp=2, ep=2) | FOUR | {"model.tie_embeddings": True}),
         (4, mapping(tp=2, ep=4) | FOUR | {"model.tie_embeddings": True}),

@@ -24,7 +24,7 @@ def test_deterministic_runs_are_bit_equal() -> None:
         "training.mixed_precision_param": "bfloat16",
         "training.mixed_precision_reduce": "float32",
     }
-    first, second = (world.run(4, parity.measure, changes)[0] for _ in range(2))
+    first, second = (world.run(4, parity.measure, changes, False, "", 1)[0] for _ in range(2))
     assert first.loss == second.loss and first.norm == second.norm
     assert all(torch.equal(first.weights[name], second.weights[name]) for name in first.weights)
 
