@@ -92,7 +92,7 @@ def sample(config: Config, number: int, clean: bool = False) -> Batch:
         labels[number % 3 :: 7] = IGNORE
         end = length if number % 4 == 3 else length - number % 4
         valid[end:] = False
-        if number == 5:
+        if number == 3:
             valid[:] = False
         labels[~valid] = IGNORE
     return Batch(ids[:-1], labels, valid)
