@@ -106,7 +106,7 @@ def run(results: Path, only: str = "") -> dict[str, dict[str, Any]]:
         try:
             documents = case.choices.get("documents") == "yes"
             steps = features.steps(case.choices)
-            errors = parity.check(case.fold.world, case.changes, documents, timeout=TIMEOUT_S, steps=steps)
+            errors = parity.check(case.fold.world, case.changes, documents=documents, timeout=TIMEOUT_S, steps=steps)
         except (AssertionError, world.RankError) as error:
             failure = str(error)
         done[name] = {

@@ -115,7 +115,7 @@ def test_two_nodes_train(fake):
         *("--hosts", "a,b", "--gpus", 1, "--master", "127.0.0.1", "--port", free_port(), "--logs", fake / "logs"),
         *("--venv", sys.prefix, RECIPE),
         *(word for name, value in settings.items() for word in (f"--training.{name}", value)),
-        *("--data.source", "synthetic", "--metrics.tensorboard", "false"),
+        *("--parallelism.experts.ep", 2, "--data.source", "synthetic", "--metrics.tensorboard", "false"),
         *("--job.dump_folder", fake / "runs", "--job.name", "it's two nodes"),
         timeout=150,
         SSH=f"bash {fake / 'ssh'}",

@@ -59,8 +59,8 @@ def before_cancelling(cotangent: Tensor, v: Tensor, other: Tensor) -> float:
     """The gradient of a query or key, as large as the terms that it is a difference of. A query that sees a single key
     has none: what is left is the rounding of these terms.
     """
-    change = torch.einsum("bqhd,bkhd->bhqk", cotangent, v.repeat_interleave(H // v.shape[2], 2))
-    return float(change.abs().max() * other.abs().max()) / WIDTH**0.5
+    change = torch.einsum("bqhd,bkhd->bhqk", cotangent, v.repeat_interleave(H // v.shape[2], 2)).detach()
+    return float(change.abs().max() * other.detach().abs().max()) / WIDTH**0.5
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -129,7 +129,7 @@ def test_killed_restarted_stopped_and_begun_again_and_no_bit_differs(tmp_path: P
     ]
     torchrun = agents.start(
         *("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=3", "train.py"),
-        *options(tmp_path / "hurt", **{"training.steps": 400}),
+        *options(tmp_path / "hurt", **{"training.steps": 400, "lr_schedule.decay": "none"}),
     )
     agents.wait(lambda: went_on_after(tmp_path / "hurt/run") == [3], "the restart")
     agents.wait(lambda: name_of(5) <= layout.latest(checkpoints), "a checkpoint after it")
@@ -139,7 +139,7 @@ def test_killed_restarted_stopped_and_begun_again_and_no_bit_differs(tmp_path: P
     stopped = losses(tmp_path / "hurt")[-1][0]
     assert layout.latest(checkpoints) == name_of(stopped), "saved at the step it stopped at"
 
-    last = {"training.steps": stopped + 1}
+    last = {"training.steps": stopped + 1, "lr_schedule.decay": "none"}
     told = world.run(2, said, options(tmp_path / "hurt", **last))[0]
     assert f"{name_of(stopped)}, after step {stopped}" in told
     assert "nothing is left to do" in world.run(2, said, options(tmp_path / "hurt", **last))[0]
