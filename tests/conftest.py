@@ -39,6 +39,10 @@ settings.load_profile("titanmoe")
 METER, BILL = cost.Meter(), cost.Bill()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: cost.turn(item.nodeid))
+
+
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
