@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanmoe.counted import key
 from titanmoe.data.documents import Documents, document_of
 from titanmoe.data.shuffle import permuted
+from titanmoe.ops.counted import key
 from titanmoe.tokens import IGNORE
 
 BUFFER = 1024

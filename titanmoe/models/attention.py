@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from titanmoe.comm import ALONE, gather, local, scatter_sum
 from titanmoe.config.schema import Model
-from titanmoe.models.blocked_attention import blocked_attention
 from titanmoe.models.count import window
 from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate
+from titanmoe.ops.blocked_attention import blocked_attention
 
 
 def causal_attention(

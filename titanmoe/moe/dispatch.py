@@ -27,7 +27,7 @@ from torch import Tensor
 
 from titanmoe.comm import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
 from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens, to_weighted_rows
-from titanmoe.region import named
+from titanmoe.ops.region import named
 
 
 class Way(NamedTuple):

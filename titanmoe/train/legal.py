@@ -55,7 +55,7 @@ def _kernels(config: Config) -> Iterator[str]:
         return
     import torch
 
-    from titanmoe.moe.kernels import missing
+    from titanmoe.ops.kernels import missing
 
     on_gpu = config.training.device != "cpu" and torch.cuda.is_available()
     if reason := missing(on_gpu):
