@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import parity
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.fold.degrees import derive
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.experts import Experts

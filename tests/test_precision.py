@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests import near, reference
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.attention import causal_attention

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.count import has_experts, parameters
 from titanmoe.models.families import names, preset

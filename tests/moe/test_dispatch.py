@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import world
-from titanmoe.comm import ALONE, Group
+from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical, by_expert, copy_rows, lay_out, sort_by_expert
 from titanmoe.moe.permute import to_tokens
 

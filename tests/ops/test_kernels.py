@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests import near, parity
 from tests.features import MODELS
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.vocabulary import chunked_cross_entropy_sum
 from titanmoe.moe.dispatch import by_expert, copy_rows, lay_out, sort_by_expert

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm import all_gather, gather, local
+from titanmoe.comm.collectives import all_gather, gather, local
 from titanmoe.models.layers import promote
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Head

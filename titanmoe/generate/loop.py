@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.comm import all_reduce
+from titanmoe.comm.collectives import all_reduce
 from titanmoe.fold.meshes import Meshes
 from titanmoe.generate.cache import Rows, lay
 from titanmoe.generate.sample import Sampling, choose

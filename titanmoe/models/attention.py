@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm import ALONE, gather, local, scatter_sum
+from titanmoe.comm.collectives import ALONE, gather, local, scatter_sum
 from titanmoe.config.schema import Model
 from titanmoe.models.count import window
 from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm import ALONE, Group, all_gather, all_reduce, gather, local, scatter_sum
+from titanmoe.comm.collectives import ALONE, Group, all_gather, all_reduce, gather, local, scatter_sum
 from titanmoe.models.layers import RMSNorm, promote
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node

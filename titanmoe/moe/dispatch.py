@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
+from titanmoe.comm.collectives import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
 from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens, to_weighted_rows
 from titanmoe.ops.region import named
 

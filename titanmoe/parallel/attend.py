@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titanmoe.comm import Group
+from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Parallelism
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.context import KINDS, Placement, on_one_rank, ulysses_attention

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.state import persistent_buffers
-from titanmoe.comm import all_reduce
+from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
@@ -84,7 +84,7 @@ class Trainer:
         self.clock = Clock(self.device, on=runtime.rank == 0)
         around_dispatch(self.dispatchers, partial(self.clock.part, "dispatch"))
         if self.engine.pairs is not None:
-            around(self.engine.pairs.turns, "rest", self.clock.away)
+            around(self.engine.pairs.turns, "wait_for_turn", self.clock.away)
         self.validation = Validation(self) if config.validation.interval else None
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanmoe import turns
+from titanmoe.comm import turns
 
 _ops = torch.ops._c10d_functional
 
