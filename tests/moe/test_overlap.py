@@ -110,7 +110,7 @@ def ordered(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[s
     moe = MoE(config.model, config.moe, Shared(events) if shared else None, 0, 0, 1, torch.float64)
     nn.init.normal_(moe.router.weight)
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
-    moe.dispatcher.lay(group, RANKS, 1)
+    moe.dispatcher.set_groups(group, RANKS, 1)
     if across:  # each rank a node of its own
         moe.dispatcher.lay_nodes(ALONE, group)
     moe.experts.products = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))

@@ -125,7 +125,7 @@ class HostMustNotWait(TorchFunctionMode):
 
 def waits(kind: str) -> bool:
     dispatcher = make(whole_world(), RANKS, 1) if kind == "symm_mem" else AllToAll(E)
-    dispatcher.lay(whole_world(), RANKS, 1)
+    dispatcher.set_groups(whole_world(), RANKS, 1)
     x_TD, weights_TK, chosen_TK = inputs("some_dropped", dist.get_rank())
     x_TD.requires_grad_()
     try:

@@ -48,7 +48,7 @@ class Arrays(NamedTuple):
 
 
 def empty(count: int, seq_len: int, apart: bool) -> Arrays:
-    """All padding, each position of it a document of nobody."""
+    """All padding: its document id is -1."""
     shape = (count, seq_len)
     return Arrays(
         np.zeros(shape, np.int64),

@@ -30,7 +30,7 @@ def causal_attention(
     """Every position sees itself and those before it of its own document; query head i uses key head i // (H / G).
 
     window: of those only the last so many, its own counted. sinks_H: the logit of one more key, whose value is zero.
-    Windows and sinks are here in plain operations; `titanmoe.parallel.context` lays the fast ones in their place.
+    Windows and sinks are here in plain operations; `titanmoe.parallel.attend` puts faster ones in their place.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
     if q.device.type == "cpu" and not window and sinks_H is None:

@@ -121,9 +121,9 @@ def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
         2 * _projections(model) + _scores_and_values(model, i, seq_len) + (experts if has_experts(model, i) else dense)
         for i in range(model.num_layers + model.mtp_depth)
     ]
-    layers, further = blocks[: model.num_layers], blocks[model.num_layers :]
+    layers, mtp = blocks[: model.num_layers], blocks[model.num_layers :]
     head = (1 + model.mtp_depth) * 2 * model.vocab_size * model.dim
-    return layers, head + sum(further) + model.mtp_depth * 2 * 2 * model.dim**2
+    return layers, head + sum(mtp) + model.mtp_depth * 2 * 2 * model.dim**2
 
 
 def forward_flops_per_token(model: Model, seq_len: int) -> int:

@@ -167,7 +167,8 @@ def chunked_cross_entropy_sum(
 class Head(nn.Module):
     """Final norm, projection to the vocabulary, loss. With labels: the sum of the cross-entropy; without: logits.
 
-    further: hidden states with a final norm of their own, and their labels; their loss comes second.
+    mtp: hidden states of multi-token prediction, with a final norm of their own, and their labels; their loss comes
+    second.
     """
 
     def __init__(
@@ -186,15 +187,15 @@ class Head(nn.Module):
         self.tp = ALONE
 
     def forward(
-        self, x_BsD: Tensor, labels_BS: Tensor | None = None, further: tuple[Tensor, Tensor] | None = None
+        self, x_BsD: Tensor, labels_BS: Tensor | None = None, mtp: tuple[Tensor, Tensor] | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         normed_BsD = self.norm(x_BsD)
         if labels_BS is None:
             return all_gather(F.linear(gather(normed_BsD, 1, self.tp), local(self.weight)), 2, self.tp)
         loss = self.loss(normed_BsD, labels_BS)
-        if further is None:
+        if mtp is None:
             return loss
-        return loss, self.loss(*further)
+        return loss, self.loss(*mtp)
 
     def loss(self, normed_BsD: Tensor, labels_BS: Tensor) -> Tensor:
         x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)

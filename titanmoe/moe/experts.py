@@ -205,9 +205,9 @@ class Experts(nn.Module):
             self.w2_bias = nn.Parameter(torch.empty(shape[0], shape[2], dtype=dtype))
         self.clamped = model.expert_activation == "clamped_swiglu"
         self.grouped_mm, self.kernels, self.dtype = options.grouped_mm, options.kernels, options.expert_dtype
-        self.lay(0)
+        self.set_etp_rank(0)
 
-    def lay(self, etp_rank: int) -> None:
+    def set_etp_rank(self, etp_rank: int) -> None:
         """Which columns this rank adds the last bias to; called when the model is laid on the meshes."""
         self.etp_rank = etp_rank
 
@@ -259,7 +259,7 @@ class Experts(nn.Module):
         of_Re = rows_of(count_e, x_RD.shape[0], gate_RF.dtype)
         gate_RF = torch.addmm(gate_RF, of_Re, local(self.w1_bias))
         up_RF = torch.addmm(up_RF, of_Re, local(self.w3_bias))
-        if self.unused_rows:  # a product with 0 would not keep what is no number out of the biases' gradients
+        if self.unused_rows:  # 0 * NaN is NaN: mask, do not multiply
             used_R1 = torch.arange(x_RD.shape[0], device=x_RD.device).unsqueeze(1) < count_e.sum()
             gate_RF, up_RF = gate_RF.where(used_R1, 0), up_RF.where(used_R1, 0)
         y_RD = down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, *how)

@@ -198,7 +198,7 @@ class Trainer:
         totals = self.count(batches)
         self.clock.lap("data")
 
-        loss, further = self.forward_backward(batches, totals)
+        loss, mtp_loss = self.forward_backward(batches, totals)
         self.finish_gradients()
         self.clock.lap("forward_backward")
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
@@ -208,7 +208,7 @@ class Trainer:
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
         self.optimizer.step(lr)
         self.tokens += totals.tokens.item()
-        report = self.report(loss, further, norm, lr, totals, self.finish_experts())
+        report = self.report(loss, mtp_loss, norm, lr, totals, self.finish_experts())
         self.clock.lap("optimizer")
         return report
 
@@ -221,17 +221,17 @@ class Trainer:
         """Gradients of the whole step on every rank's shards; returns the global loss, and multi-token prediction's."""
         where = (self.meshes, self.placement, self.device)
         slices = [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
-        loss, further, asked, overflowed = self.attempt(slices, totals, self.symmetric)
+        loss, mtp_loss, stop, overflowed = self.run_microbatches(slices, totals, self.symmetric)
         if overflowed:  # a static receive buffer of some rank, and so nothing of it counts
             self.overflow_reruns += 1
             for parameter in self.parameters.values():
                 parameter.grad = None
-            loss, further, asked, _ = self.attempt(slices, totals, None)
-        self.stopping = bool(asked)
+            loss, mtp_loss, stop, _ = self.run_microbatches(slices, totals, None)
+        self.stopping = bool(stop)
         # Only ranks of the last stage have them, and those of a tp group equal ones.
-        return loss / self.meshes.tp.size, further / self.meshes.tp.size
+        return loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
 
-    def attempt(self, slices: list[Slice], totals: Totals, symmetric: Symmetric | None) -> Tensor:
+    def run_microbatches(self, slices: list[Slice], totals: Totals, symmetric: Symmetric | None) -> tuple[Tensor, ...]:
         """The losses, whether any rank has been asked to stop, and whether a receive buffer was too small: one message.
 
         symmetric: the dispatcher to use in place of the layers' own, which are exact.
@@ -243,10 +243,10 @@ class Trainer:
         labels = totals.labels.clamp(min=1)
         with symmetric.serving(layers) if symmetric else nullcontext():
             loss = self.engine.run(slices, labels)
-        further = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
-        asked = torch.full_like(loss, self.wants_to_stop())
+        mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
+        stop = torch.full_like(loss, self.wants_to_stop())
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
-        return all_reduce(torch.stack((loss, further, asked, overflowed)), self.meshes.world)
+        return all_reduce(torch.stack((loss, mtp_loss, stop, overflowed)), self.meshes.world).unbind()
 
     def finish_gradients(self) -> None:
         """What backward left in pieces that FSDP does not know of."""
@@ -282,7 +282,7 @@ class Trainer:
     def report(
         self,
         loss: Tensor,
-        further: Tensor,
+        mtp_loss: Tensor,
         norm: Tensor,
         lr: float,
         totals: Totals,
@@ -290,7 +290,7 @@ class Trainer:
     ) -> dict[str, Any]:
         values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "tokens": totals.tokens.item()}
         if self.config.model.mtp_depth:
-            values["mtp_loss"] = further.item()
+            values["mtp_loss"] = mtp_loss.item()
         if self.symmetric is not None:
             values["overflow_reruns"] = self.overflow_reruns
         if layers:
