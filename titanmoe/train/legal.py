@@ -103,7 +103,7 @@ def _attention(config: Config, fold: Fold) -> Iterator[str]:
         return
     import torch
 
-    from titanmoe.models.count import window
+    from titanmoe.config.blocks import window
     from titanmoe.parallel.attend import pick_backend
 
     device = "cpu" if training.device == "cpu" or not torch.cuda.is_available() else "cuda"
