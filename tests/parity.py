@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from tests import reference, symmetric, world  # noqa: F401 (the emulated operations)
 from tests.errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
-from titanmoe import counted
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
+from titanmoe.ops import counted
 from titanmoe.tokens import IGNORE
 
 STEPS = 2

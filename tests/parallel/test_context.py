@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import near, world
-from titanmoe.comm import Group
+from titanmoe.comm.collectives import Group
 from titanmoe.models.attention import causal_attention
 from titanmoe.parallel.context import (
     Placement,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titanmoe import turns
+from titanmoe.comm import turns
+from titanmoe.comm.turns import Turns
 from titanmoe.train import clock as clock_module
 from titanmoe.train.around import around
 from titanmoe.train.clock import Clock
-from titanmoe.turns import Turns
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_laps_add_up_and_parts_are_counted_apart(now):
 def test_a_part_leaves_out_what_another_did_meanwhile(now):
     clock = Clock(torch.device("cpu"))
     both = Turns()
-    around(both, "rest", clock.away)
+    around(both, "wait_for_turn", clock.away)
 
     def half(seconds: float) -> None:
         with clock.part("dispatch"):

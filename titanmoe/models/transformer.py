@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
 from titanmoe.models.attention import Attention
-from titanmoe.models.count import has_experts
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import FeedForward, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.multi_token import MultiToken
@@ -81,12 +81,12 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:
         """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). Returns (B, s, D), loss or logits."""
-        further = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
-        if self.embed is not None and further:  # at once, as the weights are gathered for each call
+        with_mtp = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
+        if self.embed is not None and with_mtp:  # at once, as the weights are gathered for each call
             x, next_BsD = self.embed(torch.cat((x, tokens.next_BS))).chunk(2)
         elif self.embed is not None:
             x = self.embed(x)
-        elif further:
+        elif with_mtp:
             next_BsD = self.embed_copy(tokens.next_BS)
         turned = self.shape.qk_rope_head_dim or self.shape.head_dim
         rope = rope_angles(tokens.position_BS, self.shape, turned, x.dtype)
@@ -94,7 +94,7 @@ class Transformer(nn.Module):
             x = block(x, rope, tokens)
         if self.head is None:
             return x
-        if not further:
+        if not with_mtp:
             return self.head(x, labels_BS)
         (mtp,) = self.mtp
         loss, own = self.head(x, labels_BS, (mtp(x, next_BsD, rope, tokens), tokens.later_BS))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm import Group, all_reduce
+from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import AUX, STATISTICS, Balance
@@ -82,8 +82,8 @@ class MoE(nn.Module):
         """Each part through the experts and on its way back, while the parts after it are on their way here."""
         back = []
         for part in parts:
-            rows_RD, weights_R1, count_e, way = self.dispatcher.arrive(part)
-            back.append(self.dispatcher.leave(products(rows_RD, weights_R1, count_e), way))
+            rows_RD, weights_R1, count_e, splits = self.dispatcher.arrive(part)
+            back.append(self.dispatcher.leave(products(rows_RD, weights_R1, count_e), splits))
         return back
 
 

@@ -22,7 +22,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import Group, all_reduce
+from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.moe.dispatch import Dispatcher, Route, copy_rows, lay_out, sort_by_expert
@@ -63,7 +63,7 @@ class Symmetric(Dispatcher):
 
     def __init__(self, config: Config, fold: Fold, group: Group, device: torch.device):
         super().__init__(config.model.num_experts, kernels=config.moe.kernels)
-        self.lay(group, fold.ep, fold.etp)
+        self.set_groups(group, fold.ep, fold.etp)
         tokens = config.training.local_batch_size * config.training.seq_len // (fold.cp * fold.tp)
         top_k, held = config.model.top_k, self.local_experts
         self.home_rows = tokens * top_k * fold.etp  # also what arrives if routing is even
@@ -131,11 +131,11 @@ class Symmetric(Dispatcher):
         used_A1 = used(total_e, self.away_rows).unsqueeze(1)
         x_AD, back = _There.apply(x_HD, self, self.rows, send_Ge, used_A1)
         weights_A1, _ = _There.apply(weights_H1, self, self.weights, send_Ge, used_A1)
-        return x_AD, weights_A1, bins(total_e), home._replace(way=(send_Ge, back, used_A1))
+        return x_AD, weights_A1, bins(total_e), home._replace(back=(send_Ge, back, used_A1))
 
     def combine(self, y_AD: Tensor, route: Route) -> Tensor:
-        if route.way is not None:
-            y_AD = _Back.apply(y_AD, self, self.rows, route.source_R.shape[0], *route.way)
+        if route.back is not None:
+            y_AD = _Back.apply(y_AD, self, self.rows, route.source_R.shape[0], *route.back)
         return to_tokens(y_AD, route.source_R, route.slot_TJ, self.kernels)
 
     # When an operation has ended here, a peer may still read what it sent, or have begun the next one, which writes

@@ -14,9 +14,9 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from titanmoe.comm.turns import Turns
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.turns import Turns
 
 KIND = torch_schedules._ComputationType
 Action = torch_schedules._Action

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
-from titanmoe.region import region
+from titanmoe.ops.region import region
 from titanmoe.train.around import around, around_dispatch
 
 if TYPE_CHECKING:

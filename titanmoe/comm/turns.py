@@ -82,11 +82,10 @@ class Turns:
             return
         self.under_way[me] = False
         if not self.over[1 - me]:
-            self.rest(me)
+            self.wait_for_turn(me)
         if self.error is not None:
             raise Abandoned("the other side of this pair failed")
 
-    def rest(self, me: int) -> None:
-        """The other's turn."""
+    def wait_for_turn(self, me: int) -> None:
         self._give(me)
         self.gates[me].acquire()
