@@ -86,7 +86,7 @@ def test_symmetric_memory_leaves_the_host_alone() -> None:
         weights_TK = torch.empty(T, model.top_k, requires_grad=True)
         chosen_TK = torch.zeros(T, model.top_k, dtype=torch.int64)
         rows_RD, weights_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        y_TD: Tensor = dispatcher.combine(experts(rows_RD, weights_R1, count_e), route)
+        y_TD: Tensor = dispatcher.combine(experts.products(rows_RD, weights_R1, count_e), route)
         y_TD.backward(torch.empty_like(y_TD))
     assert y_TD.shape == x_TD.shape
     assert all(x.grad is not None for x in (x_TD, weights_TK, *experts.parameters()))

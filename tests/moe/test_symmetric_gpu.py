@@ -44,7 +44,7 @@ def test_rows_through_the_experts_without_a_host_sync() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         rows_RD, weights_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        y_TD = dispatcher.combine(experts(rows_RD, weights_R1, count_e), route)
+        y_TD = dispatcher.combine(experts.products(rows_RD, weights_R1, count_e), route)
         y_TD.backward(grad_TD)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +17,7 @@ from titanmoe.comm import local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models import rowwise
+from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.fp8 import scaled_product, scaled_products
 from titanmoe.moe.kernels import fused
 from titanmoe.moe.permute import to_rows, to_tokens
@@ -211,12 +211,16 @@ class Experts(nn.Module):
         """Which columns this rank adds the last bias to; called when the model is laid on the meshes."""
         self.etp_rank = etp_rank
 
-    def forward(self, *work: Any, through: Callable[..., Any] | None = None) -> Any:
-        """`products(*work)`, or `through(products, *work)`, which may call it several times.
+    def forward(self, parts: list, dispatcher: Dispatcher) -> list:
+        """Each part through the experts and on its way back, while the parts after it are on their way here.
 
         One call per layer: what hooks do around it, such as gathering sharded weights, is then done once.
         """
-        return self.products(*work) if through is None else through(self.products, *work)
+        back = []
+        for part in parts:
+            x_RD, weight_R1, count_e, way = dispatcher.arrive(part)
+            back.append(dispatcher.leave(self.products(x_RD, weight_R1, count_e), way))
+        return back
 
     def groups(self, x_RD: Tensor) -> bool:
         """Whether its rows go through torch's grouped product."""
