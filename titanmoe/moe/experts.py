@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from titanmoe.asked import askable, asked
 from titanmoe.comm import local
+from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models import rowwise
@@ -197,7 +198,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1], dtype=dtype))
-        self.unused_rows = options.dispatcher == "symm_mem"
+        self.unused_rows = DISPATCHERS[options.dispatcher].unused_rows
         self.even_rows = options.pad_to_capacity
         self.w1_bias = self.w3_bias = self.w2_bias = None
         if model.expert_biases:

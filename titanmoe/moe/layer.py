@@ -15,7 +15,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import AUX, STATISTICS, Balance
 from titanmoe.moe.capacity import Capacity
-from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical
+from titanmoe.moe.dispatch import dispatcher_class
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
 from titanmoe.tokens import Tokens
@@ -36,9 +36,8 @@ class MoE(nn.Module):
         self.router = Router(model, options, seed, layer, dtype)
         self.balance = Balance(model, options, microbatches)
         self.capacity = Capacity(model, options) if options.capacity_factor else None
-        # symm_mem has the step's own in its place while a step runs: titanmoe.moe.symmetric.
-        kinds = {"alltoall": AllToAll, "symm_mem": AllToAll, "allgather": AllGather, "hierarchical": Hierarchical}
-        self.dispatcher = kinds[options.dispatcher](model.num_experts, options.overlap_chunks, options.kernels)
+        kind = dispatcher_class(options.dispatcher)
+        self.dispatcher = kind(model.num_experts, options.overlap_chunks, options.kernels)
         self.experts = Experts(model, options, dtype)
         self.shared = shared
         self.pad = options.pad_to_capacity
