@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from titanmoe.config import ranges, schema
+from titanmoe.config import families, ranges, schema
 from titanmoe.config.dispatchers import DISPATCHERS, in_pieces
 from titanmoe.config.schema import Config
 
@@ -121,6 +121,7 @@ def to_toml(config: Config) -> str:
 def _lists() -> dict[str, str]:
     """What the schema's docstrings name in braces."""
     return {
+        "{families}": ", ".join(families.NAMES),
         "{dispatchers}": " ".join(facts.what for facts in DISPATCHERS.values()),
         "{dispatchers in pieces}": " or ".join(in_pieces()),
     }

@@ -30,7 +30,7 @@ class Model:
     """The model: a family and a size give every other field its value; any of them can be overridden."""
 
     family: str = "mixtral"
-    """mixtral, qwen2_moe, qwen3_moe, llama3_moe, deepseek_v3, olmoe, gpt_oss. Sets switches such as qk_norm and norm_topk."""
+    """{families}. Sets switches such as qk_norm and norm_topk."""
     size: str = "debug"
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
     vocab_size: int = 320
