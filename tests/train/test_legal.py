@@ -28,7 +28,7 @@ def test_experts_cut_by_a_node_are_refused():
 
 
 def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch):
-    from titanmoe.moe import kernels
+    from titanmoe.ops import kernels
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     asked = ["--moe.kernels", "triton", "--training.device", "cpu", "--training.seq_len", "64"]
