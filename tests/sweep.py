@@ -1,8 +1,8 @@
 """Every legal mapping of 8 ranks against the plain model, one after the other; resumes where it stopped.
 
-    python -m tests.sweep                         run what is missing, write docs/parity.json and docs/parity.md
-    python -m tests.sweep --only pp2              those whose name holds a text
-    python -m tests.sweep --results FILE          one JSON line per case; runs/parity.jsonl if not given
+    python -m tests.sweep                   run what docs/parity.jsonl lacks, then write the table in docs/parity.md
+    python -m tests.sweep --only pp2        only mappings whose name contains a text
+    python -m tests.sweep --minutes 30      stop after a while; the next call goes on from there
 
 517 mappings, each with one family, dispatcher, schedule, ... of those in tests/features.py: dealt out in turn, so each
 choice meets as many mappings as any other of its kind. Schedules and context-parallel kinds by a cover of all pairs
@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from tests import cost, features, parity, world
 from tests.features import CP_KINDS, FEATURES, SCHEDULES, changes
@@ -28,7 +27,7 @@ from tests.mappings import all_folds, cover, named, one_or_more
 from titanmoe.fold.degrees import Fold
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE, ROWS = ROOT / "docs" / "parity.md", ROOT / "docs" / "parity.json"
+PAGE, ROWS = ROOT / "docs" / "parity.md", ROOT / "docs" / "parity.jsonl"
 BEGIN, END = "<!-- table -->", "<!-- end of table -->"
 COLUMNS = ("loss", "grads", "norm", "weights")
 SETS = {"all": "all of 8 ranks", "pairs": "8 ranks, pairs of schedules and cp kinds", "16": "16 ranks"}
@@ -92,16 +91,23 @@ def cases() -> dict[str, Case]:
     return out | {f"16-{named(fold)}": Case(fold, {}, "16") for fold in sixteen()}
 
 
-def run(results: Path, only: str = "") -> dict[str, dict[str, Any]]:
-    """Rows by name. What the file holds is not run again unless it failed, or was with other choices."""
-    results.parent.mkdir(parents=True, exist_ok=True)
-    lines = map(json.loads, results.read_text().splitlines() if results.exists() else [])
+Row = dict[str, Any]
+
+
+def read(rows: Path) -> list[Row]:
+    return [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
+
+
+def run(rows: Path, only: str = "", minutes: float = math.inf) -> dict[str, Row]:
+    """Rows by name. A case whose row is in the file is not run again unless it failed or its choices have changed."""
     every = cases()
-    found = {line["name"]: line for line in lines if line["name"] in every}
+    found = {row["name"]: row for row in read(rows) if row["name"] in every}
     done = {n: row for n, row in found.items() if not row["failure"] and row["choices"] == every[n].choices}
     todo = {name: case for name, case in every.items() if name not in done and only in name}
     started, meter = time.monotonic(), cost.Meter()
     for number, (name, case) in enumerate(todo.items(), 1):
+        if time.monotonic() - started > 60 * minutes:
+            break
         errors, failure = {}, ""
         try:
             documents = case.choices.get("documents") == "yes"
@@ -113,22 +119,24 @@ def run(results: Path, only: str = "") -> dict[str, dict[str, Any]]:
             "name": name,
             "set": case.set,
             "choices": case.choices,
-            "errors": errors,
+            "errors": {part: float(f"{value:.1e}") for part, value in errors.items()},
             "failure": failure,
             "cpu_s": round(meter.read(), 1),
         }
-        with results.open("a") as file:
+        with rows.open("a") as file:
             file.write(json.dumps(done[name]) + "\n")
         left = (time.monotonic() - started) / number * (len(todo) - number)
         worst = failure.partition("\n")[0] or f"{max(errors.values()):.1e}"
         print(f"{number}/{len(todo)}  {name:<55} {worst}  {left / 60:.0f} min left", flush=True)
-    return {name: done[name] for name in every if name in done}
+    done = {name: done[name] for name in every if name in done}
+    rows.write_text("".join(json.dumps(row) + "\n" for row in done.values()))  # in order, and each once
+    return done
 
 
-def summary(rows: list[dict[str, Any]]) -> str:
+def summary(rows: list[Row]) -> str:
     """The worst errors of each set, and of each choice; balance terms, loads, ... together in the last column."""
 
-    def line(what: str, choice: str, some: list[dict[str, Any]]) -> str:
+    def line(what: str, choice: str, some: list[Row]) -> str:
         others = [value for row in some for name, value in row["errors"].items() if name not in COLUMNS]
         worst = [max(row["errors"][name] for row in some) for name in COLUMNS] + [max(others, default=0.0)]
         return f"| {what} | {choice} | {len(some)} | " + " | ".join(f"{value:.1e}" for value in worst) + " |"
@@ -142,35 +150,30 @@ def summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(out)
 
 
-def page(kept: dict[str, Any]) -> str:
-    """What docs/parity.md says of docs/parity.json."""
-    return f"Made with {kept['made']}; {kept['cpu_minutes']} CPU-minutes.\n\n{summary(kept['rows'])}"
+def page(rows: list[Row]) -> str:
+    """What docs/parity.md says of docs/parity.jsonl."""
+    minutes = round(sum(row["cpu_s"] for row in rows) / 60)
+    return f"{len(rows)} of {len(cases())} mappings; float64 over gloo, {minutes} CPU-minutes.\n\n{summary(rows)}"
 
 
-def write(done: dict[str, dict[str, Any]], rows: Path = ROWS, text: Path = PAGE) -> None:
-    kept = [{key: row[key] for key in ("name", "set", "choices", "errors")} for row in done.values()]
-    made = f"torch {torch.__version__}, float64, gloo"
-    minutes = round(sum(row["cpu_s"] for row in done.values()) / 60)
-    lines = ",\n".join(json.dumps(row) for row in kept)
-    rows.write_text(f'{{"made": "{made}", "cpu_minutes": {minutes}, "rows": [\n{lines}\n]}}\n')
+def write(rows: list[Row], text: Path = PAGE) -> None:
     before, _, rest = text.read_text().partition(BEGIN)
     after = rest.partition(END)[2]
-    text.write_text(f"{before}{BEGIN}\n\n{page(json.loads(rows.read_text()))}\n\n{END}{after}")
+    text.write_text(f"{before}{BEGIN}\n\n{page(rows)}\n\n{END}{after}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "parity.jsonl")
     parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--minutes", type=float, default=math.inf)
     options = parser.parse_args()
-    done = run(options.results, options.only)
-    failed = {name: row["failure"] for name, row in done.items() if row["failure"]}
-    if good := [row for row in done.values() if not row["failure"]]:
-        print(summary(good))
-    for name, failure in failed.items():
-        print(f"\n{name} failed: {failure}")
-    if not failed and len(done) == len(cases()):
-        write(done)
+    done = run(ROWS, options.only, options.minutes)
+    failed = [row for row in done.values() if row["failure"]]
+    for row in failed:
+        print(f"\n{row['name']} failed: {row['failure']}")
+    if not failed:
+        write(list(done.values()))
+        print(page(list(done.values())))
     return bool(failed)
 
 

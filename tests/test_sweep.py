@@ -1,4 +1,4 @@
-"""The sweep deals its choices evenly; and all of it as a test: pytest -m sweep."""
+"""The sweep deals its choices evenly, its page says what its rows say; and all of it as a test: pytest -m sweep."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import sweep
+from tests import parity, sweep
 from tests.features import CP_KINDS, FEATURES, SCHEDULES
 
 
@@ -24,6 +24,18 @@ def test_pairs_of_schedules_and_cp_kinds_all_meet() -> None:
     some = [case.choices for case in sweep.cases().values() if case.set == "pairs"]
     met = {(choice.get("schedule"), choice.get("cp")) for choice in some}
     assert not {(schedule, kind) for schedule in SCHEDULES for kind in CP_KINDS} - met
+
+
+def test_the_page_says_what_the_rows_say_and_each_row_is_a_case() -> None:
+    """If not: run python -m tests.sweep again."""
+    rows, cases = sweep.read(sweep.ROWS), sweep.cases()
+    assert len({row["name"] for row in rows}) == len(rows)
+    for row in rows:
+        case = cases[row["name"]]
+        assert (row["set"], row["choices"], row["failure"]) == (case.set, case.choices, "")
+    assert max(error for row in rows for error in row["errors"].values()) <= parity.TOLERANCE["float64"]
+    table = sweep.PAGE.read_text().partition(sweep.BEGIN)[2].partition(sweep.END)[0]
+    assert table.strip() == sweep.page(rows)
 
 
 def test_it_goes_on_where_it_stopped_and_writes_worst_errors(
@@ -48,9 +60,10 @@ def test_it_goes_on_where_it_stopped_and_writes_worst_errors(
     monkeypatch.setattr(sweep.Case, "changes", {})
     sweep.run(results)
     assert len(ran) == 5, "other choices than those of the row"
+    assert [row["name"] for row in sweep.read(results)] == list(done), "each once, in the order of the cases"
     text = tmp_path / "parity.md"
     text.write_text(f"before\n{sweep.BEGIN}\nold\n{sweep.END}\nafter\n")
-    sweep.write(done, tmp_path / "parity.json", text)
+    sweep.write(list(done.values()), text)
     before, *table, after = text.read_text().splitlines()
     assert (before, after) == ("before", "after")
     assert "| set | all of 8 ranks | 3 | 1.0e-15 | 4.0e-15 | 0.0e+00 | 0.0e+00 | 3.0e-16 |" in table
@@ -58,6 +71,6 @@ def test_it_goes_on_where_it_stopped_and_writes_worst_errors(
 
 @pytest.mark.sweep
 def test_every_legal_mapping() -> None:
-    done = sweep.run(sweep.ROOT / "runs" / "parity.jsonl")
+    done = sweep.run(sweep.ROWS)
     assert done.keys() == sweep.cases().keys()
     assert not [name for name, row in done.items() if row["failure"]]
