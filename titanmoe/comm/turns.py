@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from threading import Lock
 
+from titanmoe.ops.region import OTHERS_TURN, region
+
 _running: Turns | None = None
 """Of the pair that runs now: a collective inside autograd knows of no caller that could hand it down."""
 
@@ -87,5 +89,7 @@ class Turns:
             raise Abandoned("the other side of this pair failed")
 
     def wait_for_turn(self, me: int) -> None:
-        self._give(me)
-        self.gates[me].acquire()
+        """Until the other has handed over."""
+        with region(OTHERS_TURN):
+            self._give(me)
+            self.gates[me].acquire()

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from titanmoe.config.schema import Optimizer as Options
+from titanmoe.ops.region import named
 from titanmoe.parallel.materialize import piece
 from titanmoe.parallel.norm import local_grad
 
@@ -51,6 +52,7 @@ class Optimizer:
         for state in self.moments().values():
             state["step"].fill_(step)
 
+    @named("optimizer")
     def step(self, lr: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = lr

@@ -6,7 +6,6 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -30,6 +29,7 @@ from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
 from titanmoe.moe.symmetric import Memory
+from titanmoe.ops.region import heard_by, named
 from titanmoe.parallel.apply import build, drive
 from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.compiled import why_in_parts
@@ -40,7 +40,6 @@ from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.tokens import IGNORE
-from titanmoe.train.around import around, around_dispatch
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.clock import Clock
 from titanmoe.train.folder import claim, rewind
@@ -84,9 +83,6 @@ class Trainer:
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.garbage = GarbageCollection(config.training.gc_every)
         self.clock = Clock(self.device, on=runtime.rank == 0)
-        around_dispatch(self.dispatchers, partial(self.clock.part, "dispatch"))
-        if self.engine.pairs is not None:
-            around(self.engine.pairs.turns, "wait_for_turn", self.clock.away)
         self.validation = Validation(self) if config.validation.interval else None
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False
@@ -199,7 +195,8 @@ class Trainer:
         totals = self.count(batches)
         self.clock.lap("data")
 
-        loss, mtp_loss = self.forward_backward(batches, totals)
+        with heard_by(self.clock):
+            loss, mtp_loss = self.forward_backward(batches, totals)
         self.finish_gradients()
         self.clock.lap("forward_backward")
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
@@ -218,6 +215,7 @@ class Trainer:
         labels, tokens = all_reduce(mine.sum(0).to(self.device), self.meshes.data)
         return Totals(labels, tokens)
 
+    @named("forward backward")
     def forward_backward(self, batches: list[Batch], totals: Totals) -> tuple[Tensor, Tensor]:
         """Gradients of the whole step on every rank's shards; returns the global loss, and multi-token prediction's."""
         where = (self.meshes, self.placement, self.device)
@@ -249,6 +247,7 @@ class Trainer:
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
         return all_reduce(torch.stack((loss, mtp_loss, stop, overflowed)), self.meshes.world).unbind()
 
+    @named("finish gradients")
     def finish_gradients(self) -> None:
         """What backward left in pieces that FSDP does not know of."""
         sum_replicated(self.parameters.values(), self.meshes.tp)
