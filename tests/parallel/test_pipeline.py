@@ -235,17 +235,8 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
     """The loss without backward, then that of a training step with its gradients; and the schedule's bubble."""
     from titanmoe.comm import all_reduce
     from titanmoe.parallel.batch import cut
-    from titanmoe.train import trainer as trainer_module
-    from titanmoe.train.runtime import Runtime
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    loader, garbage = trainer_module.Loader, trainer_module.GarbageCollection
-    trainer_module.Loader = lambda c, r, n: parity.Samples(c, r, n, False)
-    trainer_module.GarbageCollection = lambda every: None
-    try:
-        trainer = trainer_module.Trainer(parity.read(changes, size), Runtime(rank, rank, size, torch.device("cpu")))
-    finally:
-        trainer_module.Loader, trainer_module.GarbageCollection = loader, garbage
+    trainer = parity.make_trainer(changes, loader=parity.samples())
     batches = trainer.loader.next_step()
     totals = trainer.count(batches)
     for moe in trainer.moe_layers.values():
@@ -260,7 +251,7 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
     assert torch.equal(alone, again)
     training, _ = trainer.forward_backward(batches, totals)
     trainer.finish_gradients()
-    grads = parity.whole({name: p.grad for name, p in trainer.parameters.items()}, rank)
+    grads = parity.whole({name: p.grad for name, p in trainer.parameters.items()}, dist.get_rank())
     return alone.item(), training.item(), grads, trainer.engine.bubble
 
 

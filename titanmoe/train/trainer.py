@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +13,7 @@ from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.state import persistent_buffers
@@ -63,13 +64,24 @@ class Totals:
 
 
 class Trainer:
-    def __init__(self, config: Config, runtime: Runtime):
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        loader: Callable[[Config, int, int], Loader] = Loader,
+        on_gradients: Callable[[int, dict[str, nn.Parameter]], None] | None = None,
+        garbage: Callable[[int], GarbageCollection] = GarbageCollection,
+    ):
+        """loader: of the config, a data rank and the number of data ranks. on_gradients: called with the step and the
+        parameters when their gradients are summed and known to be finite, before they are clipped.
+        garbage: of training.gc_every.
+        """
         self.config, self.runtime, self.device = config, runtime, runtime.device
         self.fold = derive(runtime.world, config.parallelism)
         node = config.parallelism.node if config.moe.dispatcher == "hierarchical" else -1
         patience = timedelta(seconds=config.training.first_step_timeout_s)
         self.meshes = build_meshes(self.fold, self.device.type, node, patience)
-        self.loader = Loader(config, self.meshes.data.rank, self.meshes.data.size)
+        self.loader = loader(config, self.meshes.data.rank, self.meshes.data.size)
         self.parts = build(config, self.meshes, self.loader.microbatches, self.device)
         self.engine = drive(self.parts, config, self.meshes, self.loader.microbatches, self.device)
         self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
@@ -80,7 +92,8 @@ class Trainer:
         self.placement = placement(config)
         self.optimizer = Optimizer(self.parameters, config.optimizer)
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
-        self.garbage = GarbageCollection(config.training.gc_every)
+        self.garbage = garbage(config.training.gc_every)
+        self.on_gradients = on_gradients
         self.clock = Clock(self.device, on=runtime.rank == 0)
         around_dispatch(self.dispatchers, partial(self.clock.part, "dispatch"))
         if self.engine.pairs is not None:
@@ -203,6 +216,8 @@ class Trainer:
         self.clock.lap("forward_backward")
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
         self.check_finite(loss, norm)
+        if self.on_gradients:
+            self.on_gradients(self.step, self.parameters)
         if self.config.optimizer.max_grad_norm > 0:
             clip(self.parameters.values(), norm, self.config.optimizer.max_grad_norm)
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
