@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -17,10 +17,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests import reference, symmetric, world  # noqa: F401 (the emulated operations)
+from tests import reference, suspects, symmetric, world  # noqa: F401 (the emulated operations)
 from tests.errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
+from titanmoe.data.loader import Loader
+from titanmoe.fold.degrees import Fold, derive
 from titanmoe.ops import counted
 from titanmoe.tokens import IGNORE
 
@@ -139,6 +141,16 @@ class Samples:
         return batches
 
 
+class NaNPositions(Loader):
+    """From step 2 on positions are NaN, and so is all that attention makes of them."""
+
+    def next_step(self) -> list[Batch]:
+        batches = super().next_step()
+        if self.consumed == self.global_batch_size:
+            return batches
+        return [batch._replace(position_BS=torch.full(batch.tokens_BS.shape, torch.nan)) for batch in batches]
+
+
 @dataclasses.dataclass
 class Outcome:
     loss: list[float]
@@ -149,53 +161,57 @@ class Outcome:
     bias: dict[str, torch.Tensor]
 
 
-def whole(pieces: dict[str, Any], rank: int) -> dict[str, torch.Tensor]:
+def whole(pieces: dict[str, Any], rank: int, fold: Fold) -> dict[str, torch.Tensor]:
     """Logical tensors from every rank's pieces, on rank 0; replicas must be equal to the last bit or nearly."""
     from titanmoe.parallel.materialize import piece
 
-    mine = {}
+    mine, places = {}, suspects.held(pieces)
     for name, tensor in pieces.items():
-        part, offset = piece(tensor.detach())
+        part, _ = piece(tensor.detach())
         part = part.float() if part.dtype == torch.bfloat16 else part  # which numpy does not know
-        mine[name] = (part.numpy(), offset, tuple(tensor.shape))  # a tensor takes ten times as long to pickle
+        mine[name] = (part.numpy(), places[name], tuple(tensor.shape))  # a tensor takes ten times as long to pickle
     gathered = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(mine, gathered)
     if rank:
         return {}
-    out, seen = {}, {}
-    for theirs in gathered:
-        for name, (array, offset, shape) in theirs.items():
-            part = torch.from_numpy(array)
-            if name not in out:
-                out[name] = torch.zeros(shape, dtype=part.dtype)
-                seen[name] = torch.zeros(shape, dtype=torch.bool)
-            place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
-            known = seen[name][place]
-            if known.any():
-                scale = float(part.abs().max()) if part.numel() else 0.0
-                apart = float((out[name][place] - part)[known].abs().max())
-                assert apart <= 1e-12 * max(scale, 1e-30), f"replicas of {name} differ by {apart}"
-            out[name][place] = part
-            seen[name][place] = True
+    parts = [{name: (torch.from_numpy(array), one) for name, (array, one, _) in mine.items()} for mine in gathered]
+    apart = suspects.of_replicas(fold, parts, 1e-12)
+    assert not apart, apart
+    shapes = {name: shape for mine in gathered for name, (_, _, shape) in mine.items()}
+    out, seen = {}, {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}
+    for theirs in parts:
+        for name, (part, one) in theirs.items():
+            out.setdefault(name, torch.zeros(shapes[name], dtype=part.dtype))[one.place] = part
+            seen[name][one.place] = True
     for name, filled in seen.items():
         assert filled.all(), f"{name}: no rank holds {int((~filled).sum())} of {filled.numel()} elements"
     return out
 
 
-def make_trainer(changes: dict[str, Any]) -> Any:
-    """On a rank: the Trainer of a recipe, with the samples that the recipe names."""
-    from titanmoe.train import trainer as module
+def no_collection(every: int) -> Any:
+    """In place of GarbageCollection, whose first full collection would be a third of a short test's time."""
+    return SimpleNamespace(collect=lambda step: None)
+
+
+def runtime_here() -> Any:
+    """Of a pool's rank. The ranks stay, and so must the time-outs of their groups."""
     from titanmoe.train.runtime import Runtime
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    garbage = module.GarbageCollection
-    # A full collection would be a third of the time.
-    module.GarbageCollection = lambda every: SimpleNamespace(collect=lambda step: None)
-    try:
-        runtime = Runtime(rank=rank, local_rank=rank, world=size, device=torch.device("cpu"))
-        return module.Trainer(read(changes, size), runtime)
-    finally:
-        module.GarbageCollection = garbage
+    rank = dist.get_rank()
+    return Runtime(rank, rank, dist.get_world_size(), torch.device("cpu"), keep_timeouts=True)
+
+
+def make_trainer(changes: dict[str, Any], **seams: Any) -> Any:
+    """On a rank: the Trainer of a recipe, with the samples that the recipe names unless a loader is given."""
+    from titanmoe.train.trainer import Trainer
+
+    runtime = runtime_here()
+    return Trainer(read(changes, runtime.world), runtime, **{"garbage": no_collection} | seams)
+
+
+def samples(documents: bool = False) -> Callable[[Config, int, int], Samples]:
+    """The test's own samples, as a Trainer's loader."""
+    return functools.partial(Samples, documents=documents)
 
 
 Choices = dict[int, torch.Tensor]
@@ -220,42 +236,34 @@ def measure(
     fault: str = "",
     steps: int = STEPS,
     choices: Choices | None = None,
+    prepare: Callable[[Any], None] = lambda trainer: None,
+    train_step: Callable[[Any], dict[str, Any]] = lambda trainer: trainer.train_step(),
 ) -> Outcome | None:
-    from titanmoe.train import trainer as trainer_module
+    """prepare: called with the Trainer before its first step. train_step: makes a step of it."""
+    from tests import faults
 
-    config = read(changes, dist.get_world_size())
-    rank = dist.get_rank()
-    undo = None
-    if fault:
-        from tests import faults
+    config, rank = read(changes, dist.get_world_size()), dist.get_rank()
+    undo = faults.FAULTS[fault]() if fault else lambda: None
+    grads: list[dict[str, torch.Tensor]] = []
 
-        undo = faults.FAULTS[fault]()
-    loader = trainer_module.Loader
-    trainer_module.Loader = lambda c, r, n: Samples(c, r, n, documents)
+    def capture(step: int, parameters: dict[str, Any]) -> None:
+        if step == 1:
+            missing = [name for name, p in parameters.items() if p.grad is None]
+            assert not missing, f"no gradient at all: {missing}"
+            grads.append(whole({name: p.grad for name, p in parameters.items()}, rank, trainer.fold))
+
     try:
-        trainer = make_trainer(changes)
-        grads: list[dict[str, torch.Tensor]] = []
-        finite = trainer.check_finite
-
-        def capture(loss: torch.Tensor, norm: torch.Tensor) -> None:
-            finite(loss, norm)
-            if not grads:
-                missing = [name for name, p in trainer.parameters.items() if p.grad is None]
-                assert not missing, f"no gradient at all: {missing}"
-                grads.append(whole({name: p.grad for name, p in trainer.parameters.items()}, rank))
-
-        trainer.check_finite = capture
+        trainer = make_trainer(changes, loader=samples(documents), on_gradients=capture)
+        prepare(trainer)
         with frozen(choices):
-            reports = [trainer.train_step() for _ in range(steps)]
-        weights = whole(trainer.parameters, rank)
+            reports = [train_step(trainer) for _ in range(steps)]
+        weights = whole(trainer.parameters, rank, trainer.fold)
         buffers = [item for part in trainer.parts for item in part.named_buffers()]
         bias = {name: buffer.clone() for name, buffer in buffers if name.endswith("expert_bias")}
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, bias)
     finally:
-        trainer_module.Loader = loader
-        if undo:
-            undo()
+        undo()
     if rank:
         return None
     for copy in ("head.weight",) * config.model.tie_embeddings + ("embed_copy.weight",):
@@ -273,15 +281,17 @@ def measure(
 
 
 def train(argv: list[str]) -> None:
-    """On a rank: what train.py does once it has joined the others. Ranks stay, and so do the time-outs of groups."""
+    """On a rank: what train.py does once it has joined the others."""
     from titanmoe.train.launch import read
-    from titanmoe.train.runtime import Runtime
     from titanmoe.train.trainer import Trainer
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    runtime = Runtime(rank=rank, local_rank=rank, world=size, device=torch.device("cpu"))
-    object.__setattr__(runtime, "steady_timeout", lambda *_: None)
-    Trainer(read(argv, size), runtime).train()
+    runtime = runtime_here()
+    Trainer(read(argv, runtime.world), runtime).train()
+
+
+def places(changes: dict[str, Any]) -> dict[str, suspects.Held]:
+    """On a rank: where its pieces of the parameters lie."""
+    return suspects.held(make_trainer(changes, loader=samples()).parameters)
 
 
 # What may change speed and memory but no number: the reference is computed without it, once.
@@ -357,8 +367,16 @@ def check(
         errors.pop("weights")  # AdamW's first steps turn rounding of tiny gradients into whole steps
     worst = max(errors, key=errors.__getitem__)
     if not errors[worst] <= allowed:
-        where = error(got.grads, want.steps[0].grads)[1]
-        raise AssertionError(f"{worst} is off by {errors[worst]:.2e}; worst gradient {where}; {errors}; {changes}")
+        raise AssertionError(
+            f"{worst} is off by {errors[worst]:.2e}; {errors}; {changes}; of gradients, "
+            + suspects.of_gradients(
+                derive(size, config.parallelism),
+                world.run(size, places, changes),
+                got.grads,
+                want.steps[0].grads,
+                allowed,
+            )
+        )
     return errors
 
 
@@ -370,20 +388,12 @@ def preset_of(family: str, size: str = "debug") -> dict[str, Any]:
 
 def biased(changes: dict[str, Any], bias: list[float]) -> Outcome | None:
     """`measure`, with every router's selection bias set."""
-    from titanmoe.train import trainer as trainer_module
 
-    init = trainer_module.Trainer.__init__
-
-    def with_bias(self: Any, *args: Any) -> None:
-        init(self, *args)
-        for moe in self.moe_layers.values():
+    def set_bias(trainer: Any) -> None:
+        for moe in trainer.moe_layers.values():
             moe.router.expert_bias.copy_(torch.tensor(bias))
 
-    trainer_module.Trainer.__init__ = with_bias
-    try:
-        return measure(changes, steps=1)
-    finally:
-        trainer_module.Trainer.__init__ = init
+    return measure(changes, steps=1, prepare=set_bias)
 
 
 def check_biased(size: int, changes: dict[str, Any], bias: list[float]) -> dict[str, float]:

@@ -26,6 +26,8 @@ from titanmoe.checkpoint.folder import Piece, write_checkpoint
 from titanmoe.checkpoint.layout import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config.schema import Checkpoint
+from titanmoe.data.batch import Batch
+from titanmoe.data.loader import Loader
 
 NAN = float("nan")
 
@@ -42,18 +44,15 @@ def test_the_first_tensor_that_is_not_finite_is_named_and_large_numbers_are_no_f
 
 
 def train_with_a_nan(folder: str, save: str) -> tuple[str, int]:
-    """After step 2 one rank's copy of a bias, which another rank would write, is no number."""
+    """In step 2 one rank's copy of a bias, which another rank would write, is no number."""
     options = {"job.dump_folder": folder, "checkpoint.save": save, "checkpoint.keep_last": 1}
-    trainer = parity.make_trainer(runs.RUN | {"parallelism.experts.ep": 2, "training.steps": 9} | options)
-    make = trainer.train_step
 
-    def step() -> dict[str, Any]:
-        report = make()
-        if trainer.step == 2 and dist.get_rank() == 1:
+    def poison(step: int, parameters: dict[str, Any]) -> None:
+        if step == 2 and dist.get_rank() == 1:
             trainer.buffers["layers.1.moe.router.expert_bias"][3] = NAN
-        return report
 
-    trainer.train_step = step
+    changes = runs.RUN | {"parallelism.experts.ep": 2, "training.steps": 9} | options
+    trainer = parity.make_trainer(changes, on_gradients=poison)
     try:
         trainer.train()
     except CheckpointError as error:
@@ -127,8 +126,17 @@ def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
 def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
     """Rank 1's disk takes no byte of step 4. The clock stands still until that has begun, and then jumps."""
     options = {"job.dump_folder": folder, "checkpoint.interval": 2, "parallelism.experts.ep": 2}
-    trainer = parity.make_trainer(runs.RUN | options | {"training.steps": 10_000})
     write, held, go = folder_module._Summing.write, threading.Event(), threading.Event()
+
+    class Patient(Loader):
+        """Step 4's save must hang before step 5 asks whether to stop."""
+
+        def next_step(self) -> list[Batch]:
+            if dist.get_rank() == 1 and trainer.step == 5:
+                held.wait()
+            return super().next_step()
+
+    trainer = parity.make_trainer(runs.RUN | options | {"training.steps": 10_000}, loader=Patient)
 
     def hold(self: Any, data: bytes) -> int:
         if dist.get_rank() == 1 and "step-00000004" in str(self.path):
@@ -138,9 +146,6 @@ def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
 
     clock = SimpleNamespace(monotonic=lambda: 1e6 if held.is_set() or trainer.stopping else 0.0)
     folder_module._Summing.write, saver_module.time = hold, clock
-    # Step 4's save must hang before step 5 asks whether to stop.
-    make = trainer.train_step
-    trainer.train_step = lambda: (held.wait() if dist.get_rank() == 1 and trainer.step == 4 else None, make())[1]
     try:
         trainer.train()
     except CheckpointError as error:

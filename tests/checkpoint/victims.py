@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -111,9 +110,7 @@ def train(rank: int, folder: str, changes: dict[str, Any]) -> None:
     from tests import parity
     from tests.checkpoint import runs
 
-    trainer = parity.make_trainer(runs.RUN | {"job.dump_folder": folder} | changes)
-    trainer.runtime = replace(trainer.runtime, rank=rank)
-    trainer.train()
+    parity.make_trainer(runs.RUN | {"job.dump_folder": folder} | changes).train()
 
 
 def kill(ranks: list[BaseProcess], order: list[int], between_s: float) -> None:

@@ -148,25 +148,20 @@ def test_the_number_of_slices(tokens: int, vocabulary: int, asked_for: int, want
 
 def gathers_of_the_head(chunks: int) -> int:
     """Of its weight, from all data ranks, in one microbatch."""
-    import torch.distributed as dist
-
     from tests import parity
     from titanmoe.comm.fsdp_cpu import StraightToPlace
     from titanmoe.parallel.batch import cut
-    from titanmoe.train import trainer as trainer_module
-    from titanmoe.train.runtime import Runtime
 
-    config = parity.read({"training.loss_chunks": chunks, "parallelism.reshard_after_forward": "always"}, 2)
-    loader, gather, sizes = trainer_module.Loader, StraightToPlace.__call__, []
+    changes = {"training.loss_chunks": chunks, "parallelism.reshard_after_forward": "always"}
+    gather, sizes = StraightToPlace.__call__, []
 
     def counting(self: StraightToPlace, output_tensor: Tensor, *given: Any, **named: Any) -> Any:
         sizes.append(output_tensor.numel())
         return gather(self, output_tensor, *given, **named)
 
-    trainer_module.Loader = lambda c, r, n: parity.Samples(c, r, n, False)
     StraightToPlace.__call__ = counting
     try:
-        trainer = trainer_module.Trainer(config, Runtime(dist.get_rank(), dist.get_rank(), 2, torch.device("cpu")))
+        trainer = parity.make_trainer(changes, loader=parity.samples())
         batches = trainer.loader.next_step()
         totals = trainer.count(batches)
         for moe in trainer.moe_layers.values():
@@ -174,9 +169,9 @@ def gathers_of_the_head(chunks: int) -> int:
         piece = cut(batches[0], 0, trainer.meshes, trainer.placement, trainer.device)
         trainer.engine.run([piece], totals.labels)
     finally:
-        trainer_module.Loader = loader
         StraightToPlace.__call__ = gather
-    head = config.model.dim * (config.model.vocab_size + 1)  # the weight and the final norm's
+    model = trainer.config.model
+    head = model.dim * (model.vocab_size + 1)  # the weight and the final norm's
     return sizes.count(head)
 
 

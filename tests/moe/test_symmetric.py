@@ -177,24 +177,18 @@ def test_nothing_is_sent_where_one_rank_has_no_room() -> None:
 
 def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
     """parity.measure, one layer's choice forced in the first step; the flags by step; how many operations ran."""
-    from titanmoe.train import trainer as trainer_module
+    flags, before = [], len(symmetric.calls)
 
-    step, flags, before = trainer_module.Trainer.train_step, [], len(symmetric.calls)
-
-    def forced(self: Any) -> dict[str, float]:
-        if layer in self.moe_layers:
-            router = self.moe_layers[layer].router
-            router.expert_bias.copy_(torch.tensor(bias if self.step == 0 else [0.0] * len(bias)))
-        report = step(self)
-        flags.append(bool(self.symmetric.overflowed))
-        assert all(moe.dispatcher.memory is None for moe in self.moe_layers.values()), "not exact outside of a step"
+    def forced(trainer: Any) -> dict[str, float]:
+        layers = trainer.moe_layers
+        if layer in layers:
+            layers[layer].router.expert_bias.copy_(torch.tensor(bias if trainer.step == 0 else [0.0] * len(bias)))
+        report = trainer.train_step()
+        flags.append(bool(trainer.symmetric.overflowed))
+        assert all(moe.dispatcher.memory is None for moe in layers.values()), "not exact outside of a step"
         return report
 
-    trainer_module.Trainer.train_step = forced
-    try:
-        return parity.measure(changes), flags, len(symmetric.calls) - before
-    finally:
-        trainer_module.Trainer.train_step = step
+    return parity.measure(changes, train_step=forced), flags, len(symmetric.calls) - before
 
 
 FORCED = [1e6, 1e6] + [0.0] * 6

@@ -42,15 +42,12 @@ def kept(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 def trained(changes: dict[str, Any], steps: int = STEPS) -> Seen:
     """On a rank: `parity.measure`, and what torch.compile made of it."""
-    from titanmoe.train.trainer import Trainer
-
     made: list[int] = []
-    step = Trainer.train_step
 
-    def train_step(self: Trainer) -> dict[str, Any]:
-        for moe in self.moe_layers.values():
-            moe.router.expert_bias[: self.config.model.top_k] = 1e6 if self.step + 1 == CROWDED else 0.0
-        report = step(self)
+    def train_step(trainer: Any) -> dict[str, Any]:
+        for moe in trainer.moe_layers.values():
+            moe.router.expert_bias[: trainer.config.model.top_k] = 1e6 if trainer.step + 1 == CROWDED else 0.0
+        report = trainer.train_step()
         made.append(len(_graphs))
         return report
 
@@ -59,12 +56,10 @@ def trained(changes: dict[str, Any], steps: int = STEPS) -> Seen:
     _graphs.clear()
     if "kept" not in torch._dynamo.list_backends(()):
         torch._dynamo.register_backend(kept)
-    Trainer.train_step = train_step
     try:
-        outcome = parity.measure(changes, steps=steps)
+        outcome = parity.measure(changes, steps=steps, train_step=train_step)
         return Seen(outcome, dict(_graphs), made, sum(counters["graph_break"].values()))
     finally:
-        Trainer.train_step = step
         torch._dynamo.reset()
 
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests import parity, world
 from tests.memory import Live
@@ -20,17 +18,8 @@ LENGTH = 32768
 def activation_bytes(changes: dict[str, Any]) -> int:
     """Peak of live tensors during forward and backward of one microbatch, less the level before forward."""
     from titanmoe.parallel.batch import cut
-    from titanmoe.train import trainer as trainer_module
-    from titanmoe.train.runtime import Runtime
 
-    config = parity.read(changes, dist.get_world_size())
-    loader = trainer_module.Loader
-    trainer_module.Loader = lambda c, r, n: parity.Samples(c, r, n, False)
-    try:
-        rank = dist.get_rank()
-        trainer = trainer_module.Trainer(config, Runtime(rank, rank, dist.get_world_size(), torch.device("cpu")))
-    finally:
-        trainer_module.Loader = loader
+    trainer = parity.make_trainer(changes, loader=parity.samples())
     batches = trainer.loader.next_step()
     totals = trainer.count(batches)
     for moe in trainer.moe_layers.values():

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests import near, parity, world
 from titanmoe.models.count import parameters
@@ -31,17 +30,8 @@ MAPPINGS: dict[str, dict[str, Any]] = {
 def norms_of_ones(changes: dict[str, Any], max_norm: float) -> tuple[float, float]:
     """The norm before and after it is clipped."""
     from titanmoe.parallel.norm import clip, grad_norm
-    from titanmoe.train import trainer as trainer_module
-    from titanmoe.train.runtime import Runtime
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    loader, garbage = trainer_module.Loader, trainer_module.GarbageCollection
-    trainer_module.Loader = lambda c, r, n: parity.Samples(c, r, n, False)
-    trainer_module.GarbageCollection = lambda every: None
-    try:
-        trainer = trainer_module.Trainer(parity.read(changes, size), Runtime(rank, rank, size, torch.device("cpu")))
-    finally:
-        trainer_module.Loader, trainer_module.GarbageCollection = loader, garbage
+    trainer = parity.make_trainer(changes, loader=parity.samples())
     for parameter in trainer.parameters.values():
         parameter.grad = torch.ones_like(parameter)
 

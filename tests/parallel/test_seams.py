@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,12 +23,7 @@ class _Counted(TorchDispatchMode):
 
 
 def operations_of_a_step(changes: dict[str, Any]) -> tuple[Counter[str], int]:
-    from titanmoe.train.runtime import Runtime
-    from titanmoe.train.trainer import Trainer
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    config = parity.read(changes | {"data.source": "synthetic"}, size)
-    trainer = Trainer(config, Runtime(rank, rank, size, torch.device("cpu")))
+    trainer = parity.make_trainer(changes | {"data.source": "synthetic"})
     trainer.train_step()
     with _Counted() as counted:
         trainer.train_step()

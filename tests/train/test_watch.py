@@ -19,21 +19,13 @@ from titanmoe.train.legal import problems
 
 
 def run(changes: dict[str, Any]) -> None:
-    """The whole loop, as train.py runs it, by a clock that counts how often it was asked. The ranks stay, and so must
-    the time-outs of their groups.
-    """
+    """The whole loop, as train.py runs it, by a clock that counts how often it was asked."""
     with mock.patch.object(clock, "time", Clock(1.0)), mock.patch.object(metrics, "time", clock.time):
-        trainer = parity.make_trainer(changes)
-        object.__setattr__(trainer.runtime, "steady_timeout", lambda *_: None)
-        trainer.train()
+        parity.make_trainer(changes).train()
 
 
 def broken(changes: dict[str, Any]) -> None:
-    trainer = parity.make_trainer(changes)
-    object.__setattr__(trainer.runtime, "steady_timeout", lambda *_: None)
-    whole = trainer.forward_backward
-    trainer.forward_backward = lambda *args: tuple(loss * float("nan") for loss in whole(*args))
-    trainer.train()
+    parity.make_trainer(changes, loader=parity.NaNPositions).train()
 
 
 def small(folder: Path, **changes: Any) -> dict[str, Any]:
@@ -98,24 +90,18 @@ def test_a_trace_names_the_parts_of_a_step(tmp_path: Path) -> None:
 
 def named(changes: dict[str, Any]) -> Any:
     """parity.measure of a trainer whose parts are named and whose every step is profiled."""
-    import titanmoe.train.trainer as trainer_module
     from titanmoe.train.profile import Profiler
 
-    plain_step, init = trainer_module.Trainer.train_step, trainer_module.Trainer.__init__
+    profilers = []
 
-    def watched_init(self: Any, *args: Any) -> None:
-        init(self, *args)
-        self.profiler = Profiler(self, Path(changes["job.dump_folder"]), lambda *event: None)
+    def watch(trainer: Any) -> None:
+        profilers.append(Profiler(trainer, Path(changes["job.dump_folder"]), lambda *event: None))
 
-    def watched(self: Any) -> dict[str, Any]:
-        with self.profiler.step(self.step + 1):
-            return plain_step(self)
+    def watched(trainer: Any) -> dict[str, Any]:
+        with profilers[0].step(trainer.step + 1):
+            return trainer.train_step()
 
-    trainer_module.Trainer.__init__, trainer_module.Trainer.train_step = watched_init, watched
-    try:
-        return parity.measure(changes)
-    finally:
-        trainer_module.Trainer.__init__, trainer_module.Trainer.train_step = init, plain_step
+    return parity.measure(changes, prepare=watch, train_step=watched)
 
 
 @pytest.mark.parametrize(

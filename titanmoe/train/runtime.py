@@ -55,12 +55,16 @@ class Runtime:
     local_rank: int
     world: int
     device: torch.device
+    keep_timeouts: bool = False
+    """The process groups serve other runs after this one, so their time-outs stay as they are."""
 
     def steady_timeout(self, seconds: int, patient: Sequence[Any] = ()) -> None:
         """Shorten the time-out of every process group but the patient ones, once the slow first step is over.
 
         All ranks call it together.
         """
+        if self.keep_timeouts:
+            return
         import torch
         import torch.distributed as dist
         from torch.distributed import distributed_c10d

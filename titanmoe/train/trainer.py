@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_blocks
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
+from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import derive
-from titanmoe.fold.meshes import build_meshes
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
 from titanmoe.moe.symmetric import Memory
 from titanmoe.ops.region import heard_by, named
-from titanmoe.parallel.apply import build, drive
+from titanmoe.parallel.apply import build, drive, lay_ranks
 from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
@@ -64,30 +63,43 @@ class Totals:
 
 
 class Trainer:
-    def __init__(self, config: Config, runtime: Runtime):
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        loader: Callable[[Config, int, int], Loader] = Loader,
+        on_gradients: Callable[[int, dict[str, nn.Parameter]], None] | None = None,
+        garbage: Callable[[int], GarbageCollection] = GarbageCollection,
+        optimizer: Callable[[dict[str, nn.Parameter], Options], Optimizer] = Optimizer,
+    ):
+        """loader: of the config, a data rank and the number of data ranks. on_gradients: called with the step and the
+        parameters when their gradients are summed and known to be finite, before they are clipped.
+        garbage: of training.gc_every. optimizer: of the parameters and [optimizer].
+        """
         self.config, self.runtime, self.device = config, runtime, runtime.device
-        self.fold = derive(runtime.world, config.parallelism)
-        node = config.parallelism.node if DISPATCHERS[config.moe.dispatcher].nodes else -1
-        patience = timedelta(seconds=config.training.first_step_timeout_s)
-        self.meshes = build_meshes(self.fold, self.device.type, node, patience)
-        self.loader = Loader(config, self.meshes.data.rank, self.meshes.data.size)
-        self.parts = build(config, self.meshes, self.loader.microbatches, self.device)
-        self.engine = drive(self.parts, config, self.meshes, self.loader.microbatches, self.device)
-        self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
-        self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
-        self.symmetric, self.overflow_reruns = symmetric(config, self.meshes, self.device), 0
-        self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
-        self.tied = TiedEnds(self.parts, config, self.meshes)
-        self.placement = placement(config)
-        self.optimizer = Optimizer(self.parameters, config.optimizer)
-        self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
-        self.garbage = GarbageCollection(config.training.gc_every)
-        self.clock = Clock(self.device, on=runtime.rank == 0)
-        self.validation = Validation(self) if config.validation.interval else None
-        self.step, self.tokens = 0, 0.0
-        self.wants_to_stop = lambda: False
+        self.step, self.tokens, self.overflow_reruns = 0, 0.0, 0
+        self.stopping, self.wants_to_stop = False, lambda: False
         self._lock: TextIO | None = None
-        self.stopping = False
+
+        self.fold = derive(runtime.world, config.parallelism)
+        self.meshes = lay_ranks(self.fold, config.parallelism, config.moe, config.training, self.device)
+        self.loader = loader(config, self.meshes.data.rank, self.meshes.data.size)
+        microbatches = self.loader.microbatches
+
+        self.parts = build(config, self.meshes, microbatches, self.device)
+        self.engine = drive(self.parts, config.pipeline, config.training, self.meshes, microbatches, self.device)
+        self.placement = placement(config.parallelism)
+        self.tied = TiedEnds(self.parts, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
+        self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
+        self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
+        self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
+        self.symmetric = symmetric(config, self.meshes, self.device)
+        self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
+
+        self.optimizer, self.on_gradients = optimizer(self.parameters, config.optimizer), on_gradients
+        self.validation = Validation(self) if config.validation.interval else None
+        self.garbage = garbage(config.training.gc_every)
+        self.clock = Clock(self.device, on=runtime.rank == 0)
 
     def train(self) -> int:
         """Until the last step or a signal; returns the signal, or 0."""
@@ -158,22 +170,22 @@ class Trainer:
     def notes(self) -> dict[str, str]:
         """What the run's header says beside the mapping."""
         options, recompute = self.config.pipeline, self.config.activation_checkpoint.mode
-        notes = self.loader.notes()
+        splits, notes = splits_backward(options, self.fold.pp), self.loader.notes()
         if self.config.moe.overlap_chunks == -1:
             notes["overlap chunks"] = str(self.chunks or "1: no row leaves its rank in chunks")
         if self.config.compile.enable:
-            reason = why_in_parts(self.config)
+            reason = why_in_parts(self.config.moe, splits)
             notes["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
         if self.fold.pp == 1:
             return notes
-        stages = len(stage_ranks(self.config, self.fold.pp))
+        stages = len(stage_ranks(options, self.fold.pp))
         name = options.schedule_csv or options.schedule
         notes |= {
             "pipeline": f"{name}: {stages} stages, {self.loader.microbatches} microbatches, "
             f"bubble {self.engine.bubble:.1%} of the time"
             + (", pairs of forward and backward take turns" if options.overlap_pairs else "")
         }
-        if splits_backward(self.config) and recompute in ("full", "moe"):
+        if splits and recompute in ("full", "moe"):
             notes["recompute"] = (
                 f'{name} splits backward, so with activation_checkpoint.mode = "{recompute}" a block runs up to '
                 "4 times per microbatch: exact, but 1F1B or Interleaved1F1B may be faster"
@@ -201,6 +213,8 @@ class Trainer:
         self.clock.lap("forward_backward")
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
         self.check_finite(loss, norm)
+        if self.on_gradients:
+            self.on_gradients(self.step, self.parameters)
         if self.config.optimizer.max_grad_norm > 0:
             clip(self.parameters.values(), norm, self.config.optimizer.max_grad_norm)
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
