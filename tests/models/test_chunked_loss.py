@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from tests import near, world
 from tests.memory import Live
-from titanmoe.comm import ALONE, Group
+from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.models import vocabulary as vocabulary_room
 from titanmoe.models.vocabulary import (
     CHUNK_BYTES,
@@ -151,8 +151,8 @@ def gathers_of_the_head(chunks: int) -> int:
     import torch.distributed as dist
 
     from tests import parity
+    from titanmoe.comm.fsdp_cpu import StraightToPlace
     from titanmoe.parallel.batch import cut
-    from titanmoe.parallel.sharded import StraightToPlace
     from titanmoe.train import trainer as trainer_module
     from titanmoe.train.runtime import Runtime
 

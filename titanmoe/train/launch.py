@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 
-from titanmoe.checkpoint.begin import has_begun, record_ahead
+from titanmoe.checkpoint.choose_checkpoint import has_begun, record_ahead
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.config import ConfigError, exit_with, load
 from titanmoe.config.dispatchers import DISPATCHERS
