@@ -39,7 +39,7 @@ def lent(config: Config, group: Group) -> Symmetric:
     """As in a step."""
     fold = derive(group.size, config.parallelism)
     dispatcher = Symmetric(config.model.num_experts, kernels=config.moe.kernels)
-    dispatcher.lay(group, fold.ep, fold.etp)
+    dispatcher.set_groups(group, fold.ep, fold.etp)
     dispatcher.memory = Memory(config, fold, group, torch.device("cpu"))
     return dispatcher
 

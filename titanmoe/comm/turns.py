@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from threading import Lock
-
-from titanmoe.ops.region import OTHERS_TURN, region
 
 _running: Turns | None = None
 """Of the pair that runs now: a collective inside autograd knows of no caller that could hand it down."""
@@ -36,7 +35,9 @@ def hand_over() -> None:
 
 
 class Turns:
-    def __init__(self) -> None:
+    def __init__(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext):
+        """waiting: entered for as long as the other has the turn."""
+        self.waiting = waiting
         # Kept: a new thread would make its own pool of OpenMP's, and its own handles of GPU libraries, for every pair.
         self.thread = ThreadPoolExecutor(1, "turns")
 
@@ -89,7 +90,6 @@ class Turns:
             raise Abandoned("the other side of this pair failed")
 
     def wait_for_turn(self, me: int) -> None:
-        """Until the other has handed over."""
-        with region(OTHERS_TURN):
+        with self.waiting():
             self._give(me)
             self.gates[me].acquire()
