@@ -67,7 +67,41 @@ def test_a_nan_is_never_published_and_names_tensor_rank_and_step(tmp_path, save)
     told = "step-00000002 is not saved: on rank 1 model.layers.1.moe.router.expert_bias (1 of 8 numbers are NaN"
     assert told in ends[0][0]
     folder = tmp_path / "run/checkpoints"
-    assert sorted(os.listdir(folder)) == ["latest", "step-00000001"] and layout.damage(folder / "step-00000001") == []
+    assert sorted(os.listdir(folder)) == ["latest", "step-00000001", "step-00000002.writing"]
+    assert layout.damage(folder / "step-00000001") == []
+
+
+def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]:
+    """Two tensors of which both ranks hold equal copies, but for a NaN in both on some."""
+    told, looked_at = "", []
+    look = folder_module.first_nonfinite
+    folder_module.first_nonfinite = lambda tensors: (looked_at.extend(tensors), look(tensors))[1]
+    saver = Saver(Path(folder), Checkpoint(enable=True, save="sync"))
+    copies = {name: torch.zeros(numbers) for name in ("model.a", "model.b")}
+    if dist.get_rank() in broken:
+        for tensor in copies.values():
+            tensor[-1] = NAN
+    try:
+        saver.save(2, {name: Piece(t, (0,), (numbers,)) for name, t in copies.items()}, {"step": 2})
+    except CheckpointError as error:
+        told = str(error)
+    finally:
+        folder_module.first_nonfinite = look
+    return told, len(looked_at)
+
+
+@pytest.mark.parametrize(("broken", "others"), [([0], ""), ([1], ""), ([0, 1], ", and 1 ranks more hold such")])
+def test_of_copies_each_rank_looks_at_those_it_writes(tmp_path, broken, others):
+    size = folder_module.SMALL + 1
+    ends = world.run(2, save_copies, str(tmp_path), broken, size)
+    assert ends[0] == ends[1] and ends[0][1] == 1, "each rank writes one of two tensors, and looks at that"
+    assert f"is not saved: on rank {broken[0]} model." in ends[0][0] and f"infinite){others}. The" in ends[0][0]
+    assert layout.steps(tmp_path) == {}
+
+
+def test_small_copies_are_looked_at_everywhere(tmp_path):
+    ends = world.run(2, save_copies, str(tmp_path), [1], 8)
+    assert ends[0] == ends[1] and ends[0][1] == 2 and "on rank 1 model.a (1 of 8 numbers" in ends[0][0]
 
 
 # ---- a full disk

@@ -1,6 +1,7 @@
 """A template that asks for 10^10 of anything is ended after a stated number of steps; published ones are not."""
 
 import pytest
+from jinja2 import environment
 
 from tests.data.test_chat import TALK, said
 from titanmoe.config import ConfigError
@@ -123,7 +124,7 @@ def test_filters_that_no_template_needs_are_not_there(name):
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
         "{{ " + "[" * 900 + "]" * 900 + " }}",
         "{% for a in b %}" * 30 + "{% endfor %}" * 30,
-        "{% if a %}" * 3000 + "{% endif %}" * 3000,
+        "{% if a %}" * 2000 + "{% endif %}" * 2000,
         "{{ " + "9" * 5000 + " }}",
         "{{ 'a' | replace('a', 'aaaaaaaaaaaaaaaa')" + " | replace('a', 'aaaaaaaaaaaaaaaa')" * 20 + " }}",
     ],
@@ -132,6 +133,19 @@ def test_templates_that_cannot_be_compiled(text, small):
     assert (
         "t: the chat template cannot be compiled" in (said := refused(text)) or "takes more" in said or "makes" in said
     )
+
+
+@pytest.mark.parametrize("part", ["{% for i in a %}{% endfor %}", "{{ a }}", "a{# a #}", "{{ [" + "1," * 30 + "] }}"])
+def test_what_would_take_long_to_compile_is_not_compiled(part, monkeypatch):
+    monkeypatch.setattr(environment.Environment, "from_string", None)
+    text = (part * chat.MOST_TEMPLATE)[: chat.MOST_TEMPLATE]
+    assert "t: the chat template has more than 20,000 tokens: it is none" in refused(text)
+
+
+def test_blanks_are_no_tokens(monkeypatch):
+    monkeypatch.setattr(chat, "MOST_TOKENS", 10)
+    assert len(Chat("{{" + " " * 999 + "messages [0].content" + " " * 999 + "}}", "t", ByteTokenizer()).encode(TALK)[0])
+    refused("{{ messages[0].content }}{{ 1 }}")
 
 
 def test_a_template_of_a_great_length(monkeypatch, tmp_path):

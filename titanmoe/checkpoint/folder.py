@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from titanmoe.checkpoint import inside, layout
 from titanmoe.checkpoint.disk import Doing, unwritten
+from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.tensors import (
@@ -46,6 +47,8 @@ from titanmoe.checkpoint.tensors import (
     within,
 )
 
+SMALL = 4096
+"""Numbers: copies that another rank writes are looked at too up to here, a router's bias among them."""
 FILE_BYTES = 4 << 30
 """A rank begins a new file past this: what is read back to verify, and lost to one bad byte, stays small."""
 
@@ -95,6 +98,10 @@ Pieces = Mapping[str, Piece | Lazy]
 
 
 # ---- writing
+
+
+class NotFinite(CheckpointError):
+    """What this rank holds of it, in words."""
 
 
 class _Plan(DefaultSavePlanner):
@@ -161,8 +168,8 @@ class _Summing(io.RawIOBase):
 class _Writer(StorageWriter):
     """Writes tensors by torch.save one after the other, tensors.json beside them, and keeps every file's checksum."""
 
-    def __init__(self, folder: Path, doing: Doing):
-        self.folder, self.doing = folder, doing
+    def __init__(self, folder: Path, doing: Doing, finite: bool):
+        self.folder, self.doing, self.finite = folder, doing, finite
         self.sums: dict[str, Sum] = {}
         self.opened = folder
         """The file being written: what an error is about."""
@@ -178,6 +185,8 @@ class _Writer(StorageWriter):
         return [replace(plan, storage_data=f"rank-{rank:05}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: _Plan) -> Future[list[WriteResult]]:
+        if self.finite:
+            self.doing(f"checking the numbers of {self.folder}", self._look, plan, planner)
         results: list[WriteResult] = []
         stream: _Summing | None = None
         try:
@@ -207,6 +216,13 @@ class _Writer(StorageWriter):
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
+
+    def _look(self, plan: SavePlan, planner: _Plan) -> None:
+        """Here, where each rank knows what it is to write: copies are looked at once, and no message is needed."""
+        mine = {item.index.fqn for item in plan.items}
+        pieces = {name: piece for name, piece in planner.pieces.items() if name in mine or prod(piece.sizes) <= SMALL}
+        if bad := first_nonfinite({name: piece.get() for name, piece in pieces.items()}):
+            raise NotFinite(bad)
 
     def _next(self, full: _Summing | None, prefix: str) -> _Summing:
         if full is not None:
@@ -267,20 +283,21 @@ def save(
     group: Group = None,
     carried: Mapping[str, Path] | None = None,
     doing: Doing | None = None,
+    finite: bool = False,
 ) -> None:
     """Called by all ranks of the group, or by one process without. When it returns, the checkpoint is whole and has its
-    name. When it raises, it does so on every rank, and what was there before is as it was."""
+    name. When it raises, it does so on every rank, and what was there before is as it was. finite: refuse a NaN."""
     first = group is None or dist.get_rank(group) == 0
     doing = doing or Doing()
     aside = target.with_name(target.name + layout.WRITING)
     together(group, lambda: doing(f"making {aside}", layout.begin, aside) if first else None)
     together(group, lambda: _seen(aside))
-    writer = _Writer(aside, doing)
+    writer = _Writer(aside, doing, finite)
     try:
         with _told_by_us(group):
             dcp.save(dict(pieces), storage_writer=writer, planner=_Plan(pieces), process_group=group)
     except dcp.CheckpointException as failure:
-        raise _of(failure) from None
+        raise _of(failure, target) from None
     together(group, lambda: writer.carry(carried or {}) if first else None)
     # Read back what was written: a byte that a file system lost is found before anyone relies on it.
     sums = together(group, lambda: doing(f"reading back {writer.opened}", layout.require, aside, writer.sums))
@@ -411,8 +428,14 @@ def together(group: Group, work: Callable[[], T]) -> list[T]:
     return [result for result, _ in everyone]
 
 
-def _of(failure: dcp.CheckpointException) -> CheckpointError:
+def _of(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
     errors = [error for error, _ in failure.failures.values()]
+    if found := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NotFinite)}:
+        others = f", and {len(found) - 1} ranks more hold such" if len(found) > 1 else ""
+        return CheckpointError(
+            f"{target} is not saved: on rank {min(found)} {found[min(found)]}{others}. The checkpoints before stay as "
+            "they are; start again to go on from the latest, with a lower optimizer.lr if it comes again"
+        )
     return CheckpointError(
         "; ".join(dict.fromkeys(inside.told(e) if isinstance(e, OSError) else str(e) for e in errors))
     )

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.disk import NO_ROOM, Doing, unwritten
-from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.folder import Piece, save, together
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
@@ -129,7 +128,6 @@ class Saver:
 
     def _write(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
         target = self.folder / layout.name_of(step)
-        self._check(target, pieces)
         save(
             target,
             pieces,
@@ -137,23 +135,10 @@ class Saver:
             self.group,
             layout.files(self.folder / layout.CARRIED),
             self._doing,
+            finite=True,
         )
         settling = f"writing {self.folder / layout.LATEST} or removing old checkpoints"
         together(self.group, lambda: self._doing(settling, self._settle, target) if self.first else None)
-
-    def _check(self, target: Path, pieces: Mapping[str, Piece]) -> None:
-        """What each rank holds, before anything is written. Of equal pieces too, of which one rank writes its own."""
-
-        def look() -> str:
-            return first_nonfinite({name: piece.tensor for name, piece in pieces.items()})
-
-        found = together(self.group, lambda: self._doing(f"checking the numbers of {target.name}", look))
-        if ranks := [rank for rank, bad in enumerate(found) if bad]:
-            others = f", and {len(ranks) - 1} ranks more hold such" if len(ranks) > 1 else ""
-            raise CheckpointError(
-                f"{target} is not saved: on rank {ranks[0]} {found[ranks[0]]}{others}. The checkpoints before stay as "
-                "they are; start again to go on from the latest, with a lower optimizer.lr if it comes again"
-            )
 
     def _manifest(self, step: int, sums: dict[str, Sum], record: dict[str, Any]) -> Manifest:
         number = layout.next_number(self.folder)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 MOST_TEMPLATE = 1 << 17
 """Characters; the longest that is published has some 30,000."""
+MOST_TOKENS = 20_000
+"""Words and signs of Jinja, without blanks: what takes time to compile."""
 
 
 class ChatError(ValueError):
@@ -41,8 +44,10 @@ class Chat:
         environment = self._environment = _environment()
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
         try:
+            tags = _tags(environment.lex(template), origin)
             self._compiled = environment.from_string(template)
-            tags = {value for _, kind, value in environment.lex(template) if kind == "name"}
+        except ConfigError:
+            raise
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError([f"{origin}:{error.lineno}: the chat template is no Jinja: {error.message}"]) from None
         except (RecursionError, SyntaxError, MemoryError, ValueError, OverflowError) as error:
@@ -134,6 +139,18 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
     if not found:
         raise ConfigError([f"{folder.parent} has no chat template ({own.name}, or in {SETTINGS}): name a Jinja file"])
     return Chat(found, str(settings), tokenizer)
+
+
+def _tags(lexed: Iterable[tuple[int, str, str]], origin: str) -> set[str]:
+    """All names that stand in a template."""
+    found, tokens = set(), 0
+    for _, kind, value in lexed:
+        tokens += kind != "whitespace"
+        if tokens > MOST_TOKENS:
+            raise ConfigError([f"{origin}: the chat template has more than {MOST_TOKENS:,} tokens: it is none"])
+        if kind == "name":
+            found.add(value)
+    return found
 
 
 def _read(file: Path) -> str:

@@ -21,7 +21,7 @@ from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 2_000_000, 10_000, 1
+STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 10_000, 1
 """A published template takes some hundred steps for a message."""
 CHARACTERS, CHARACTERS_PER_CHARACTER = 16_000_000, 100
 """Those of the conversation may be gone through so many times."""
