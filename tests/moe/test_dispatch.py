@@ -303,7 +303,7 @@ class OnNodes(Hierarchical):
     def set_groups(self, group: Group, ep: int, etp: int) -> None:
         super().set_groups(group, ep, etp)
         if group.size > 1:
-            self.lay_nodes(*nodes_of(self.node))
+            self.set_nodes(*nodes_of(self.node))
 
 
 NODES = [(4, 1, 2), (4, 1, 1), (2, 2, 2), (4, 1, 4)]  # ep, etp, ranks of a node

@@ -46,7 +46,7 @@ def laid(name: str, chunks: int = 1) -> Dispatcher:
     fold = derive(RANKS, config.parallelism)
     dispatcher = dispatcher_class(name)(E, chunks)
     dispatcher.set_groups(whole_world(), RANKS, 1)
-    dispatcher.lay_nodes(*nodes_of(2))
+    dispatcher.set_nodes(*nodes_of(2))
     memory = dispatcher.reserve(config, fold, whole_world(), torch.device("cpu"))
     if memory is not None:
         dispatcher.memory = memory
@@ -84,7 +84,7 @@ def test_facts_are_true(name: str) -> None:
     if facts.host_syncs:  # else bins are not padded
         assert world.run(RANKS, host_syncs, name, 8) == [0] * RANKS
     assert world.run(RANKS, messages, name, 3) == [3 if name in in_pieces() else 1] * RANKS
-    assert facts.nodes == (dispatcher_class(name).lay_nodes is not Dispatcher.lay_nodes)
+    assert facts.nodes == (dispatcher_class(name).set_nodes is not Dispatcher.set_nodes)
     assert facts.asks_machine == (dispatcher_class(name).missing is not Dispatcher.missing)
 
 

@@ -112,7 +112,7 @@ def ordered(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[s
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
     moe.dispatcher.set_groups(group, RANKS, 1)
     if across:  # each rank a node of its own
-        moe.dispatcher.lay_nodes(ALONE, group)
+        moe.dispatcher.set_nodes(ALONE, group)
     moe.experts.products = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))
     x_BsD = torch.randn(1, T, config.model.dim, dtype=torch.float64, requires_grad=True)
     index = torch.arange(T) + T * group.rank
