@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     file: str
     kind: str
     bytes: int
@@ -69,9 +69,9 @@ class Span:
 # ---- which files
 
 
-def find(paths: list[str], format: str) -> list[Source]:
+def find(paths: list[str], format: str) -> list[InputFile]:
     """Every file that the paths name, in their order; a folder's in the order of their names."""
-    found: list[Source] = []
+    found: list[InputFile] = []
     problems: list[str] = []
     for name in paths:
         path = Path(name).expanduser()
@@ -89,7 +89,7 @@ def find(paths: list[str], format: str) -> list[Source]:
                 problems.append(f"{name!r} does not exist (looked for {path.absolute()})")
         for file in files:
             stat = file.stat()
-            found.append(Source(str(file), _kind(file, format), stat.st_size, stat.st_mtime_ns))
+            found.append(InputFile(str(file), _kind(file, format), stat.st_size, stat.st_mtime_ns))
     shards = sorted({str(Path(source.file).parent) for source in found if Path(source.file).suffix == ".tokens"})
     problems += [
         f"{folder} holds token shards, which are a source of their own: name it by itself" for folder in shards
@@ -128,7 +128,7 @@ def _fits(file: Path, format: str) -> bool:
 # ---- how they are shared out
 
 
-def spans(source: Source, size: int) -> Iterator[Span]:
+def spans(source: InputFile, size: int) -> Iterator[Span]:
     """The source in parts of about `size` bytes, as far as it can be entered in the middle."""
     if source.kind == "jsonl" and not source.packed:
         for start in range(0, source.bytes, size):
