@@ -15,7 +15,7 @@ from rich.text import Text
 
 from titanmoe.checkpoint.command import add_checkpoint
 from titanmoe.checkpoint.hf.command import add_convert
-from titanmoe.config.load import ConfigError, layout, load
+from titanmoe.config.load import ConfigError, format_problems, load
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
@@ -98,16 +98,20 @@ def run_fold(args: argparse.Namespace) -> int:
     asked = {name: getattr(args, name) for name in KEYS if getattr(args, name) is not None}
     config, problems, source = _model(args)
     wish = _wish(asked, config)
+    if wish.node == -1:
+        wish = replace(wish, node=args.node)
+    if config is not None:
+        config = replace(config, parallelism=wish)
     if args.node < 1:
         problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if args.list:
         broken = [] if args.world > 0 else [f"--world = {args.world} is not a number of ranks: use 1 or more"]
     elif config is not None:
-        broken = violations(args.world, replace(config, parallelism=wish))
+        broken = violations(config, args.world)
     else:
         broken = resolve(args.world, wish)[1]
     if problems or broken:
-        print(layout(problems + broken, source), file=sys.stderr)
+        print(format_problems(problems + broken, source), file=sys.stderr)
         if broken and args.world > 0:
             print(_nearest(args.world, wish, config), file=sys.stderr)
         return 2
@@ -135,7 +139,9 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
         return None, [alone] if given else [], ""
     else:
         # A name left out is asked for as nothing, and refused with the names there are.
-        argv, given = [], {"model.family": "", "model.size": "", "training.seq_len": 4096} | given
+        # Batch and schedule are not known: GPipe runs with any number of microbatches.
+        nothing = {"model.family": "", "model.size": "", "training.seq_len": 4096, "pipeline.schedule": "GPipe"}
+        argv, given = [], nothing | given
     seen: list[Config] = []
 
     def keep(config: Config) -> list[str]:
@@ -183,7 +189,7 @@ def _list(args: argparse.Namespace, asked: dict[str, int], config: Config | None
     if not stages:
         degrees = ", ".join(f"{name} {n}" for name, n in asked.items())
         problem = f"no mapping of {args.world} ranks{f' with {degrees}' if asked else ''} is legal: use another world"
-        print(layout([problem + " or fewer degrees" * bool(asked)]), file=sys.stderr)
+        print(format_problems([problem + " or fewer degrees" * bool(asked)]), file=sys.stderr)
         return 2
     if args.json:
         _print_json_rows({"pp": stage.pp, **left, **right} for stage in stages for left, right in stage.pairs())

@@ -16,7 +16,7 @@ import pytest
 from tests import parity, world
 from titanmoe.checkpoint import layout
 from titanmoe.config.fields import fields
-from titanmoe.config.recipe import read
+from titanmoe.config.recipe import read_recipe
 
 BEFORE = Path(__file__).parent / "before"
 SAVED = "checkpoints/step-00000003"
@@ -31,7 +31,7 @@ def names(metrics: dict[int, dict[str, Any]]) -> set[str]:
 
 
 def test_every_key_of_the_recipe_is_a_field() -> None:
-    data = read(str(BEFORE / "recipe.toml")).data
+    data = read_recipe(str(BEFORE / "recipe.toml")).data
     given = {f"{table}.{name}" for table, values in data.items() for name in values} - {"parallelism.experts"}
     given |= {f"parallelism.experts.{name}" for name in data["parallelism"]["experts"]}
     assert len(given) > 150 and given <= fields().keys()

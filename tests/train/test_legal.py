@@ -47,7 +47,7 @@ def test_8_bit_products_are_refused_where_there_are_none(monkeypatch: pytest.Mon
         read([*small, "--moe.expert_dtype", "fp8", "--moe.grouped_mm", "loop", "--model.expert_hidden", "40"], 1)
     told = refused.value.problems
     assert len(told) == 3, told
-    assert "model.expert_hidden / etp is 40: use a multiple of 16" in told[0]
-    assert 'needs 8-bit products, but the run is on CPUs, which have none: use expert_dtype = "compute"' in told[1]
-    assert 'moe.grouped_mm = "loop" asks for none' in told[2]
+    assert 'moe.grouped_mm = "loop" asks for none' in told[0]
+    assert "model.expert_hidden / etp is 40: use a multiple of 16" in told[1]
+    assert 'needs 8-bit products, but the run is on CPUs, which have none: use expert_dtype = "compute"' in told[2]
     assert read([*small, "--moe.expert_dtype", "fp8_emulated"], 1).moe.expert_dtype == "fp8_emulated"

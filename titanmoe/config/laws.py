@@ -32,6 +32,8 @@ def contradictions(config: Config) -> list[Violation]:
         *_precision(config.training),
         *_dropping(config.moe),
         *_dispatcher(config.moe),
+        *_products(config),
+        *_profile(config),
         *_checkpoint(config.checkpoint),
     ]
 
@@ -273,6 +275,42 @@ def _dispatcher(moe: MoE) -> Iterator[Violation]:
             ("moe.pad_to_capacity", "moe.dispatcher"),
             f'moe.pad_to_capacity = true makes every size static, so that moe.dispatcher = "{name}" has nothing to '
             'spare the host: use dispatcher = "alltoall", which then does not wait either, or pad_to_capacity = false',
+        )
+
+
+def _products(config: Config) -> Iterator[Violation]:
+    """The experts' products: their kernel, and what numbers it takes."""
+    moe, dtype = config.moe, config.training.mixed_precision_param
+    if moe.grouped_mm == "grouped" and dtype == "float64":
+        yield Violation(
+            ("moe.grouped_mm", "training.mixed_precision_param"),
+            'moe.grouped_mm = "grouped" has no float64: use "auto", which takes the loop there',
+        )
+    if moe.expert_dtype == "fp8" and dtype != "bfloat16":
+        yield Violation(
+            ("moe.expert_dtype", "training.mixed_precision_param"),
+            f'moe.expert_dtype = "fp8" gives results in bfloat16, and training.mixed_precision_param = "{dtype}": use '
+            '"bfloat16" there, or expert_dtype = "compute"',
+        )
+    if moe.expert_dtype == "fp8" and moe.grouped_mm == "loop":
+        yield Violation(
+            ("moe.expert_dtype", "moe.grouped_mm"),
+            'moe.expert_dtype = "fp8" is a grouped product, and moe.grouped_mm = "loop" asks for none: use '
+            'grouped_mm = "auto", or expert_dtype = "compute"',
+        )
+
+
+def _profile(config: Config) -> Iterator[Violation]:
+    profile, steps = config.profile, config.training.steps
+    if late := [step for step in profile.steps if step > steps]:
+        yield Violation(
+            ("profile.steps", "training.steps"),
+            f"profile.steps has {late[0]}, and training.steps is {steps}: choose earlier steps",
+        )
+    if profile.memory == "steps" and not profile.steps:
+        yield Violation(
+            ("profile.memory", "profile.steps"),
+            'profile.memory = "steps" needs profile.steps: list some, or take "oom"',
         )
 
 

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from titanmoe.config import laws, ranges
 from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
-from titanmoe.config.recipe import Recipe, RecipeError, read
+from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
 from titanmoe.config.schema import Config
 from titanmoe.config.values import Misfit, fit, fit_texts, nearest, shortened, shown
 
@@ -27,11 +27,11 @@ class ConfigError(ValueError):
     """What was asked for cannot run. `problems` holds every reason, `source` says where it was asked."""
 
     def __init__(self, problems: list[str], source: str = ""):
-        super().__init__(layout(problems, source))
+        super().__init__(format_problems(problems, source))
         self.problems, self.source = problems, source
 
 
-def layout(problems: Sequence[str], source: str = "") -> str:
+def format_problems(problems: Sequence[str], source: str = "") -> str:
     """A header with the count and the source, then the problems by number."""
     if len(problems) == 1 and not source:
         return f"error: {problems[0]}"
@@ -49,13 +49,13 @@ def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
     Rank 0 speaks; another rank only if the mistake is its own, such as data that its machine lacks.
     """
     if _first_rank():
-        print(layout(problems, source), file=sys.stderr, flush=True)
+        print(format_problems(problems, source), file=sys.stderr, flush=True)
     else:
         # torchrun ends all ranks once one has ended, and rank 0 may not have spoken yet. So wait for it to go first;
         # the SIGTERM that follows cuts the wait short.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
         time.sleep(5)
-        print(f"rank {os.environ['RANK']}: {layout(problems, source)}", file=sys.stderr, flush=True)
+        print(f"rank {os.environ['RANK']}: {format_problems(problems, source)}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 
@@ -76,7 +76,7 @@ def load(
     source = " and ".join(filter(None, [asked.recipe, "the command line" if asked.overrides or asked.problems else ""]))
     try:
         if asked.recipe is not None:
-            given.recipe = read(asked.recipe)
+            given.recipe = read_recipe(asked.recipe)
             _take(given.recipe.data, "", given)
     except RecipeError as error:
         raise ConfigError([str(error), *asked.problems], source) from None

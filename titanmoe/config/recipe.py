@@ -71,7 +71,7 @@ class Recipe:
         return f"{self.name}:{self.lines[path]}" if path in self.lines else ""
 
 
-def read(name: str) -> Recipe:
+def read_recipe(name: str) -> Recipe:
     try:
         with open(name, "rb") as stream:
             data = stream.read(MOST_BYTES + 1)

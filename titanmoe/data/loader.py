@@ -59,7 +59,7 @@ def tensors(arrays: Arrays, number_N: np.ndarray | None = None) -> Tensors:
     return tuple(None if x is None else torch.from_numpy(x) for x in (*arrays, number_N))
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """A rank's part of a step."""
 
     samples: list[Sample]
@@ -67,13 +67,13 @@ class Plan(NamedTuple):
     after: dict[str, Any]
 
 
-class Plans:
+class StepPlans:
     """Every step from here on, without end."""
 
     def __init__(self, mix: Mix, share: Share, work: Work | None, consumed: int, state: list[list[int]]):
         self.mix, self.share, self.work, self.consumed, self.at = mix, share, work, consumed, state
 
-    def __iter__(self) -> Iterator[Plan]:
+    def __iter__(self) -> Iterator[StepPlan]:
         share, consumed = self.share, self.consumed
         self.mix.state = self.at
         while True:
@@ -84,7 +84,7 @@ class Plans:
                 work_N = np.array([self.work(length_P) for length_P in self.mix.lengths(samples)])
                 number_N = assign(work_N, share.microbatches, share.ranks, share.size)[:, share.rank].ravel()
             after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
-            yield Plan([samples[j] for j in number_N.tolist()], number_N if self.work else None, after)
+            yield StepPlan([samples[j] for j in number_N.tolist()], number_N if self.work else None, after)
 
 
 class Reader:
@@ -93,7 +93,7 @@ class Reader:
     def __init__(self, mix: Mix, share: Share):
         self.mix, self.seq_len, self.apart = mix, share.seq_len, share.apart
 
-    def __getitem__(self, plan: Plan) -> tuple[Tensors, dict[str, Any]]:
+    def __getitem__(self, plan: StepPlan) -> tuple[Tensors, dict[str, Any]]:
         return tensors(self.mix.read(plan.samples, self.seq_len, self.apart), plan.number_N), plan.after
 
 
@@ -148,7 +148,7 @@ class Loader:
 
     def _reading(self) -> Ahead:
         if self._ahead is None:
-            plans = Plans(self.mix, self.share, self.work, self.consumed, self.state)
+            plans = StepPlans(self.mix, self.share, self.work, self.consumed, self.state)
             reader = Reader(self.mix, self.share)
             self._ahead = Ahead(reader, plans, self.options.workers, self.options.prefetch)
             self._end = weakref.finalize(self, self._ahead.close)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from titanmoe.config import ConfigError
 from titanmoe.data.unpack import PACKED, opened
 
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 MIB = 1 << 20
 MOST_VALUES = 4_000_000
 """In one line of JSONL; a parsed value takes up to 100 bytes, however short it was written."""
@@ -43,7 +43,7 @@ class Record(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class InputFile:
     file: str
     kind: str
     bytes: int
@@ -69,9 +69,9 @@ class Span:
 # ---- which files
 
 
-def find(paths: list[str], format: str) -> list[Source]:
+def find(paths: list[str], format: str) -> list[InputFile]:
     """Every file that the paths name, in their order; a folder's in the order of their names."""
-    found: list[Source] = []
+    found: list[InputFile] = []
     problems: list[str] = []
     for name in paths:
         path = Path(name).expanduser()
@@ -89,7 +89,7 @@ def find(paths: list[str], format: str) -> list[Source]:
                 problems.append(f"{name!r} does not exist (looked for {path.absolute()})")
         for file in files:
             stat = file.stat()
-            found.append(Source(str(file), _kind(file, format), stat.st_size, stat.st_mtime_ns))
+            found.append(InputFile(str(file), _kind(file, format), stat.st_size, stat.st_mtime_ns))
     shards = sorted({str(Path(source.file).parent) for source in found if Path(source.file).suffix == ".tokens"})
     problems += [
         f"{folder} holds token shards, which are a source of their own: name it by itself" for folder in shards
@@ -116,19 +116,19 @@ def _extension(file: Path) -> str:
 def _kind(file: Path, format: str) -> str:
     if format == "chat":
         return "parquet" if _extension(file) == ".parquet" else "jsonl"
-    return KINDS.get(_extension(file), "text") if format == "auto" else format
+    return FORMATS.get(_extension(file), "text") if format == "auto" else format
 
 
 def _fits(file: Path, format: str) -> bool:
     """Whether a folder's file is meant: data sets come with pages about themselves."""
-    kind = KINDS.get(_extension(file), "text")
+    kind = FORMATS.get(_extension(file), "text")
     return format in ("auto", "text") or kind == format or (format == "chat" and kind != "text")
 
 
 # ---- how they are shared out
 
 
-def spans(source: Source, size: int) -> Iterator[Span]:
+def spans(source: InputFile, size: int) -> Iterator[Span]:
     """The source in parts of about `size` bytes, as far as it can be entered in the middle."""
     if source.kind == "jsonl" and not source.packed:
         for start in range(0, source.bytes, size):

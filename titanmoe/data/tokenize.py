@@ -26,7 +26,7 @@ from typing import Any
 import titanmoe
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import open_chat
-from titanmoe.data.read import Source, Span, find, spans
+from titanmoe.data.read import InputFile, Span, find, spans
 from titanmoe.data.shards import (
     DTYPES,
     FORMAT,
@@ -55,15 +55,15 @@ def is_begun(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ShardPlan:
     job: Job
     tokenizer: Tokenizer
-    sources: list[Source]
+    sources: list[InputFile]
     identity: str
     """Of what the shards will hold."""
 
 
-def plan(job: Job) -> Plan:
+def plan_shards(job: Job) -> ShardPlan:
     problems: list[str] = []
 
     def tried(make: Callable[..., Any], *args: Any) -> Any:
@@ -81,10 +81,10 @@ def plan(job: Job) -> Plan:
     asked |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
     found = [(str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
     identity = hashlib.blake2b(json.dumps([asked, found]).encode(), digest_size=16).hexdigest()
-    return Plan(job, tokenizer, sources, identity)
+    return ShardPlan(job, tokenizer, sources, identity)
 
 
-def cut(sources: list[Source], shard_tokens: int) -> list[list[Span]]:
+def cut(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:
     """Units, in the order of the input."""
     total = sum(source.bytes for source in sources)
     size = max(min(total // UNITS, TOKEN_BYTES * shard_tokens), LEAST_UNIT)
@@ -100,7 +100,7 @@ def cut(sources: list[Source], shard_tokens: int) -> list[list[Span]]:
     return units
 
 
-def tokenize(plan: Plan, workers: int, wait: bool = False, tell: Callable[[str], None] = print) -> dict[str, Any]:
+def tokenize(plan: ShardPlan, workers: int, wait: bool = False, tell: Callable[[str], None] = print) -> dict[str, Any]:
     """The manifest of the finished folder. Where it is finished already, that is all; where it is not, only what is
     missing is made. wait: for another process that is at it."""
     out = Path(plan.job.out)
@@ -138,7 +138,7 @@ def _locked(out: Path, wait: bool) -> Iterator[None]:
         yield
 
 
-def _same(plan: Plan, file: Path, made_from: dict[str, Any]) -> None:
+def _same(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> None:
     if made_from["identity"] == plan.identity:
         return
     was, now = made_from["job"], _described(plan)
@@ -149,12 +149,12 @@ def _same(plan: Plan, file: Path, made_from: dict[str, Any]) -> None:
     )
 
 
-def _described(plan: Plan) -> dict[str, Any]:
+def _described(plan: ShardPlan) -> dict[str, Any]:
     job = {key: value for key, value in asdict(plan.job).items() if key not in ASIDE}
     return job | {"files": len(plan.sources), "bytes": sum(source.bytes for source in plan.sources)}
 
 
-def _make(plan: Plan, out: Path, workers: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def _make(plan: ShardPlan, out: Path, workers: int, tell: Callable[[str], None]) -> dict[str, Any]:
     work = out / WORK
     work.mkdir(exist_ok=True)
     made_from = {"identity": plan.identity, "job": _described(plan)}
@@ -187,7 +187,7 @@ def _make(plan: Plan, out: Path, workers: int, tell: Callable[[str], None]) -> d
     return manifest
 
 
-def _records(plan: Plan, out: Path, unit: int) -> list[dict[str, Any]]:
+def _records(plan: ShardPlan, out: Path, unit: int) -> list[dict[str, Any]]:
     """Of the unit's shards that are finished and there."""
     found: list[dict[str, Any]] = []
     while (file := out / WORK / f"{record_name(unit, len(found))}.json").exists():
@@ -200,7 +200,7 @@ def _records(plan: Plan, out: Path, unit: int) -> list[dict[str, Any]]:
     return found
 
 
-def _manifest(plan: Plan, made_from: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
     shards = [record["shard"] for record in records if record["shard"]]
     tokenizer = plan.tokenizer
     return {

@@ -60,14 +60,7 @@ class Fold:
         return self.dp_replicate * self.dp_shard
 
     def nodes(self, node: int) -> int | None:
-        """Over how many nodes each group of ep x etp lies, evenly and with whole experts on each; None if it does not.
-
-        The ranks of a group follow each other, and the first is a multiple of its size.
-        """
-        size = self.ep * self.etp
-        if node >= self.world or node % size == 0:
-            return 1
-        return size // node if size % node == 0 and node % self.etp == 0 else None
+        return nodes_of_a_group(self.world, self.ep, self.etp, node)
 
     @property
     def attention_axes(self) -> dict[str, int]:
@@ -78,6 +71,17 @@ class Fold:
     def expert_axes(self) -> dict[str, int]:
         """Outermost first."""
         return {name: getattr(self, name) for name in ("pp", "edp_replicate", "edp", "ep", "etp")}
+
+
+def nodes_of_a_group(world: int, ep: int, etp: int, node: int) -> int | None:
+    """Over how many nodes each group of ep x etp lies, evenly and with whole experts on each; None if it does not.
+
+    The ranks of a group follow each other, and the first is a multiple of its size.
+    """
+    size = ep * etp
+    if node >= world or node % size == 0:
+        return 1
+    return size // node if size % node == 0 and node % etp == 0 else None
 
 
 def asked_degrees(parallelism: Parallelism) -> dict[str, int]:

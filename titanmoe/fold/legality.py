@@ -1,4 +1,9 @@
-"""The laws of a mapping: everything wrong with it at once, each with its numbers and what to change."""
+"""The laws of a mapping: everything wrong with it at once, each with its numbers and what to change.
+
+`violations` is what training, `titanmoe fold` with its list, and the search for the nearest legal mapping ask. A law
+looks at the degrees that it names, so that one view can be judged without the other: no law ties a degree of attention
+to one of the experts. What a machine lacks is no law of a mapping (`titanmoe.train.legal`).
+"""
 
 from __future__ import annotations
 
@@ -6,22 +11,46 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from titanmoe.config.blocks import moe_layers
+from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.divisors import choices, divisors
+from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config, Model
-from titanmoe.fold.degrees import KEYS, Fold, resolve
+from titanmoe.fold.attention import attention_violations
+from titanmoe.fold.degrees import KEYS, nodes_of_a_group, resolve
+from titanmoe.fold.schedules import pair_violations, schedule_violations
+
+ROW_BYTES = 16
+"""Rows of a grouped product are whole units of so many; so many numbers of 8 bits."""
 
 
-def violations(world: int, config: Config) -> list[str]:
-    """Every law broken by the recipe's mapping on a world of so many ranks; none when it is legal."""
-    degrees, problems = resolve(world, config.parallelism)
-    return problems + list(model_violations(degrees, config))
+def violations(config: Config, world: int) -> list[str]:
+    """Every law broken by the recipe's mapping on a world of so many ranks; none when it is legal.
+
+    Of the machine only the recipe is known: training.device = "auto" is taken for a GPU, and parallelism.node = -1 for
+    a number that fits.
+    """
+    degrees, found = resolve(world, config.parallelism)
+    return [*found, *broken_laws(degrees, config), *_profiled(config, world)]
+
+
+def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
+    """As far as the degrees that a law names are known."""
+    yield from model_violations(degrees, config)
+    for law, *names in (
+        (_ulysses, "cp", "tp"),
+        (attention_violations, "cp"),
+        (_most, "ep", "etp"),
+        (_nodes, "pp", "stage", "ep", "etp"),
+        (_products, "etp"),
+        (_schedule, "pp", "dp"),
+        (pair_violations, "pp", "ep", "etp"),
+    ):
+        if set(names) <= degrees.keys():
+            yield from law(config, *(degrees[name] for name in names))
 
 
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
-    """The laws that tie degrees to the model and the batch, as far as the degrees they name are known.
-
-    So one view can be judged without the other: no law ties a degree of attention to one of the experts.
-    """
+    """The laws that tie degrees to the shapes of model and batch."""
     model, training = config.model, config.training
     for name, fields in divided_fields(model).items():
         yield from _divides(degrees, name, fields)
@@ -68,17 +97,77 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
         )
 
 
-def node_violations(fold: Fold, node: int, dispatcher: str) -> Iterator[str]:
-    """What a dispatcher that works by nodes asks of nodes of so many ranks."""
-    if fold.nodes(node) is None:
-        size, etp = fold.ep * fold.etp, fold.etp
-        fits = [n for n in range(1, fold.world + 1) if fold.nodes(n) is not None]
+def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
+    heads, remainder = divmod(config.model.num_heads, tp)
+    if cp > 1 and config.parallelism.cp_kind == "ulysses" and not remainder and heads % cp:
         yield (
-            f'moe.dispatcher = "{dispatcher}" wants nodes that hold whole groups of ep * etp = {fold.ep} * {etp} = '
+            f'parallelism.cp_kind = "ulysses" shares {heads} heads (model.num_heads {config.model.num_heads} / '
+            f"tp {tp}) over cp = {cp}, {heads} % {cp} = {heads % cp}: use another cp, or cp_kind ring or allgather"
+        )
+
+
+def _most(config: Config, ep: int, etp: int) -> Iterator[str]:
+    """What a dispatcher can serve at most; a group of one sends nothing."""
+    name, most = config.moe.dispatcher, DISPATCHERS[config.moe.dispatcher].most
+    if not most or ep * etp == 1:
+        return
+    for what, number in (
+        (f"ep * etp = {ep} * {etp}", ep * etp),
+        (f"model.num_experts / ep = {config.model.num_experts} / {ep}", config.model.num_experts // ep),
+    ):
+        if number > most:
+            yield (
+                f'moe.dispatcher = "{name}" takes at most {most} ranks of ep * etp and {most} experts on a rank, and '
+                f'{what} is {number}: use another ep or etp, or dispatcher = "alltoall"'
+            )
+
+
+def _nodes(config: Config, pp: int, stage: int, ep: int, etp: int) -> Iterator[str]:
+    """What a dispatcher that works by nodes asks of their size."""
+    node, world, size = config.parallelism.node, pp * stage, ep * etp
+    name = config.moe.dispatcher
+    if not DISPATCHERS[name].nodes or node < 1 or stage % size:
+        return
+    if nodes_of_a_group(world, ep, etp, node) is None:
+        fits = [n for n in range(1, world + 1) if nodes_of_a_group(world, ep, etp, n) is not None]
+        yield (
+            f'moe.dispatcher = "{name}" wants nodes that hold whole groups of ep * etp = {ep} * {etp} = '
             f"{size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
             f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
             f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
         )
+
+
+def _products(config: Config, etp: int) -> Iterator[str]:
+    """Widths that the experts' grouped products cannot have."""
+    moe, model, dtype = config.moe, config.model, config.training.mixed_precision_param
+    widths = {"model.expert_hidden / etp": model.expert_hidden // etp, "model.dim": model.dim}
+    for name, width in widths.items():
+        unit = ROW_BYTES // WIDTHS[dtype]
+        if moe.grouped_mm == "grouped" and width % unit:
+            yield (
+                f'moe.grouped_mm = "grouped" wants rows of whole 16-byte units, {unit} elements of {dtype}; {name} is '
+                f'{width}: use "auto", or a multiple of {unit}'
+            )
+        if moe.expert_dtype != "compute" and width % ROW_BYTES:
+            yield (
+                f'moe.expert_dtype = "{moe.expert_dtype}" wants rows of whole 16-byte units; {name} is {width}: use a '
+                f'multiple of {ROW_BYTES}, or expert_dtype = "compute"'
+            )
+
+
+def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
+    """A global batch that was not given is one microbatch of every data rank."""
+    training = config.training
+    unit = training.local_batch_size * dp
+    given = training.global_batch_size > 0
+    if pp <= config.model.num_layers and unit > 0 and not (given and training.global_batch_size % unit):
+        yield from schedule_violations(config, pp, dp, training.global_batch_size // unit if given else 1)
+
+
+def _profiled(config: Config, world: int) -> Iterator[str]:
+    if absent := [rank for rank in config.profile.ranks if rank >= world > 0]:
+        yield f"profile.ranks has {absent[0]}, and the ranks are 0 to {world - 1}: choose among them"
 
 
 def divided_fields(model: Model) -> dict[str, dict[str, int]]:

@@ -23,6 +23,7 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import derive
+from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher
@@ -35,7 +36,6 @@ from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import measured_chunks, symmetric
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
-from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.tokens import IGNORE
