@@ -15,7 +15,8 @@ from contextvars import copy_context
 from threading import Lock
 
 _running: Turns | None = None
-"""Of the pair that runs now: a collective inside autograd knows of no caller that could hand it down."""
+"""The pair that runs now. A global, because a collective inside autograd has no caller that could pass it on, and a
+context variable stays behind where autograd runs backward in a thread of its own."""
 
 
 class Abandoned(Exception):
