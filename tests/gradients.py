@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from tests import features, parity, world
+from tests.suspects import DATA, adds_up, cuts, view
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import coordinates, group_of
 
@@ -31,9 +32,6 @@ AXES = {
     "attention": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     "experts": ("pp", "edp_replicate", "edp", "ep", "etp"),
 }
-OF_MESH = {"fsdp": ("dp_shard", "cp")}
-"""What an axis of a mesh is made of, where it has another name."""
-NOBODY = "nobody"
 
 MODELS: tuple[dict[str, Any], ...] = (
     features.MODELS["gpt_oss"]
@@ -50,19 +48,6 @@ MAPPINGS: tuple[dict[str, Any], ...] = (
     {"parallelism.pp": 2},
 )
 """Of 4 ranks. In one or another, every axis has several."""
-
-
-def view(parameter: nn.Parameter) -> str:
-    on_experts = isinstance(parameter, DTensor) and "edp" in parameter.device_mesh.mesh_dim_names
-    return "experts" if on_experts else "attention"
-
-
-def cuts(parameter: nn.Parameter) -> dict[str, bool]:
-    """By axis of the parameter's mesh: whether it is cut along it (else each of the axis's ranks has all)."""
-    if not isinstance(parameter, DTensor):
-        return {}
-    placed = zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)
-    return {axis: not isinstance(p, Replicate) for name, p in placed for axis in OF_MESH.get(name, (name,))}
 
 
 def probe(modules: Iterable[nn.Module], value: float) -> None:
@@ -125,14 +110,12 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
         for axis in AXES[seen]:
             if sizes[axis] == 1:
                 continue
-            if axis in in_backward:
-                row[axis] = "FSDP reduce-scatter" if cut[axis] else "FSDP all-reduce"
-            elif axis in after:
-                row[axis] = "`TiedEnds`" if axis == "pp" else "`sum_replicated`"
-            elif axis == "pp":
-                row[axis] = "one stage"
-            else:
-                row[axis] = "cut" if cut.get(axis) else NOBODY
+            if axis == "pp":
+                row[axis] = "`TiedEnds`" if axis in after else "one stage"
+                continue
+            row[axis] = adds_up(axis, cut[axis])
+            seen_so = axis in in_backward, axis in after
+            assert seen_so == (axis in DATA, axis in DATA or not cut[axis]), f"{name}, {axis}: {row[axis]}, {seen_so}"
         table[name] = row
     return table
 

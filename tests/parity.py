@@ -17,12 +17,13 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests import reference, symmetric, world  # noqa: F401 (the emulated operations)
+from tests import reference, suspects, symmetric, world  # noqa: F401 (the emulated operations)
 from tests.errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
 from titanmoe import counted
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
+from titanmoe.fold.degrees import Fold, derive
 from titanmoe.tokens import IGNORE
 
 STEPS = 2
@@ -160,34 +161,28 @@ class Outcome:
     bias: dict[str, torch.Tensor]
 
 
-def whole(pieces: dict[str, Any], rank: int) -> dict[str, torch.Tensor]:
+def whole(pieces: dict[str, Any], rank: int, fold: Fold) -> dict[str, torch.Tensor]:
     """Logical tensors from every rank's pieces, on rank 0; replicas must be equal to the last bit or nearly."""
     from titanmoe.parallel.materialize import piece
 
-    mine = {}
+    mine, places = {}, suspects.held(pieces)
     for name, tensor in pieces.items():
-        part, offset = piece(tensor.detach())
+        part, _ = piece(tensor.detach())
         part = part.float() if part.dtype == torch.bfloat16 else part  # which numpy does not know
-        mine[name] = (part.numpy(), offset, tuple(tensor.shape))  # a tensor takes ten times as long to pickle
+        mine[name] = (part.numpy(), places[name], tuple(tensor.shape))  # a tensor takes ten times as long to pickle
     gathered = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(mine, gathered)
     if rank:
         return {}
-    out, seen = {}, {}
-    for theirs in gathered:
-        for name, (array, offset, shape) in theirs.items():
-            part = torch.from_numpy(array)
-            if name not in out:
-                out[name] = torch.zeros(shape, dtype=part.dtype)
-                seen[name] = torch.zeros(shape, dtype=torch.bool)
-            place = tuple(slice(o, o + n) for o, n in zip(offset, part.shape, strict=True))
-            known = seen[name][place]
-            if known.any():
-                scale = float(part.abs().max()) if part.numel() else 0.0
-                apart = float((out[name][place] - part)[known].abs().max())
-                assert apart <= 1e-12 * max(scale, 1e-30), f"replicas of {name} differ by {apart}"
-            out[name][place] = part
-            seen[name][place] = True
+    parts = [{name: (torch.from_numpy(array), one) for name, (array, one, _) in mine.items()} for mine in gathered]
+    apart = suspects.of_replicas(fold, parts, 1e-12)
+    assert not apart, apart
+    shapes = {name: shape for mine in gathered for name, (_, _, shape) in mine.items()}
+    out, seen = {}, {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}
+    for theirs in parts:
+        for name, (part, one) in theirs.items():
+            out.setdefault(name, torch.zeros(shapes[name], dtype=part.dtype))[one.place] = part
+            seen[name][one.place] = True
     for name, filled in seen.items():
         assert filled.all(), f"{name}: no rank holds {int((~filled).sum())} of {filled.numel()} elements"
     return out
@@ -255,14 +250,14 @@ def measure(
         if step == 1:
             missing = [name for name, p in parameters.items() if p.grad is None]
             assert not missing, f"no gradient at all: {missing}"
-            grads.append(whole({name: p.grad for name, p in parameters.items()}, rank))
+            grads.append(whole({name: p.grad for name, p in parameters.items()}, rank, trainer.fold))
 
     try:
         trainer = make_trainer(changes, loader=samples(documents), on_gradients=capture)
         prepare(trainer)
         with frozen(choices):
             reports = [train_step(trainer) for _ in range(steps)]
-        weights = whole(trainer.parameters, rank)
+        weights = whole(trainer.parameters, rank, trainer.fold)
         buffers = [item for part in trainer.parts for item in part.named_buffers()]
         bias = {name: buffer.clone() for name, buffer in buffers if name.endswith("expert_bias")}
         everyone = [None] * dist.get_world_size()
@@ -292,6 +287,11 @@ def train(argv: list[str]) -> None:
 
     runtime = runtime_here()
     Trainer(read(argv, runtime.world), runtime).train()
+
+
+def places(changes: dict[str, Any]) -> dict[str, suspects.Held]:
+    """On a rank: where its pieces of the parameters lie."""
+    return suspects.held(make_trainer(changes, loader=samples()).parameters)
 
 
 # What may change speed and memory but no number: the reference is computed without it, once.
@@ -367,8 +367,16 @@ def check(
         errors.pop("weights")  # AdamW's first steps turn rounding of tiny gradients into whole steps
     worst = max(errors, key=errors.__getitem__)
     if not errors[worst] <= allowed:
-        where = error(got.grads, want.steps[0].grads)[1]
-        raise AssertionError(f"{worst} is off by {errors[worst]:.2e}; worst gradient {where}; {errors}; {changes}")
+        raise AssertionError(
+            f"{worst} is off by {errors[worst]:.2e}; {errors}; {changes}; of gradients, "
+            + suspects.of_gradients(
+                derive(size, config.parallelism),
+                world.run(size, places, changes),
+                got.grads,
+                want.steps[0].grads,
+                allowed,
+            )
+        )
     return errors
 
 

@@ -48,7 +48,7 @@ def train(changes: dict[str, Any], documents: bool = False) -> None:
     B, L = config.training.local_batch_size, config.training.seq_len
     with torch.device("meta"):
         model = Transformer(config, 1, torch.bfloat16)
-        context_parallel(model, config.parallelism, placement(config), ALONE)
+        context_parallel(model, config.parallelism, placement(config.parallelism), ALONE)
         recompute(model, config.activation_checkpoint)
         index = torch.arange(B * L)
         tokens = Tokens(

@@ -138,7 +138,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     B, L, D, E, K = SAMPLES, config.training.seq_len, model.dim, model.num_experts, model.top_k
     T, R, F, size = B * L, B * L * K, model.expert_hidden, 2
     with torch.device(device):
-        block = Block(config, 0, 1, torch.bfloat16)
+        block = Block(config.model, config.moe, config.training.seed, 0, 1, torch.bfloat16)
         chunks, vocabulary = config.training.loss_chunks, model.vocab_size
         head = Head(vocabulary, D, model.norm_eps, chunks, torch.bfloat16, kernels)
         for weight in (*block.parameters(), *head.parameters()):

@@ -53,7 +53,7 @@ def go(folder: str, changes: dict[str, Any], until: int) -> Went:
                 checkpoints.after_step()
         checkpoints.wait()
     went.loader = trainer.loader.state_dict()
-    went.state = parity.whole(everything(trainer), dist.get_rank())
+    went.state = parity.whole(everything(trainer), dist.get_rank(), trainer.fold)
     copies = ("head.weight",) * trainer.config.model.tie_embeddings + ("embed_copy.weight",)
     went.state = {name: tensor for name, tensor in went.state.items() if not name.endswith(copies)}
     return went

@@ -147,14 +147,14 @@ def fold(pp: int) -> Fold:
     ],
 )
 def test_stages_lie_in_loops_or_in_a_v(schedule: str, virtual: int, ranks: list[int]) -> None:
-    assert stage_ranks(config(3, pipeline=dict(schedule=schedule, virtual_stages=virtual)), 3) == ranks
+    assert stage_ranks(Pipeline(schedule=schedule, virtual_stages=virtual), 3) == ranks
 
 
 def test_a_file_says_where_its_stages_lie(tmp_path: Path) -> None:
     path = write(
         tmp_path / "v.csv", [["0F0", "", "", "3F0", "3B0", "", "", "0B0"], ["", "1F0", "2F0", "", "2B0", "1B0"]]
     )
-    assert stage_ranks(config(pipeline=dict(schedule_csv=path)), 2) == [0, 1, 1, 0]
+    assert stage_ranks(Pipeline(schedule_csv=path), 2) == [0, 1, 1, 0]
     assert [[str(cell) if cell else "" for cell in row] for row in read_csv(path)][1][:3] == ["", "1F0", "2F0"]
 
 
@@ -251,7 +251,7 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
     assert torch.equal(alone, again)
     training, _ = trainer.forward_backward(batches, totals)
     trainer.finish_gradients()
-    grads = parity.whole({name: p.grad for name, p in trainer.parameters.items()}, dist.get_rank())
+    grads = parity.whole({name: p.grad for name, p in trainer.parameters.items()}, dist.get_rank(), trainer.fold)
     return alone.item(), training.item(), grads, trainer.engine.bubble
 
 

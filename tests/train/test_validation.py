@@ -62,7 +62,7 @@ def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     buffers = {name: b.clone() for part in trainer.parts for name, b in part.named_buffers() if "bias" in name}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, buffers)
-    told["weights"] = parity.whole(trainer.parameters, dist.get_rank())
+    told["weights"] = parity.whole(trainer.parameters, dist.get_rank(), trainer.fold)
     told["bias"] = {name: b for part in gathered for name, b in part.items()}
     return told
 

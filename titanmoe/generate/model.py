@@ -129,7 +129,8 @@ def build(config: Config, meshes: Any, found: Found, device: Any) -> Any:
         model = Transformer(config, 1, getattr(torch, config.training.dtype))
     tensor_parallel(model, meshes.dense["tp"], meshes.tp)
     # Prompts have many lengths; torch's flex_attention compiles for each.
-    context_parallel(model, replace(config.parallelism, attention_backend="plain"), placement(config), meshes.cp)
+    options = replace(config.parallelism, attention_backend="plain")
+    context_parallel(model, options, placement(options), meshes.cp)
     expert_parallel(model, meshes)
     model.to_empty(device=device)
     model.tie()

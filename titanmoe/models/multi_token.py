@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Model
 from titanmoe.models.layers import Linear, RMSNorm
 from titanmoe.tokens import Tokens
 
@@ -30,15 +30,15 @@ class _Beside(torch.autograd.Function):
 
 
 class MultiToken(nn.Module):
-    def __init__(self, config: Config, block: nn.Module, microbatches: int, dtype: torch.dtype):
+    def __init__(self, model: Model, weight: float, block: nn.Module, microbatches: int, dtype: torch.dtype):
         super().__init__()
-        dim, eps = config.model.dim, config.model.norm_eps
+        dim, eps = model.dim, model.norm_eps
         self.hidden_norm = RMSNorm(dim, eps, dtype)
         self.embed_norm = RMSNorm(dim, eps, dtype)
         self.project = Linear(2 * dim, dim, dtype=dtype)
         self.block = block
         self.norm = RMSNorm(dim, eps, dtype)
-        self.weight = config.training.mtp_weight
+        self.weight = weight
         # Indexed by microbatch, whatever order a schedule runs them in; this rank's, sums over labels.
         self.register_buffer("loss_M", torch.zeros(microbatches, dtype=torch.float64), persistent=False)
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Config, Model
+from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models.attention import Attention
 from titanmoe.models.count import has_experts
 from titanmoe.models.latent_attention import LatentAttention
@@ -22,9 +23,8 @@ from titanmoe.tokens import Tokens
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config, layer: int, microbatches: int, dtype: torch.dtype):
+    def __init__(self, model: Model, options: MoEOptions, seed: int, layer: int, microbatches: int, dtype: torch.dtype):
         super().__init__()
-        model = config.model
         self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype)
         self.attention = LatentAttention(model, dtype) if model.kv_lora_rank else Attention(model, layer, dtype)
         self.ffn_norm = RMSNorm(model.dim, model.norm_eps, dtype)
@@ -33,7 +33,7 @@ class Block(nn.Module):
             shared = (
                 SharedExpert(model.dim, model.shared_hidden, model.shared_gate, dtype) if model.shared_hidden else None
             )
-            self.moe = MoE(model, config.moe, shared, config.training.seed, layer, microbatches, dtype)
+            self.moe = MoE(model, options, shared, seed, layer, microbatches, dtype)
         else:
             self.ffn = FeedForward(model.dim, model.dense_hidden, dtype)
 
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         # Keyed by the layer's global number, so that names do not depend on the stage.
         self.layers = nn.ModuleDict(
             {
-                str(i): Block(config, i, microbatches, dtype)
+                str(i): Block(model, config.moe, config.training.seed, i, microbatches, dtype)
                 for i in (range(model.num_layers) if layers is None else layers)
             }
         )
@@ -73,8 +73,8 @@ class Transformer(nn.Module):
         self.head = Head(model.vocab_size, model.dim, model.norm_eps, chunks, dtype, kernels) if last else None
         self.mtp = self.embed_copy = None
         if last and model.mtp_depth:
-            block = Block(config, model.num_layers, microbatches, dtype)
-            self.mtp = nn.ModuleList([MultiToken(config, block, microbatches, dtype)])
+            block = Block(model, config.moe, config.training.seed, model.num_layers, microbatches, dtype)
+            self.mtp = nn.ModuleList([MultiToken(model, config.training.mtp_weight, block, microbatches, dtype)])
             if not first:
                 self.embed_copy = Embedding(model.vocab_size, model.dim, dtype)
         self.tie()

@@ -12,9 +12,9 @@ from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
 from titanmoe.parallel.materialize import materialize
-from titanmoe.parallel.pipeline import Alone, Pipeline, split_layers, stage_ranks
+from titanmoe.parallel.pipeline import Alone, Pipeline, split_layers, splits_backward, stage_ranks
 from titanmoe.parallel.recompute import recompute
-from titanmoe.parallel.sharded import shard_data
+from titanmoe.parallel.sharded import reshard, shard_data
 from titanmoe.parallel.tensor import tensor_parallel
 
 
@@ -24,20 +24,20 @@ def build(config: Config, meshes: Meshes, microbatches: int, device: torch.devic
     Placements first, because FSDP shards what they leave; recomputation inside compilation inside FSDP, so that hooks
     which gather weights stay outside both; memory last, so that no rank ever holds more than its shards.
     """
-    ranks = stage_ranks(config, meshes.pp.size)
+    ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
     layers = split_layers(config.model, config.training.seq_len, len(ranks), config.pipeline.layers_per_stage)
+    stored, compute = (getattr(torch, n) for n in (config.training.dtype, config.training.mixed_precision_param))
     parts = []
     for stage in (stage for stage, rank in enumerate(ranks) if rank == meshes.pp.rank):
         with torch.device("meta"):
             first, last = stage == 0, stage == len(ranks) - 1
-            dtype = getattr(torch, config.training.dtype)
-            model = Transformer(config, microbatches, dtype, layers[stage], first, last)
+            model = Transformer(config, microbatches, stored, layers[stage], first, last)
         tensor_parallel(model, meshes.dense["tp"], meshes.tp)
-        context_parallel(model, config.parallelism, placement(config), meshes.cp)
+        context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp)
         expert_parallel(model, meshes)
         recompute(model, config.activation_checkpoint)
-        compile_parts(model, config)
-        shard_data(model, config, meshes)
+        compile_parts(model, config.compile, config.moe, compute, splits)
+        shard_data(model, config.training, reshard(config.parallelism), meshes)
         materialize(model, config.training.seed, device)
         parts.append(model)
     return parts
@@ -47,4 +47,4 @@ def drive(parts: list[Transformer], config: Config, meshes: Meshes, microbatches
     """What runs forward and backward through the parts; the step does not know whether there is a pipeline."""
     if meshes.pp.size == 1:
         return Alone(parts)
-    return Pipeline(parts, config, meshes, microbatches, device)
+    return Pipeline(parts, config.pipeline, config.training, meshes, microbatches, device)

@@ -14,10 +14,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Compile as Options
+from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.experts import Experts
-from titanmoe.parallel.pipeline import splits_backward
 
 
 def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -41,28 +41,28 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
     return run
 
 
-def why_in_parts(config: Config) -> str:
-    """Why a MoE layer is not compiled as one graph; "" where it is."""
-    if not config.moe.pad_to_capacity:
+def why_in_parts(options: MoEOptions, splits: bool) -> str:
+    """Why a MoE layer is not compiled as one graph; "" where it is. splits: whether the schedule splits backward."""
+    if not options.pad_to_capacity:
         return "sizes follow the routing (moe.pad_to_capacity = false)"
-    if config.moe.expert_dtype != "compute":
-        return f'products in 8 bits are not traced (moe.expert_dtype = "{config.moe.expert_dtype}")'
-    if splits_backward(config):
+    if options.expert_dtype != "compute":
+        return f'products in 8 bits are not traced (moe.expert_dtype = "{options.expert_dtype}")'
+    if splits:
         return "a schedule that splits backward would send every gradient's rows twice"
     return ""
 
 
-def compile_parts(model: Transformer, config: Config) -> None:
-    options, compute = config.compile, getattr(torch, config.training.mixed_precision_param)
+def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute: torch.dtype, splits: bool) -> None:
+    """splits: whether the schedule splits backward."""
     if not options.enable:
         return
-    if splits_backward(config):
+    if splits:
         # Zero-bubble schedules come back for the weight gradients: what backward saved must outlive its first use.
         torch._functorch.config.donated_buffer = False
     parts = [model.head]
     for block in model.blocks().values():
         parts += [block.attention_norm, block.attention, block.ffn_norm, block.ffn]
-        if block.moe is not None and not why_in_parts(config):
+        if block.moe is not None and not why_in_parts(moe, splits):
             block.moe.graph = torch.compile(block.moe.whole, backend=options.backend, fullgraph=True)
         elif block.moe is not None:
             parts.append(block.moe.shared)

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm import ALONE, Group, _ops, all_to_all, gather
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Parallelism
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
 
@@ -76,8 +76,8 @@ class Placement(NamedTuple):
         return torch.cat([pieces[chunk] for chunk in self.order()], dim)
 
 
-def placement(config: Config) -> Placement:
-    return Placement(config.parallelism.cp, config.parallelism.cp_placement == "zigzag")
+def placement(options: Parallelism) -> Placement:
+    return Placement(options.cp, options.cp_placement == "zigzag")
 
 
 # ---- attention of a query block to a key block: the output and its log-sum-exp, and the gradients given the final ones

@@ -18,7 +18,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from titanmoe.config.schema import Config, Model
+from titanmoe.config.schema import Config, Model, Training
+from titanmoe.config.schema import Pipeline as Options
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.count import layer_flops
@@ -66,9 +67,8 @@ def _steps(action: torch_schedules._Action | None) -> list[torch_schedules._Acti
     return [action] if action.computation_type.value in COST else []
 
 
-def stage_ranks(config: Config, pp: int) -> list[int]:
+def stage_ranks(options: Options, pp: int) -> list[int]:
     """The pipeline rank of each stage."""
-    options = config.pipeline
     if options.schedule_csv:
         owner = {
             step.stage_index: rank
@@ -85,10 +85,9 @@ def stage_ranks(config: Config, pp: int) -> list[int]:
     return ranks * virtual
 
 
-def splits_backward(config: Config) -> bool:
+def splits_backward(options: Options, pp: int) -> bool:
     """Whether the schedule computes gradients of inputs and of weights apart."""
-    options = config.pipeline
-    if config.parallelism.pp == 1:
+    if pp == 1:
         return False
     if not options.schedule_csv:
         return KINDS[options.schedule].zero_bubble
@@ -203,7 +202,7 @@ def problems(config: Config, fold: Fold, microbatches: int) -> list[str]:
         found += pairs.problems(config, fold, rows)
     if found:
         return found
-    stages = len(stage_ranks(config, pp))
+    stages = len(stage_ranks(options, pp))
     explicit = options.layers_per_stage
     if explicit and (
         len(explicit) != stages or sum(explicit) != config.model.num_layers or min(explicit[1:-1], default=1) < 1
@@ -217,7 +216,7 @@ def problems(config: Config, fold: Fold, microbatches: int) -> list[str]:
             f"{stages} pipeline stages for model.num_layers = {config.model.num_layers}: lower parallelism.pp or "
             "pipeline.virtual_stages"
         )
-    if splits_backward(config) and config.parallelism.reshard_after_forward == "always":
+    if splits_backward(options, pp) and config.parallelism.reshard_after_forward == "always":
         found.append(
             f"pipeline.schedule = {options.schedule} splits backward in two, which loses gradients when weights are "
             "freed in between: set parallelism.reshard_after_forward to auto or never"
@@ -308,19 +307,20 @@ class Pipeline:
     def __init__(
         self,
         parts: list[Transformer],
-        config: Config,
+        options: Options,
+        training: Training,
         meshes: Meshes,
         microbatches: int,
         device: torch.device,
     ):
-        options, fold, pp = config.pipeline, meshes.fold, meshes.pp
-        ranks = stage_ranks(config, pp.size)
+        fold, pp = meshes.fold, meshes.pp
+        ranks = stage_ranks(options, pp.size)
         mine = [stage for stage, rank in enumerate(ranks) if rank == pp.rank]
-        B, length = config.training.local_batch_size, config.training.seq_len // fold.cp
-        compute = getattr(torch, config.training.mixed_precision_param)
+        B, length = training.local_batch_size, training.seq_len // fold.cp
+        compute = getattr(torch, training.mixed_precision_param)
         # Static shapes: without them the first step runs an additional, real forward and backward.
         ids = torch.empty(B, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(B, length // fold.tp, config.model.dim, dtype=compute, device="meta")
+        hidden = torch.empty(B, length // fold.tp, parts[0].shape.dim, dtype=compute, device="meta")
         loss = torch.empty((), dtype=torch.promote_types(compute, torch.float32), device="meta")
         self.stages = [
             PipelineStage(

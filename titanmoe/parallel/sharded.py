@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
@@ -138,9 +138,9 @@ def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
     return num_experts // ep % edp != 0
 
 
-def reshard(config: Config) -> bool:
-    choice = config.parallelism.reshard_after_forward
-    return config.parallelism.pp == 1 if choice == "auto" else choice == "always"
+def reshard(options: Parallelism) -> bool:
+    choice = options.reshard_after_forward
+    return options.pp == 1 if choice == "auto" else choice == "always"
 
 
 def _model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
@@ -148,18 +148,19 @@ def _model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
     return lambda parameter: Shard(2 if parameter is experts.w1 or parameter is experts.w3 else 1)
 
 
-def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
-    param = getattr(torch, config.training.mixed_precision_param)
-    reduce = getattr(torch, config.training.mixed_precision_reduce)
+def shard_data(model: Transformer, training: Training, freed: bool, meshes: Meshes) -> None:
+    """freed: whether whole weights are freed between forward and backward."""
+    param = getattr(torch, training.mixed_precision_param)
+    reduce = getattr(torch, training.mixed_precision_reduce)
     # Inputs are left alone: what enters a block already has the width its weights compute in.
     wide = torch.promote_types(param, reduce)
     # NCCL adds up on the way. A pipeline adds up microbatches, in the dtype given here, before it sends.
     narrow_wire = meshes.dense_data.device_type == "cpu" and wide != param and meshes.pp.size == 1
     policy = MixedPrecisionPolicy(param, param if narrow_wire else wide, cast_forward_inputs=False)
     keep_wide = MixedPrecisionPolicy(cast_forward_inputs=False)
-    options = {"mesh": meshes.dense_data, "reshard_after_forward": reshard(config)}
+    options = {"mesh": meshes.dense_data, "reshard_after_forward": freed}
 
-    on_model_dim = shard_experts_on_model_dim(config.model.num_experts, meshes.fold.ep, meshes.fold.edp)
+    on_model_dim = shard_experts_on_model_dim(model.shape.num_experts, meshes.fold.ep, meshes.fold.edp)
     for block in model.blocks().values():
         if block.moe is not None:
             if block.moe.router.weight.dtype != param:
@@ -171,7 +172,7 @@ def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
                 shard_placement_fn=_model_dim(block.moe.experts) if on_model_dim else None,
             )
         fully_shard(block, **options, mp_policy=policy)
-    for end in (model.embed_copy,) if config.model.tie_embeddings else (model.embed, model.embed_copy, model.head):
+    for end in (model.embed_copy,) if model.shape.tie_embeddings else (model.embed, model.embed_copy, model.head):
         if end is not None:
             fully_shard(end, **options, mp_policy=policy)
     fully_shard(model, **options, mp_policy=policy)
@@ -186,7 +187,7 @@ def shard_data(model: Transformer, config: Config, meshes: Meshes) -> None:
             if narrow_wire and not isinstance(module, Router):
                 module.set_custom_reduce_scatter(NarrowOnTheWire(mesh.size(mesh.ndim - 1), wide, sums))
             module.set_force_sum_reduction_for_comms(True)
-    _prefetch(model, meshes, reshard(config))
+    _prefetch(model, meshes, freed)
 
 
 def _prefetch(model: Transformer, meshes: Meshes, freed: bool) -> None:

@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Model
 from titanmoe.fold.groups import groups
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.norm import local_grad
-from titanmoe.parallel.pipeline import stage_ranks
 
 
 class TiedEnds:
-    def __init__(self, parts: list[Transformer], config: Config, meshes: Meshes):
-        """Collective over the world when the ends lie on different ranks."""
-        model = config.model
+    def __init__(self, parts: list[Transformer], model: Model, ranks: list[int], meshes: Meshes):
+        """ranks: the pipeline rank of each stage. Collective over the world when the ends lie on different ones."""
         self.names: tuple[str, ...] = ()
         self.ends, self.group = [], None
         copies = ("head.weight",) * model.tie_embeddings + ("embed_copy.weight",) * model.mtp_depth
@@ -29,7 +27,6 @@ class TiedEnds:
         if not self.names:
             return
         self.ends = [p for part in parts for name, p in part.named_parameters() if name in self.names]
-        ranks = stage_ranks(config, meshes.pp.size)
         if ranks[0] != ranks[-1]:
             pairs = [(group[ranks[0]], group[ranks[-1]]) for group in groups(meshes.fold, "attention", "pp")]
             self.group = meshes.lanes.group("waited", pairs)

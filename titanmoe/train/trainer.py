@@ -88,8 +88,8 @@ class Trainer:
         self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
         self.symmetric, self.overflow_reruns = symmetric(config, self.meshes, self.device), 0
         self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
-        self.tied = TiedEnds(self.parts, config, self.meshes)
-        self.placement = placement(config)
+        self.tied = TiedEnds(self.parts, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
+        self.placement = placement(config.parallelism)
         self.optimizer = Optimizer(self.parameters, config.optimizer)
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.garbage = garbage(config.training.gc_every)
@@ -173,22 +173,22 @@ class Trainer:
     def notes(self) -> dict[str, str]:
         """What the run's header says beside the mapping."""
         options, recompute = self.config.pipeline, self.config.activation_checkpoint.mode
-        notes = self.loader.notes()
+        splits, notes = splits_backward(options, self.fold.pp), self.loader.notes()
         if self.config.moe.overlap_chunks == -1:
             notes["overlap chunks"] = str(self.chunks or "1: no row leaves its rank in chunks")
         if self.config.compile.enable:
-            reason = why_in_parts(self.config)
+            reason = why_in_parts(self.config.moe, splits)
             notes["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
         if self.fold.pp == 1:
             return notes
-        stages = len(stage_ranks(self.config, self.fold.pp))
+        stages = len(stage_ranks(options, self.fold.pp))
         name = options.schedule_csv or options.schedule
         notes |= {
             "pipeline": f"{name}: {stages} stages, {self.loader.microbatches} microbatches, "
             f"bubble {self.engine.bubble:.1%} of the time"
             + (", pairs of forward and backward take turns" if options.overlap_pairs else "")
         }
-        if splits_backward(self.config) and recompute in ("full", "moe"):
+        if splits and recompute in ("full", "moe"):
             notes["recompute"] = (
                 f'{name} splits backward, so with activation_checkpoint.mode = "{recompute}" a block runs up to '
                 "4 times per microbatch: exact, but 1F1B or Interleaved1F1B may be faster"
