@@ -18,6 +18,7 @@ from titanmoe.models.attention import causal_attention
 from titanmoe.moe import fp8
 from titanmoe.moe.experts import can_group, grouped_gradient, grouped_loop, grouped_product
 from titanmoe.moe.layer import MoE as Layer
+from titanmoe.parallel.compiled import compile_layer
 from titanmoe.parallel.context import Placement, _block, _block_backward, alone, block_reference
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.tokens import Tokens
@@ -102,8 +103,8 @@ def test_a_layer_with_padded_bins_fits_a_cuda_graph(kernels: str, compiled: bool
     model = Model(num_experts=8, top_k=2, dim=128, expert_hidden=256)
     options = MoE(capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.01, kernels=kernels)
     layer = Layer(model, options, None, 0, 0, 1, torch.bfloat16).cuda()
-    if compiled:  # as in titanmoe.parallel.compiled
-        layer.graph = torch.compile(layer.whole, fullgraph=True)
+    if compiled:
+        compile_layer(layer, "inductor")
     generator = torch.Generator("cuda").manual_seed(0)
     for weight in layer.parameters():
         torch.nn.init.normal_(weight, std=0.1, generator=generator)

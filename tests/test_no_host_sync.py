@@ -16,7 +16,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.kernels import installed
-from titanmoe.moe.symmetric import Symmetric
+from titanmoe.moe.symmetric import Memory, Symmetric
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.recompute import recompute
@@ -80,13 +80,14 @@ def test_symmetric_memory_leaves_the_host_alone() -> None:
     config = parity.read({"training.mixed_precision_param": "bfloat16"}, 1)
     config.moe.dispatcher, config.moe.kernels, model, T = "symm_mem", "triton", config.model, 24
     with torch.device("meta"):
-        dispatcher = Symmetric(config, derive(1, config.parallelism), ALONE, torch.device("meta"))
+        dispatcher = Symmetric(model.num_experts, kernels="triton")
+        dispatcher.memory = Memory(config, derive(1, config.parallelism), ALONE, torch.device("meta"))
         experts = Experts(model, config.moe, torch.bfloat16)
         x_TD = torch.empty(T, model.dim, dtype=torch.bfloat16, requires_grad=True)
         weights_TK = torch.empty(T, model.top_k, requires_grad=True)
         chosen_TK = torch.zeros(T, model.top_k, dtype=torch.int64)
         rows_RD, weights_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        y_TD: Tensor = dispatcher.combine(experts(rows_RD, weights_R1, count_e), route)
+        y_TD: Tensor = dispatcher.combine(experts.products(rows_RD, weights_R1, count_e), route)
         y_TD.backward(torch.empty_like(y_TD))
     assert y_TD.shape == x_TD.shape
     assert all(x.grad is not None for x in (x_TD, weights_TK, *experts.parameters()))

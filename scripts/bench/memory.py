@@ -82,7 +82,7 @@ def experts(rounds: int) -> Iterator[Row]:
     ways = {
         "plain, weighted after the down projection": after,
         "plain, weighted before it": before,
-        "titanmoe": lambda: made(x_RD, weight_R1, count_e),
+        "titanmoe": lambda: made.products(x_RD, weight_R1, count_e),
     }
     # The rows themselves came from dispatch, which keeps nothing of them: each way does.
     yield from compare(

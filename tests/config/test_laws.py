@@ -184,7 +184,7 @@ def test_out_of_range(path, value):
         ),
         (
             {"moe.overlap_chunks": 2, "moe.dispatcher": "symm_mem"},
-            'overlap_chunks = 2 cuts .*dispatcher = "symm_mem" leaves on the device: use dispatcher = "alltoall"',
+            'overlap_chunks = 2 cuts .*dispatcher = "symm_mem" leaves them on the device: use dispatcher = "alltoall"',
         ),
         (
             {"moe.pad_to_capacity": True, "moe.capacity_factor": 1.0, "moe.dispatcher": "symm_mem"},

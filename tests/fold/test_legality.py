@@ -196,11 +196,11 @@ def test_nonsense_in_other_fields_does_not_crash():
 def test_groups_of_experts_on_nodes(world: int, ep: int, etp: int, node: int, nodes: int | None):
     fold = derive(world, Parallelism(experts=Experts(ep=ep, etp=etp)))
     assert fold.nodes(node) == nodes
-    assert bool(list(node_violations(fold, node))) == (nodes is None)
+    assert bool(list(node_violations(fold, node, "hierarchical"))) == (nodes is None)
 
 
 def test_nodes_that_cut_groups_are_told_with_what_fits():
-    (text,) = node_violations(derive(12, Parallelism(experts=Experts(ep=4))), 6)
+    (text,) = node_violations(derive(12, Parallelism(experts=Experts(ep=4))), 6, "hierarchical")
     assert text == (
         'moe.dispatcher = "hierarchical" wants nodes that hold whole groups of ep * etp = 4 * 1 = 4 ranks, or equal '
         "parts of one with whole experts, and parallelism.node = 6 is neither (6 % 4 = 2; 4 % 6 = 4, 6 % etp = 0): use "

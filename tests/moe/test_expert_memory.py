@@ -83,7 +83,7 @@ def test_within_a_recomputed_block(switches: dict[str, Any]) -> None:
     made, counts = experts("loop", torch.float64, **switches), torch.tensor([5, 0, 9, 3])
     x_RD, weight_R1 = random(17, D, dtype=torch.float64, seed=5), random(17, 1, dtype=torch.float64, seed=6)
     leaves = [x_RD, weight_R1, *made.parameters()]
-    want = torch.autograd.grad(made(x_RD, weight_R1, counts).square().sum(), leaves)
+    want = torch.autograd.grad(made.products(x_RD, weight_R1, counts).square().sum(), leaves)
     again = checkpoint(made, x_RD, weight_R1, counts, use_reentrant=False)
     for a, b in zip(torch.autograd.grad(again.square().sum(), leaves), want, strict=True):
         assert torch.equal(a, b)
@@ -105,7 +105,7 @@ def test_kept_bytes_per_row_at_a_qwen_shape() -> None:
     x_RD = random(rows, 768, dtype=torch.bfloat16, seed=1)
     weight_R1 = random(rows, 1, dtype=torch.float32, seed=2)
     known = list(made.parameters())
-    y_RD, kept = saved_bytes(lambda: made(x_RD, weight_R1, count_e), known)
+    y_RD, kept = saved_bytes(lambda: made.products(x_RD, weight_R1, count_e), known)
     slack = 64 * 16  # the counts, and where the groups end
     assert 0 <= kept - rows * (2 * (768 + 2 * 256) + 4) <= slack
     z_RD, plain = saved_bytes(lambda: weighted_after(made, x_RD, weight_R1, count_e), known)

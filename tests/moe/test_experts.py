@@ -86,7 +86,7 @@ def test_experts_are_weighted_swiglus_and_idle_ones_have_zero_gradients(
 ) -> None:
     made = experts(kind, dtype)
     x_RD, weight_R1 = random(sum(counts), D, dtype=dtype, seed=5), random(sum(counts), 1, dtype=dtype, seed=6)
-    y_RD = made(x_RD, weight_R1, torch.tensor(counts))
+    y_RD = made.products(x_RD, weight_R1, torch.tensor(counts))
     rows = []
     for r, e in enumerate(torch.arange(4).repeat_interleave(torch.tensor(counts)).tolist()):
         hidden = F.silu(made.w1[e] @ x_RD[r]) * (made.w3[e] @ x_RD[r])
@@ -107,7 +107,7 @@ def test_widths_that_cannot_be_grouped_take_the_loop() -> None:
     """22 float32 are no whole 16-byte units: the grouped product would refuse them."""
     made = {kind: experts(kind, torch.float32, hidden=22) for kind in ("auto", "loop")}
     x_RD, weight_R1 = random(9, D, dtype=torch.float32, seed=5), random(9, 1, dtype=torch.float32, seed=6)
-    auto, loop = (made[kind](x_RD, weight_R1, torch.tensor([2, 0, 6, 1])) for kind in ("auto", "loop"))
+    auto, loop = (made[kind].products(x_RD, weight_R1, torch.tensor([2, 0, 6, 1])) for kind in ("auto", "loop"))
     assert torch.equal(auto, loop)
 
 
@@ -130,7 +130,7 @@ def test_biases_and_the_clamp_row_by_row(kind: str, dtype: torch.dtype, counts: 
     assert len(list(made.parameters())) == 6
     x_RD, weight_R1 = random(sum(counts), D, dtype=dtype, seed=5), random(sum(counts), 1, dtype=dtype, seed=6)
     x_RD = (x_RD * 6).detach().requires_grad_()
-    y_RD = made(x_RD, weight_R1, torch.tensor(counts))
+    y_RD = made.products(x_RD, weight_R1, torch.tensor(counts))
     of = torch.arange(4).repeat_interleave(torch.tensor(counts)).tolist()
     inputs = [x_RD, weight_R1, *made.parameters()]
     cotangent = random(sum(counts), D, dtype=dtype, seed=7).detach()
@@ -158,8 +158,8 @@ def test_the_etp_ranks_of_a_biased_expert_add_up() -> None:
         part.lay(rank)
         for name, cut in {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}.items():
             setattr(part, name, torch.nn.Parameter(getattr(whole, name).detach().chunk(2, cut)[rank]))
-        total = total + part(x_RD, weight_R1, counts)
-    torch.testing.assert_close(total, whole(x_RD, weight_R1, counts), rtol=1e-12, atol=1e-12)
+        total = total + part.products(x_RD, weight_R1, counts)
+    torch.testing.assert_close(total, whole.products(x_RD, weight_R1, counts), rtol=1e-12, atol=1e-12)
 
 
 def test_the_rows_of_padded_bins_give_biases_no_gradient() -> None:
@@ -170,13 +170,13 @@ def test_the_rows_of_padded_bins_give_biases_no_gradient() -> None:
     kept = torch.tensor([0, 1, 2, 5, 6])  # of bins of 3 rows
     parameters = list(made.parameters())
     want = torch.autograd.grad(
-        made(x_RD[kept], weight_R1[kept], torch.tensor([3, 2, 0, 0])), parameters, cotangent[kept]
+        made.products(x_RD[kept], weight_R1[kept], torch.tensor([3, 2, 0, 0])), parameters, cotangent[kept]
     )
     padding = torch.ones(9, 1, dtype=torch.float64).index_fill(0, kept, 0)
     padded = (x * (1 - padding) for x in (x_RD, weight_R1, cotangent))
     x_RD, weight_R1, cotangent = padded
     bins = torch.tensor([3, 4, 2, 0])  # rows 3, 4 before and 7, 8 after the second expert's are empty
-    got = torch.autograd.grad(made(x_RD, weight_R1, bins), parameters, cotangent)
+    got = torch.autograd.grad(made.products(x_RD, weight_R1, bins), parameters, cotangent)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 

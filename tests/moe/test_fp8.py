@@ -81,7 +81,7 @@ def test_experts_are_near_those_of_the_compute_dtype_and_not_the_same(switches: 
     results = []
     for experts in made.values():
         x, weight = random(18, D, dtype=torch.float32, seed=5), random(18, 1, dtype=torch.float32, seed=6)
-        y = experts(x, weight, torch.tensor([5, 0, 9, 4]))
+        y = experts.products(x, weight, torch.tensor([5, 0, 9, 4]))
         cotangent = random(18, D, dtype=torch.float32, seed=7).detach()
         results.append([y, *torch.autograd.grad(y, [x, weight, *experts.parameters()], cotangent)])
     for want, got in zip(*results, strict=True):
@@ -99,7 +99,7 @@ def test_the_down_product_is_of_the_rounded_activation() -> None:
     for seed, weight in enumerate(experts.parameters()):
         torch.nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(seed))
     x, weight = random(6, D, dtype=torch.float32, seed=5).detach(), random(6, 1, dtype=torch.float32, seed=6).detach()
-    y = experts(x, weight, torch.tensor([0, 6, 0, 0]))
+    y = experts.products(x, weight, torch.tensor([0, 6, 0, 0]))
     gate, up = (rounded(x) @ rounded(w.detach())[1].t() for w in (experts.w1, experts.w3))
     want = rounded(weighted(gate, up, weight, False)) @ rounded(experts.w2.detach())[1].t()
     near.close(y, want, terms=D + HIDDEN, roundings=STEPS + 8)

@@ -20,9 +20,10 @@ from tests import parity, reference, symmetric, world
 from tests.features import MODELS
 from tests.moe.test_dispatch import CASES, LAYOUTS, RANKS, D, E, K, T, arriving, inputs, plain, whole_world
 from titanmoe.comm import ALONE, Group
+from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatch import AllToAll, Dispatcher
-from titanmoe.moe.symmetric import ALIGN, Symmetric, used
+from titanmoe.moe.symmetric import ALIGN, Memory, Symmetric, used
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {"moe.dispatcher": "symm_mem", "model.dim": D, "model.top_k": K, "training.seq_len": T}
@@ -31,7 +32,16 @@ HERE = {"moe.dispatcher": "symm_mem", "model.dim": D, "model.top_k": K, "trainin
 def make(group: Group, ep: int, etp: int, factor: float = 8.0) -> Symmetric:
     mapping = {"parallelism.experts.ep": ep, "parallelism.experts.etp": etp, "moe.symm_mem_factor": factor}
     config = parity.read(HERE | mapping, group.size)
-    return Symmetric(config, derive(group.size, config.parallelism), group, torch.device("cpu"))
+    return lent(config, group)
+
+
+def lent(config: Config, group: Group) -> Symmetric:
+    """As in a step."""
+    fold = derive(group.size, config.parallelism)
+    dispatcher = Symmetric(config.model.num_experts, kernels=config.moe.kernels)
+    dispatcher.lay(group, fold.ep, fold.etp)
+    dispatcher.memory = Memory(config, fold, group, torch.device("cpu"))
+    return dispatcher
 
 
 def toy_experts(rows: Tensor, weights: Tensor, count_e: Tensor, first: int, share: float) -> Tensor:
@@ -59,7 +69,7 @@ def test_rows_are_copied_as_moe_kernels_says(monkeypatch: pytest.MonkeyPatch) ->
     asked = []
     monkeypatch.setattr("titanmoe.moe.permute.fused", lambda kernels, *_: asked.append(kernels))
     config = parity.read(HERE | {"moe.kernels": "torch"}, 1)
-    round_trip(Symmetric(config, derive(1, config.parallelism), ALONE, torch.device("cpu")), next(iter(CASES)))
+    round_trip(lent(config, ALONE), next(iter(CASES)))
     assert asked and set(asked) == {"torch"}
 
 
@@ -87,7 +97,7 @@ def check_case(dispatcher: Symmetric, case: str) -> None:
     want_grads = torch.autograd.grad(want_TD, (x_TD, weights_TK), cotangent)
     for got, wanted in zip((y_TD, *grads), (want_TD, *want_grads), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
-    assert not dispatcher.overflowed
+    assert not dispatcher.memory.overflowed
 
 
 def cases_on_ranks(ep: int, etp: int) -> None:
@@ -146,15 +156,16 @@ def test_the_host_waits_for_no_size() -> None:
 def crowded(case: str) -> tuple[bool, list[bool]]:
     """One round trip with buffers for even routing: whether this rank would overflow, and whether all is finite."""
     dispatcher = make(whole_world(), RANKS, 1, 1.0)
-    dispatcher.away_rows = 4 * ALIGN  # less than any layout needs for one expert's rows of all ranks
+    memory = dispatcher.memory
+    memory.away_rows = 4 * ALIGN  # less than any layout needs for one expert's rows of all ranks
     x_TD, weights_TK, chosen_TK = inputs(case, dist.get_rank())
     if case == "one_expert":  # 3 of a token's rows to rank 2, which holds experts 4 and 5, in bins of 24 and 48
         chosen_TK[:, 0], chosen_TK[:, 2] = 4, 5
-    dispatcher.rows = dispatcher.rows._replace(away=tuple(b[: 4 * ALIGN] for b in dispatcher.rows.away))
-    dispatcher.weights = dispatcher.weights._replace(away=tuple(b[: 4 * ALIGN] for b in dispatcher.weights.away))
+    memory.rows = memory.rows._replace(away=tuple(b[: 4 * ALIGN] for b in memory.rows.away))
+    memory.weights = memory.weights._replace(away=tuple(b[: 4 * ALIGN] for b in memory.weights.away))
     rows, weights, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
     y_TD = dispatcher.combine(toy_experts(rows, weights, count_e, 0, 1.0), route)
-    return bool(dispatcher.overflowed), [bool(y_TD.eq(0).all()), count_e.tolist() == [ALIGN] * 2]
+    return bool(memory.overflowed), [bool(y_TD.eq(0).all()), count_e.tolist() == [ALIGN] * 2]
 
 
 def test_nothing_is_sent_where_one_rank_has_no_room() -> None:
@@ -174,7 +185,7 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
             layers[layer].router.expert_bias.copy_(torch.tensor(bias if trainer.step == 0 else [0.0] * len(bias)))
         report = trainer.train_step()
         flags.append(bool(trainer.symmetric.overflowed))
-        assert all(type(moe.dispatcher) is AllToAll for moe in layers.values()), "not exact outside of a step"
+        assert all(moe.dispatcher.memory is None for moe in layers.values()), "not exact outside of a step"
         return report
 
     return parity.measure(changes, train_step=forced), flags, len(symmetric.calls) - before

@@ -15,7 +15,7 @@ from titanmoe.comm import ALONE
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.experts import Experts, can_group
-from titanmoe.moe.symmetric import Symmetric, missing
+from titanmoe.moe.symmetric import Memory, Symmetric, missing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,7 +29,8 @@ def test_rows_through_the_experts_without_a_host_sync() -> None:
     config = Config()
     config.moe.dispatcher = "symm_mem"
     model, T = config.model, config.training.seq_len
-    dispatcher = Symmetric(config, derive(1, config.parallelism), ALONE, torch.device("cuda"))
+    dispatcher = Symmetric(model.num_experts)
+    dispatcher.memory = Memory(config, derive(1, config.parallelism), ALONE, torch.device("cuda"))
     with torch.device("cuda"):
         experts = Experts(model, config.moe, torch.bfloat16)
         x_TD = torch.randn(T, model.dim, dtype=torch.bfloat16, requires_grad=True)
@@ -44,7 +45,7 @@ def test_rows_through_the_experts_without_a_host_sync() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         rows_RD, weights_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        y_TD = dispatcher.combine(experts(rows_RD, weights_R1, count_e), route)
+        y_TD = dispatcher.combine(experts.products(rows_RD, weights_R1, count_e), route)
         y_TD.backward(grad_TD)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -8,7 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from titanmoe.config import ranges, schema
+from titanmoe.config import families, ranges, schema
+from titanmoe.config.dispatchers import DISPATCHERS, in_pieces
 from titanmoe.config.schema import Config
 
 BEGIN, END = "<!-- fields: written by `python -m titanmoe.config docs/config.md` -->", "<!-- end of fields -->"
@@ -117,6 +118,15 @@ def to_toml(config: Config) -> str:
     return "\n".join(parts)
 
 
+def _lists() -> dict[str, str]:
+    """What the schema's docstrings name in braces."""
+    return {
+        "{families}": ", ".join(families.NAMES),
+        "{dispatchers}": " ".join(facts.what for facts in DISPATCHERS.values()),
+        "{dispatchers in pieces}": " or ".join(in_pieces()),
+    }
+
+
 @cache
 def docstrings() -> dict[str, str]:
     """What the schema's source says under every field, by path, on one line."""
@@ -131,6 +141,8 @@ def docstrings() -> dict[str, str]:
     found = {}
     for path, field in fields().items():
         text = said.get((tables()[field.table].__name__, field.name), "")
+        for name, listed in _lists().items():
+            text = text.replace(name, listed)
         limits = ranges.RANGES.get(path)
         bounded = limits and (limits.high is not None or limits.without_low)
         found[path] = f"{text} {str(limits).capitalize()}." if bounded else text

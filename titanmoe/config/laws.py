@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 
 from titanmoe.config.data_laws import of_samples
+from titanmoe.config.dispatchers import DISPATCHERS, in_pieces_quoted
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
 
@@ -28,8 +29,7 @@ def contradictions(config: Config) -> list[Violation]:
         *(Violation(*law) for law in of_samples(config)),
         *_precision(config.training),
         *_dropping(config.moe),
-        *_overlap(config.moe),
-        *_symmetric(config.moe),
+        *_dispatcher(config.moe),
         *_checkpoint(config.checkpoint),
     ]
 
@@ -259,28 +259,18 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
         )
 
 
-def _overlap(moe: MoE) -> Iterator[Violation]:
-    if moe.overlap_chunks != 1 and moe.dispatcher == "allgather":
+def _dispatcher(moe: MoE) -> Iterator[Violation]:
+    name, facts = moe.dispatcher, DISPATCHERS[moe.dispatcher]
+    if moe.overlap_chunks != 1 and facts.whole:
         yield Violation(
             ("moe.overlap_chunks", "moe.dispatcher"),
-            f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all into chunks, and moe.dispatcher = "
-            f'"{moe.dispatcher}" makes none: use dispatcher = "alltoall" or "hierarchical", or overlap_chunks = 1',
+            f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all by its numbers of rows, and moe.dispatcher "
+            f'= "{name}" {facts.whole}: use dispatcher = {in_pieces_quoted()}, or overlap_chunks = 1',
         )
-
-
-def _symmetric(moe: MoE) -> Iterator[Violation]:
-    if moe.dispatcher != "symm_mem":
-        return
-    if moe.overlap_chunks != 1:
-        yield Violation(
-            ("moe.overlap_chunks", "moe.dispatcher"),
-            f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all by numbers of rows, which moe.dispatcher = "
-            '"symm_mem" leaves on the device: use dispatcher = "alltoall" or "hierarchical", or overlap_chunks = 1',
-        )
-    if moe.pad_to_capacity:
+    if moe.pad_to_capacity and not facts.host_syncs:
         yield Violation(
             ("moe.pad_to_capacity", "moe.dispatcher"),
-            'moe.pad_to_capacity = true makes every size static, so that moe.dispatcher = "symm_mem" has nothing to '
+            f'moe.pad_to_capacity = true makes every size static, so that moe.dispatcher = "{name}" has nothing to '
             'spare the host: use dispatcher = "alltoall", which then does not wait either, or pad_to_capacity = false',
         )
 

@@ -1,6 +1,6 @@
 """Every option of a run: one dataclass per TOML table, one docstring per field.
 
-A docstring says when to choose what; the laws that tie fields together live in `titanmoe.config.laws` (single
+A docstring says when to choose what, with {names} for what a table of its own lists; the laws that tie fields together live in `titanmoe.config.laws` (single
 machine matters) and `titanmoe.fold` (the mapping). `train.py --help` prints this page with the recipe's values.
 """
 
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+from titanmoe.config.dispatchers import DISPATCHERS
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 """No float16: its small range needs loss scaling, which there is none of."""
@@ -28,7 +30,7 @@ class Model:
     """The model: a family and a size give every other field its value; any of them can be overridden."""
 
     family: str = "mixtral"
-    """mixtral, qwen2_moe, qwen3_moe, llama3_moe, deepseek_v3, olmoe, gpt_oss. Sets switches such as qk_norm and norm_topk."""
+    """{families}. Sets switches such as qk_norm and norm_topk."""
     size: str = "debug"
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
     vocab_size: int = 320
@@ -301,15 +303,15 @@ class Pipeline:
     layers_per_stage: list[int] = field(default_factory=list)
     """Layers of each stage, first to last. Empty: split by cost, embedding and head counted."""
     overlap_pairs: bool = False
-    """DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows on their way to experts and back travel while the other half computes. Where experts lie over a wire that is slow beside their products; no number changes. Needs ep x etp > 1 and dispatcher alltoall or hierarchical."""
+    """DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows on their way to experts and back travel while the other half computes. Where experts lie over a wire that is slow beside their products; no number changes. Needs ep x etp > 1 and dispatcher {dispatchers in pieces}."""
 
 
 @dataclass
 class MoE:
     """Router, balance and dispatch. What belongs to the architecture (top_k, score_function, ...) is in [model]."""
 
-    dispatcher: Literal["alltoall", "allgather", "hierarchical", "symm_mem"] = "alltoall"
-    """alltoall moves each token only to its experts' ranks. allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep. hierarchical is an all-to-all in which a token crosses to each node once, and is copied inside it: where ep x etp spans nodes and a token has several experts on one. symm_mem is alltoall through symmetric memory (NVSHMEM), in which the host never waits for sizes: for GPUs of one NVLink domain that wait for the host."""
+    dispatcher: Literal[tuple(DISPATCHERS)] = "alltoall"
+    """{dispatchers}"""
     symm_mem_factor: float = 2.0
     """symm_mem only: rows that a rank has room for, by what arrives under even routing. A step in which a rank would receive more is made again by alltoall, exactly (metric overflow_reruns): raise it if that happens often, lower it for memory. From ep on it never happens."""
     overlap_chunks: int = 1

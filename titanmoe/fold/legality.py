@@ -66,13 +66,13 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
         )
 
 
-def node_violations(fold: Fold, node: int) -> Iterator[str]:
-    """What the hierarchical dispatcher asks of nodes of so many ranks."""
+def node_violations(fold: Fold, node: int, dispatcher: str) -> Iterator[str]:
+    """What a dispatcher that works by nodes asks of nodes of so many ranks."""
     if fold.nodes(node) is None:
         size, etp = fold.ep * fold.etp, fold.etp
         fits = [n for n in range(1, fold.world + 1) if fold.nodes(n) is not None]
         yield (
-            f'moe.dispatcher = "hierarchical" wants nodes that hold whole groups of ep * etp = {fold.ep} * {etp} = '
+            f'moe.dispatcher = "{dispatcher}" wants nodes that hold whole groups of ep * etp = {fold.ep} * {etp} = '
             f"{size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
             f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
             f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'

@@ -19,6 +19,7 @@ etp innermost), R rows this rank's experts work on, C chunks. Expert number E st
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
+from titanmoe.config.dispatchers import DISPATCHERS
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
 from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens, to_weighted_rows
 from titanmoe.region import named
 
@@ -36,6 +40,7 @@ class Way(NamedTuple):
     regroup: tuple[Tensor, Tensor] | None  # order (and inverse) from by-sender to by-expert
     send: list[int] | None
     receive: list[int] | None
+    lent: Any = None  # where they came otherwise than by an all-to-all
 
 
 class Part(NamedTuple):
@@ -68,9 +73,22 @@ class Dispatcher:
         self.group, self.ep, self.etp = group, ep, etp
         self.local_experts = self.num_experts // ep
 
+    def lay_nodes(self, within: Group, across: Group) -> None:
+        """within: this group's ranks on this node. across: those with this rank's place, one on each of its nodes."""
+
     def cut_into(self, chunks: int) -> None:
         """Another number of chunks from now on; the same on all ranks of the group."""
         self.chunks = chunks
+
+    @staticmethod
+    def missing(device: str) -> str:
+        """What this machine lacks to run it; "" if nothing. device: as in training.device."""
+        return ""
+
+    @staticmethod
+    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Any:
+        """Memory for all layers of a rank, made by all ranks of the world together; None if there is none to make."""
+        return None
 
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
         return self.dispatch(x_TD, weights_TK, chosen_TK, bin)
@@ -191,7 +209,6 @@ class Hierarchical(_InPieces):
         self.lay_nodes(group, ALONE)
 
     def lay_nodes(self, within: Group, across: Group) -> None:
-        """within: this group's ranks on this node. across: those with this rank's place, one on each of its nodes."""
         self.across = across
         self.node_experts = self.num_experts // across.size
         self.inner = AllToAll(self.node_experts, self.chunks, self.kernels)
@@ -272,6 +289,12 @@ class AllGather(Dispatcher):
 
     def combine(self, y_RD: Tensor, route: Route) -> Tensor:
         return scatter_sum(to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels), 0, self.group)
+
+
+def dispatcher_class(name: str) -> type[Dispatcher]:
+    """By `[moe] dispatcher`."""
+    module, kind = DISPATCHERS[name].where.split(".")
+    return getattr(import_module(f"titanmoe.moe.{module}"), kind)
 
 
 def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

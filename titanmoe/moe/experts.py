@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +14,11 @@ from torch import Tensor, nn
 
 from titanmoe.asked import askable, asked
 from titanmoe.comm import local
+from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models import rowwise
+from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.fp8 import scaled_product, scaled_products
 from titanmoe.moe.kernels import fused
 from titanmoe.moe.permute import to_rows, to_tokens
@@ -197,7 +198,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1], dtype=dtype))
-        self.unused_rows = options.dispatcher == "symm_mem"
+        self.unused_rows = DISPATCHERS[options.dispatcher].unused_rows
         self.even_rows = options.pad_to_capacity
         self.w1_bias = self.w3_bias = self.w2_bias = None
         if model.expert_biases:
@@ -211,12 +212,16 @@ class Experts(nn.Module):
         """Which columns this rank adds the last bias to; called when the model is laid on the meshes."""
         self.etp_rank = etp_rank
 
-    def forward(self, *work: Any, through: Callable[..., Any] | None = None) -> Any:
-        """`products(*work)`, or `through(products, *work)`, which may call it several times.
+    def forward(self, parts: list, dispatcher: Dispatcher) -> list:
+        """Each part through the experts and on its way back, while the parts after it are on their way here.
 
         One call per layer: what hooks do around it, such as gathering sharded weights, is then done once.
         """
-        return self.products(*work) if through is None else through(self.products, *work)
+        back = []
+        for part in parts:
+            x_RD, weight_R1, count_e, way = dispatcher.arrive(part)
+            back.append(dispatcher.leave(self.products(x_RD, weight_R1, count_e), way))
+        return back
 
     def groups(self, x_RD: Tensor) -> bool:
         """Whether its rows go through torch's grouped product."""

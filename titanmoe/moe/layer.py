@@ -1,12 +1,10 @@
 """The MoE layer. It sees the tokens that this rank alone owns and knows nothing of how attention was laid out.
 
-Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k, R rows of this rank's experts.
+Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +15,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import AUX, STATISTICS, Balance
 from titanmoe.moe.capacity import Capacity
-from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical
+from titanmoe.moe.dispatch import dispatcher_class
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
 from titanmoe.tokens import Tokens
@@ -38,13 +36,11 @@ class MoE(nn.Module):
         self.router = Router(model, options, seed, layer, dtype)
         self.balance = Balance(model, options, microbatches)
         self.capacity = Capacity(model, options) if options.capacity_factor else None
-        # symm_mem has the step's own in its place while a step runs: titanmoe.moe.symmetric.
-        kinds = {"alltoall": AllToAll, "symm_mem": AllToAll, "allgather": AllGather, "hierarchical": Hierarchical}
-        self.dispatcher = kinds[options.dispatcher](model.num_experts, options.overlap_chunks, options.kernels)
+        kind = dispatcher_class(options.dispatcher)
+        self.dispatcher = kind(model.num_experts, options.overlap_chunks, options.kernels)
         self.experts = Experts(model, options, dtype)
         self.shared = shared
         self.pad = options.pad_to_capacity
-        self.graph: Callable[[Tensor, Tokens], Tensor] | None = None  # of `whole`: titanmoe.parallel.compiled
 
     def begin_step(self, step: int, tokens: Tensor, samples: int) -> None:
         """tokens: how many the whole step routes; samples: of the whole step."""
@@ -52,39 +48,24 @@ class MoE(nn.Module):
         self.balance.begin_step(tokens, samples)
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
-        if self.graph is None:
-            return self.whole(x_BsD, tokens)
-        # Hooks that gather weights lie around the graph, which cannot hold them.
-        experts = partial(self.experts, through=lambda products, *given: self.graph(*given))
-        return self.router(x_BsD, tokens, through=experts)
-
-    def whole(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
-        router, experts = self.router, self.experts
-        if torch.compiler.is_compiling():
-            router, experts = router.forward, experts.forward
-        samples, x_TD = x_BsD.shape[0], x_BsD.flatten(0, 1)
-        logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = router(x_TD, tokens)
-        weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
-        bin = 0
-        if self.capacity is not None:
-            kept_TK = self.capacity.drop(chosen_TK, weights_TK, tokens, samples)
-            self.balance.dropped((kept_TK != chosen_TK).sum(), tokens.microbatch)
-            chosen_TK = kept_TK
-            bin = self.capacity.bin(samples, x_TD.shape[0]) if self.pad else 0
-
+        x_TD = x_BsD.flatten(0, 1)
+        weights_TK, chosen_TK, bin = self.route(x_TD, tokens)
         sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin)
         shared_BsD = None if self.shared is None else self.shared(x_BsD)  # while the rows are under way
         parts, home = self.dispatcher.parts(sent)
-        y_TD = self.dispatcher.land(experts(parts, through=self._visit), home)
-        return y_TD.view_as(x_BsD) if shared_BsD is None else y_TD.view_as(x_BsD) + shared_BsD
+        y_BsD = self.dispatcher.land(self.experts(parts, self.dispatcher), home).view_as(x_BsD)
+        return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
-    def _visit(self, products: Callable[[Tensor, Tensor, Tensor], Tensor], parts: list) -> list:
-        """Each part through the experts and on its way back, while the parts after it are on their way here."""
-        back = []
-        for part in parts:
-            rows_RD, weights_R1, count_e, way = self.dispatcher.arrive(part)
-            back.append(self.dispatcher.leave(products(rows_RD, weights_R1, count_e), way))
-        return back
+    def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
+        """The routing weights, the experts chosen, and the rows of a padded bin (0: bins are not padded)."""
+        logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
+        weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
+        if self.capacity is None:
+            return weights_TK, chosen_TK, 0
+        samples = count_BE.shape[0]
+        kept_TK = self.capacity.drop(chosen_TK, weights_TK, tokens, samples)
+        self.balance.dropped((kept_TK != chosen_TK).sum(), tokens.microbatch)
+        return weights_TK, kept_TK, self.capacity.bin(samples, x_TD.shape[0]) if self.pad else 0
 
 
 @torch.no_grad()

@@ -5,9 +5,6 @@ Shapes: T tokens this rank owns, D model, E experts, K top-k, B samples. Expert 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,14 +32,8 @@ class Router(nn.Module):
     def begin_step(self, step: int) -> None:
         self.jitter_key.fill_(counted.key("jitter", self.seed, step, self.layer))
 
-    def forward(self, x_TD: Tensor, tokens: Tokens, through: Callable[..., Any] | None = None) -> Any:
-        """Logits (T, E), scores (T, E), weights of the chosen (T, K), the chosen (T, K), and the counts (B, E).
-
-        Or `through(x_TD, tokens)`, in place of it: something larger, with the router's hooks around it.
-        """
-        return self.route(x_TD, tokens) if through is None else through(x_TD, tokens)
-
-    def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Logits (T, E), scores (T, E), weights of the chosen (T, K), the chosen (T, K), and the counts (B, E)."""
         wide = torch.promote_types(x_TD.dtype, self.wide)
         x_TD = x_TD.to(wide)
         if self.options.jitter and torch.is_grad_enabled():  # noise is for training

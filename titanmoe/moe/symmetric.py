@@ -4,7 +4,8 @@
 sender, and `all_to_all_vdev_2d_offset` carries them back; each is the other's backward. Both read their sizes on the
 device. The receive buffer is as large as an over-subscription factor says, and the ops do not look where it ends. So
 the ranks of a group first add up their counts, and if one of them would receive more than it can hold, nobody sends
-anything and a flag is raised: the step is then made again by AllToAll (`Trainer.forward_backward`).
+anything and a flag is raised: the step is then made again without the buffers, which is exact
+(`Trainer.forward_backward`).
 
 Shapes as in titanmoe.moe.dispatch, and: H rows laid out at home, T * K * etp, the unused ones last; A rows of the
 receive buffer, every expert's bin a multiple of ALIGN rows, what is between and after the experts' rows unused.
@@ -22,18 +23,15 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import Group, all_reduce
+from titanmoe.comm import Group, InFlight, all_reduce
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.dispatch import Dispatcher, Route, copy_rows, lay_out, sort_by_expert
-from titanmoe.moe.permute import to_tokens
+from titanmoe.moe.dispatch import AllToAll, Part, Route, Way, copy_rows, lay_out, sort_by_expert
 
 if TYPE_CHECKING:
     from titanmoe.moe.layer import MoE
 
 ALIGN = 8  # rows: 16 bytes of bfloat16, as the grouped product wants where it adds up over an expert's rows
-MOST = 16
-"""Ranks of a group, and experts of a rank: warps in a thread block of the ops' kernels (512 threads)."""
 OPS = ("symm_mem::all_to_all_vdev_2d", "symm_mem::all_to_all_vdev_2d_offset")
 
 
@@ -58,14 +56,15 @@ class Lane(NamedTuple):
     away: tuple[Tensor, Tensor]
 
 
-class Symmetric(Dispatcher):
-    """For all layers of a rank. Made by all ranks of the world together, with equal sizes, as allocation demands."""
+class Memory:
+    """The buffers of all layers of a rank. Made by all ranks of the world together, with equal sizes, as allocation
+    demands.
+    """
 
     def __init__(self, config: Config, fold: Fold, group: Group, device: torch.device):
-        super().__init__(config.model.num_experts, kernels=config.moe.kernels)
-        self.lay(group, fold.ep, fold.etp)
+        self.group = group
         tokens = config.training.local_batch_size * config.training.seq_len // (fold.cp * fold.tp)
-        top_k, held = config.model.top_k, self.local_experts
+        top_k, held = config.model.top_k, config.model.num_experts // fold.ep
         self.home_rows = tokens * top_k * fold.etp  # also what arrives if routing is even
         most = group.size * tokens * min(top_k, held)
         wanted = min(math.ceil(config.moe.symm_mem_factor * self.home_rows), most)
@@ -99,44 +98,15 @@ class Symmetric(Dispatcher):
 
     @contextmanager
     def serving(self, layers: Collection[MoE]) -> Iterator[None]:
-        """In place of the layers' own dispatchers, the exact ones. `overflowed` tells afterwards what came of it."""
-        exact = [moe.dispatcher for moe in layers]
+        """The layers' rows go through these buffers. `overflowed` tells afterwards what came of it."""
         self.overflowed.zero_()
         try:
             for moe in layers:
-                moe.dispatcher = self
+                moe.dispatcher.memory = self
             yield
         finally:
-            for moe, dispatcher in zip(layers, exact, strict=True):
-                moe.dispatcher = dispatcher
-
-    def dispatch(
-        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int
-    ) -> tuple[Tensor, Tensor, Tensor, Route]:
-        """Rows after the last expert's are zero here, and may be anything in what the experts make of them."""
-        order, count_E = sort_by_expert(chosen_TK, self.num_experts)
-        rows = chosen_TK.numel() * self.etp
-        entry_H, slot = lay_out(chosen_TK, order, count_E, self.ep, self.etp, 0, rows)
-        if self.group.size == 1:
-            x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
-            return x_HD, weights_H1, count_E, home
-        total_Pe = all_reduce(count_E, self.group).view(self.ep, -1)
-        need_P, mine = bins(total_Pe).sum(1), self.group.rank // self.etp
-        fits = (need_P <= self.away_rows).all()
-        self.overflowed.logical_or_(need_P[mine] > self.away_rows)
-        # If not, no row is sent and no token has one, so that everything up to the flag's reading is finite.
-        x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
-        send_Ge = (count_E * fits).view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten()
-        total_e = total_Pe[mine] * fits
-        used_A1 = used(total_e, self.away_rows).unsqueeze(1)
-        x_AD, back = _There.apply(x_HD, self, self.rows, send_Ge, used_A1)
-        weights_A1, _ = _There.apply(weights_H1, self, self.weights, send_Ge, used_A1)
-        return x_AD, weights_A1, bins(total_e), home._replace(way=(send_Ge, back, used_A1))
-
-    def combine(self, y_AD: Tensor, route: Route) -> Tensor:
-        if route.way is not None:
-            y_AD = _Back.apply(y_AD, self, self.rows, route.source_R.shape[0], *route.way)
-        return to_tokens(y_AD, route.source_R, route.slot_TJ, self.kernels)
+            for moe in layers:
+                moe.dispatcher.memory = None
 
     # When an operation has ended here, a peer may still read what it sent, or have begun the next one, which writes
     # sizes to `take` of this rank. But nobody gets further in an operation than its sizes before all have ended the one
@@ -158,6 +128,65 @@ class Symmetric(Dispatcher):
         self.give.copy_(back)
         torch.ops.symm_mem.all_to_all_vdev_2d_offset(away, home, self.give, take, self.group.name)
         return home
+
+
+class Lent(NamedTuple):
+    """How rows that came through symmetric memory go back."""
+
+    memory: Memory
+    rows: int  # laid out at home
+    send_Ge: Tensor
+    back: Tensor  # sizes and places of the pieces here
+    used_A1: Tensor
+
+
+class Symmetric(AllToAll):
+    """Through the memory that a step lends while it runs; elsewhere, where nothing could be made again, as AllToAll."""
+
+    memory: Memory | None = None
+
+    @staticmethod
+    def missing(device: str) -> str:
+        return missing(device)
+
+    @staticmethod
+    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Memory:
+        return Memory(config, fold, group, device)
+
+    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple[list[Part], Route]:
+        """Rows after the last expert's are zero here, and may be anything in what the experts make of them."""
+        memory = self.memory
+        if memory is None:
+            return super().start(x_TD, weights_TK, chosen_TK, bin)
+        order, count_E = sort_by_expert(chosen_TK, self.num_experts)
+        rows = chosen_TK.numel() * self.etp
+        entry_H, slot = lay_out(chosen_TK, order, count_E, self.ep, self.etp, 0, rows)
+        if self.group.size == 1:
+            x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
+            return [_arrived(x_HD, weights_H1, count_E, Way(None, None, None))], home
+        total_Pe = all_reduce(count_E, self.group).view(self.ep, -1)
+        need_P, mine = bins(total_Pe).sum(1), self.group.rank // self.etp
+        fits = (need_P <= memory.away_rows).all()
+        memory.overflowed.logical_or_(need_P[mine] > memory.away_rows)
+        # If not, no row is sent and no token has one, so that everything up to the flag's reading is finite.
+        x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
+        send_Ge = (count_E * fits).view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten()
+        total_e = total_Pe[mine] * fits
+        used_A1 = used(total_e, memory.away_rows).unsqueeze(1)
+        x_AD, back = _There.apply(x_HD, memory, memory.rows, send_Ge, used_A1)
+        weights_A1, _ = _There.apply(weights_H1, memory, memory.weights, send_Ge, used_A1)
+        lent = Lent(memory, rows, send_Ge, back, used_A1)
+        return [_arrived(x_AD, weights_A1, bins(total_e), Way(None, None, None, lent))], home
+
+    def leave(self, y_AD: Tensor, way: Way) -> InFlight:
+        if way.lent is None:
+            return super().leave(y_AD, way)
+        memory, *given = way.lent
+        return InFlight(_Back.apply(y_AD, memory, memory.rows, *given), None)
+
+
+def _arrived(x_AD: Tensor, weights_A1: Tensor, count_e: Tensor, way: Way) -> Part:
+    return Part(InFlight(x_AD, None), InFlight(weights_A1, None), count_e, way)
 
 
 class _There(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 Attention, dense layers and the head compile each as one graph. A MoE layer whose bins are padded does too, from router
 to combine, its all-to-alls within: experts and router are FSDP units of their own, but their hooks run around the graph
-(`titanmoe.moe.layer.MoE.forward`). Where sizes follow the routing the dispatch runs as it is, beside graphs of the
+(`compile_layer`). Where sizes follow the routing the dispatch runs as it is, beside graphs of the
 experts and the shared expert. However many rows a rank's experts are sent then, none and one as well, they run the one
 graph of their first call. Layers that are alike share their graphs.
 """
@@ -10,6 +10,7 @@ graph of their first call. Layers that are alike share their graphs.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from titanmoe.config.schema import Compile as Options
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.experts import Experts
+from titanmoe.moe.layer import MoE
 
 
 def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -39,6 +41,27 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
         return compiled(x_RD, weight_R1, count_e)
 
     return run
+
+
+def compile_layer(moe: MoE, backend: str) -> None:
+    """A MoE layer as one graph.
+
+    Hooks that gather weights cannot be in it. So calling the layer calls the router, whose hooks run around a call of
+    the experts, whose hooks run around the graph.
+    """
+    router, experts = moe.router, moe.experts
+    graph = torch.compile(_without_hooks(moe).forward, backend=backend, fullgraph=True)
+    moe.forward = lambda x_BsD, tokens: router(x_BsD, tokens)
+    router.forward = lambda x_BsD, tokens: experts(x_BsD, tokens)
+    experts.forward = graph
+
+
+def _without_hooks(moe: MoE) -> MoE:
+    """The same layer, with the functions of its router and experts in place of the modules that have the hooks."""
+    bare = copy(moe)
+    bare._modules = {name: part for name, part in moe._modules.items() if name not in ("router", "experts")}
+    vars(bare).update(router=moe.router.forward, experts=moe.experts.forward)
+    return bare
 
 
 def why_in_parts(options: MoEOptions, splits: bool) -> str:
@@ -63,7 +86,7 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute
     for block in model.blocks().values():
         parts += [block.attention_norm, block.attention, block.ffn_norm, block.ffn]
         if block.moe is not None and not why_in_parts(moe, splits):
-            block.moe.graph = torch.compile(block.moe.whole, backend=options.backend, fullgraph=True)
+            compile_layer(block.moe, options.backend)
         elif block.moe is not None:
             parts.append(block.moe.shared)
             experts = block.moe.experts

@@ -7,13 +7,14 @@ from collections.abc import Iterable
 import torch
 from torch.distributed.tensor import Shard
 
+from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.chunks import Choice, choose, measure, stand_in
-from titanmoe.moe.dispatch import Dispatcher, Hierarchical
-from titanmoe.moe.symmetric import Symmetric
+from titanmoe.moe.dispatch import Dispatcher, dispatcher_class
+from titanmoe.moe.symmetric import Memory
 from titanmoe.parallel.tensor import place
 
 # The dim that lies on etp: hidden, but the model dim of the last, (E, D), which every etp rank would add otherwise.
@@ -23,8 +24,7 @@ CUT = {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}
 def expert_parallel(model: Transformer, meshes: Meshes) -> None:
     for moe in model.moe_layers().values():
         moe.dispatcher.lay(meshes.dispatch, meshes.fold.ep, meshes.fold.etp)
-        if isinstance(moe.dispatcher, Hierarchical):
-            moe.dispatcher.lay_nodes(meshes.within, meshes.across)
+        moe.dispatcher.lay_nodes(meshes.within, meshes.across)
         moe.balance.sequence, moe.balance.data = meshes.sequence, meshes.data
         if moe.capacity is not None:
             moe.capacity.sequence = meshes.sequence
@@ -34,10 +34,9 @@ def expert_parallel(model: Transformer, meshes: Meshes) -> None:
                 place(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), Shard(CUT[name])])
 
 
-def symmetric(config: Config, meshes: Meshes, device: torch.device) -> Symmetric | None:
-    """What dispatches while a step runs, where the config asks for symmetric memory. By all ranks together."""
-    asked = config.moe.dispatcher == "symm_mem"
-    return Symmetric(config, meshes.fold, meshes.dispatch, device) if asked else None
+def symmetric(config: Config, meshes: Meshes, device: torch.device) -> Memory | None:
+    """What a step lends to the layers' dispatchers, if they take anything. By all ranks together."""
+    return dispatcher_class(config.moe.dispatcher).reserve(config, meshes.fold, meshes.dispatch, device)
 
 
 def routed_rows(config: Config, meshes: Meshes) -> int:
@@ -57,7 +56,7 @@ def measured_chunks(
     """Where moe.overlap_chunks = -1: measured by all ranks together, chosen alike on all, and set. None elsewhere, and
     where no row leaves its rank in chunks.
     """
-    wire = meshes.within if config.moe.dispatcher == "hierarchical" else meshes.dispatch
+    wire = meshes.within if DISPATCHERS[config.moe.dispatcher].nodes else meshes.dispatch
     if config.moe.overlap_chunks != -1 or wire.size == 1:
         return None
     again = config.activation_checkpoint

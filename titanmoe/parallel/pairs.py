@@ -14,6 +14,7 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from titanmoe.config.dispatchers import DISPATCHERS, in_pieces_quoted
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.turns import Turns
@@ -44,10 +45,10 @@ def problems(config: Config, fold: Fold, rows: list[list[Action | None]]) -> Ite
             f"{asked} hides rows on their way to experts on other ranks, and ep * etp = 1 sends none: set "
             "parallelism.experts.ep above 1, or overlap_pairs = false"
         )
-    if config.moe.dispatcher in ("allgather", "symm_mem"):
+    if DISPATCHERS[config.moe.dispatcher].whole:
         yield (
             f"{asked} computes where the host would wait for rows, and moe.dispatcher = "
-            f'"{config.moe.dispatcher}" has no such place: use dispatcher = "alltoall" or "hierarchical", or '
+            f'"{config.moe.dispatcher}" has no such place: use dispatcher = {in_pieces_quoted()}, or '
             "overlap_pairs = false"
         )
 

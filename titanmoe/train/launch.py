@@ -8,6 +8,7 @@ from dataclasses import replace
 from titanmoe.checkpoint.begin import has_begun, record_ahead
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.config import ConfigError, exit_with, load
+from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
@@ -21,7 +22,7 @@ def resolve(config: Config, world: int) -> Config:
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
     parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
-    if config.moe.dispatcher == "hierarchical":
+    if DISPATCHERS[config.moe.dispatcher].nodes:
         parallelism = replace(parallelism, node=ranks_of_a_node(config))
     training = config.training
     if training.global_batch_size == -1:

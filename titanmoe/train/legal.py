@@ -5,31 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
+from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
 from titanmoe.fold.legality import node_violations, violations
 from titanmoe.train.runtime import read_environment
 
 
-def _symmetric(config: Config, fold: Fold) -> Iterator[str]:
-    """What dispatcher = "symm_mem" asks of the machine and the mapping; a group of one sends nothing."""
-    ranks = fold.ep * fold.etp
-    if config.moe.dispatcher != "symm_mem" or ranks == 1:
-        return
-    from titanmoe.moe.symmetric import MOST, missing  # imports torch
+def _dispatcher(config: Config, fold: Fold) -> Iterator[str]:
+    """What the dispatcher asks of the machine and the mapping; a group of one sends nothing."""
+    name, ranks = config.moe.dispatcher, fold.ep * fold.etp
+    facts, held = DISPATCHERS[name], config.model.num_experts // fold.ep
+    if facts.asks_machine and ranks > 1:
+        from titanmoe.moe.dispatch import dispatcher_class  # imports torch
 
-    if lack := missing(config.training.device):
-        yield f'moe.dispatcher = "symm_mem" cannot run here: {lack}; use dispatcher = "alltoall"'
-    held = config.model.num_experts // fold.ep
-    for name, number in (
+        if lack := dispatcher_class(name).missing(config.training.device):
+            yield f'moe.dispatcher = "{name}" cannot run here: {lack}; use dispatcher = "alltoall"'
+    for what, number in (
         (f"ep * etp = {fold.ep} * {fold.etp}", ranks),
         (f"model.num_experts / ep = {config.model.num_experts} / {fold.ep}", held),
     ):
-        if number > MOST:
+        if facts.most and ranks > 1 and number > facts.most:
             yield (
-                f'moe.dispatcher = "symm_mem" takes at most {MOST} ranks of ep * etp and {MOST} experts on a rank, and '
-                f'{name} is {number}: use another ep or etp, or dispatcher = "alltoall"'
+                f'moe.dispatcher = "{name}" takes at most {facts.most} ranks of ep * etp and {facts.most} experts on a '
+                f'rank, and {what} is {number}: use another ep or etp, or dispatcher = "alltoall"'
             )
+    if facts.nodes:
+        yield from node_violations(fold, ranks_of_a_node(config), name)
 
 
 def _grouped(config: Config, fold: Fold) -> Iterator[str]:
@@ -153,9 +155,7 @@ def problems(config: Config, world: int) -> list[str]:
             f"tp {fold.tp}) over cp = {fold.cp}, {heads} % {fold.cp} = {heads % fold.cp}: use another cp, or "
             "cp_kind ring or allgather"
         )
-    found += list(_symmetric(config, fold))
-    if config.moe.dispatcher == "hierarchical":
-        found += node_violations(fold, ranks_of_a_node(config))
+    found += list(_dispatcher(config, fold))
     found += [*_grouped(config, fold), *_kernels(config), *_eight_bits(config, fold)]
     found += list(_attention(config, fold))
     found += list(_watched(config, world))

@@ -95,7 +95,7 @@ def name_parts(trainer: Trainer) -> None:
             if block.moe is None:
                 around(block.ffn, "forward", partial(region, "dense FFN"))
                 continue
-            if block.moe.graph is not None:
+            if "forward" in vars(block.moe):  # as one graph
                 around(block.moe, "forward", partial(region, "MoE layer"))
                 continue
             around(block.moe.router, "forward", partial(region, "router"))

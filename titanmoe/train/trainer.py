@@ -19,6 +19,7 @@ from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.comm import all_reduce
 from titanmoe.config import ConfigError
+from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
@@ -28,7 +29,7 @@ from titanmoe.models.count import flops_per_token, has_experts, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
-from titanmoe.moe.symmetric import Symmetric
+from titanmoe.moe.symmetric import Memory
 from titanmoe.parallel.apply import build, drive
 from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.compiled import why_in_parts
@@ -78,7 +79,7 @@ class Trainer:
         """
         self.config, self.runtime, self.device = config, runtime, runtime.device
         self.fold = derive(runtime.world, config.parallelism)
-        node = config.parallelism.node if config.moe.dispatcher == "hierarchical" else -1
+        node = config.parallelism.node if DISPATCHERS[config.moe.dispatcher].nodes else -1
         patience = timedelta(seconds=config.training.first_step_timeout_s)
         self.meshes = build_meshes(self.fold, self.device.type, node, patience)
         self.loader = loader(config, self.meshes.data.rank, self.meshes.data.size)
@@ -197,8 +198,7 @@ class Trainer:
 
     @property
     def dispatchers(self) -> list[Dispatcher]:
-        own = [moe.dispatcher for moe in self.moe_layers.values()]
-        return own if self.symmetric is None else [*own, self.symmetric]
+        return [moe.dispatcher for moe in self.moe_layers.values()]
 
     @property
     def flops_per_token(self) -> float:
@@ -246,10 +246,10 @@ class Trainer:
         # Only ranks of the last stage have them, and those of a tp group equal ones.
         return loss / self.meshes.tp.size, further / self.meshes.tp.size
 
-    def attempt(self, slices: list[Slice], totals: Totals, symmetric: Symmetric | None) -> Tensor:
+    def attempt(self, slices: list[Slice], totals: Totals, symmetric: Memory | None) -> Tensor:
         """The losses, whether any rank has been asked to stop, and whether a receive buffer was too small: one message.
 
-        symmetric: the dispatcher to use in place of the layers' own, which are exact.
+        symmetric: the memory to lend to the layers' dispatchers, which are exact without it.
         """
         layers = self.moe_layers.values()
         for moe in layers:

@@ -4,28 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from importlib import import_module
 
-from titanmoe.models.families import deepseek_v3, gpt_oss, llama3_moe, mixtral, olmoe, qwen2_moe, qwen3_moe
+from titanmoe.config import families
 from titanmoe.models.families.huggingface import HuggingFace
 
-FAMILIES: dict[str, dict[str, dict[str, object]]] = {
-    "mixtral": mixtral.SIZES,
-    "qwen2_moe": qwen2_moe.SIZES,
-    "qwen3_moe": qwen3_moe.SIZES,
-    "llama3_moe": llama3_moe.SIZES,
-    "deepseek_v3": deepseek_v3.SIZES,
-    "olmoe": olmoe.SIZES,
-    "gpt_oss": gpt_oss.SIZES,
-}
-HUGGING_FACE: dict[str, HuggingFace] = {
-    "mixtral": mixtral.HF,
-    "qwen2_moe": qwen2_moe.HF,
-    "qwen3_moe": qwen3_moe.HF,
-    "llama3_moe": llama3_moe.HF,
-    "deepseek_v3": deepseek_v3.HF,
-    "olmoe": olmoe.HF,
-    "gpt_oss": gpt_oss.HF,
-}
+_FILES = {name: import_module(f"{__name__}.{name}") for name in families.NAMES}
+FAMILIES: dict[str, dict[str, dict[str, object]]] = {name: file.SIZES for name, file in _FILES.items()}
+HUGGING_FACE: dict[str, HuggingFace] = {name: file.HF for name, file in _FILES.items()}
 """How each family is written for transformers."""
 
 
