@@ -334,7 +334,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("checkpoint/state.py", "tests/checkpoint/test_resume.py"): [
-        ("both moments are the first", "tensor = moments[name][moment]", "tensor = moments[name][MOMENTS[0]]"),
+        (
+            "both moments are the first",
+            'optimizer.{moment}.{stored}", Piece(tensor,',
+            'optimizer.{moment}.{stored}", Piece(moments[name]["exp_avg"],',
+        ),
         (
             "selection biases are saved and never restored",
             'f"model.{name}", Piece(buffer, (0,)',

@@ -1,7 +1,7 @@
 """What a run is made of, as named pieces that know nothing of the mapping; and which of it a resume may change.
 
     model.NAME                  parameters and the routers' expert biases; layers by their number in the whole model
-    optimizer.exp_avg.NAME      AdamW's moments; its step is the run's
+    optimizer.exp_avg.NAME      AdamW's moments (another optimizer's have its own names); its step is the run's
     optimizer.exp_avg_sq.NAME
 
 All else is numbers, kept in the manifest's record: step, tokens, loader, config, mapping. Random numbers are functions
@@ -24,7 +24,6 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.parallel.materialize import piece, stored_name
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 Targets = dict[str, tuple[str, Piece]]
 """By a name of this rank's own: the stored tensor's name, and the piece of it that this rank holds."""
 
@@ -40,8 +39,7 @@ def targets(
         part, offset = piece(parameter.detach())
         stored, shape = stored_name(name, tied), tuple(parameter.shape)
         out[f"model.{name}"] = f"model.{stored}", Piece(part, offset, shape)
-        for moment in MOMENTS if moments else ():
-            tensor = moments[name][moment]
+        for moment, tensor in moments[name].items() if moments else ():
             out[f"optimizer.{moment}.{name}"] = f"optimizer.{moment}.{stored}", Piece(tensor, offset, shape)
     for name, buffer in buffers.items():
         out[f"model.{name}"] = f"model.{name}", Piece(buffer, (0,) * buffer.dim(), tuple(buffer.shape))

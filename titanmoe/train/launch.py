@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from typing import Any
 
 from titanmoe.checkpoint.begin import has_begun, record_ahead
 from titanmoe.checkpoint.inside import CheckpointError
@@ -69,7 +70,8 @@ def read(argv: list[str], world: int) -> Config:
     return config
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str], **seams: Any) -> int:
+    """seams: a Trainer's, such as another optimizer (docs/extending.md)."""
     die_with_launcher()
     try:
         runtime = start(config := read(argv, world_size()))
@@ -82,7 +84,7 @@ def main(argv: list[str]) -> int:
     stamp(runtime.rank)
     abandon = False
     try:
-        signal = Trainer(config, runtime).train()
+        signal = Trainer(config, runtime, **seams).train()
         return 128 + signal if signal else 0
     except ConfigError as error:
         exit_with(error.problems, error.source)

@@ -35,6 +35,10 @@ class Optimizer:
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """AdamW's running means by parameter, as they are; zeros before the first step."""
+        states = self._states()
+        return {name: {key: state[key] for key in ("exp_avg", "exp_avg_sq")} for name, state in states.items()}
+
+    def _states(self) -> dict[str, dict[str, torch.Tensor]]:
         out = {}
         for name, part in self.pieces.items():
             state = self.adamw.state[part]
@@ -48,7 +52,7 @@ class Optimizer:
 
     def resume(self, step: int) -> None:
         """The moments have been filled with those of that step."""
-        for state in self.moments().values():
+        for state in self._states().values():
             state["step"].fill_(step)
 
     def step(self, lr: float) -> None:

@@ -21,6 +21,7 @@ from titanmoe.comm import all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
+from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import derive
@@ -72,10 +73,11 @@ class Trainer:
         loader: Callable[[Config, int, int], Loader] = Loader,
         on_gradients: Callable[[int, dict[str, nn.Parameter]], None] | None = None,
         garbage: Callable[[int], GarbageCollection] = GarbageCollection,
+        optimizer: Callable[[dict[str, nn.Parameter], Options], Optimizer] = Optimizer,
     ):
         """loader: of the config, a data rank and the number of data ranks. on_gradients: called with the step and the
         parameters when their gradients are summed and known to be finite, before they are clipped.
-        garbage: of training.gc_every.
+        garbage: of training.gc_every. optimizer: of the parameters and [optimizer].
         """
         self.config, self.runtime, self.device = config, runtime, runtime.device
         self.fold = derive(runtime.world, config.parallelism)
@@ -91,7 +93,7 @@ class Trainer:
         self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
         self.tied = TiedEnds(self.parts, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
         self.placement = placement(config.parallelism)
-        self.optimizer = Optimizer(self.parameters, config.optimizer)
+        self.optimizer = optimizer(self.parameters, config.optimizer)
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.garbage = garbage(config.training.gc_every)
         self.on_gradients = on_gradients
