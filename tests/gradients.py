@@ -9,7 +9,6 @@ by what.
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 from collections.abc import Iterable
@@ -35,21 +34,22 @@ AXES = {
 }
 
 BASE = 8
-MODELS: tuple[dict[str, Any], ...] = (
+EVERYTHING = (
     features.MODELS["gpt_oss"]
     | features.MODELS["qwen2_moe"]
-    | {"model.qk_norm": "full", "model.sliding_window": 0, "model.full_attention_every": 1},
-    features.MODELS["deepseek_v3"],
-    {"model.qk_norm": "head", "model.num_layers": 1},
+    | {"model.qk_norm": "full", "model.sliding_window": 0, "model.full_attention_every": 1}
 )
-"""Together they have every parameter there is."""
-MAPPINGS: tuple[dict[str, Any], ...] = (
-    {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
-    {"parallelism.dp_replicate": 2, "parallelism.experts.edp_replicate": 2},
-    {"parallelism.pp": 2, "parallelism.tp": 2, "model.tie_embeddings": True, "model.mtp_depth": 1},
-    {"parallelism.pp": 2},
+LATENT = features.MODELS["deepseek_v3"]
+SMALL = {"model.qk_norm": "head", "model.mtp_depth": 1}
+TP_CP = {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
+DP = {"parallelism.dp_replicate": 2, "training.global_batch_size": 4}
+PP = {"parallelism.pp": 2, "training.global_batch_size": 4}
+TIED = {"parallelism.tp": 2, "model.tie_embeddings": True, "model.mtp_depth": 1}
+CASES: tuple[dict[str, Any], ...] = (
+    *(model | mapping for model in (EVERYTHING, LATENT) for mapping in (TP_CP, DP, PP | TIED)),
+    *(SMALL | mapping for mapping in (TP_CP, DP, PP, PP | {"parallelism.cp": 2}, PP | {"parallelism.dp_replicate": 2})),
 )
-"""Of 4 ranks. In one or another, every axis has several."""
+"""On 4 ranks. Together they have every parameter there is, each with every axis over several ranks."""
 
 
 def probe(modules: Iterable[nn.Module], value: float) -> None:
@@ -133,14 +133,12 @@ def kind(name: str) -> str:
 def collect() -> dict[str, dict[str, dict[str, set[str]]]]:
     """By view, kind of parameter and axis, what was found; one word where all mappings and models agree."""
     found: dict[str, dict[str, dict[str, set[str]]]] = {"attention": {}, "experts": {}}
-    for model, mapping in itertools.product(MODELS, MAPPINGS):
-        changes = model | {"training.global_batch_size": 8} | mapping
-        if mapping.get("parallelism.pp", 1) <= model.get("model.num_layers", 2):
-            for rows in world.run(4, of_a_step, changes):
-                for name, row in rows.items():
-                    cells = found["experts" if ".experts." in name else "attention"].setdefault(kind(name), {})
-                    for axis, who in row.items():
-                        cells.setdefault(axis, set()).add(who)
+    for case in CASES:
+        for rows in world.run(4, of_a_step, {"training.global_batch_size": 1} | case):
+            for name, row in rows.items():
+                cells = found["experts" if ".experts." in name else "attention"].setdefault(kind(name), {})
+                for axis, who in row.items():
+                    cells.setdefault(axis, set()).add(who)
     return found
 
 
