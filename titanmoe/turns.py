@@ -13,6 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from threading import Lock
 
+from titanmoe.region import OTHERS_TURN, region
+
 _running: Turns | None = None
 """Of the pair that runs now: a collective inside autograd knows of no caller that could hand it down."""
 
@@ -88,5 +90,6 @@ class Turns:
 
     def rest(self, me: int) -> None:
         """The other's turn."""
-        self._give(me)
-        self.gates[me].acquire()
+        with region(OTHERS_TURN):
+            self._give(me)
+            self.gates[me].acquire()

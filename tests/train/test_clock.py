@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from titanmoe import turns
+from titanmoe.region import heard_by, named, region
 from titanmoe.train import clock as clock_module
-from titanmoe.train.around import around
 from titanmoe.train.clock import Clock
 from titanmoe.turns import Turns
 
@@ -39,10 +39,9 @@ def test_laps_add_up_and_parts_are_counted_apart(now):
 def test_a_part_leaves_out_what_another_did_meanwhile(now):
     clock = Clock(torch.device("cpu"))
     both = Turns()
-    around(both, "rest", clock.away)
 
     def half(seconds: float) -> None:
-        with clock.part("dispatch"):
+        with region("dispatch"):
             now[0] += seconds
             turns.sent()
             turns.hand_over()
@@ -52,7 +51,8 @@ def test_a_part_leaves_out_what_another_did_meanwhile(now):
         turns.hand_over()  # nor is the other's, while this is in none
 
     clock.lap("other")
-    both.take(lambda: half(1.0), lambda: half(10.0))
+    with heard_by(clock):
+        both.take(lambda: half(1.0), lambda: half(10.0))
     clock.lap("forward_backward")
     assert clock.take(1) == {"forward_backward": 222.0, "dispatch": 22.0}
 
@@ -60,9 +60,31 @@ def test_a_part_leaves_out_what_another_did_meanwhile(now):
 def test_a_rank_that_does_not_report_keeps_nothing(now):
     clock = Clock(torch.device("cpu"), on=False)
     for name in ("other", "data"):
-        with clock.part("dispatch"):
+        with heard_by(clock), region("dispatch"):
             clock.lap(name)
     assert clock.take(1) == {}
+
+
+def test_a_part_within_a_part_is_counted_once(now):
+    """Across nodes a dispatcher has another within. The way back counts as dispatch; other regions do not count."""
+    clock = Clock(torch.device("cpu"))
+
+    @named("dispatch")
+    def sends(depth: int) -> None:
+        now[0] += 1.0
+        if depth:
+            sends(depth - 1)
+
+    with heard_by(clock):
+        sends(2)
+        with region("experts"):
+            now[0] += 10.0
+        with pytest.raises(ZeroDivisionError), region("combine"):
+            now[0] += 1.0
+            _ = 1 / 0
+        sends(0)
+    sends(0)  # which nobody hears
+    assert clock.take(1) == {"dispatch": 5.0}
 
 
 def test_on_a_gpu_only_marks_that_it_has_passed_are_read(monkeypatch):
@@ -117,23 +139,3 @@ def test_marks_do_not_pile_up_between_reports(monkeypatch):
             clock.lap("data")
     assert len(clock._open) <= 2
     assert clock.take(100)["dispatch"] == pytest.approx(2e-3)
-
-
-def test_around_leaves_the_method_as_it_was_but_for_the_context():
-    class Owner:
-        def method(self, a: int, b: int = 1) -> int:
-            return a + b
-
-    seen = []
-
-    class Region:
-        def __enter__(self) -> None:
-            seen.append("in")
-
-        def __exit__(self, *_: object) -> None:
-            seen.append("out")
-
-    owner = Owner()
-    around(owner, "method", Region)
-    assert owner.method(2, b=3) == 5 and seen == ["in", "out"]
-    assert Owner().method(1) == 2 and len(seen) == 2

@@ -19,6 +19,7 @@ from titanmoe.models.layers import FeedForward, RMSNorm, SharedExpert, rope_angl
 from titanmoe.models.multi_token import MultiToken
 from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.moe.layer import MoE
+from titanmoe.region import region
 from titanmoe.tokens import Tokens
 
 
@@ -42,11 +43,16 @@ class Block(nn.Module):
 
     # The two halves are methods so that recomputation can wrap either of them.
     def attend(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
-        return x_BsD + self.attention(self.attention_norm(x_BsD), rope, document_BL)
+        y_BsD = self.attention_norm(x_BsD)
+        with region("attention"):
+            y_BsD = self.attention(y_BsD, rope, document_BL)
+        return x_BsD + y_BsD
 
     def feed(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         y_BsD = self.ffn_norm(x_BsD)
-        return x_BsD + (self.ffn(y_BsD) if self.moe is None else self.moe(y_BsD, tokens))
+        with region("dense FFN" if self.moe is None else "MoE layer"):
+            y_BsD = self.ffn(y_BsD) if self.moe is None else self.moe(y_BsD, tokens)
+        return x_BsD + y_BsD
 
 
 class Transformer(nn.Module):
@@ -95,9 +101,12 @@ class Transformer(nn.Module):
         if self.head is None:
             return x
         if not further:
-            return self.head(x, labels_BS)
+            with region("head and loss"):
+                return self.head(x, labels_BS)
         (mtp,) = self.mtp
-        loss, own = self.head(x, labels_BS, (mtp(x, next_BsD, rope, tokens), tokens.later_BS))
+        second = mtp(x, next_BsD, rope, tokens), tokens.later_BS
+        with region("head and loss"):
+            loss, own = self.head(x, labels_BS, second)
         return mtp.beside(loss, own, tokens.microbatch)
 
     def tie(self) -> None:

@@ -90,6 +90,7 @@ class Dispatcher:
         """Memory for all layers of a rank, made by all ranks of the world together; None if there is none to make."""
         return None
 
+    @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
         return self.dispatch(x_TD, weights_TK, chosen_TK, bin)
 
@@ -99,6 +100,7 @@ class Dispatcher:
     def arrive(self, part: Any) -> tuple[Tensor, Tensor, Tensor, Any]:
         return part
 
+    @named("combine")
     def leave(self, y_RD: Tensor, way: Any) -> Any:
         return self.combine(y_RD, way)
 
@@ -134,6 +136,7 @@ class AllToAll(_InPieces):
     So chunks are of even work whatever the routing, and of a size known beforehand where bins are padded.
     """
 
+    @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple[list[Part], Route]:
         C, G, e = self.chunks, self.group.size, self.local_experts
         bin = -(-bin // C)
@@ -168,17 +171,20 @@ class AllToAll(_InPieces):
     def parts(self, sent: tuple[list[Part], Route]) -> tuple[list[Part], Route]:
         return sent
 
+    @named("dispatch")
     def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Way]:
         x_RD, weights_R1 = arrive(part.x_RD), arrive(part.weights_R1)
         if part.way.regroup is not None:
             x_RD, weights_R1 = (reorder(rows, *part.way.regroup, self.kernels) for rows in (x_RD, weights_R1))
         return x_RD, weights_R1, part.count_e, part.way
 
+    @named("combine")
     def leave(self, y_RD: Tensor, way: Way) -> InFlight:
         if way.regroup is not None:
             y_RD = reorder(y_RD, *reversed(way.regroup), self.kernels)
         return start(y_RD, self.group, way.receive, way.send)
 
+    @named("combine")
     def land(self, back: list[InFlight], home: Route) -> Tensor:
         pieces = [arrive(flight) for flight in back]
         y_RD = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
@@ -218,6 +224,7 @@ class Hierarchical(_InPieces):
         super().cut_into(chunks)
         self.inner.cut_into(chunks)
 
+    @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
         T, N, across = x_TD.shape[0], self.across.size, self.across
         if N == 1:
@@ -241,6 +248,7 @@ class Hierarchical(_InPieces):
         )
         return Relay(*(start(row, across, send, receive) for row in rows), bin * N, home)
 
+    @named("dispatch")
     def parts(self, sent: Any) -> tuple[list[Part], Route]:
         if self.across.size == 1:
             return self.inner.parts(sent)
@@ -257,6 +265,7 @@ class Hierarchical(_InPieces):
     def leave(self, y_RD: Tensor, way: Way) -> InFlight:
         return self.inner.leave(y_RD, way)
 
+    @named("combine")
     def land(self, back: list[InFlight], home: Route) -> Tensor:
         if self.across.size == 1:
             return self.inner.land(back, home)

@@ -22,6 +22,7 @@ from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.fp8 import scaled_product, scaled_products
 from titanmoe.moe.kernels import fused
 from titanmoe.moe.permute import to_rows, to_tokens
+from titanmoe.region import region
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -220,7 +221,9 @@ class Experts(nn.Module):
         back = []
         for part in parts:
             x_RD, weight_R1, count_e, way = dispatcher.arrive(part)
-            back.append(dispatcher.leave(self.products(x_RD, weight_R1, count_e), way))
+            with region("experts"):
+                y_RD = self.products(x_RD, weight_R1, count_e)
+            back.append(dispatcher.leave(y_RD, way))
         return back
 
     def groups(self, x_RD: Tensor) -> bool:

@@ -18,6 +18,7 @@ from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.dispatch import dispatcher_class
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
+from titanmoe.region import region
 from titanmoe.tokens import Tokens
 
 
@@ -51,7 +52,7 @@ class MoE(nn.Module):
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, bin = self.route(x_TD, tokens)
         sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin)
-        shared_BsD = None if self.shared is None else self.shared(x_BsD)  # while the rows are under way
+        shared_BsD = self.run_shared(x_BsD)  # while the rows are under way
         parts, home = self.dispatcher.parts(sent)
         y_BsD = self.dispatcher.land(self.experts(parts, self.dispatcher), home).view_as(x_BsD)
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
@@ -66,6 +67,12 @@ class MoE(nn.Module):
         kept_TK = self.capacity.drop(chosen_TK, weights_TK, tokens, samples)
         self.balance.dropped((kept_TK != chosen_TK).sum(), tokens.microbatch)
         return weights_TK, kept_TK, self.capacity.bin(samples, x_TD.shape[0]) if self.pad else 0
+
+    def run_shared(self, x_BsD: Tensor) -> Tensor | None:
+        if self.shared is None:
+            return None
+        with region("shared expert"):
+            return self.shared(x_BsD)
 
 
 @torch.no_grad()

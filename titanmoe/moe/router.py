@@ -14,6 +14,7 @@ from titanmoe.comm import local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.kernels import fused
+from titanmoe.region import named
 from titanmoe.tokens import Tokens
 
 
@@ -32,6 +33,7 @@ class Router(nn.Module):
     def begin_step(self, step: int) -> None:
         self.jitter_key.fill_(counted.key("jitter", self.seed, step, self.layer))
 
+    @named("router")
     def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Logits (T, E), scores (T, E), weights of the chosen (T, K), the chosen (T, K), and the counts (B, E)."""
         wide = torch.promote_types(x_TD.dtype, self.wide)

@@ -27,6 +27,7 @@ from titanmoe.comm import Group, InFlight, all_reduce
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.moe.dispatch import AllToAll, Part, Route, Way, copy_rows, lay_out, sort_by_expert
+from titanmoe.region import named
 
 if TYPE_CHECKING:
     from titanmoe.moe.layer import MoE
@@ -153,6 +154,7 @@ class Symmetric(AllToAll):
     def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Memory:
         return Memory(config, fold, group, device)
 
+    @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple[list[Part], Route]:
         """Rows after the last expert's are zero here, and may be anything in what the experts make of them."""
         memory = self.memory
@@ -178,6 +180,7 @@ class Symmetric(AllToAll):
         lent = Lent(memory, rows, send_Ge, back, used_A1)
         return [_arrived(x_AD, weights_A1, bins(total_e), Way(None, None, None, lent))], home
 
+    @named("combine")
     def leave(self, y_AD: Tensor, way: Way) -> InFlight:
         if way.lent is None:
             return super().leave(y_AD, way)

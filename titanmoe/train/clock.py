@@ -9,11 +9,16 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any
 
 import torch
+
+from titanmoe.region import OTHERS_TURN
+
+PARTS = {"dispatch": "dispatch", "combine": "dispatch"}
+"""The regions that are parts of a lap, and as which."""
 
 
 class Clock:
@@ -36,16 +41,26 @@ class Clock:
             self._open.append((name, self._last, now))
         self._last = now
 
+    def region(self, name: str) -> AbstractContextManager[None] | None:
+        """What the clock hears of regions."""
+        if not self.on:
+            return None
+        if name == OTHERS_TURN:
+            return self.away()
+        return self.part(PARTS[name]) if name in PARTS else None
+
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of some lap, counted apart."""
-        if not self.on:
+        """A part of some lap, counted apart; within a part nothing is."""
+        me = get_ident()
+        if me in self._begun:
             yield
             return
-        me = get_ident()
         self._begun[me] = name, self._mark()
-        yield
-        self._open.append((*self._begun.pop(me), self._mark()))
+        try:
+            yield
+        finally:
+            self._open.append((*self._begun.pop(me), self._mark()))
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -56,8 +71,10 @@ class Clock:
             yield
             return
         self._open.append((*begun, self._mark()))
-        yield
-        self._begun[me] = begun[0], self._mark()
+        try:
+            yield
+        finally:
+            self._begun[me] = begun[0], self._mark()
 
     def take(self, steps: int) -> dict[str, float]:
         """Seconds of each part, per step, since the last call `steps` ago, as far as the device has come."""

@@ -8,6 +8,7 @@ from torch import nn
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.parallel.materialize import piece
 from titanmoe.parallel.norm import local_grad
+from titanmoe.region import named
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -55,6 +56,7 @@ class Optimizer:
         for state in self._states().values():
             state["step"].fill_(step)
 
+    @named("optimizer")
     def step(self, lr: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = lr

@@ -1,18 +1,14 @@
-"""A closer look at chosen steps: torch's profiler with the step's parts by name, and the GPU memory's history."""
+"""A closer look at chosen steps: torch's profiler, which hears the step's regions, and the GPU memory's history."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
-
-from titanmoe.region import region
-from titanmoe.train.around import around, around_dispatch
 
 if TYPE_CHECKING:
     from titanmoe.train.trainer import Trainer
@@ -29,8 +25,6 @@ class Profiler:
         self.trainer, self.options, self.tell = trainer, trainer.config.profile, tell
         self.folder, self.rank = run / "profile", trainer.runtime.rank
         self.mine = self.rank in self.options.ranks
-        if self.options.steps and self.mine:
-            name_parts(trainer)
         self.remembers = self.mine and self.options.memory != "none"
         if self.remembers:
             torch.cuda.memory._record_memory_history(max_entries=HISTORY)
@@ -85,26 +79,3 @@ class Profiler:
         if self.options.memory == "steps":
             text += f"; beside it the memory's history (.pickle): {OPEN_MEMORY}"
         self.tell(number, "profile", text)
-
-
-def name_parts(trainer: Trainer) -> None:
-    """Around what is compiled, never in it."""
-    for part in trainer.parts:
-        for block in part.blocks().values():
-            around(block.attention, "forward", partial(region, "attention"))
-            if block.moe is None:
-                around(block.ffn, "forward", partial(region, "dense FFN"))
-                continue
-            if "forward" in vars(block.moe):  # as one graph
-                around(block.moe, "forward", partial(region, "MoE layer"))
-                continue
-            around(block.moe.router, "forward", partial(region, "router"))
-            around(block.moe.experts, "products", partial(region, "experts"))
-            if block.moe.shared is not None:
-                around(block.moe.shared, "forward", partial(region, "shared expert"))
-        if part.head is not None:
-            around(part.head, "forward", partial(region, "head and loss"))
-    around_dispatch(trainer.dispatchers, partial(region, "dispatch"), partial(region, "combine"))
-    for name in ("forward_backward", "finish_gradients"):
-        around(trainer, name, partial(region, name.replace("_", " ")))
-    around(trainer.optimizer, "step", partial(region, "optimizer"))

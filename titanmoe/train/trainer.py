@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -40,8 +39,8 @@ from titanmoe.parallel.norm import clip, grad_norm, local_grad
 from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
+from titanmoe.region import heard_by, named
 from titanmoe.tokens import IGNORE
-from titanmoe.train.around import around, around_dispatch
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.clock import Clock
 from titanmoe.train.folder import claim, rewind
@@ -98,9 +97,6 @@ class Trainer:
         self.garbage = garbage(config.training.gc_every)
         self.on_gradients = on_gradients
         self.clock = Clock(self.device, on=runtime.rank == 0)
-        around_dispatch(self.dispatchers, partial(self.clock.part, "dispatch"))
-        if self.engine.pairs is not None:
-            around(self.engine.pairs.turns, "rest", self.clock.away)
         self.validation = Validation(self) if config.validation.interval else None
         self.step, self.tokens = 0, 0.0
         self.wants_to_stop = lambda: False
@@ -213,7 +209,8 @@ class Trainer:
         totals = self.count(batches)
         self.clock.lap("data")
 
-        loss, further = self.forward_backward(batches, totals)
+        with heard_by(self.clock):
+            loss, further = self.forward_backward(batches, totals)
         self.finish_gradients()
         self.clock.lap("forward_backward")
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
@@ -234,6 +231,7 @@ class Trainer:
         labels, tokens = all_reduce(mine.sum(0).to(self.device), self.meshes.data)
         return Totals(labels, tokens)
 
+    @named("forward backward")
     def forward_backward(self, batches: list[Batch], totals: Totals) -> tuple[Tensor, Tensor]:
         """Gradients of the whole step on every rank's shards; returns the global loss, and multi-token prediction's."""
         where = (self.meshes, self.placement, self.device)
@@ -265,6 +263,7 @@ class Trainer:
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
         return all_reduce(torch.stack((loss, further, asked, overflowed)), self.meshes.world)
 
+    @named("finish gradients")
     def finish_gradients(self) -> None:
         """What backward left in pieces that FSDP does not know of."""
         sum_replicated(self.parameters.values(), self.meshes.tp)

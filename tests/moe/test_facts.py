@@ -1,0 +1,124 @@
+"""The table of dispatchers tells the truth of each class, and an entry in it is all that a new class needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tests import parity, world
+from tests.moe.test_dispatch import CASES, D, E, K, T, arriving, inputs, nodes_of, whole_world
+from titanmoe.config.dispatchers import DISPATCHERS, Facts, in_pieces
+from titanmoe.config.schema import Model, MoE
+from titanmoe.fold.degrees import derive
+from titanmoe.moe.dispatch import Dispatcher, dispatcher_class
+from titanmoe.moe.layer import MoE as Layer
+from titanmoe.tokens import Tokens
+
+RANKS = 4
+
+
+class Asked(TorchFunctionMode):
+    """How often a value of a tensor becomes one of Python's."""
+
+    WAYS = ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times += getattr(function, "__name__", "") in self.WAYS
+        return function(*args, **(kwargs or {}))
+
+
+def laid(name: str, chunks: int = 1) -> Dispatcher:
+    """On four ranks, of two nodes, as a step uses it."""
+    shape = {"model.dim": D, "model.top_k": K, "training.seq_len": T, "parallelism.experts.ep": RANKS}
+    config = parity.read(shape | {"moe.dispatcher": name}, RANKS)
+    fold = derive(RANKS, config.parallelism)
+    dispatcher = dispatcher_class(name)(E, chunks)
+    dispatcher.lay(whole_world(), RANKS, 1)
+    dispatcher.lay_nodes(*nodes_of(2))
+    memory = dispatcher.reserve(config, fold, whole_world(), torch.device("cpu"))
+    if memory is not None:
+        dispatcher.memory = memory
+    return dispatcher
+
+
+def host_syncs(name: str, bin: int) -> int:
+    dispatcher = laid(name)
+    with Asked() as asked:
+        rows, _, _, route = dispatcher.dispatch(*inputs("some_dropped", dist.get_rank()), bin)
+        dispatcher.combine(rows, route)
+    return asked.times
+
+
+def messages(name: str, chunks: int) -> int:
+    dispatcher = laid(name, chunks)
+    parts, _ = dispatcher.parts(dispatcher.start(*inputs("random", dist.get_rank()), 0))
+    return len(parts)
+
+
+def rows_for_no_expert(name: str) -> bool:
+    found = False
+    for case in CASES:
+        rows, _, count_e, _ = laid(name).dispatch(*inputs(case, dist.get_rank()), 0)
+        arrived, _ = arriving(case, RANKS, range(2 * dist.get_rank(), 2 * dist.get_rank() + 2))
+        found |= len(rows) != int(count_e.sum()) or len(rows) != len(arrived)
+    return found
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_facts_are_true(name: str) -> None:
+    facts = DISPATCHERS[name]
+    assert world.run(RANKS, host_syncs, name, 0) == [facts.host_syncs] * RANKS
+    assert world.run(RANKS, rows_for_no_expert, name) == [facts.unused_rows] * RANKS
+    if facts.host_syncs:  # else bins are not padded
+        assert world.run(RANKS, host_syncs, name, 8) == [0] * RANKS
+    assert world.run(RANKS, messages, name, 3) == [3 if name in in_pieces() else 1] * RANKS
+    assert facts.nodes == (dispatcher_class(name).lay_nodes is not Dispatcher.lay_nodes)
+    assert facts.asks_machine == (dispatcher_class(name).missing is not Dispatcher.missing)
+
+
+class Nowhere(Dispatcher):
+    """Experts of this rank alone, one row for each choice that is kept, and no message."""
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple:
+        flat = chosen_TK.flatten()
+        kept_R = flat.argsort(stable=True)[: int((flat < self.num_experts).sum())]
+        token_R = kept_R // chosen_TK.shape[1]
+        count_e = flat[kept_R].bincount(minlength=self.num_experts)
+        return x_TD[token_R], weights_TK.flatten()[kept_R].unsqueeze(1), count_e, (token_R, len(x_TD))
+
+    def combine(self, y_RD: Tensor, route: Any) -> Tensor:
+        token_R, tokens = route
+        return y_RD.new_zeros(tokens, y_RD.shape[1]).index_add(0, token_R, y_RD)
+
+
+def test_a_new_dispatcher_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which need know no more than how rows get to their experts and back."""
+    module = ModuleType("titanmoe.moe.nowhere")
+    module.Nowhere = Nowhere
+    monkeypatch.setitem(sys.modules, "titanmoe.moe.nowhere", module)
+    monkeypatch.setitem(DISPATCHERS, "nowhere", Facts("nowhere.Nowhere", "nowhere sends no row.", 1, "makes none"))
+    model, index = Model(num_experts=4, top_k=2, dim=16, expert_hidden=24), torch.arange(24)
+    tokens = Tokens(index.view(2, 12) % 12, index, index // 12, index % 5 != 4, torch.tensor(0))
+    x_BsD = torch.randn(2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found = []
+    for name in ("alltoall", "nowhere"):
+        layer = Layer(model, MoE(dispatcher=name), None, 0, 0, 1, torch.float64)
+        for seed, weight in enumerate(layer.parameters()):
+            torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(seed))
+        layer.begin_step(1, torch.tensor(24.0), 2)
+        y_BsD = layer(x_BsD, tokens)
+        found.append([y_BsD, *torch.autograd.grad(y_BsD.square().sum(), list(layer.parameters()))])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
