@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 
-from titanmoe.config.schema import Config
-from titanmoe.fold.meshes import Meshes
+from titanmoe.config.dispatchers import DISPATCHERS
+from titanmoe.config.schema import Config, Parallelism, Training
+from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.config.schema import Pipeline as PipelineOptions
+from titanmoe.fold.degrees import Fold
+from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
@@ -16,6 +22,14 @@ from titanmoe.parallel.pipeline import Alone, Pipeline, split_layers, splits_bac
 from titanmoe.parallel.recompute import recompute
 from titanmoe.parallel.sharded import reshard, shard_data
 from titanmoe.parallel.tensor import tensor_parallel
+
+
+def lay_ranks(
+    fold: Fold, parallelism: Parallelism, moe: MoEOptions, training: Training, device: torch.device
+) -> Meshes:
+    """The groups and meshes of a run. Collective over the world."""
+    node = parallelism.node if DISPATCHERS[moe.dispatcher].nodes else -1
+    return build_meshes(fold, device.type, node, timedelta(seconds=training.first_step_timeout_s))
 
 
 def build(config: Config, meshes: Meshes, microbatches: int, device: torch.device) -> list[Transformer]:
@@ -43,8 +57,15 @@ def build(config: Config, meshes: Meshes, microbatches: int, device: torch.devic
     return parts
 
 
-def drive(parts: list[Transformer], config: Config, meshes: Meshes, microbatches: int, device: torch.device):
+def drive(
+    parts: list[Transformer],
+    options: PipelineOptions,
+    training: Training,
+    meshes: Meshes,
+    microbatches: int,
+    device: torch.device,
+) -> Alone | Pipeline:
     """What runs forward and backward through the parts; the step does not know whether there is a pipeline."""
     if meshes.pp.size == 1:
         return Alone(parts)
-    return Pipeline(parts, config.pipeline, config.training, meshes, microbatches, device)
+    return Pipeline(parts, options, training, meshes, microbatches, device)

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,19 +17,17 @@ from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.comm import all_reduce
 from titanmoe.config import ConfigError
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import derive
-from titanmoe.fold.meshes import build_meshes
 from titanmoe.models.count import flops_per_token, has_experts, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
 from titanmoe.moe.symmetric import Memory
-from titanmoe.parallel.apply import build, drive
+from titanmoe.parallel.apply import build, drive, lay_ranks
 from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
@@ -79,29 +76,29 @@ class Trainer:
         garbage: of training.gc_every. optimizer: of the parameters and [optimizer].
         """
         self.config, self.runtime, self.device = config, runtime, runtime.device
-        self.fold = derive(runtime.world, config.parallelism)
-        node = config.parallelism.node if DISPATCHERS[config.moe.dispatcher].nodes else -1
-        patience = timedelta(seconds=config.training.first_step_timeout_s)
-        self.meshes = build_meshes(self.fold, self.device.type, node, patience)
-        self.loader = loader(config, self.meshes.data.rank, self.meshes.data.size)
-        self.parts = build(config, self.meshes, self.loader.microbatches, self.device)
-        self.engine = drive(self.parts, config, self.meshes, self.loader.microbatches, self.device)
-        self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
-        self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
-        self.symmetric, self.overflow_reruns = symmetric(config, self.meshes, self.device), 0
-        self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
-        self.tied = TiedEnds(self.parts, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
-        self.placement = placement(config.parallelism)
-        self.optimizer = optimizer(self.parameters, config.optimizer)
-        self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
-        self.garbage = garbage(config.training.gc_every)
-        self.on_gradients = on_gradients
-        self.clock = Clock(self.device, on=runtime.rank == 0)
-        self.validation = Validation(self) if config.validation.interval else None
-        self.step, self.tokens = 0, 0.0
-        self.wants_to_stop = lambda: False
+        self.step, self.tokens, self.overflow_reruns = 0, 0.0, 0
+        self.stopping, self.wants_to_stop = False, lambda: False
         self._lock: TextIO | None = None
-        self.stopping = False
+
+        self.fold = derive(runtime.world, config.parallelism)
+        self.meshes = lay_ranks(self.fold, config.parallelism, config.moe, config.training, self.device)
+        self.loader = loader(config, self.meshes.data.rank, self.meshes.data.size)
+        microbatches = self.loader.microbatches
+
+        self.parts = build(config, self.meshes, microbatches, self.device)
+        self.engine = drive(self.parts, config.pipeline, config.training, self.meshes, microbatches, self.device)
+        self.placement = placement(config.parallelism)
+        self.tied = TiedEnds(self.parts, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
+        self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
+        self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
+        self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
+        self.symmetric = symmetric(config, self.meshes, self.device)
+        self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
+
+        self.optimizer, self.on_gradients = optimizer(self.parameters, config.optimizer), on_gradients
+        self.validation = Validation(self) if config.validation.interval else None
+        self.garbage = garbage(config.training.gc_every)
+        self.clock = Clock(self.device, on=runtime.rank == 0)
 
     def train(self) -> int:
         """Until the last step or a signal; returns the signal, or 0."""
