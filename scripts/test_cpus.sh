@@ -15,7 +15,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 read -ra kinds <<<"${KINDS:-avx2 avx512 avx512_bf16 own busy}"
-read -ra pytest <<<"${PYTEST:-.venv/bin/python -m pytest -n 2 --dist loadfile}"
+read -ra pytest <<<"${PYTEST:-.venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder}"
 mkdir -p "${LOGS:-runs/test_cpus}"
 logs=$(cd "${LOGS:-runs/test_cpus}" && pwd)
 cpuinfo=${CPUINFO:-/proc/cpuinfo}

@@ -2,6 +2,7 @@
 """Hurts runs under the real torchrun in every way a cluster does, and compares each with a run never disturbed.
 
     python scripts/torture.py                                   # 200 trials, unattended; a table at the end
+    python scripts/torture.py --results runs/torture.jsonl      # the same; given again after an end, it goes on
     python scripts/torture.py --only "full disk" --first 17 --trials 1     # one trial again, as a failure names it
     python scripts/torture.py --soak 10000                      # one long run: memory, open files and threads
 
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
@@ -49,12 +50,59 @@ SOAK = {
 
 
 @dataclass
-class Tally:
-    trials: int = 0
-    equal: int = 0
+class Outcome:
+    """Of one trial; a line of the file of --results."""
+
+    kind: str
+    seed: int
+    equal: bool = False
     lost: int = 0
     again: int = 0
-    seconds: list[float] = field(default_factory=list)
+    seconds: float | None = None
+    took: float = 0.0
+    failure: str = ""
+
+    def __str__(self) -> str:
+        if self.failure and not self.equal:
+            return f"FAILED: {self.failure}"
+        return f"equal, {self.lost} saved steps lost, {self.again} made again, went on in {self.seconds:.1f} s"
+
+    @property
+    def command(self) -> str:
+        return f'--only "{self.kind}" --first {self.seed} --trials 1: {self.failure}'
+
+
+def read(results: Path) -> list[Outcome]:
+    """The last line may be a part of one."""
+    names = {each.name for each in fields(Outcome)}
+    found = []
+    for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else []:
+        with contextlib.suppress(ValueError):
+            saved = json.loads(line)
+            if saved.keys() == names:
+                found.append(Outcome(**saved))
+    return found
+
+
+def note(results: Path, outcome: Outcome) -> None:
+    results.parent.mkdir(parents=True, exist_ok=True)
+    with results.open("a+b") as stream:
+        stream.seek(max(0, stream.tell() - 1))
+        cut = stream.read(1) not in (b"", b"\n")
+        stream.write(b"\n" * cut + json.dumps(asdict(outcome)).encode() + b"\n")
+
+
+def one(kind: str, seed: int, folder: Path, calm: Run) -> Outcome:
+    outcome, began = Outcome(kind, seed), time.monotonic()
+    try:
+        run = trial(kind, seed, folder, calm)
+        outcome = Outcome(kind, seed, True, run.lost, run.again, run.seconds)
+        if run.lost:
+            outcome.failure = f"{run.lost} saved steps lost"
+    except Wrong as wrong:
+        outcome.failure = str(wrong)
+    outcome.took = time.monotonic() - began
+    return outcome
 
 
 def trial(kind: str, seed: int, folder: Path, calm: Run) -> Run:
@@ -92,19 +140,17 @@ def compare(run: Run, calm: Run) -> None:
         raise Wrong(f"{len(odd)} tensors differ in bits, among them {odd[0]}")
 
 
-def table(tallies: dict[str, Tally]) -> str:
+def table(outcomes: list[Outcome]) -> str:
     head = ("what happened", "trials", "equal to the last bit", "saved steps lost", "steps made again, at most",
             "seconds to go on: median", "max")  # fmt: skip
     rows = [head, ("---",) * len(head)]
-    everything = Tally()
-    for kind, tally in [*tallies.items(), ("all", everything)]:
-        if tally is not everything:
-            everything.trials, everything.equal = everything.trials + tally.trials, everything.equal + tally.equal
-            everything.lost, everything.again = everything.lost + tally.lost, max(everything.again, tally.again)
-            everything.seconds += tally.seconds
-        times = (statistics.median(tally.seconds), max(tally.seconds)) if tally.seconds else ()
-        shown = [f"{seconds:.1f}" for seconds in times] or ["", ""]
-        rows.append((kind, *map(str, (tally.trials, tally.equal, tally.lost, tally.again)), *shown))
+    for kind in [kind for kind in KINDS if any(each.kind == kind for each in outcomes)] + ["all"]:
+        some = [each for each in outcomes if kind in (each.kind, "all")]
+        seconds = [each.seconds for each in some if each.seconds is not None]
+        lost, again = sum(each.lost for each in some), max((each.again for each in some), default=0)
+        counts = (len(some), sum(each.equal for each in some), lost, again)
+        shown = [f"{each:.1f}" for each in (statistics.median(seconds), max(seconds))] if seconds else ["", ""]
+        rows.append((kind, *map(str, counts), *shown))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
@@ -123,32 +169,28 @@ def torture(args: argparse.Namespace, folder: Path) -> int:
     from titanmoe.checkpoint import folder as _  # noqa: F401
 
     kinds = [args.only] if args.only else list(KINDS)
-    tallies = {kind: Tally() for kind in kinds}
-    failures = []
-    calm = Run(folder / "calm")
-    calm.start()
-    calm.finish()
-    began = time.monotonic()
+    results = Path(args.results) if args.results else None
+    outcomes = read(results) if results else []
+    done = {(each.kind, each.seed) for each in outcomes}
+    asked = [(kinds[seed % len(kinds)], seed) for seed in range(args.first, args.first + args.trials)]
+    left = [each for each in asked if each not in done]
+    if len(left) < len(asked):
+        print(f"{len(asked) - len(left)} of {len(asked)} trials are in {results} already", flush=True)
     try:
-        for seed in range(args.first, args.first + args.trials):
-            kind = kinds[seed % len(kinds)]
-            tally = tallies[kind]
-            tally.trials += 1
-            try:
-                run = trial(kind, seed, folder, calm)
-                tally.equal, tally.lost = tally.equal + 1, tally.lost + run.lost
-                tally.again, tally.seconds = max(tally.again, run.again), [*tally.seconds, run.seconds]
-                told = f"equal, {run.lost} saved steps lost, {run.again} made again, went on in {run.seconds:.1f} s"
-                if run.lost:
-                    failures.append(f'--only "{kind}" --first {seed} --trials 1: {run.lost} saved steps lost')
-            except Wrong as wrong:
-                told = f"FAILED: {wrong}"
-                failures.append(f'--only "{kind}" --first {seed} --trials 1: {wrong}')
-            print(f"{tally.trials:>3} {kind}, seed {seed}: {told}", flush=True)
+        if left:
+            calm = Run(folder / "calm")
+            calm.start()
+            calm.finish()
+        for kind, seed in left:
+            outcome = one(kind, seed, folder, calm)
+            outcomes.append(outcome)
+            if results:
+                note(results, outcome)
+            print(f"{len(outcomes):>3} {kind}, seed {seed}: {outcome}", flush=True)
     finally:
-        spent = time.monotonic() - began
-        tried = sum(tally.trials for tally in tallies.values())
-        text = table(tallies) + f"\n{tried} trials in {spent:.0f} s, {len(failures)} failures\n"
+        failures = [each.command for each in outcomes if each.failure]
+        spent = sum(each.took for each in outcomes)
+        text = table(outcomes) + f"\n{len(outcomes)} trials in {spent:.0f} s, {len(failures)} failures\n"
         print("\n" + text + "".join(f"  {line}\n" for line in failures))
         if args.out:
             write(Path(args.out), "trials", text + "".join(f"* {line}\n" for line in failures))
@@ -219,6 +261,9 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=200, metavar="N", help="how many (default 200)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first trial's seed; the next have +1")
     parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
+    parser.add_argument(
+        "--results", metavar="FILE", help="a line for each finished trial; trials it has are not made again"
+    )
     parser.add_argument(
         "--out", metavar="FILE", help="write the table there too, in docs/reliability.md between its marks"
     )

@@ -39,7 +39,7 @@ class Wrong(Exception):
 
 
 class Missed(Exception):
-    """The run ended before the fault came."""
+    """The run ended before the fault came, or had not yet saved what the fault needs."""
 
 
 def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]]) -> None:
@@ -122,6 +122,14 @@ class Run:
         self.struck_at, self.made, self.starts = time.monotonic(), self.step(), len(self.begun())
         self.committed = max(layout.steps(self.checkpoints), default=0)
 
+    def kill_ranks(self, number: int) -> None:
+        if len(ranks := self.ranks()) < RANKS:
+            raise Missed("the run is ending")
+        for pid in self.draw.sample(ranks, number):
+            with contextlib.suppress(ProcessLookupError):  # it has just ended: what follows tells
+                os.kill(pid, signal.SIGKILL)
+        self.struck()
+
     def kill_launcher(self) -> None:
         ranks = self.ranks()
         self.agent.kill()
@@ -180,16 +188,13 @@ def last_words(log: Path) -> str:
 def one_rank(run: Run) -> None:
     run.start(restarts=3)
     run.wait_for_a_moment()
-    os.kill(run.draw.choice(run.ranks()), signal.SIGKILL)
-    run.struck()
+    run.kill_ranks(1)
 
 
 def all_ranks(run: Run) -> None:
     run.start(restarts=3)
     run.wait_for_a_moment()
-    for pid in run.draw.sample(run.ranks(), RANKS):
-        os.kill(pid, signal.SIGKILL)
-    run.struck()
+    run.kill_ranks(RANKS)
 
 
 def launcher(run: Run) -> None:
@@ -221,6 +226,8 @@ def flipped_bit(run: Run) -> None:
     run.wait_for_a_moment(2 * INTERVAL + 1)
     run.kill_launcher()
     there = layout.steps(run.checkpoints)
+    if len(there) < 2:  # a save is behind: there would be none to go back to
+        raise Missed(f"only {len(there)} checkpoints are there")
     newest = there.pop(max(there))
     run.committed = max(there)
     file = run.draw.choice(sorted(path for path in newest.rglob("*") if path.is_file()))
@@ -262,8 +269,7 @@ def slow_disk(run: Run) -> None:
     fault = {"do": "slow", "seconds": run.draw.uniform(0.1, 0.5), "on": ["write", "rename", "fsync"], "times": 10**9}
     run.start(restarts=3, faults=(fault | {"path": str(run.checkpoints)},))
     run.wait_for_a_moment()
-    os.kill(run.draw.choice(run.ranks()), signal.SIGKILL)
-    run.struck()
+    run.kill_ranks(1)
 
 
 def errors_while_reading(run: Run) -> None:

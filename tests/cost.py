@@ -20,6 +20,12 @@ FAIL_AT = 2.0
 """Times the budget, in CI. Kinds of processors differ by less."""
 START = 20.0
 """Whichever test comes first in a worker pays for its processes' imports."""
+LONG = (
+    "test_parity", "train/test_trainer", "checkpoint/test_resume", "train/test_restarts", "parallel/test_compiled",
+    "moe/test_interpreter", "parallel/test_pairs", "train/test_validation", "moe/test_dispatch", "train/test_watch",
+    "test_launch_scripts", "checkpoint_hf/test_fields", "test_bench_layers",
+)  # fmt: skip
+"""The files that take longest. They come first: the worker that got one of them last would be waited for."""
 PROPERTY = "cpu_s"
 TICKS = os.sysconf("SC_CLK_TCK")
 
@@ -68,6 +74,12 @@ def place(nodeid: str) -> str:
     """The folder of a test, or the file of one that lies in none."""
     parts = nodeid.partition("::")[0].removeprefix("tests/").split("/")
     return parts[0].removesuffix(".py")
+
+
+def turn(nodeid: str) -> int:
+    """Where a test's file stands in LONG."""
+    file = nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+    return LONG.index(file) if file in LONG else len(LONG)
 
 
 class Bill:

@@ -137,3 +137,8 @@ def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
         microbatches = max(2, fold.pp if one_stage else 2 * fold.pp)
     out["training.global_batch_size"] = out.get("training.local_batch_size", 1) * fold.dp * microbatches
     return out
+
+
+def steps(choice: dict[str, str]) -> int:
+    """Two where something but weights and moments goes from one step to the next."""
+    return 2 if choice["balance"] == "global+bias" else 1

@@ -180,10 +180,10 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "return 1.0",
         ),
     ],
-    ("models/layers.py", "tests/models/test_rowwise.py tests/models/test_transformer.py"): [
+    ("models/layers.py", "tests/ops/test_rowwise.py tests/models/test_transformer.py"): [
         ("norms in the dtype of the activations", "wide = promote(x)\n        normed", "wide = x\n        normed"),
     ],
-    ("models/rowwise.py", "tests/models/test_rowwise.py"): [
+    ("ops/rowwise.py", "tests/ops/test_rowwise.py"): [
         ("a norm's epsilon comes after the root", ".add_(eps).rsqrt_()", ".rsqrt_().add_(eps)"),
         (
             "a rotation's gradient is turned on instead of back",

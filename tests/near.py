@@ -7,8 +7,8 @@ sums of so many `terms` in its accumulator (float32 for narrower dtypes), lie ap
 
     4 sqrt(roundings u(dtype)^2 + terms u(accumulator)^2)
 
-of the tensor's largest entry. exp and its like err by 2 u or so: 4 roundings. A rounding whose effect is m times as
-large, as that of an angle m, counts m^2 times.
+of the tensor's largest entry, or of `scale` where far larger terms cancel. exp and its like err by 2 u or so: 4
+roundings. A rounding whose effect is m times as large, as that of an angle m, counts m^2 times.
 """
 
 from __future__ import annotations
@@ -28,21 +28,30 @@ def bound(dtype: torch.dtype, terms: int = 0, roundings: int = 1) -> float:
     return 4 * math.sqrt(roundings * unit(dtype) ** 2 + terms * unit(accumulator) ** 2)
 
 
-def apart(got: Tensor, want: Tensor) -> float:
-    """The largest difference, of the largest entry; equal infinities do not differ, and a NaN is infinitely far."""
+def apart(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
+    """The largest difference, of the largest entry or of a larger `scale`; equal infinities do not differ, and a NaN is
+    infinitely far.
+    """
     if not want.numel():
         return 0.0
     got, want = got.detach().double(), want.detach().double()
     difference = torch.where(got == want, 0.0, (got - want).abs())
     finite = want[want.isfinite()]
-    scale = float(finite.abs().max()) if finite.numel() else 0.0
+    scale = max(scale, float(finite.abs().max()) if finite.numel() else 0.0)
     worst = float(difference.nan_to_num(math.inf).max())
     return worst / scale if scale else math.copysign(math.inf, worst) if worst else 0.0
 
 
-def close(got: Tensor, want: Tensor, terms: int = 0, roundings: int = 1, dtype: torch.dtype | None = None) -> None:
+def close(
+    got: Tensor,
+    want: Tensor,
+    terms: int = 0,
+    roundings: int = 1,
+    dtype: torch.dtype | None = None,
+    scale: float = 0.0,
+) -> None:
     """dtype: the narrowest on the way, where it is not the result's own."""
     assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, want.dtype, got.shape, want.shape)
     allowed = bound(dtype or want.dtype, terms, roundings)
-    off = apart(got, want)
+    off = apart(got, want, scale)
     assert off <= allowed, f"off by {off:.2e} of the largest entry; roundings explain {allowed:.2e}"

@@ -54,7 +54,7 @@ def run(
 
 def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
     """In the new process: python's own way of running a file, a module or code."""
-    world.end_with_fork_server()
+    world.begin_in_fork()
     for path, number in ((out, 1), (err, 2)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe import counted
 from titanmoe.config.schema import Config, LRSchedule, Model
+from titanmoe.ops import counted
 
 IGNORE = -100
 TERMS = ("seq", "mb", "glob", "z")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests import cost, parity, world
+from tests import cost, features, parity, world
 from tests.features import CP_KINDS, FEATURES, SCHEDULES, changes
 from tests.mappings import all_folds, cover, named, one_or_more
 from titanmoe.fold.degrees import Fold
@@ -105,7 +105,8 @@ def run(results: Path, only: str = "") -> dict[str, dict[str, Any]]:
         errors, failure = {}, ""
         try:
             documents = case.choices.get("documents") == "yes"
-            errors = parity.check(case.fold.world, case.changes, documents=documents, timeout=TIMEOUT_S)
+            steps = features.steps(case.choices)
+            errors = parity.check(case.fold.world, case.changes, documents=documents, timeout=TIMEOUT_S, steps=steps)
         except (AssertionError, world.RankError) as error:
             failure = str(error)
         done[name] = {

@@ -49,3 +49,9 @@ def test_a_child_that_has_ended_is_counted() -> None:
     subprocess.run([sys.executable, "-c", busy], check=True)
     assert meter.read() > 0.25
     assert meter.read() < 0.25
+
+
+def test_files_that_take_longest_exist_and_come_first() -> None:
+    assert [name for name in cost.LONG if not (cost.BUDGET.parent / f"{name}.py").exists()] == []
+    short, long = "tests/fold/test_fold_command.py::test_a", "tests/test_parity.py::test_b[x/y]"
+    assert sorted([short, long], key=cost.turn) == [long, short]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
 from titanmoe.moe import fp8

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tests import parity
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.fold.degrees import derive
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.kernels import installed
 from titanmoe.moe.symmetric import Memory, Symmetric
+from titanmoe.ops.kernels import installed
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.recompute import recompute

@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from tests import near, reference
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.config.schema import Optimizer as Options
-from titanmoe.models import rowwise
 from titanmoe.models.attention import causal_attention
-from titanmoe.models.blocked_attention import blocked_attention
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rope_angles, rotate
 from titanmoe.models.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
 from titanmoe.moe.balance import AUX, STATISTICS, Balance
 from titanmoe.moe.router import Router
+from titanmoe.ops import rowwise
+from titanmoe.ops.blocked_attention import blocked_attention
 from titanmoe.parallel import context
 from titanmoe.parallel.norm import local_norms
 from titanmoe.tokens import Tokens

@@ -1,8 +1,10 @@
 """The frame of the project: what a newcomer reads and runs is there and true."""
 
+import ast
 import hashlib
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -55,3 +57,51 @@ def test_declared_python_versions_agree():
     assert project["requires-python"] == ">=3.10"
     assert sys.version_info >= (3, 10)
     assert "torch>=2.11,<2.14" in project["dependencies"]
+
+
+# ---- rooms, and who may import whom
+
+ARROWS: dict[str, set[str]] = {"config": set(), "tokens": set(), "load_colours": set(), "comm": set(), "ops": set()}
+"""By room or file beside the rooms: what it may import. Everything else in titanmoe/ stands above all of these."""
+ARROWS["fold"] = {"config", "comm"}
+ARROWS["moe"] = {"config", "tokens", "comm", "ops", "fold"}
+ARROWS["models"] = ARROWS["moe"] | {"moe"}
+ARROWS["data"] = {"config", "tokens", "ops", "models"}
+ARROWS["parallel"] = ARROWS["models"] | {"models", "data"}
+ARROWS["checkpoint"] = ARROWS["parallel"] | {"parallel"}
+ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
+
+
+def imports() -> Iterator[tuple[str, str]]:
+    """Module and what it imports, wherever in the file."""
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "titanmoe").rglob("*.py")}
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from ((name, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                assert node.module and not node.level, f"{path} imports by a relative name"
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    yield name, inner if inner in files or f"{inner}.__init__" in files else node.module
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_arrows_go_down() -> None:
+    ours = [(name, to) for name, to in imports() if to.startswith("titanmoe.")]
+    up = [
+        f"{name} imports {to}"
+        for name, to in ours
+        if room(name) in ARROWS and room(to) not in ARROWS[room(name)] | {room(name)}
+    ]
+    assert up == []
+
+
+def test_only_the_meshes_of_fold_know_torch() -> None:
+    torch_ones = {name for name, to in imports() if room(name) in ("fold", "config") and to.split(".")[0] == "torch"}
+    assert torch_ones == {"titanmoe.fold.meshes"}
+    reaches = {name for name, to in imports() if room(name) == "fold" and to.startswith("titanmoe.comm")}
+    assert reaches == {"titanmoe.fold.meshes"}

@@ -1,5 +1,6 @@
 """What scripts/torture.py strikes with, and its table; the trials themselves are its own, of minutes."""
 
+import contextlib
 import errno
 import json
 import os
@@ -7,13 +8,15 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-from torture import Tally, table, write  # noqa: E402
-from torture_runs import INTERVAL, KINDS, Run  # noqa: E402
+import torture  # noqa: E402
+from torture import Outcome, table, write  # noqa: E402
+from torture_runs import INTERVAL, KINDS, Missed, Run  # noqa: E402
 
 # What a rank does to the disk, in the order of a save; it says how far it came.
 RANK = """
@@ -87,17 +90,73 @@ def test_a_fault_that_strikes_once_lets_the_next_start_pass(tmp_path):
     assert said(tmp_path / "second", 0, once) == (0, ALL)
 
 
+ONE, TWO, *_ = KINDS
+TRIED = [
+    Outcome(ONE, 0, True, 0, 2, 5.0),
+    Outcome(TWO, 1, True, 4, 9, 6.0, failure="4 saved steps lost"),
+    Outcome(ONE, 2, True, 0, 1, 30.0),
+    Outcome(TWO, 3, failure="torchrun ended with 1"),
+    Outcome(ONE, 4, True, 0, 0, 7.0),
+]
+
+
 def test_the_table_adds_up():
-    tallies = {
-        "a": Tally(trials=3, equal=3, again=2, seconds=[5.0, 7.0, 30.0]),
-        "b": Tally(trials=2, equal=1, lost=4, again=9, seconds=[6.0]),
-    }
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(tallies).splitlines()[2:]]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(TRIED).splitlines()[2:]]
     assert rows == [
-        ["a", "3", "3", "0", "2", "7.0", "30.0"],
-        ["b", "2", "1", "4", "9", "6.0", "6.0"],
+        [ONE, "3", "3", "0", "2", "7.0", "30.0"],
+        [TWO, "2", "1", "4", "9", "6.0", "6.0"],
         ["all", "5", "4", "4", "9", "6.5", "30.0"],
     ]
+
+
+def test_trials_go_on_where_a_run_of_them_stopped(tmp_path, monkeypatch, capsys):
+    made = []
+
+    def one(kind, seed, folder, calm):
+        if len(made) == stop:
+            raise KeyboardInterrupt
+        made.append((kind, seed))
+        return Outcome(kind, seed, True, 0, 1, 5.0, 10.0)
+
+    monkeypatch.setattr(torture, "one", one)
+    monkeypatch.setattr(torture, "Run", lambda folder: SimpleNamespace(start=lambda: None, finish=lambda: None))
+    results, page = tmp_path / "a" / "results.jsonl", tmp_path / "page.md"
+    args = SimpleNamespace(only=None, first=0, trials=13, results=str(results), out=str(page))
+    stop = 3
+    with pytest.raises(KeyboardInterrupt):
+        torture.torture(args, tmp_path)
+    assert [(each.kind, each.seed) for each in torture.read(results)] == made and "3 trials in 30 s" in page.read_text()
+    with results.open("a") as stream:
+        stream.write('{"kind": "a line cut')
+    stop = 99
+    assert torture.torture(args, tmp_path) == 0
+    assert made == [(list(KINDS)[seed % len(KINDS)], seed) for seed in range(13)]
+    assert len(torture.read(results)) == 13 and "13 trials in 130 s, 0 failures" in page.read_text()
+    assert torture.torture(args, tmp_path) == 0 and len(made) == 13
+    assert "13 of 13 trials are in " in capsys.readouterr().out
+
+
+def test_a_failed_trial_is_kept_and_told_with_its_command(tmp_path, monkeypatch):
+    def fail(kind, seed, folder, calm):
+        raise torture.Wrong("torchrun ended with 1")
+
+    monkeypatch.setattr(torture, "trial", fail)
+    failed = torture.one(TWO, 3, tmp_path, None)
+    torture.note(tmp_path / "results", failed)
+    assert torture.read(tmp_path / "results") == [failed] and str(failed) == "FAILED: torchrun ended with 1"
+    assert failed.command == f'--only "{TWO}" --first 3 --trials 1: torchrun ended with 1'
+
+
+def test_a_bit_is_flipped_only_where_a_checkpoint_before_it_can_be_taken(tmp_path, monkeypatch):
+    run = Run(tmp_path)
+    for name in ("start", "wait_for_a_moment", "kill_launcher"):
+        monkeypatch.setattr(run, name, lambda *_: None)
+    for step, ends in ((INTERVAL, pytest.raises(Missed)), (2 * INTERVAL, contextlib.nullcontext())):
+        (run.checkpoints / f"step-{step:08}").mkdir(parents=True)
+        (run.checkpoints / f"step-{step:08}/a").write_bytes(b"a")
+        with ends:
+            KINDS["a bit flipped in the newest checkpoint"](run)
+    assert run.committed == INTERVAL and (run.checkpoints / f"step-{INTERVAL:08}/a").read_bytes() == b"a"
 
 
 def test_a_trial_reads_what_a_run_left(tmp_path):

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import faulthandler
 import functools
+import gc
 import importlib
 import io
 import multiprocessing
@@ -53,6 +54,7 @@ PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).resolve().parent.parent
 # Each takes a fraction of a second to import, and 8 ranks on 2 cores would do it 8 times after the first fork.
 PRELOAD = (
+    "tests.no_garbage",
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",
@@ -319,7 +321,7 @@ def _environment(**values: str) -> Iterator[None]:
 def _serve(pipe: multiprocessing.connection.Connection, rank: int, size: int, port: int, stack_file: str) -> None:
     """A rank's life: answer calls until the pool kills it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then ends the pool
-    end_with_fork_server()
+    begin_in_fork()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=open(stack_file, "w"), all_threads=True)  # noqa: SIM115 (stays open)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -343,12 +345,14 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int, size: int, po
         pipe.send_bytes(pickle.dumps(_answer(message)))
 
 
-def end_with_fork_server() -> None:
+def begin_in_fork() -> None:
     """In a fork of it. The fork server ends with pytest once nobody else holds this pipe, and a fork, even one that is
     stopped, with the fork server.
     """
     os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    gc.freeze()  # what the fork server imported is no fork's garbage
+    gc.enable()
 
 
 def _answer(message: bytes) -> Answer:

@@ -26,7 +26,7 @@ fi
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv | tee "$out/gpu.csv"
 
 # Each of many shapes is compiled: eight processes on as many cores, none waiting for another's compiler.
-kernels=tests/moe/test_kernels.py
+kernels=tests/ops/test_kernels.py
 run() { timeout 170 "$python" -m pytest -m gpu -q -p no:cacheprovider "${@:2}" > "$out/tests-$1.log" 2>&1; }
 pids=()
 run gpu tests/test_gpu.py -k 'not flex' & pids+=($!)

@@ -178,7 +178,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     weights_TK, chosen_TK = (x.detach() for x in route())
     weights_TK.requires_grad_()
     entry, slot, count_E = place(chosen_TK)
-    rows, row_weights, way = copy_rows(x_TD, weights_TK, entry, slot, kernels)
+    rows, row_weights, home = copy_rows(x_TD, weights_TK, entry, slot, kernels)
     rows, row_weights = (x.detach().requires_grad_() for x in (rows, row_weights))
     experts, attention = list(moe.experts.parameters()), list(block.attention.parameters())
     through = 2 * (T + R) * D * size
@@ -221,7 +221,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
             0,
             peak,
         ),
-        ("combine", both(lambda: to_tokens(rows, way.source_R, way.slot_TJ, kernels), [rows]), 0, through, peak),
+        ("combine", both(lambda: to_tokens(rows, home.source_R, home.slot_TJ, kernels), [rows]), 0, through, peak),
         (
             "head, loss",
             both(lambda: head(x_BLD, labels_BL), [x_BLD, *head.parameters()]),

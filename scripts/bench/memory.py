@@ -26,7 +26,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.memory import Live
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model, MoE
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles

@@ -15,8 +15,8 @@ import torch
 from tests import world
 from tests.checkpoint.folders import make
 from tests.checkpoint.test_layout import config
-from titanmoe.checkpoint import begin, inside, layout
-from titanmoe.checkpoint.begin import choose
+from titanmoe.checkpoint import choose_checkpoint, inside, layout
+from titanmoe.checkpoint.choose_checkpoint import choose
 from titanmoe.checkpoint.folder import Lazy, Piece, open_checkpoint, save
 from titanmoe.checkpoint.inside import CheckpointError, Unreadable
 from titanmoe.checkpoint.manifest import Manifest
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run/checkpoints"
 
 
-def taken(folder: Path) -> begin.Beginning:
+def taken(folder: Path) -> choose_checkpoint.Beginning:
     run = folder.parent
     return choose(config(run), run, layout.damage)
 
@@ -109,7 +109,7 @@ def test_unreadable_checkpoints_never_mean_a_new_run(folder, monkeypatch, waits,
 
 def test_a_rank_that_gets_no_answer_derives_no_batch_or_mapping_of_its_own(folder, monkeypatch, waits):
     Faults(monkeypatch, folder, times=1e9)
-    for ask in (begin.record_ahead, begin.has_begun):
+    for ask in (choose_checkpoint.record_ahead, choose_checkpoint.has_begun):
         with pytest.raises(ConfigError, match="Stale file handle"):
             ask(config(folder.parent))
 

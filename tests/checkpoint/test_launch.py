@@ -1,18 +1,13 @@
-"""torchrun train.py, killed or asked to stop, and started again by the same command."""
+"""train.py, asked to stop, and given a wrong checkpoint. (Killed and restarted: tests/train/test_restarts.py.)"""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
-from tests import parity, processes, world
+from tests import processes
 from titanmoe.checkpoint import layout
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,34 +15,6 @@ RECIPE = [
     "--config=train_configs/debug.toml", "--parallelism.tp=1", "--training.seq_len=16", "--checkpoint.enable",
 ]  # fmt: skip
 STEPS = 400  # more than it is given time for
-
-
-def options(folder: Path, steps: int) -> list[str]:
-    return [
-        *RECIPE, "--parallelism.experts.ep=2", f"--training.steps={steps}", "--checkpoint.interval=2",
-        f"--job.dump_folder={folder}", "--metrics.tensorboard=false",
-    ]  # fmt: skip
-
-
-def start(folder: Path, steps: int = STEPS) -> subprocess.Popen:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-    return subprocess.Popen(
-        [*torchrun, "--nproc-per-node=2", "train.py", *options(folder, steps)],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def kill_all(torchrun: subprocess.Popen) -> None:
-    """Its ranks are in sessions of their own and would outlive it."""
-    ranks = [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
-    assert len(ranks) == 2
-    for pid in (torchrun.pid, *ranks):
-        os.kill(pid, signal.SIGKILL)
-    torchrun.communicate()
 
 
 def latest(folder: Path) -> int:
@@ -64,36 +31,6 @@ def wait_for_step(folder: Path, step: int) -> None:
 
 def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "debug/metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_run_that_is_killed_or_stopped_goes_on_by_the_same_command(tmp_path: Path) -> None:
-    first = start(tmp_path)
-    wait_for_step(tmp_path, 4)
-    kill_all(first)
-
-    killed_at = latest(tmp_path)
-    second = start(tmp_path)
-    wait_for_step(tmp_path, killed_at + 2)
-    second.terminate()  # torchrun hands it on
-    told = second.communicate(timeout=120)[0]
-    assert f"{layout.name_of(killed_at)}, after step {killed_at}" in told
-    assert "SIGTERM: saving after this step" in told and "\nsaved " in told
-    last = steps(tmp_path)[-1]
-    assert latest(tmp_path) == last, "saved at the step it stopped at"
-
-    world.run(2, loop, options(tmp_path, last + 1))
-    assert steps(tmp_path) == list(range(1, last + 2)), "every step once, however often it was begun"
-    assert len(layout.steps(tmp_path / "debug/checkpoints")) == 3
-
-    told, _ = world.run(2, loop, options(tmp_path, last + 1))
-    assert "nothing is left to do" in told
-
-
-def loop(argv: list[str]) -> str:
-    """What a rank says; the command's arguments again, without the seconds that a process takes to start."""
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        parity.train(argv)
-    return said.getvalue()
 
 
 def test_ctrl_c_saves_and_ends_with_its_code(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from titanmoe.counted import key
 from titanmoe.data.shuffle import permuted
+from titanmoe.ops.counted import key
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])

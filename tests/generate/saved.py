@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import parity, reference
-from titanmoe import counted
 from titanmoe.checkpoint.folder import Lazy, write_checkpoint
 from titanmoe.config.schema import Config
+from titanmoe.ops import counted
 
 # What training adds to routing and must not come into play.
 TRAINED_WITH = {"moe.capacity_factor": 0.5, "moe.jitter": 0.3, "moe.aux_loss": 0.1}

@@ -11,7 +11,7 @@ import torch
 from tests import world
 from tests.features import MODELS
 from tests.generate import saved
-from titanmoe import counted
+from titanmoe.ops import counted
 
 PROMPTS = [1, 5, 13, 2, 17]  # of gpt_oss's windows of 3, the longest has many
 FURTHER = 6

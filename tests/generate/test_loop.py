@@ -11,7 +11,7 @@ import torch
 from tests import world
 from tests.features import MODELS
 from tests.generate import saved
-from titanmoe import counted
+from titanmoe.ops import counted
 
 MOST = 10
 FOLDS: dict[str, dict[str, int]] = {

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from tests import near, world
 from tests.memory import Live
-from titanmoe.comm import ALONE, Group
+from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.models import vocabulary as vocabulary_room
 from titanmoe.models.vocabulary import (
     CHUNK_BYTES,
@@ -149,8 +149,8 @@ def test_the_number_of_slices(tokens: int, vocabulary: int, asked_for: int, want
 def gathers_of_the_head(chunks: int) -> int:
     """Of its weight, from all data ranks, in one microbatch."""
     from tests import parity
+    from titanmoe.comm.fsdp_cpu import StraightToPlace
     from titanmoe.parallel.batch import cut
-    from titanmoe.parallel.sharded import StraightToPlace
 
     changes = {"training.loss_chunks": chunks, "parallelism.reshard_after_forward": "always"}
     gather, sizes = StraightToPlace.__call__, []

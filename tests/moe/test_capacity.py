@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from titanmoe.comm import Group
+from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.capacity import Capacity, over_capacity
 from titanmoe.tokens import Tokens

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests import parity, world
 from tests.events import Clock
-from titanmoe.comm import Group
+from titanmoe.comm.collectives import Group
 from titanmoe.moe import chunks as module
 from titanmoe.moe.chunks import MOST, Choice, Costs, Line, choose, fewest, fit, measure, pipelined, stand_in
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import world
-from titanmoe.comm import ALONE, Group
+from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical, by_expert, copy_rows, lay_out, sort_by_expert
 from titanmoe.moe.permute import to_tokens
 
@@ -69,7 +69,7 @@ def plain(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
 
 def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, padded: bool) -> None:
     dispatcher = kind(E)
-    dispatcher.lay(group, ep, etp)
+    dispatcher.set_groups(group, ep, etp)
     local, expert_rank, share = E // ep, group.rank // etp, (group.rank % etp + 1) / (etp * (etp + 1) / 2)
     experts = range(expert_rank * local, (expert_rank + 1) * local)
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
@@ -171,14 +171,14 @@ def traffic(
     """What this rank sends in dispatch, in combine and in backward."""
     group = whole_world()
     dispatcher = kind(E, chunks)
-    dispatcher.lay(group, ep, etp)
+    dispatcher.set_groups(group, ep, etp)
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
     with Recorder() as dispatching:
         parts, home = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, bin))
         arrived = [dispatcher.arrive(part) for part in parts]
     with Recorder() as combining:
-        back = [dispatcher.leave(rows_RD * weight_R1.float(), way) for rows_RD, weight_R1, _, way in arrived]
+        back = [dispatcher.leave(rows_RD * weight_R1.float(), splits) for rows_RD, weight_R1, _, splits in arrived]
         y_TD = dispatcher.land(back, home)
     with Recorder() as backward:
         y_TD.sum().backward()
@@ -245,7 +245,7 @@ def test_bytes_of_the_all_gather(ep: int, etp: int) -> None:
 
 def visit(dispatcher: Any, group: Group, ep: int, etp: int, case: str, padded: bool) -> list[int]:
     """A round trip in pieces, as the layer makes it; returns the rows of each part."""
-    dispatcher.lay(group, ep, etp)
+    dispatcher.set_groups(group, ep, etp)
     local, expert_rank, share = E // ep, group.rank // etp, (group.rank % etp + 1) / (etp * (etp + 1) / 2)
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD.requires_grad_()
@@ -253,9 +253,9 @@ def visit(dispatcher: Any, group: Group, ep: int, etp: int, case: str, padded: b
     parts, home = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, T if padded else 0))
     back, rows = [], []
     for part in parts:
-        rows_RD, weight_R1, count_e, way = dispatcher.arrive(part)
+        rows_RD, weight_R1, count_e, splits = dispatcher.arrive(part)
         expert_R = (torch.arange(local) + expert_rank * local).repeat_interleave(count_e)
-        back.append(dispatcher.leave(rows_RD * weight_R1 * (expert_R + 1).unsqueeze(1) * share, way))
+        back.append(dispatcher.leave(rows_RD * weight_R1 * (expert_R + 1).unsqueeze(1) * share, splits))
         rows.append(rows_RD.shape[0])
     y_TD, want_TD = dispatcher.land(back, home), plain(x_TD, weights_TK, chosen_TK)
     torch.testing.assert_close(y_TD, want_TD, rtol=1e-13, atol=1e-13)
@@ -300,8 +300,8 @@ class OnNodes(Hierarchical):
         self.node = node
         super().__init__(E, chunks)
 
-    def lay(self, group: Group, ep: int, etp: int) -> None:
-        super().lay(group, ep, etp)
+    def set_groups(self, group: Group, ep: int, etp: int) -> None:
+        super().set_groups(group, ep, etp)
         if group.size > 1:
             self.lay_nodes(*nodes_of(self.node))
 
@@ -335,7 +335,7 @@ def crossings(ep: int, etp: int, node: int, case: str, flat: bool) -> list[int]:
             return op(*args, **(kwargs or {}))
 
     dispatcher = AllToAll(E) if flat else OnNodes(node)
-    dispatcher.lay(whole_world(), ep, etp)
+    dispatcher.set_groups(whole_world(), ep, etp)
     x_TD, weights_TK, chosen_TK = inputs(case, dist.get_rank())
     x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
     with Crossing() as there:

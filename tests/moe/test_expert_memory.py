@@ -84,7 +84,7 @@ def test_within_a_recomputed_block(switches: dict[str, Any]) -> None:
     x_RD, weight_R1 = random(17, D, dtype=torch.float64, seed=5), random(17, 1, dtype=torch.float64, seed=6)
     leaves = [x_RD, weight_R1, *made.parameters()]
     want = torch.autograd.grad(made.products(x_RD, weight_R1, counts).square().sum(), leaves)
-    again = checkpoint(made, x_RD, weight_R1, counts, use_reentrant=False)
+    again = checkpoint(made.products, x_RD, weight_R1, counts, use_reentrant=False)
     for a, b in zip(torch.autograd.grad(again.square().sum(), leaves), want, strict=True):
         assert torch.equal(a, b)
 

@@ -155,7 +155,7 @@ def test_the_etp_ranks_of_a_biased_expert_add_up() -> None:
     counts, total = torch.tensor([0, 7, 0, 11]), torch.zeros(18, D, dtype=torch.float64)
     for rank in range(2):
         part = experts("loop", torch.float64, HIDDEN // 2, **GPT_OSS)
-        part.lay(rank)
+        part.set_etp_rank(rank)
         for name, cut in {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}.items():
             setattr(part, name, torch.nn.Parameter(getattr(whole, name).detach().chunk(2, cut)[rank]))
         total = total + part.products(x_RD, weight_R1, counts)

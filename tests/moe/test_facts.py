@@ -45,7 +45,7 @@ def laid(name: str, chunks: int = 1) -> Dispatcher:
     config = parity.read(shape | {"moe.dispatcher": name}, RANKS)
     fold = derive(RANKS, config.parallelism)
     dispatcher = dispatcher_class(name)(E, chunks)
-    dispatcher.lay(whole_world(), RANKS, 1)
+    dispatcher.set_groups(whole_world(), RANKS, 1)
     dispatcher.lay_nodes(*nodes_of(2))
     memory = dispatcher.reserve(config, fold, whole_world(), torch.device("cpu"))
     if memory is not None:

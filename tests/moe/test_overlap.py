@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from tests import parity, world
 from tests.events import Clock, Events
-from titanmoe import comm
-from titanmoe.comm import ALONE, Group
+from titanmoe.comm import collectives
+from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.moe import chunks
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
@@ -29,20 +29,20 @@ MESSAGES, EXPERTS, SHARED = "messages", "experts", "shared"
 
 
 class Wire:
-    """In place of the operations that titanmoe.comm calls: notes rows that are sent and waited for, and what the clock
+    """In place of the operations that collectives.py calls: notes rows that are sent and waited for, and what the clock
     would show of a wire that carries them at `latency + rows * slope` seconds each."""
 
     def __init__(self, events: Events, clock: Clock | None = None, latency: float = 0.0, slope: float = 0.0):
-        self.real, self.events = comm._ops, events
+        self.real, self.events = collectives._ops, events
         self.clock, self.latency, self.slope = clock or Clock(), latency, slope
         self.under_way: list[Tensor] = []  # kept, so that their numbers are their own
 
     def __enter__(self) -> Wire:
-        comm._ops = self
+        collectives._ops = self
         return self
 
     def __exit__(self, *_: Any) -> None:
-        comm._ops = self.real
+        collectives._ops = self.real
 
     def all_to_all_single(self, x: Tensor, receive: list[int], send: list[int], name: str) -> Tensor:
         y = self.real.all_to_all_single(x, receive, send, name)
@@ -110,7 +110,7 @@ def ordered(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[s
     moe = MoE(config.model, config.moe, Shared(events) if shared else None, 0, 0, 1, torch.float64)
     nn.init.normal_(moe.router.weight)
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
-    moe.dispatcher.lay(group, RANKS, 1)
+    moe.dispatcher.set_groups(group, RANKS, 1)
     if across:  # each rank a node of its own
         moe.dispatcher.lay_nodes(ALONE, group)
     moe.experts.products = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))
@@ -189,8 +189,8 @@ def test_what_is_under_way_cannot_be_used() -> None:
 def marks() -> bool:
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
     x_RD = torch.randn(2, 3, requires_grad=True)
-    flight = comm.start(x_RD, group)
-    y_RD = comm.arrive(flight)
+    flight = collectives.start(x_RD, group)
+    y_RD = collectives.arrive(flight)
     return flight.mark.numel() == 0 and y_RD.shape == x_RD.shape
 
 

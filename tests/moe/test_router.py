@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests import near
-from titanmoe import counted
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.router import Router
+from titanmoe.ops import counted
 from titanmoe.tokens import Tokens
 
 SCORES = ("softmax", "sigmoid", "softmax_after_topk")

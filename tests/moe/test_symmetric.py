@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from tests import parity, reference, symmetric, world
 from tests.features import MODELS
 from tests.moe.test_dispatch import CASES, LAYOUTS, RANKS, D, E, K, T, arriving, inputs, plain, whole_world
-from titanmoe.comm import ALONE, Group
+from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatch import AllToAll, Dispatcher
@@ -39,7 +39,7 @@ def lent(config: Config, group: Group) -> Symmetric:
     """As in a step."""
     fold = derive(group.size, config.parallelism)
     dispatcher = Symmetric(config.model.num_experts, kernels=config.moe.kernels)
-    dispatcher.lay(group, fold.ep, fold.etp)
+    dispatcher.set_groups(group, fold.ep, fold.etp)
     dispatcher.memory = Memory(config, fold, group, torch.device("cpu"))
     return dispatcher
 
@@ -135,7 +135,7 @@ class HostMustNotWait(TorchFunctionMode):
 
 def waits(kind: str) -> bool:
     dispatcher = make(whole_world(), RANKS, 1) if kind == "symm_mem" else AllToAll(E)
-    dispatcher.lay(whole_world(), RANKS, 1)
+    dispatcher.set_groups(whole_world(), RANKS, 1)
     x_TD, weights_TK, chosen_TK = inputs("some_dropped", dist.get_rank())
     x_TD.requires_grad_()
     try:

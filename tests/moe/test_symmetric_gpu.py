@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.experts import Experts, can_group

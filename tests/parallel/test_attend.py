@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity
-from titanmoe.comm import ALONE, Group
+from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.config import ConfigError
 from titanmoe.parallel import attend as room
 from titanmoe.parallel import torch_ring
-from titanmoe.parallel.attend import attend, way
+from titanmoe.parallel.attend import attend, pick_backend
 from titanmoe.parallel.context import Placement, _block, _block_backward, alone
 from titanmoe.parallel.flex import Masks
 
@@ -31,23 +31,26 @@ HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 @pytest.mark.parametrize("asked", ["auto", "torch"])
 def test_on_a_gpu(asked: str, kind: str, cp: int, causal: str, masked: str, sinks: str) -> None:
     for dtype in (HALF, SINGLE):
-        got = [way(asked, kind, cp, "cuda", dtype, *case)[0] for case in ((False, False), (True, False), (False, True))]
+        got = [
+            pick_backend(asked, kind, cp, "cuda", dtype, *case)[0]
+            for case in ((False, False), (True, False), (False, True))
+        ]
         assert got == [causal, masked, sinks]
-    assert way(asked, kind, cp, "cuda", DOUBLE, True, True)[0] == "plain"
+    assert pick_backend(asked, kind, cp, "cuda", DOUBLE, True, True)[0] == "plain"
 
 
 @pytest.mark.parametrize("kind, cp", [("ring", 1), ("ring", 4), ("ulysses", 4), ("allgather", 4)])
 def test_on_a_cpu_and_where_plain_is_asked_for(kind: str, cp: int) -> None:
     for masked, sinks in ((False, False), (True, False), (False, True)):
-        assert way("auto", kind, cp, "cpu", SINGLE, masked, sinks)[0] == "plain"
-        assert way("plain", kind, cp, "cuda", HALF, masked, sinks)[0] == "plain"
+        assert pick_backend("auto", kind, cp, "cpu", SINGLE, masked, sinks)[0] == "plain"
+        assert pick_backend("plain", kind, cp, "cuda", HALF, masked, sinks)[0] == "plain"
         ring = kind == "ring" and cp > 1 and not masked
-        assert way("torch", kind, cp, "cpu", SINGLE, masked, sinks)[0] == ("ring" if ring else "plain")
+        assert pick_backend("torch", kind, cp, "cpu", SINGLE, masked, sinks)[0] == ("ring" if ring else "plain")
 
 
 def test_a_torch_without_the_template_leaves_the_ring_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_ring, "_torch", None)
-    assert way("auto", "ring", 2, "cuda", HALF, False, False)[0] == "plain"
+    assert pick_backend("auto", "ring", 2, "cuda", HALF, False, False)[0] == "plain"
     with pytest.raises(ConfigError, match=r"has no _templated_ring_attention\(.*use \"auto\""):
         parity.read(RING | {"training.seed": 5}, 2)
 
@@ -77,7 +80,7 @@ def test_documents_that_come_nevertheless_are_refused() -> None:
 
 @pytest.mark.parametrize("chosen", ["flex", "ring"])
 def test_what_is_chosen_runs(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(room, "way", lambda *given: (chosen, ""))
+    monkeypatch.setattr(room, "pick_backend", lambda *given: (chosen, ""))
     monkeypatch.setattr(room, "flex", lambda *given: "flex")
     monkeypatch.setattr(room, "flex_attention_over", lambda *given, masks, group: "flex")
     monkeypatch.setattr(room, "torch_ring_attention", lambda *given, placement, group: "ring")

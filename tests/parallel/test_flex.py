@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.models.attention import causal_attention
 from titanmoe.parallel import flex as room
 from titanmoe.parallel.context import Placement

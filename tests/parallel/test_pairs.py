@@ -13,11 +13,11 @@ import torch
 from tests import parity, world
 from tests.parallel.test_pipeline import forward_alone, table, write
 from tests.train.test_watch import named
-from titanmoe import comm, turns
+from titanmoe.comm import collectives, turns
+from titanmoe.comm.turns import Turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
 from titanmoe.fold.degrees import Fold
 from titanmoe.parallel.pipeline import problems
-from titanmoe.turns import Turns
 
 PP = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8}
 V = PP | {"pipeline.schedule": "DualPipeV"}
@@ -88,18 +88,18 @@ def test_what_runs_has_no_problems() -> None:
 def measured(
     changes: dict[str, Any], documents: bool = False, steps: int = 1
 ) -> tuple[parity.Outcome | None, list[int]]:
-    """And how often each side rested."""
-    rests, rest = [0, 0], Turns.rest
+    """And how often each side waited for its turn."""
+    waits, wait = [0, 0], Turns.wait_for_turn
 
     def counted(self: Turns, me: int) -> None:
-        rests[me] += 1
-        rest(self, me)
+        waits[me] += 1
+        wait(self, me)
 
-    Turns.rest = counted  # type: ignore[method-assign]
+    Turns.wait_for_turn = counted  # type: ignore[method-assign]
     try:
-        return parity.measure(changes, documents, steps=steps), rests
+        return parity.measure(changes, documents, steps=steps), waits
     finally:
-        Turns.rest = rest  # type: ignore[method-assign]
+        Turns.wait_for_turn = wait  # type: ignore[method-assign]
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -150,10 +150,10 @@ def check(changes: dict[str, Any], documents: bool = False, timeout: float = 300
     got, _ = results[0]
     errors = parity.compare(got, parity.expected(changes, 4, documents, steps), parity.read(on, 4))
     assert max(errors.values()) <= parity.TOLERANCE["float64"], errors
-    rests = [rests for _, rests in results]
-    assert all(map(sum, rests)) and all(max(rests)), rests
-    apart, rests = world.run(4, measured, off, documents, steps, timeout=timeout)[0]
-    assert rests == [0, 0]
+    waits = [waits for _, waits in results]
+    assert all(map(sum, waits)) and all(max(waits)), waits
+    apart, waits = world.run(4, measured, off, documents, steps, timeout=timeout)[0]
+    assert waits == [0, 0]
     assert same(got.grads, apart.grads) and same(got.weights, apart.weights) and same(got.bias, apart.bias)
     assert got.loss == apart.loss and got.norm == apart.norm and got.reports == apart.reports
 
@@ -207,16 +207,16 @@ class Broken(RuntimeError):
 
 
 def breaks(side: int) -> None:
-    depart, sends = comm._Wire.depart, []
+    depart, sends = collectives._Wire.depart, []
 
-    def failing(self: comm._Wire, *args: Any) -> None:
+    def failing(self: collectives._Wire, *args: Any) -> None:
         if turns._running is not None and turns._running.turn == side:
             sends.append(1)
             if len(sends) == 2:
                 raise Broken(f"side {side}")
         depart(self, *args)
 
-    comm._Wire.depart = failing  # type: ignore[method-assign]
+    collectives._Wire.depart = failing  # type: ignore[method-assign]
     parity.measure(V | {"parallelism.experts.ep": 2, "pipeline.overlap_pairs": True}, steps=1)
 
 

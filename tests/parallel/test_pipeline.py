@@ -233,7 +233,7 @@ def test_a_schedule_from_a_file_agrees(tmp_path: Path) -> None:
 
 def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torch.Tensor], float]:
     """The loss without backward, then that of a training step with its gradients; and the schedule's bubble."""
-    from titanmoe.comm import all_reduce
+    from titanmoe.comm.collectives import all_reduce
     from titanmoe.parallel.batch import cut
 
     trainer = parity.make_trainer(changes, loader=parity.samples())

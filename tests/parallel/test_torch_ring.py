@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import near, world
-from titanmoe.comm import Group
+from titanmoe.comm.collectives import Group
 from titanmoe.parallel import torch_ring
 from titanmoe.parallel.context import Placement, ring_attention
 

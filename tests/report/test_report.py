@@ -15,7 +15,7 @@ from PIL import Image
 from titanmoe.cli import main
 from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config
-from titanmoe.heat import colour_share, colour_share_clear
+from titanmoe.load_colours import colour_share, colour_share_clear
 from titanmoe.report.charts import POINTS, number, percent, share_EC, smooth, thin, ticks
 from titanmoe.report.draw import Area, Line, Picture, Sheet, Words, png, svg
 from titanmoe.report.page import sheets

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
-from titanmoe import turns
-from titanmoe.region import heard_by, named, region
+from titanmoe.comm import turns
+from titanmoe.comm.turns import Turns
+from titanmoe.ops.region import OTHERS_TURN, heard_by, named, region
 from titanmoe.train import clock as clock_module
 from titanmoe.train.clock import Clock
-from titanmoe.turns import Turns
 
 
 @pytest.fixture
@@ -38,7 +40,7 @@ def test_laps_add_up_and_parts_are_counted_apart(now):
 
 def test_a_part_leaves_out_what_another_did_meanwhile(now):
     clock = Clock(torch.device("cpu"))
-    both = Turns()
+    both = Turns(partial(region, OTHERS_TURN))
 
     def half(seconds: float) -> None:
         with region("dispatch"):

@@ -22,6 +22,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import parity, world
+from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.folder import open_checkpoint
 from titanmoe.checkpoint.layout import name_of
 from titanmoe.config import ConfigError
@@ -51,7 +52,7 @@ def agent(log: Path, argv: list[str], environment: dict[str, str]) -> None:
     """torchrun, in a process that need not import torch once more."""
     from torch.distributed.run import main
 
-    world.end_with_fork_server()
+    world.begin_in_fork()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -101,21 +102,26 @@ def losses(folder: Path) -> list[tuple[int, float, float]]:
 
 
 def went_on_after(run: Path) -> list[int]:
+    if not (run / "events.jsonl").exists():
+        return []
     events = map(json.loads, (run / "events.jsonl").read_text().splitlines())
     return [event["step"] for event in events if event["kind"] == "restart"]
 
 
-def undisturbed(argv: list[str]) -> None:
-    with contextlib.redirect_stdout(io.StringIO()):
+def said(argv: list[str]) -> str:
+    """By a rank, in the same run on ranks of a pool: without the seconds that a process takes to start."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
         parity.train(argv)
+    return out.getvalue()
 
 
 def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_a_rank_that_is_killed_is_started_again_and_no_bit_differs(tmp_path: Path, agents: Agents) -> None:
-    struck = tmp_path / "struck"
+def test_killed_restarted_stopped_and_begun_again_and_no_bit_differs(tmp_path: Path, agents: Agents) -> None:
+    """One run: a rank is killed and torchrun starts both again; it is told to stop; the same command goes on."""
+    struck, checkpoints = tmp_path / "struck", tmp_path / "hurt/run/checkpoints"
     agents.faults += [
         {"do": "kill", "rank": 1, "on": ["write"], "path": f"{name_of(4)}.writing", "once": str(struck)},
         # Rank 0, which comes first, must not take what it finds of the rank 1 before for this one.
@@ -123,19 +129,29 @@ def test_a_rank_that_is_killed_is_started_again_and_no_bit_differs(tmp_path: Pat
     ]
     torchrun = agents.start(
         *("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=3", "train.py"),
-        *options(tmp_path / "killed"),
+        *options(tmp_path / "hurt", **{"training.steps": 400, "lr_schedule.decay": "none"}),
     )
+    agents.wait(lambda: went_on_after(tmp_path / "hurt/run") == [3], "the restart")
+    agents.wait(lambda: name_of(5) <= layout.latest(checkpoints), "a checkpoint after it")
+    torchrun.terminate()  # it hands the signal on
     torchrun.join(PATIENCE)
-    assert torchrun.exitcode == 0 and struck.exists(), agents.said()
-    assert went_on_after(tmp_path / "killed/run") == [3]
+    assert struck.exists() and "SIGTERM: saving after this step" in agents.said() and "\nsaved " in agents.said()
+    stopped = losses(tmp_path / "hurt")[-1][0]
+    assert layout.latest(checkpoints) == name_of(stopped), "saved at the step it stopped at"
 
-    world.run(2, undisturbed, options(tmp_path / "calm"))
-    assert losses(tmp_path / "killed") == losses(tmp_path / "calm")
-    killed, calm = (
-        open_checkpoint(tmp_path / name / "run/checkpoints" / name_of(STEPS)) for name in ("killed", "calm")
+    last = {"training.steps": stopped + 1, "lr_schedule.decay": "none"}
+    told = world.run(2, said, options(tmp_path / "hurt", **last))[0]
+    assert f"{name_of(stopped)}, after step {stopped}" in told
+    assert "nothing is left to do" in world.run(2, said, options(tmp_path / "hurt", **last))[0]
+    assert len(layout.steps(checkpoints)) == 3, "older ones are removed"
+
+    world.run(2, said, options(tmp_path / "calm", **last))
+    assert losses(tmp_path / "hurt") == losses(tmp_path / "calm"), "every step once, however often it was begun"
+    hurt, calm = (
+        open_checkpoint(tmp_path / name / "run/checkpoints" / name_of(stopped + 1)) for name in ("hurt", "calm")
     )
-    assert killed.tensors == calm.tensors
-    assert all(killed.read(name).equal(calm.read(name)) for name in calm.tensors)
+    assert hurt.tensors == calm.tensors
+    assert all(hurt.read(name).equal(calm.read(name)) for name in calm.tensors)
 
 
 def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) -> None:
@@ -180,7 +196,7 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
     assert went_on_after(folder) == [2, 6]  # the step it was asked in, and one more
     assert agents.said().count("mapping: ") == 1, "grown again, the recipe's own mapping holds"
 
-    world.run(2, undisturbed, options(tmp_path / "calm"))
+    world.run(2, said, options(tmp_path / "calm"))
     assert losses(tmp_path) == [
         (step, pytest.approx(loss, rel=1e-10), pytest.approx(norm, rel=1e-10))
         for step, loss, norm in losses(tmp_path / "calm")

@@ -82,7 +82,8 @@ def test_a_trace_names_the_parts_of_a_step(tmp_path: Path) -> None:
     with gzip.open(trace, "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"attention", "router", "permute", "dispatch", "experts", "shared expert", "combine", "optimizer"} <= names
-    assert "experts" in (trace.parent / "step-2-rank-1.txt").read_text()
+    # The longest operations; which ones they are depends on what else the machine does.
+    assert "Self CPU time total" in (trace.parent / "step-2-rank-1.txt").read_text()
     (event,) = (line for line in read(tmp_path, "events.jsonl") if line["kind"] == "profile")
     assert event["step"] == 2 and "ui.perfetto.dev" in event["text"]
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from titanmoe.counted import bits, key
 from titanmoe.data.pack import Arrays, Pieces, empty
+from titanmoe.ops.counted import bits, key
 
 
 class Source(NamedTuple):

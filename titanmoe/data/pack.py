@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanmoe.counted import key
 from titanmoe.data.documents import Documents, document_of
 from titanmoe.data.shuffle import permuted
+from titanmoe.ops.counted import key
 from titanmoe.tokens import IGNORE
 
 BUFFER = 1024
@@ -48,7 +48,7 @@ class Arrays(NamedTuple):
 
 
 def empty(count: int, seq_len: int, apart: bool) -> Arrays:
-    """All padding, each position of it a document of nobody."""
+    """All padding: its document id is -1."""
     shape = (count, seq_len)
     return Arrays(
         np.zeros(shape, np.int64),

@@ -15,13 +15,13 @@ import torch
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.counted import bits, key, uniform
 from titanmoe.data.documents import Documents, MemoryDocuments
 from titanmoe.data.held_out import split
 from titanmoe.data.mix import Mix, Source
 from titanmoe.data.open import open_documents
 from titanmoe.data.pack import Arrays, BestFit, Pieces, Stream
 from titanmoe.data.tokenizer import ByteTokenizer
+from titanmoe.ops.counted import bits, key, uniform
 
 STDLIB = "stdlib"
 # Tests hold little prose and much data; site-packages differ between machines.

@@ -25,9 +25,9 @@ def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[in
 def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator[tuple[int, ...]]:
     """The same one at a time, for those who want the first few of a large world."""
     chosen = _chosen(fold, view, axes)
-    digits = _digits(fold, view)
-    members = list(_ranks([digits[name] for name in digits if name in chosen]))
-    for first in _ranks([digits[name] for name in digits if name not in chosen]):
+    spans = _sizes_and_strides(fold, view)
+    members = list(_ranks([spans[name] for name in spans if name in chosen]))
+    for first in _ranks([spans[name] for name in spans if name not in chosen]):
         yield tuple(first + member for member in members)
 
 
@@ -35,16 +35,16 @@ def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> 
     """The group that `rank` is in. Costs its size, whatever the world's."""
     chosen = _chosen(fold, view, axes)
     mine = coordinates(fold, view, rank)
-    digits = _digits(fold, view)
-    first = rank - sum(mine[name] * digits[name][1] for name in chosen)
-    return tuple(first + member for member in _ranks([digits[name] for name in digits if name in chosen]))
+    spans = _sizes_and_strides(fold, view)
+    first = rank - sum(mine[name] * spans[name][1] for name in chosen)
+    return tuple(first + member for member in _ranks([spans[name] for name in spans if name in chosen]))
 
 
 def coordinates(fold: Fold, view: View, rank: int) -> dict[str, int]:
     """The rank's place on every axis of a view, outermost first."""
     if not 0 <= rank < fold.world:
         raise ValueError(f"rank {rank} is not in a world of {fold.world} ranks: use 0 to {fold.world - 1}")
-    return {name: rank // stride % size for name, (size, stride) in _digits(fold, view).items()}
+    return {name: rank // stride % size for name, (size, stride) in _sizes_and_strides(fold, view).items()}
 
 
 def crossing(fold: Fold, view: View, axes: str | tuple[str, ...], node: int) -> Literal["none", "some", "all"]:
@@ -55,7 +55,7 @@ def crossing(fold: Fold, view: View, axes: str | tuple[str, ...], node: int) -> 
     before the first edge.
     """
     chosen = _chosen(fold, view, axes)
-    spans = [span for name, span in _digits(fold, view).items() if name in chosen]
+    spans = [span for name, span in _sizes_and_strides(fold, view).items() if name in chosen]
     size, stride = prod(size for size, _ in spans), spans[-1][1]
     if size == 1 or node >= fold.world or node % (size * stride) == 0:
         return "none"
@@ -70,13 +70,13 @@ def _axes(fold: Fold, view: View) -> dict[str, int]:
     raise ValueError(f"{view!r} is not a view: use 'attention' or 'experts'")
 
 
-def _digits(fold: Fold, view: View) -> dict[str, tuple[int, int]]:
+def _sizes_and_strides(fold: Fold, view: View) -> dict[str, tuple[int, int]]:
     """Size and stride (ranks from one coordinate to the next) of every axis, outermost first."""
-    digits, stride = {}, fold.world
+    spans, stride = {}, fold.world
     for name, size in _axes(fold, view).items():
         stride //= size
-        digits[name] = (size, stride)
-    return digits
+        spans[name] = (size, stride)
+    return spans
 
 
 def _chosen(fold: Fold, view: View, axes: str | tuple[str, ...]) -> set[str]:
@@ -90,7 +90,7 @@ def _chosen(fold: Fold, view: View, axes: str | tuple[str, ...]) -> set[str]:
     return chosen
 
 
-def _ranks(digits: list[tuple[int, int]]) -> Iterator[int]:
+def _ranks(spans: list[tuple[int, int]]) -> Iterator[int]:
     """Every sum of one coordinate per axis times its stride; ascending, because outer axes come first."""
-    steps = (range(0, size * stride, stride) for size, stride in digits)
+    steps = (range(0, size * stride, stride) for size, stride in spans)
     return map(sum, product(*steps))

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 # Registers the backend of `Lanes.alone`; nothing else of torch does.
 from torch.testing._internal.distributed import fake_pg as _fake_pg  # noqa: F401
 
-from titanmoe.comm import ALONE, Group
+from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import View, coordinates, group_of, groups
 

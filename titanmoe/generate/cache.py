@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm import all_gather, gather, local
+from titanmoe.comm.collectives import all_gather, gather, local
 from titanmoe.models.layers import promote
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Head
@@ -38,10 +38,10 @@ class Rows:
         self.row_B = self.place_B = self.numbers([])
         """Of the token that a forward adds to each row: its row and position. Here, so that layers make no copies."""
 
-    def begin(self, lengths: list[int], further: int) -> None:
-        """The forward of all prompts comes next. further: tokens that may follow a prompt."""
+    def begin(self, lengths: list[int], most: int) -> None:
+        """The forward of all prompts comes next. most: tokens that may follow a prompt."""
         self.known, self.added = [0] * len(lengths), lengths
-        self.capacity = max(lengths, default=0) + further
+        self.capacity = max(lengths, default=0) + most
 
     def go_on(self) -> None:
         """A forward of one more token of each row comes next."""
@@ -150,7 +150,7 @@ class LastHead(nn.Module):
         return all_gather(F.linear(x_1BD, local(self.head.weight)), 2, self.head.tp)
 
 
-def lay(model: Transformer, rows: Rows) -> list[Cached]:
+def add_caches(model: Transformer, rows: Rows) -> list[Cached]:
     """Gives every attention of the model a cache, and the head the ends of rows."""
     caches = []
     for block in model.blocks().values():

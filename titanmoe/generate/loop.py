@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.comm import all_reduce
+from titanmoe.comm.collectives import all_reduce
 from titanmoe.fold.meshes import Meshes
-from titanmoe.generate.cache import Rows, lay
+from titanmoe.generate.cache import Rows, add_caches
 from titanmoe.generate.sample import Sampling, choose
 from titanmoe.models.transformer import Transformer
 from titanmoe.tokens import Tokens
@@ -47,7 +47,7 @@ class Generator:
         self.model, self.meshes, self.device = model, meshes, device
         self.vocab_size, self.eos = vocab_size, eos
         self.rows = Rows(device)
-        self.caches = lay(model, self.rows)
+        self.caches = add_caches(model, self.rows)
 
     def batches(
         self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, tell: Tell | None = None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titanmoe import counted
+from titanmoe.ops import counted
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm import ALONE, gather, local, scatter_sum
+from titanmoe.comm.collectives import ALONE, gather, local, scatter_sum
+from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
-from titanmoe.models.blocked_attention import blocked_attention
-from titanmoe.models.count import window
 from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate
+from titanmoe.ops.blocked_attention import blocked_attention
 
 
 def causal_attention(
@@ -30,7 +30,7 @@ def causal_attention(
     """Every position sees itself and those before it of its own document; query head i uses key head i // (H / G).
 
     window: of those only the last so many, its own counted. sinks_H: the logit of one more key, whose value is zero.
-    Windows and sinks are here in plain operations; `titanmoe.parallel.context` lays the fast ones in their place.
+    Windows and sinks are here in plain operations; `titanmoe.parallel.attend` puts faster ones in their place.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
     if q.device.type == "cpu" and not window and sinks_H is None:

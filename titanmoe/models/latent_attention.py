@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm import ALONE, gather, scatter_sum
+from titanmoe.comm.collectives import ALONE, gather, scatter_sum
 from titanmoe.config.schema import Model
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import Linear, RMSNorm, rotate, yarn_mscale

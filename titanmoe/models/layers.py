@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm import ALONE, gather, local, scatter_sum, sum_over
+from titanmoe.comm.collectives import ALONE, gather, local, scatter_sum, sum_over
 from titanmoe.config.schema import Model
-from titanmoe.models import rowwise
+from titanmoe.ops import rowwise
 
 
 def promote(x: Tensor) -> Tensor:

@@ -10,16 +10,16 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models.attention import Attention
-from titanmoe.models.count import has_experts
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import FeedForward, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.multi_token import MultiToken
 from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.moe.layer import MoE
-from titanmoe.region import region
+from titanmoe.ops.region import region
 from titanmoe.tokens import Tokens
 
 
@@ -87,12 +87,12 @@ class Transformer(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:
         """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). Returns (B, s, D), loss or logits."""
-        further = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
-        if self.embed is not None and further:  # at once, as the weights are gathered for each call
+        with_mtp = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
+        if self.embed is not None and with_mtp:  # at once, as the weights are gathered for each call
             x, next_BsD = self.embed(torch.cat((x, tokens.next_BS))).chunk(2)
         elif self.embed is not None:
             x = self.embed(x)
-        elif further:
+        elif with_mtp:
             next_BsD = self.embed_copy(tokens.next_BS)
         turned = self.shape.qk_rope_head_dim or self.shape.head_dim
         rope = rope_angles(tokens.position_BS, self.shape, turned, x.dtype)
@@ -100,7 +100,7 @@ class Transformer(nn.Module):
             x = block(x, rope, tokens)
         if self.head is None:
             return x
-        if not further:
+        if not with_mtp:
             with region("head and loss"):
                 return self.head(x, labels_BS)
         (mtp,) = self.mtp

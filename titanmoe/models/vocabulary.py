@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.asked import askable, asked
-from titanmoe.comm import ALONE, Group, all_gather, all_reduce, gather, local, scatter_sum
+from titanmoe.comm.collectives import ALONE, Group, all_gather, all_reduce, gather, local, scatter_sum
 from titanmoe.models.layers import RMSNorm, promote
-from titanmoe.moe.kernels import fused
+from titanmoe.ops.kernels import fused
+from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 from titanmoe.tokens import IGNORE
 
 
@@ -115,7 +115,7 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
     def forward(ctx, x_TD, weight_VD, label_T, tp, chunks, kernels):
         take = _slice
         if fused(kernels, x_TD):
-            from titanmoe.moe.kernels.loss import loss_slice as take
+            from titanmoe.ops.kernels.loss import loss_slice as take
         counted_T = label_T != IGNORE
         row_T, mine_T = _own(label_T, weight_VD.shape[0], tp)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
@@ -137,9 +137,9 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
         x_TD, weight_VD, row_T, counted_T, log_total_T = ctx.saved_tensors
         scale_T, turned = counted_T * grad, fused(ctx.kernels, x_TD)
         if turned:
-            from titanmoe.moe.kernels.loss import loss_slice_backward
-        grad_x_TD = torch.zeros_like(x_TD, dtype=grad.dtype) if asked(ctx, 0) else None
-        grad_w_VD = torch.empty_like(weight_VD) if asked(ctx, 1) else None
+            from titanmoe.ops.kernels.loss import loss_slice_backward
+        grad_x_TD = torch.zeros_like(x_TD, dtype=grad.dtype) if gradient_wanted(ctx, 0) else None
+        grad_w_VD = torch.empty_like(weight_VD) if gradient_wanted(ctx, 1) else None
         begin = 0
         for weight_vD in _slices(weight_VD, ctx.chunks):
             end = begin + weight_vD.shape[0]
@@ -161,13 +161,14 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
 def chunked_cross_entropy_sum(
     x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, tp: Group, chunks: int, kernels: str = "auto"
 ) -> Tensor:
-    return _ChunkedCrossEntropySum.apply(askable(x_TD), askable(weight_VD), label_T, tp, chunks, kernels)
+    return _ChunkedCrossEntropySum.apply(with_own_node(x_TD), with_own_node(weight_VD), label_T, tp, chunks, kernels)
 
 
 class Head(nn.Module):
     """Final norm, projection to the vocabulary, loss. With labels: the sum of the cross-entropy; without: logits.
 
-    further: hidden states with a final norm of their own, and their labels; their loss comes second.
+    mtp: hidden states of multi-token prediction, with a final norm of their own, and their labels; their loss comes
+    second.
     """
 
     def __init__(
@@ -186,15 +187,15 @@ class Head(nn.Module):
         self.tp = ALONE
 
     def forward(
-        self, x_BsD: Tensor, labels_BS: Tensor | None = None, further: tuple[Tensor, Tensor] | None = None
+        self, x_BsD: Tensor, labels_BS: Tensor | None = None, mtp: tuple[Tensor, Tensor] | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         normed_BsD = self.norm(x_BsD)
         if labels_BS is None:
             return all_gather(F.linear(gather(normed_BsD, 1, self.tp), local(self.weight)), 2, self.tp)
         loss = self.loss(normed_BsD, labels_BS)
-        if further is None:
+        if mtp is None:
             return loss
-        return loss, self.loss(*further)
+        return loss, self.loss(*mtp)
 
     def loss(self, normed_BsD: Tensor, labels_BS: Tensor) -> Tensor:
         x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm import ALONE, Group, all_reduce
+from titanmoe.comm.collectives import ALONE, Group, all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.tokens import Tokens

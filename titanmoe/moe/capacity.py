@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from titanmoe.comm import ALONE, Group, all_gather
+from titanmoe.comm.collectives import ALONE, Group, all_gather
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.tokens import Tokens

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from titanmoe.comm import Group, all_reduce, arrive, start
+from titanmoe.comm.collectives import Group, all_reduce, arrive, start
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.experts import Experts

@@ -9,8 +9,8 @@ or in pieces, so that other work can be done while rows are under way:
     ...                                                 here, for one
     parts, home = dispatcher.parts(sent)
     for part in parts:                                  the next parts are under way meanwhile
-        rows, weights, counts, way = dispatcher.arrive(part)
-        back.append(dispatcher.leave(experts(rows, weights, counts), way))
+        rows, weights, counts, splits = dispatcher.arrive(part)
+        back.append(dispatcher.leave(experts(rows, weights, counts), splits))
     y = dispatcher.land(back, home)
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
@@ -26,15 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
+from titanmoe.comm.collectives import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens, to_weighted_rows
-from titanmoe.region import named
+from titanmoe.ops.region import named
 
 
-class Way(NamedTuple):
+class Splits(NamedTuple):
     """From where one part of the rows came."""
 
     regroup: tuple[Tensor, Tensor] | None  # order (and inverse) from by-sender to by-expert
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     x_RD: InFlight
     weights_R1: InFlight
     count_e: Tensor
-    way: Way
+    splits: Splits
 
 
 class Route(NamedTuple):
@@ -57,7 +57,7 @@ class Route(NamedTuple):
 
     source_R: Tensor  # token of each row laid out at home
     slot_TJ: Tensor  # rows of each token
-    way: Any = None
+    back: Any = None  # what the dispatcher needs beside these
 
 
 class Dispatcher:
@@ -66,9 +66,9 @@ class Dispatcher:
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
         # Chunks that are to be measured (-1) are one until titanmoe.parallel.expert.measured_chunks has done so.
         self.num_experts, self.chunks, self.kernels = num_experts, max(1, chunks), kernels
-        self.lay(ALONE, 1, 1)
+        self.set_groups(ALONE, 1, 1)
 
-    def lay(self, group: Group, ep: int, etp: int) -> None:
+    def set_groups(self, group: Group, ep: int, etp: int) -> None:
         """Over which ranks the experts lie; called when the model is laid on the meshes."""
         self.group, self.ep, self.etp = group, ep, etp
         self.local_experts = self.num_experts // ep
@@ -101,8 +101,8 @@ class Dispatcher:
         return part
 
     @named("combine")
-    def leave(self, y_RD: Tensor, way: Any) -> Any:
-        return self.combine(y_RD, way)
+    def leave(self, y_RD: Tensor, route: Any) -> Any:
+        return self.combine(y_RD, route)
 
     def land(self, back: list, home: Any) -> Tensor:
         (y_TD,) = back
@@ -117,12 +117,12 @@ class _InPieces(Dispatcher):
     ) -> tuple[Tensor, Tensor, Tensor, Route]:
         """bin: rows per expert and sender where bins are padded to a static size, else 0."""
         (part,), home = self.parts(self.start(x_TD, weights_TK, chosen_TK, bin))
-        x_RD, weights_R1, count_e, way = self.arrive(part)
-        return x_RD, weights_R1, count_e, home._replace(way=(home.way, way))
+        x_RD, weights_R1, count_e, splits = self.arrive(part)
+        return x_RD, weights_R1, count_e, home._replace(back=(home.back, splits))
 
     def combine(self, y_RD: Tensor, route: Route) -> Tensor:
-        outer, way = route.way
-        return self.land([self.leave(y_RD, way)], route._replace(way=outer))
+        outer, splits = route.back
+        return self.land([self.leave(y_RD, splits)], route._replace(back=outer))
 
 
 class AllToAll(_InPieces):
@@ -155,8 +155,8 @@ class AllToAll(_InPieces):
         entry_R, slot = lay_out(chosen_TK, order, count_CE, C * self.ep, self.etp, bin, sum(sizes))
         x_RD, weights_R1, home = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
         under_way = [
-            (start(x, self.group, *way), start(weights, self.group, *way))
-            for x, weights, way in zip(
+            (start(x, self.group, *split), start(weights, self.group, *split))
+            for x, weights, split in zip(
                 x_RD.split(sizes), weights_R1.split(sizes), zip(send, receive, strict=True), strict=True
             )
         ]
@@ -165,24 +165,24 @@ class AllToAll(_InPieces):
             count_Ge, regroup = count_GCe[:, c], None
             if G > 1 and e > 1:
                 regroup = by_expert(count_Ge, G * e * bin if bin else sum(receive[c]))
-            parts.append(Part(x, weights, count_Ge.sum(0), Way(regroup, send[c], receive[c])))
+            parts.append(Part(x, weights, count_Ge.sum(0), Splits(regroup, send[c], receive[c])))
         return parts, home
 
     def parts(self, sent: tuple[list[Part], Route]) -> tuple[list[Part], Route]:
         return sent
 
     @named("dispatch")
-    def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Way]:
+    def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Splits]:
         x_RD, weights_R1 = arrive(part.x_RD), arrive(part.weights_R1)
-        if part.way.regroup is not None:
-            x_RD, weights_R1 = (reorder(rows, *part.way.regroup, self.kernels) for rows in (x_RD, weights_R1))
-        return x_RD, weights_R1, part.count_e, part.way
+        if part.splits.regroup is not None:
+            x_RD, weights_R1 = (reorder(rows, *part.splits.regroup, self.kernels) for rows in (x_RD, weights_R1))
+        return x_RD, weights_R1, part.count_e, part.splits
 
     @named("combine")
-    def leave(self, y_RD: Tensor, way: Way) -> InFlight:
-        if way.regroup is not None:
-            y_RD = reorder(y_RD, *reversed(way.regroup), self.kernels)
-        return start(y_RD, self.group, way.receive, way.send)
+    def leave(self, y_RD: Tensor, splits: Splits) -> InFlight:
+        if splits.regroup is not None:
+            y_RD = reorder(y_RD, *reversed(splits.regroup), self.kernels)
+        return start(y_RD, self.group, splits.receive, splits.send)
 
     @named("combine")
     def land(self, back: list[InFlight], home: Route) -> Tensor:
@@ -210,15 +210,15 @@ class Hierarchical(_InPieces):
     what those V tokens need there. A group inside one node has nothing to cross, and this is AllToAll then.
     """
 
-    def lay(self, group: Group, ep: int, etp: int) -> None:
-        super().lay(group, ep, etp)
+    def set_groups(self, group: Group, ep: int, etp: int) -> None:
+        super().set_groups(group, ep, etp)
         self.lay_nodes(group, ALONE)
 
     def lay_nodes(self, within: Group, across: Group) -> None:
         self.across = across
         self.node_experts = self.num_experts // across.size
         self.inner = AllToAll(self.node_experts, self.chunks, self.kernels)
-        self.inner.lay(within, self.ep // across.size, self.etp)
+        self.inner.set_groups(within, self.ep // across.size, self.etp)
 
     def cut_into(self, chunks: int) -> None:
         super().cut_into(chunks)
@@ -257,19 +257,19 @@ class Hierarchical(_InPieces):
         here = (chosen_VK >= 0) & (chosen_VK < self.node_experts)
         chosen_VK = chosen_VK.where(here, self.node_experts)
         parts, inside = self.inner.parts(self.inner.start(x_VD, weights_VK, chosen_VK, sent.bin))
-        return parts, sent.home._replace(way=(*sent.home.way, inside))
+        return parts, sent.home._replace(back=(*sent.home.back, inside))
 
-    def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Way]:
+    def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Splits]:
         return self.inner.arrive(part)
 
-    def leave(self, y_RD: Tensor, way: Way) -> InFlight:
-        return self.inner.leave(y_RD, way)
+    def leave(self, y_RD: Tensor, splits: Splits) -> InFlight:
+        return self.inner.leave(y_RD, splits)
 
     @named("combine")
     def land(self, back: list[InFlight], home: Route) -> Tensor:
         if self.across.size == 1:
             return self.inner.land(back, home)
-        send, receive, inside = home.way
+        send, receive, inside = home.back
         y_RD = arrive(start(self.inner.land(back, inside), self.across, receive, send))
         return to_tokens(y_RD, home.source_R, home.slot_TJ, self.kernels)
 

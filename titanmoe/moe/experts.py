@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.asked import askable, asked
-from titanmoe.comm import local
+from titanmoe.comm.collectives import local
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.models import rowwise
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.fp8 import scaled_product, scaled_products
-from titanmoe.moe.kernels import fused
 from titanmoe.moe.permute import to_rows, to_tokens
-from titanmoe.region import region
+from titanmoe.ops import rowwise
+from titanmoe.ops.kernels import fused
+from titanmoe.ops.region import region
+from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -100,7 +100,7 @@ def differentiated(
 def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
     """`weighted` and `differentiated`: on GPUs by a kernel, on CPUs row by row, else as they stand."""
     if fused(kernels, x):
-        from titanmoe.moe.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
+        from titanmoe.ops.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
         return partial(weighted_swiglu, clamped=clamped), partial(weighted_swiglu_backward, clamped=clamped)
     if rowwise.pays(x) and not clamped:
@@ -144,7 +144,7 @@ class _Down(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_RD):
         gate_RF, up_RF, weight_R1, w2_eDF, count_e = ctx.saved_tensors
-        inputs, weights = asked(ctx, 0), asked(ctx, 3)
+        inputs, weights = gradient_wanted(ctx, 0), gradient_wanted(ctx, 3)
         grad_RD = grad_RD.contiguous()
         product = product_of(ctx.grouped, ctx.dtype)
         gradient = grouped_gradient if ctx.grouped else loop_gradient
@@ -172,7 +172,7 @@ def down(
 ) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses, and chooses by itself what to keep
         return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped, even)
-    return _Down.apply(gate_RF, up_RF, weight_R1, askable(w2_eDF), count_e, grouped, clamped, kernels, dtype)
+    return _Down.apply(gate_RF, up_RF, weight_R1, with_own_node(w2_eDF), count_e, grouped, clamped, kernels, dtype)
 
 
 UNIT = 32
@@ -207,9 +207,9 @@ class Experts(nn.Module):
             self.w2_bias = nn.Parameter(torch.empty(shape[0], shape[2], dtype=dtype))
         self.clamped = model.expert_activation == "clamped_swiglu"
         self.grouped_mm, self.kernels, self.dtype = options.grouped_mm, options.kernels, options.expert_dtype
-        self.lay(0)
+        self.set_etp_rank(0)
 
-    def lay(self, etp_rank: int) -> None:
+    def set_etp_rank(self, etp_rank: int) -> None:
         """Which columns this rank adds the last bias to; called when the model is laid on the meshes."""
         self.etp_rank = etp_rank
 
@@ -267,7 +267,7 @@ class Experts(nn.Module):
         of_Re = rows_of(count_e, x_RD.shape[0], gate_RF.dtype)
         gate_RF = torch.addmm(gate_RF, of_Re, local(self.w1_bias))
         up_RF = torch.addmm(up_RF, of_Re, local(self.w3_bias))
-        if self.unused_rows:  # a product with 0 would not keep what is no number out of the biases' gradients
+        if self.unused_rows:  # 0 * NaN is NaN: mask, do not multiply
             used_R1 = torch.arange(x_RD.shape[0], device=x_RD.device).unsqueeze(1) < count_e.sum()
             gate_RF, up_RF = gate_RF.where(used_R1, 0), up_RF.where(used_R1, 0)
         y_RD = down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, *how)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titanmoe.asked import askable, asked
+from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
 LARGEST = 448.0
 """Of e4m3."""
@@ -76,19 +76,19 @@ class _ScaledProducts(torch.autograd.Function):
         x_RD, count_e, *weights = ctx.saved_tensors
         grad_x, grad_weights = None, [None] * len(weights)
         grads = [grad.contiguous() for grad in grads]
-        if asked(ctx, 0):
+        if gradient_wanted(ctx, 0):
             parts = [
                 scaled_product(g, w.transpose(1, 2), count_e, ctx.emulated) for g, w in zip(grads, weights, strict=True)
             ]
             grad_x = sum(parts[1:], parts[0])
-        if asked(ctx, 2):  # of the tensors, count_e among them
+        if gradient_wanted(ctx, 2):  # of the tensors, count_e among them
             grad_weights = [ctx.gradient(g, x_RD, count_e) for g in grads]
         return grad_x, None, None, None, *grad_weights
 
 
 def scaled_products(x_RD: Tensor, count_e: Tensor, emulated: bool, gradient, *weights: Tensor) -> tuple[Tensor, ...]:
     """Rows of expert i times each of its matrices. `gradient` makes the weights': it is not in 8 bits."""
-    return _ScaledProducts.apply(askable(x_RD), count_e, emulated, gradient, *map(askable, weights))
+    return _ScaledProducts.apply(with_own_node(x_RD), count_e, emulated, gradient, *map(with_own_node, weights))
 
 
 def missing(on_gpu: bool) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm import Group, all_reduce
+from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import AUX, STATISTICS, Balance
@@ -18,7 +18,7 @@ from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.dispatch import dispatcher_class
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
-from titanmoe.region import region
+from titanmoe.ops.region import region
 from titanmoe.tokens import Tokens
 
 

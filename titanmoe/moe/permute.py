@@ -2,7 +2,7 @@
 
 A row is one visit of a token to an expert. `source_R` says which token a row copies, `slot_TJ` lists a token's rows.
 A source of T (one past the last token) makes a zero row; a slot of R (one past the last row) adds nothing.
-No atomics: the order of every sum is fixed. `kernels` is `[moe] kernels`; what they do is in titanmoe.moe.kernels.rows.
+No atomics: the order of every sum is fixed. `kernels` is `[moe] kernels`; what they do is in titanmoe.ops.kernels.rows.
 
 Shapes: T tokens, D width, R rows, J rows per token, K weights per token.
 """
@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.moe.kernels import fused
+from titanmoe.ops.kernels import fused
 
 
 def _copy(x_TD: Tensor, source_R: Tensor, kernels: str) -> Tensor:
     if fused(kernels, x_TD):
-        from titanmoe.moe.kernels.rows import fetch_rows
+        from titanmoe.ops.kernels.rows import fetch_rows
 
         return fetch_rows(x_TD, source_R)
     return F.pad(x_TD, (0, 0, 0, 1)).index_select(0, source_R)
@@ -26,7 +26,7 @@ def _copy(x_TD: Tensor, source_R: Tensor, kernels: str) -> Tensor:
 
 def _sum(y_RD: Tensor, slot_TJ: Tensor, kernels: str) -> Tensor:
     if fused(kernels, y_RD):
-        from titanmoe.moe.kernels.rows import sum_rows
+        from titanmoe.ops.kernels.rows import sum_rows
 
         return sum_rows(y_RD, slot_TJ)
     padded = F.pad(y_RD, (0, 0, 0, 1))
@@ -63,7 +63,7 @@ class _ToTokens(torch.autograd.Function):
 class _ToWeightedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, weights_TK, entry_R, slot_TJ):
-        from titanmoe.moe.kernels.rows import fetch_weighted_rows
+        from titanmoe.ops.kernels.rows import fetch_weighted_rows
 
         ctx.save_for_backward(slot_TJ)
         ctx.top_k = weights_TK.shape[1]
@@ -71,7 +71,7 @@ class _ToWeightedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_RD, grad_R1):
-        from titanmoe.moe.kernels.rows import sum_weighted_rows
+        from titanmoe.ops.kernels.rows import sum_weighted_rows
 
         return *sum_weighted_rows(grad_RD, grad_R1, *ctx.saved_tensors, ctx.top_k), None, None
 

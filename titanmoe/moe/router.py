@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe import counted
-from titanmoe.comm import local
+from titanmoe.comm.collectives import local
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.moe.kernels import fused
-from titanmoe.region import named
+from titanmoe.ops import counted
+from titanmoe.ops.kernels import fused
+from titanmoe.ops.region import named
 from titanmoe.tokens import Tokens
 
 
@@ -26,7 +26,7 @@ class Router(nn.Module):
         stored = torch.promote_types(dtype, torch.float32)
         self.weight = nn.Parameter(torch.empty(model.num_experts, model.dim, dtype=stored))
         self.bias = nn.Parameter(torch.empty(model.num_experts, dtype=stored)) if model.router_bias else None
-        # Added to the scores for the choice only; moved by titanmoe.moe.balance.update_bias, not by a gradient.
+        # Added to the scores for the choice only; moved by titanmoe.moe.layer.finish_step, not by a gradient.
         self.register_buffer("expert_bias", torch.zeros(model.num_experts, dtype=torch.float32))
         self.register_buffer("jitter_key", torch.zeros((), dtype=torch.int64), persistent=False)
 
@@ -60,7 +60,7 @@ class Router(nn.Module):
         return scores_TE, weights_TK * model.route_scale, chosen_TK, count_BE
 
     def _fused(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        from titanmoe.moe.kernels.route import MODES, Routing
+        from titanmoe.ops.kernels.route import MODES, Routing
 
         model, of = self.model, (tokens.index_T, tokens.sample_T, tokens.valid_T, len(tokens.position_BS))
         shape = (model.top_k, model.num_groups, model.top_groups, MODES[model.score_function], model.norm_topk)

@@ -23,11 +23,11 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import Group, InFlight, all_reduce
+from titanmoe.comm.collectives import Group, InFlight, all_reduce
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.dispatch import AllToAll, Part, Route, Way, copy_rows, lay_out, sort_by_expert
-from titanmoe.region import named
+from titanmoe.moe.dispatch import AllToAll, Part, Route, Splits, copy_rows, lay_out, sort_by_expert
+from titanmoe.ops.region import named
 
 if TYPE_CHECKING:
     from titanmoe.moe.layer import MoE
@@ -165,7 +165,7 @@ class Symmetric(AllToAll):
         entry_H, slot = lay_out(chosen_TK, order, count_E, self.ep, self.etp, 0, rows)
         if self.group.size == 1:
             x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
-            return [_arrived(x_HD, weights_H1, count_E, Way(None, None, None))], home
+            return [_arrived(x_HD, weights_H1, count_E, Splits(None, None, None))], home
         total_Pe = all_reduce(count_E, self.group).view(self.ep, -1)
         need_P, mine = bins(total_Pe).sum(1), self.group.rank // self.etp
         fits = (need_P <= memory.away_rows).all()
@@ -178,18 +178,18 @@ class Symmetric(AllToAll):
         x_AD, back = _There.apply(x_HD, memory, memory.rows, send_Ge, used_A1)
         weights_A1, _ = _There.apply(weights_H1, memory, memory.weights, send_Ge, used_A1)
         lent = Lent(memory, rows, send_Ge, back, used_A1)
-        return [_arrived(x_AD, weights_A1, bins(total_e), Way(None, None, None, lent))], home
+        return [_arrived(x_AD, weights_A1, bins(total_e), Splits(None, None, None, lent))], home
 
     @named("combine")
-    def leave(self, y_AD: Tensor, way: Way) -> InFlight:
-        if way.lent is None:
-            return super().leave(y_AD, way)
-        memory, *given = way.lent
+    def leave(self, y_AD: Tensor, splits: Splits) -> InFlight:
+        if splits.lent is None:
+            return super().leave(y_AD, splits)
+        memory, *given = splits.lent
         return InFlight(_Back.apply(y_AD, memory, memory.rows, *given), None)
 
 
-def _arrived(x_AD: Tensor, weights_A1: Tensor, count_e: Tensor, way: Way) -> Part:
-    return Part(InFlight(x_AD, None), InFlight(weights_A1, None), count_e, way)
+def _arrived(x_AD: Tensor, weights_A1: Tensor, count_e: Tensor, splits: Splits) -> Part:
+    return Part(InFlight(x_AD, None), InFlight(weights_A1, None), count_e, splits)
 
 
 class _There(torch.autograd.Function):

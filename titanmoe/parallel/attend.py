@@ -1,4 +1,4 @@
-"""Which attention runs: torch's own where it works, ours elsewhere. `way` decides, for every block of every model.
+"""Which attention runs: torch's own where it works, ours elsewhere. `pick_backend` decides, for each block of a model.
 
 docs/parallelism.md shows the same as a table.
 """
@@ -11,18 +11,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from titanmoe.comm import Group
+from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Parallelism
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.context import KINDS, Placement, on_one_rank, ulysses_attention
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.parallel.torch_ring import missing, torch_ring_attention
 
-Way = Literal["plain", "ring", "flex"]
+Backend = Literal["plain", "ring", "flex"]
 FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def way(asked: str, kind: str, cp: int, device: str, dtype: torch.dtype, masked: bool, sinks: bool) -> tuple[Way, str]:
+def pick_backend(
+    asked: str, kind: str, cp: int, device: str, dtype: torch.dtype, masked: bool, sinks: bool
+) -> tuple[Backend, str]:
     """And, where that is plain, why torch's would not do.
 
     masked: there are documents or a window.
@@ -62,7 +64,7 @@ def attend(
     group: Group,
 ) -> Tensor:
     masked, sinks = document_BL is not None or window > 0, sinks_H is not None
-    chosen, why = way(asked, kind, group.size, q_BSHh.device.type, q_BSHh.dtype, masked, sinks)
+    chosen, why = pick_backend(asked, kind, group.size, q_BSHh.device.type, q_BSHh.dtype, masked, sinks)
     if asked == "torch" and why:
         raise ValueError(f'parallelism.attention_backend = "torch" cannot hold here: {why}; use "auto"')
     rest = {"placement": placement, "group": group}

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import all_gather
+from titanmoe.comm.collectives import all_gather
 from titanmoe.data.batch import Batch
 from titanmoe.fold.meshes import Meshes
 from titanmoe.parallel.context import Placement
@@ -41,10 +41,10 @@ def shifted(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def cut(
-    batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, further: bool = False
+    batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool = False
 ) -> Slice:
-    """further: with what multi-token prediction needs."""
-    next_BL, later_BL = shifted(batch) if further else (None, None)
+    """with_mtp: with what multi-token prediction needs."""
+    next_BL, later_BL = shifted(batch) if with_mtp else (None, None)
     ids, labels, valid, document, position, number = (
         x if x is None else x.to(device, non_blocking=True) for x in batch
     )
@@ -67,8 +67,8 @@ def cut(
         valid_T=owned(valid),
         microbatch=torch.tensor(microbatch, device=device),
         document_BL=document,
-        next_BS=over_cp(next_BL) if further else None,
-        later_BS=over_cp(later_BL) if further else None,
+        next_BS=over_cp(next_BL) if with_mtp else None,
+        later_BS=over_cp(later_BL) if with_mtp else None,
     )
     return Slice(over_cp(ids), tokens, over_cp(labels))
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import ALONE, Group, _ops, all_to_all, gather
+from titanmoe.comm.collectives import ALONE, Group, _ops, all_to_all, gather
 from titanmoe.config.schema import Parallelism
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote

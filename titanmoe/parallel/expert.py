@@ -23,13 +23,13 @@ CUT = {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}
 
 def expert_parallel(model: Transformer, meshes: Meshes) -> None:
     for moe in model.moe_layers().values():
-        moe.dispatcher.lay(meshes.dispatch, meshes.fold.ep, meshes.fold.etp)
+        moe.dispatcher.set_groups(meshes.dispatch, meshes.fold.ep, meshes.fold.etp)
         moe.dispatcher.lay_nodes(meshes.within, meshes.across)
         moe.balance.sequence, moe.balance.data = meshes.sequence, meshes.data
         if moe.capacity is not None:
             moe.capacity.sequence = meshes.sequence
         if meshes.dispatch.size > 1:
-            moe.experts.lay(meshes.dispatch.rank % meshes.fold.etp)
+            moe.experts.set_etp_rank(meshes.dispatch.rank % meshes.fold.etp)
             for name, _ in list(moe.experts.named_parameters()):
                 place(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), Shard(CUT[name])])
 

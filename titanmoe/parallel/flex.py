@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from titanmoe.comm import Group, gather
+from titanmoe.comm.collectives import Group, gather
 from titanmoe.models.layers import promote
 from titanmoe.parallel.context import Placement
 

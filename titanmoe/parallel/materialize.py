@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titanmoe import counted
 from titanmoe.models.transformer import Transformer
+from titanmoe.ops import counted
 
 INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.linalg import vector_norm
 
-from titanmoe.comm import Group, all_reduce
+from titanmoe.comm.collectives import Group, all_reduce
 
 ROW = 4096
 """Numbers whose squares are added up in their own dtype, or in float32."""

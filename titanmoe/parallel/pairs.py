@@ -14,10 +14,11 @@ import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from titanmoe.comm.turns import Turns
 from titanmoe.config.dispatchers import DISPATCHERS, in_pieces_quoted
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.turns import Turns
+from titanmoe.ops.region import OTHERS_TURN, region
 
 KIND = torch_schedules._ComputationType
 Action = torch_schedules._Action
@@ -57,7 +58,7 @@ class Pairs:
     """What torch's runtime calls for a pair, in place of its own way: `register_custom_function`."""
 
     def __init__(self, device: torch.device):
-        self.device, self.turns = device, Turns()
+        self.device, self.turns = device, Turns(partial(region, OTHERS_TURN))
 
     def __call__(self, action: Action, context: torch_schedules._PipelineContext) -> None:
         first, second = [self._ready(part, context) for part in action.sub_actions]

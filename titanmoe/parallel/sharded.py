@@ -5,132 +5,19 @@ Gradients are summed over data ranks and never divided: the loss is divided once
 
 from __future__ import annotations
 
-import math
-import mmap
-import time
-import weakref
-from collections.abc import Callable, Sequence
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
+from titanmoe.comm.fsdp_cpu import Kept, NarrowOnTheWire, StraightToPlace
 from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
-
-
-class _Exchange(dist.Work):
-    """Between every two ranks of a group: `sent` by the rank that it goes to, `arrived` by the one it comes from."""
-
-    def __init__(
-        self, sent: Sequence[Tensor], arrived: Sequence[Tensor], group: dist.ProcessGroup, what: str, tag: int
-    ):
-        super().__init__()
-        ranks, rank = group.size(), group.rank()
-        self.group, self.what = group, what
-        self.works: list[tuple[dist.Work, str, int]] = []
-        for step in range(1, ranks):
-            before, after = (rank - step) % ranks, (rank + step) % ranks
-            self.works.append((dist.irecv(arrived[before], group=group, group_src=before, tag=tag), "send", before))
-            self.works.append((dist.isend(sent[after], group=group, group_dst=after, tag=tag), "take", after))
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Within the group's time-out for all together: gloo by itself bounds these by what the group was made with."""
-        bound = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        end = time.monotonic() + bound
-        for work, does, other in self.works:
-            try:
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))  # 0 would be without end
-            except RuntimeError as error:
-                if time.monotonic() < end:
-                    raise
-                rank = dist.get_global_rank(self.group, other)
-                raise TimeoutError(
-                    f"rank {dist.get_rank()} waited {bound:g} s in {self.what} for rank {rank} to {does} its piece: "
-                    f"see what rank {rank} says or hangs in; if it is only slow, raise training.timeout_s "
-                    "(training.first_step_timeout_s for the first step)"
-                ) from error
-        return True
-
-
-BLOCK = 1 << 18  # numbers
-
-
-class StraightToPlace:
-    """All-gather for FSDP2 on CPUs: each rank's piece goes straight to its place in the whole, where FSDP has put ours.
-
-    gloo's own gathers into a second buffer and copies: twice the CPU time. FSDP waits when it needs the weights.
-    """
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> dist.Work:
-        ranks = group.size()
-        return _Exchange(
-            [input_tensor] * ranks, output_tensor.chunk(ranks), group, "FSDP's all-gather of weights", tag=0
-        )
-
-
-class NarrowOnTheWire:
-    """Reduce-scatter for FSDP2: gradients travel in the 16 bits they were computed in and are added up wide.
-
-    The numbers are those of a wide reduce-scatter, which sends the same 16 bits as 32.
-    """
-
-    def __init__(self, ranks: int, wide: torch.dtype, sums: Kept):
-        self.ranks, self.wide, self.sums = ranks, wide, sums
-        self._sent = 0
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Called in turn for what is sent and for the sum of what arrives, which is so many times smaller."""
-        numbers = math.prod(size)
-        is_sum = numbers * self.ranks == self._sent
-        self._sent = 0 if is_sum else numbers
-        return self.sums.take(size, self.wide) if is_sum else torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        pieces = input_tensor.chunk(self.ranks)
-        summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
-        _Exchange(pieces, summands, group, "FSDP's reduce-scatter of gradients", tag=1).wait()
-        # A sum of two widths first copies the narrow one wide: block by block that stays in the cache.
-        for out, first, *others in zip(output_tensor.split(BLOCK), *(x.split(BLOCK) for x in summands), strict=True):
-            out.copy_(first)
-            for other in others:
-                out += other
-
-
-class Kept:
-    """Memory of this rank that is used again as soon as no tensor lies in it.
-
-    The heap cuts up what a step's gradients leave and grows for ten steps, at 4 CPU-seconds for each new gigabyte.
-    """
-
-    def __init__(self) -> None:
-        self.pages: list[tuple[mmap.mmap, weakref.ref]] = []
-
-    def take(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        numbers = max(math.prod(size), 1)
-        length = numbers * dtype.itemsize
-        free = [i for i, (pages, user) in enumerate(self.pages) if user() is None and len(pages) >= length]
-        if free:
-            pages, _ = self.pages.pop(min(free, key=lambda i: len(self.pages[i][0])))
-        else:
-            pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        user = memoryview(pages)  # the tensor holds it as long as it lives
-        self.pages.append((pages, weakref.ref(user)))
-        return torch.frombuffer(user, dtype=dtype, count=numbers)[: math.prod(size)].view(size)
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from titanmoe.comm import Group, all_reduce
+from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.models.attention import Attention
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import FeedForward, SharedExpert, SplitRMSNorm

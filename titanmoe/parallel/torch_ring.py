@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from titanmoe.comm import Group
+from titanmoe.comm.collectives import Group
 from titanmoe.parallel.context import Placement, _block, _block_backward, _heads_first, _sinks_grad
 
 try:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titanmoe.heat import colour_share_clear
+from titanmoe.load_colours import colour_share_clear
 from titanmoe.report.draw import Area, Line, Picture, Point, Sheet, Words
 from titanmoe.report.read import Run
 

@@ -11,7 +11,7 @@ import torch
 
 from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config
-from titanmoe.heat import colour_share
+from titanmoe.load_colours import colour_share
 from titanmoe.train.sink import Report
 
 GROUPS = {

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanmoe.checkpoint import layout, state
-from titanmoe.checkpoint.begin import Beginning, checkpoints_of, choose
+from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, choose
 from titanmoe.checkpoint.folder import Checkpoint, together
 from titanmoe.checkpoint.inside import CheckpointError, told
 from titanmoe.checkpoint.saver import Saver

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from titanmoe.region import OTHERS_TURN
+from titanmoe.ops.region import OTHERS_TURN
 
 PARTS = {"dispatch": "dispatch", "combine": "dispatch"}
 """The regions that are parts of a lap, and as which."""

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import TextIO
 
-from titanmoe.checkpoint import begin, layout
+from titanmoe.checkpoint import choose_checkpoint, layout
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 
@@ -27,7 +27,7 @@ def claim(config: Config) -> tuple[Path, TextIO | None]:
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if begin.continues(config):
+            if choose_checkpoint.continues(config):
                 return folder, _locked(folder)
             (folder / METRICS).touch(exist_ok=False)
             return folder, None

@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from typing import Any
 
-from titanmoe.checkpoint.begin import has_begun, record_ahead
+from titanmoe.checkpoint.choose_checkpoint import has_begun, record_ahead
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.config import ConfigError, exit_with, load
 from titanmoe.config.dispatchers import DISPATCHERS

@@ -57,7 +57,7 @@ def _kernels(config: Config) -> Iterator[str]:
         return
     import torch
 
-    from titanmoe.moe.kernels import missing
+    from titanmoe.ops.kernels import missing
 
     on_gpu = config.training.device != "cpu" and torch.cuda.is_available()
     if reason := missing(on_gpu):
@@ -105,13 +105,15 @@ def _attention(config: Config, fold: Fold) -> Iterator[str]:
         return
     import torch
 
-    from titanmoe.models.count import window
-    from titanmoe.parallel.attend import way
+    from titanmoe.config.blocks import window
+    from titanmoe.parallel.attend import pick_backend
 
     device = "cpu" if training.device == "cpu" or not torch.cuda.is_available() else "cuda"
     dtype, apart = getattr(torch, training.mixed_precision_param), config.data.packing != "stream"
     masked = {apart or window(model, layer) > 0 for layer in range(model.num_layers)}
-    ways = [way("torch", options.cp_kind, fold.cp, device, dtype, mask, model.attention_sinks) for mask in masked]
+    ways = [
+        pick_backend("torch", options.cp_kind, fold.cp, device, dtype, mask, model.attention_sinks) for mask in masked
+    ]
     for why in sorted({why for _, why in ways if why}):
         other = "" if fold.cp > 1 and options.cp_kind == "ring" else ', or cp > 1 with cp_kind = "ring"'
         fix = other if device == "cpu" else ', or cp_kind = "allgather" or "ulysses"' if masked != {False} else ""

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from titanmoe.config.schema import Optimizer as Options
+from titanmoe.ops.region import named
 from titanmoe.parallel.materialize import piece
 from titanmoe.parallel.norm import local_grad
-from titanmoe.region import named
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:

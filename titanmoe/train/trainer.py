@@ -15,18 +15,20 @@ from torch import Tensor, nn
 
 from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.state import persistent_buffers
-from titanmoe.comm import all_reduce
+from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError
+from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import derive
-from titanmoe.models.count import flops_per_token, has_experts, parameters
+from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
 from titanmoe.moe.symmetric import Memory
+from titanmoe.ops.region import heard_by, named
 from titanmoe.parallel.apply import build, drive, lay_ranks
 from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.compiled import why_in_parts
@@ -36,7 +38,6 @@ from titanmoe.parallel.norm import clip, grad_norm, local_grad
 from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
-from titanmoe.region import heard_by, named
 from titanmoe.tokens import IGNORE
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.clock import Clock
@@ -207,7 +208,7 @@ class Trainer:
         self.clock.lap("data")
 
         with heard_by(self.clock):
-            loss, further = self.forward_backward(batches, totals)
+            loss, mtp_loss = self.forward_backward(batches, totals)
         self.finish_gradients()
         self.clock.lap("forward_backward")
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
@@ -219,7 +220,7 @@ class Trainer:
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
         self.optimizer.step(lr)
         self.tokens += totals.tokens.item()
-        report = self.report(loss, further, norm, lr, totals, self.finish_experts())
+        report = self.report(loss, mtp_loss, norm, lr, totals, self.finish_experts())
         self.clock.lap("optimizer")
         return report
 
@@ -233,17 +234,17 @@ class Trainer:
         """Gradients of the whole step on every rank's shards; returns the global loss, and multi-token prediction's."""
         where = (self.meshes, self.placement, self.device)
         slices = [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
-        loss, further, asked, overflowed = self.attempt(slices, totals, self.symmetric)
+        loss, mtp_loss, stop, overflowed = self.run_microbatches(slices, totals, self.symmetric)
         if overflowed:  # a static receive buffer of some rank, and so nothing of it counts
             self.overflow_reruns += 1
             for parameter in self.parameters.values():
                 parameter.grad = None
-            loss, further, asked, _ = self.attempt(slices, totals, None)
-        self.stopping = bool(asked)
+            loss, mtp_loss, stop, _ = self.run_microbatches(slices, totals, None)
+        self.stopping = bool(stop)
         # Only ranks of the last stage have them, and those of a tp group equal ones.
-        return loss / self.meshes.tp.size, further / self.meshes.tp.size
+        return loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
 
-    def attempt(self, slices: list[Slice], totals: Totals, symmetric: Memory | None) -> Tensor:
+    def run_microbatches(self, slices: list[Slice], totals: Totals, symmetric: Memory | None) -> tuple[Tensor, ...]:
         """The losses, whether any rank has been asked to stop, and whether a receive buffer was too small: one message.
 
         symmetric: the memory to lend to the layers' dispatchers, which are exact without it.
@@ -255,10 +256,10 @@ class Trainer:
         labels = totals.labels.clamp(min=1)
         with symmetric.serving(layers) if symmetric else nullcontext():
             loss = self.engine.run(slices, labels)
-        further = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
-        asked = torch.full_like(loss, self.wants_to_stop())
+        mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
+        stop = torch.full_like(loss, self.wants_to_stop())
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
-        return all_reduce(torch.stack((loss, further, asked, overflowed)), self.meshes.world)
+        return all_reduce(torch.stack((loss, mtp_loss, stop, overflowed)), self.meshes.world).unbind()
 
     @named("finish gradients")
     def finish_gradients(self) -> None:
@@ -268,7 +269,7 @@ class Trainer:
 
     def finish_experts(self) -> dict[int, dict[str, Any]]:
         model, rate = self.config.model, self.config.moe.bias_update_rate
-        numbers = [i for i in range(model.num_layers + model.mtp_depth) if has_experts(model, i)]
+        numbers = moe_blocks(model)
         if not numbers:
             return {}
         return finish_step(self.moe_layers, numbers, model.num_experts, self.meshes.world, rate, self.device)
@@ -295,7 +296,7 @@ class Trainer:
     def report(
         self,
         loss: Tensor,
-        further: Tensor,
+        mtp_loss: Tensor,
         norm: Tensor,
         lr: float,
         totals: Totals,
@@ -303,7 +304,7 @@ class Trainer:
     ) -> dict[str, Any]:
         values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "tokens": totals.tokens.item()}
         if self.config.model.mtp_depth:
-            values["mtp_loss"] = further.item()
+            values["mtp_loss"] = mtp_loss.item()
         if self.symmetric is not None:
             values["overflow_reruns"] = self.overflow_reruns
         if layers:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from titanmoe.comm import all_reduce
+from titanmoe.comm.collectives import all_reduce
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.fold.meshes import Meshes

@@ -24,13 +24,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titanmoe import counted
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.maps import BIAS, Shape, our_shapes
 from titanmoe.checkpoint.hf.source import Source
 from titanmoe.config import laws
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
+from titanmoe.ops import counted
 from titanmoe.parallel.materialize import fill_normal
 
 

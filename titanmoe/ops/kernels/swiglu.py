@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.moe.kernels.launch import tile, wide
+from titanmoe.ops.kernels.launch import tile, wide
 
 TILE = 2048
 

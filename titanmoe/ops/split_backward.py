@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 
-def askable(x: Tensor) -> Tensor:
+def with_own_node(x: Tensor) -> Tensor:
     """The same tensor behind a node of its own: the engine does not say whether it will visit a leaf."""
     return x.view_as(x)
 
 
-def asked(ctx: torch.autograd.function.FunctionCtx, number: int) -> bool:
-    """Whether the running backward pass wants the gradient of this input; it came through `askable` or a function."""
+def gradient_wanted(ctx: torch.autograd.function.FunctionCtx, number: int) -> bool:
+    """Whether the running backward pass wants the gradient of this input; it came through `with_own_node` or a node."""
     node = ctx.next_functions[number][0]
     return node is not None and torch._C._will_engine_execute_node(node)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.moe.kernels.launch import wide
+from titanmoe.ops.kernels.launch import wide
 
 TILE = 4096
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.memory import saved_bytes
-from titanmoe.models import rowwise
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rotate, swiglu
 from titanmoe.moe.experts import differentiated, weighted
+from titanmoe.ops import rowwise
 
 ROWS = [0, 1, 7, 65]
 

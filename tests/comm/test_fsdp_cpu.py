@@ -14,8 +14,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests import near, world
-from titanmoe.parallel import sharded
-from titanmoe.parallel.sharded import Kept, NarrowOnTheWire, StraightToPlace
+from titanmoe.comm import fsdp_cpu
+from titanmoe.comm.fsdp_cpu import Kept, NarrowOnTheWire, StraightToPlace
 
 ROUNDS = 3
 
@@ -38,7 +38,7 @@ def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
     want = torch.zeros(4 * ranks, 24)
     for number in range(ROUNDS):
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * number + rank)).bfloat16()
-        with mock.patch.object(sharded, "BLOCK", 7):  # several, the last not whole
+        with mock.patch.object(fsdp_cpu, "BLOCK", 7):  # several, the last not whole
             layer(x).float().square().sum().backward()
         alone.weight.grad = None
         alone(x).float().square().sum().backward()

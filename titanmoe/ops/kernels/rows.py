@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.moe.kernels.launch import tile, wide
+from titanmoe.ops.kernels.launch import tile, wide
 
 TILE = 4096
 """Numbers of a program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from titanmoe.moe.kernels import installed
+from titanmoe.ops.kernels import installed
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(not installed(), reason="Triton is not installed")
 def test_kernels_line_by_line() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/moe/test_kernels.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "tests/ops/test_kernels.py"]
     run = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=250
     )

@@ -1,6 +1,6 @@
 """Triton's kernels against their plain references: on a GPU with `pytest -m gpu`, elsewhere line by line.
 
-Without a GPU this file runs in a process with TRITON_INTERPRET=1, which tests/moe/test_interpreter.py starts.
+Without a GPU this file runs in a process with TRITON_INTERPRET=1, which tests/ops/test_interpreter.py starts.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from tests import near, parity
 from tests.features import MODELS
-from titanmoe.comm import ALONE
+from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.vocabulary import chunked_cross_entropy_sum
 from titanmoe.moe.dispatch import by_expert, copy_rows, lay_out, sort_by_expert
 from titanmoe.moe.experts import down
-from titanmoe.moe.kernels import interpreted
 from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens
 from titanmoe.moe.router import Router
+from titanmoe.ops.kernels import interpreted
 from titanmoe.tokens import IGNORE, Tokens
 
 DEVICE = "cpu" if interpreted() else "cuda"
@@ -249,7 +249,7 @@ def test_compiled_calls_keep_the_kernels_whole() -> None:
     ids=["padded", "etp", "ep", "allgather"],
 )
 def test_parity(changes: dict[str, Any]) -> None:
-    parity.check(2, changes | {"moe.kernels": "triton", "model.num_layers": 1})
+    parity.check(2, changes | {"moe.kernels": "triton", "model.num_layers": 1}, steps=1)
 
 
 @pytest.mark.parametrize("ignored", [slice(None, None, 3), slice(None)], ids=["some", "all"])

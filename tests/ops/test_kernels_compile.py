@@ -1,6 +1,6 @@
 """The kernels compile to machine code of a Hopper GPU, at real models' shapes. It takes Triton's compiler and no GPU.
 
-The interpreter of tests/moe/test_interpreter.py forgives what the compiler does not: a loop that changes a variable's
+The interpreter of tests/ops/test_interpreter.py forgives what the compiler does not: a loop that changes a variable's
 type, for one.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanmoe.moe.kernels import installed, interpreted
+from titanmoe.ops.kernels import installed, interpreted
 
 pytestmark = pytest.mark.skipif(not installed() or interpreted(), reason="Triton's compiler is not there")
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64"}
@@ -35,8 +35,8 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_rows(dtype: torch.dtype) -> None:
-    from titanmoe.moe.kernels import rows
-    from titanmoe.moe.kernels.launch import tile, wide
+    from titanmoe.ops.kernels import rows
+    from titanmoe.ops.kernels.launch import tile, wide
 
     own, heavy = POINTERS[dtype], POINTERS[torch.promote_types(dtype, torch.float32)]
     for width, weighted in ((2048, True), (7168, False)):
@@ -50,8 +50,8 @@ def test_rows(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_swiglu(dtype: torch.dtype) -> None:
-    from titanmoe.moe.kernels import swiglu
-    from titanmoe.moe.kernels.launch import tile, wide
+    from titanmoe.ops.kernels import swiglu
+    from titanmoe.ops.kernels.launch import tile, wide
 
     names = ("grad", "gate", "up", "out", "grad_gate", "grad_up")
     heavy = POINTERS[torch.promote_types(dtype, torch.float32)]
@@ -76,7 +76,7 @@ def test_swiglu(dtype: torch.dtype) -> None:
 def test_route(score: str, experts: int, top_k: int, groups: int, forced: bool, dtype: torch.dtype) -> None:
     from triton import next_power_of_2
 
-    from titanmoe.moe.kernels import route
+    from titanmoe.ops.kernels import route
 
     own, table = POINTERS[dtype], ("logits", "scores", "weights", "grad_scores", "grad_weights", "out")
     pointers = dict.fromkeys(table, own) | dict.fromkeys(("index", "sample", "chosen", "count"), "*i64")
@@ -90,8 +90,8 @@ def test_route(score: str, experts: int, top_k: int, groups: int, forced: bool, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_loss(dtype: torch.dtype) -> None:
-    from titanmoe.moe.kernels import loss
-    from titanmoe.moe.kernels.launch import wide
+    from titanmoe.ops.kernels import loss
+    from titanmoe.ops.kernels.launch import wide
 
     heavy = POINTERS[torch.promote_types(dtype, torch.float32)]
     pointers = dict.fromkeys(("top", "total", "label_logit", "log_total", "scale"), heavy)

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from titanmoe import turns
+from titanmoe.comm import turns
+from titanmoe.comm.turns import Turns
 from titanmoe.parallel.pairs import Pairs
-from titanmoe.turns import Turns
 
 
 def script(name: str, segments: int, log: list[str], lands: int = 1) -> Callable[[], None]:
@@ -190,11 +190,11 @@ def test_the_side_that_is_left_unwinds_where_it_waits() -> None:
 def test_an_interrupt_of_the_one_that_waits_ends_the_other_at_its_next_turn() -> None:
     """Ctrl-C reaches the main thread alone, wherever it is."""
     both, log = Turns(), []
-    rest = both.rest
+    wait = both.wait_for_turn
 
     def interrupted(me: int) -> None:
         if me == 1:
-            return rest(me)
+            return wait(me)
         both._give(me)
         begun.wait(60)
         raise KeyboardInterrupt
@@ -204,7 +204,7 @@ def test_an_interrupt_of_the_one_that_waits_ends_the_other_at_its_next_turn() ->
         script("b", 5, log)()
 
     begun = threading.Event()
-    both.rest = interrupted  # type: ignore[method-assign]
+    both.wait_for_turn = interrupted  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         both.take(script("a", 3, log), second)
     assert log == ["a0", "b0"]

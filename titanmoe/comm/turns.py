@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import copy_context
 from threading import Lock
-
-from titanmoe.region import OTHERS_TURN, region
 
 _running: Turns | None = None
 """Of the pair that runs now: a collective inside autograd knows of no caller that could hand it down."""
@@ -36,7 +35,9 @@ def hand_over() -> None:
 
 
 class Turns:
-    def __init__(self) -> None:
+    def __init__(self, waiting: Callable[[], AbstractContextManager[None]] = nullcontext):
+        """waiting: entered for as long as the other has the turn."""
+        self.waiting = waiting
         # Kept: a new thread would make its own pool of OpenMP's, and its own handles of GPU libraries, for every pair.
         self.thread = ThreadPoolExecutor(1, "turns")
 
@@ -84,12 +85,11 @@ class Turns:
             return
         self.under_way[me] = False
         if not self.over[1 - me]:
-            self.rest(me)
+            self.wait_for_turn(me)
         if self.error is not None:
             raise Abandoned("the other side of this pair failed")
 
-    def rest(self, me: int) -> None:
-        """The other's turn."""
-        with region(OTHERS_TURN):
+    def wait_for_turn(self, me: int) -> None:
+        with self.waiting():
             self._give(me)
             self.gates[me].acquire()

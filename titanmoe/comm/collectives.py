@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanmoe import turns
+from titanmoe.comm import turns
 
 _ops = torch.ops._c10d_functional
 
@@ -194,8 +194,8 @@ class InFlight(NamedTuple):
 def start(x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None) -> InFlight:
     """`all_to_all` up to the wait. What is computed between this and `arrive` overlaps it, and so does in backward.
 
-    Autograd runs of what is ready the latest first. So it comes to `arrive`, which sends the gradients, then to all
-    that was computed between, and to this, which waits for them, last.
+    Autograd runs the newest ready node first. So it comes to `arrive`, which sends the gradients, then to all that was
+    computed between, and last to this, which waits for them.
     """
     if group.size == 1:
         return InFlight(x, None)

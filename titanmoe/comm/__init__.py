@@ -1,0 +1,1 @@
+"""Collectives with gradients, computations that take turns, and what FSDP needs on CPUs."""
