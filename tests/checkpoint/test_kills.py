@@ -91,6 +91,23 @@ def test_killed_in_a_synchronous_save(tmp_path: Path) -> None:
     assert check(attempt(tmp_path, "sync", 0, 12)) == 1
 
 
+@pytest.mark.parametrize(("when", "saved"), [("before", 1), ("after", 2)])
+def test_killed_between_a_checkpoint_and_the_line_of_its_step(tmp_path: Path, when: str, saved: int) -> None:
+    """The step that a start goes on after has its line, and no step has two."""
+    changes = {"checkpoint.interval": 1, "checkpoint.save": "sync", "training.steps": 3}
+    run, log = tmp_path / "run", tmp_path / "log"
+    with victims.pair(victims.train_until_killed, str(tmp_path), changes, 2, when, log=log) as ranks:
+        ranks[0].join(60)
+        assert ranks[0].exitcode == -9, log.read_text()[-3000:]
+    assert layout.read_manifest(layout.candidates(run / "checkpoints")[0]).step == saved
+    with victims.pair(victims.train, str(tmp_path), changes, log=log) as ranks:
+        for process in ranks:
+            process.join(60)
+            assert process.exitcode == 0, log.read_text()[-3000:]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+
+
 KILLS = 200
 
 

@@ -113,6 +113,25 @@ def train(rank: int, folder: str, changes: dict[str, Any]) -> None:
     parity.make_trainer(runs.RUN | {"job.dump_folder": folder} | changes).train()
 
 
+def train_until_killed(rank: int, folder: str, changes: dict[str, Any], step: int, when: str) -> None:
+    """Rank 0, which writes the lines, dies "before" or "after" saving that step."""
+    from titanmoe.train.checkpoints import Checkpoints
+
+    save = Checkpoints._save
+
+    def dying(checkpoints: Checkpoints) -> float:
+        last = rank == 0 and checkpoints.trainer.step == step
+        if last and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        took = save(checkpoints)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return took
+
+    Checkpoints._save = dying
+    train(rank, folder, changes)
+
+
 def kill(ranks: list[BaseProcess], order: list[int], between_s: float) -> None:
     for number, rank in enumerate(order):
         if number:
