@@ -14,6 +14,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Parallelism
 from titanmoe.models.transformer import Transformer
+from titanmoe.ops import device as hardware
 from titanmoe.parallel.context import KINDS, Placement, on_one_rank, ulysses_attention
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.parallel.torch_ring import missing, torch_ring_attention
@@ -64,7 +65,7 @@ def attend(
     group: Group,
 ) -> Tensor:
     masked, sinks = document_BL is not None or window > 0, sinks_H is not None
-    chosen, why = pick_backend(asked, kind, group.size, q_BSHh.device.type, q_BSHh.dtype, masked, sinks)
+    chosen, why = pick_backend(asked, kind, group.size, hardware.kind(q_BSHh), q_BSHh.dtype, masked, sinks)
     if asked == "torch" and why:
         raise ValueError(f'parallelism.attention_backend = "torch" cannot hold here: {why}; use "auto"')
     rest = {"placement": placement, "group": group}

@@ -53,12 +53,10 @@ def _grouped(config: Config, fold: Fold) -> Iterator[str]:
 def _kernels(config: Config) -> Iterator[str]:
     if config.moe.kernels != "triton":
         return
-    import torch
-
+    from titanmoe.ops.device import chosen
     from titanmoe.ops.kernels import missing
 
-    on_gpu = config.training.device != "cpu" and torch.cuda.is_available()
-    if reason := missing(on_gpu):
+    if reason := missing(chosen(config.training.device) == "cuda"):
         yield (f'moe.kernels = "triton", but {reason}: use "auto", which takes them where they can run, or "torch"')
 
 
@@ -66,9 +64,8 @@ def _eight_bits(config: Config, fold: Fold) -> Iterator[str]:
     """What the experts' products in 8 bits ask for."""
     if config.moe.expert_dtype == "compute":
         return
-    import torch
-
     from titanmoe.moe import fp8
+    from titanmoe.ops.device import chosen
 
     dtype, hidden = config.training.mixed_precision_param, config.model.expert_hidden // fold.etp
     for name, width in (("model.expert_hidden / etp", hidden), ("model.dim", config.model.dim)):
@@ -79,7 +76,7 @@ def _eight_bits(config: Config, fold: Fold) -> Iterator[str]:
             )
     if config.moe.expert_dtype != "fp8":
         return
-    if reason := fp8.missing(config.training.device != "cpu" and torch.cuda.is_available()):
+    if reason := fp8.missing(chosen(config.training.device) == "cuda"):
         yield (
             f'moe.expert_dtype = "fp8" needs 8-bit products, but {reason}: use expert_dtype = "compute", or '
             '"fp8_emulated" to see what the roundings do'
@@ -104,9 +101,10 @@ def _attention(config: Config, fold: Fold) -> Iterator[str]:
     import torch
 
     from titanmoe.models.count import window
+    from titanmoe.ops.device import chosen
     from titanmoe.parallel.attend import pick_backend
 
-    device = "cpu" if training.device == "cpu" or not torch.cuda.is_available() else "cuda"
+    device = chosen(training.device)
     dtype, apart = getattr(torch, training.mixed_precision_param), config.data.packing != "stream"
     masked = {apart or window(model, layer) > 0 for layer in range(model.num_layers)}
     ways = [
@@ -131,9 +129,9 @@ def _watched(config: Config, world: int) -> Iterator[str]:
     if profile.memory == "steps" and not profile.steps:
         yield 'profile.memory = "steps" needs profile.steps: list some, or take "oom"'
     if profile.memory != "none":
-        import torch
+        from titanmoe.ops.device import chosen
 
-        if config.training.device == "cpu" or not torch.cuda.is_available():
+        if chosen(config.training.device) == "cpu":
             yield f'profile.memory = "{profile.memory}" records the memory of GPUs, and this run has none: use "none"'
 
 
