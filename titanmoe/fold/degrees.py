@@ -9,8 +9,9 @@ pp is outermost and tp, etp innermost, so both views have the same stages. Nothi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, isqrt, prod
+from math import gcd, prod
 
+from titanmoe.config.divisors import choices, divisors
 from titanmoe.config.schema import Parallelism
 
 KEYS = {
@@ -155,17 +156,3 @@ def _not_a_count(name: str, value: int) -> str:
     return f"{KEYS[name]} = {value} is not a number of ranks: use 1 or more" + (
         ", or -1 to derive it" if name in DERIVED else ""
     )
-
-
-def divisors(n: int) -> list[int]:
-    """Ascending; of 0 and less, none."""
-    low = [d for d in range(1, isqrt(max(0, n)) + 1) if n % d == 0]
-    return low + [n // d for d in reversed(low) if d * d != n]
-
-
-def choices(name: str, values: list[int], near: int) -> str:
-    """For a fix: the values that would do, or of many the eight nearest."""
-    nearest = sorted(sorted(values, key=lambda value: abs(value - near))[:8])
-    if len(nearest) == 1:
-        return f"{name} = {nearest[0]}"
-    return f"{name} in {', '.join(map(str, nearest))}"

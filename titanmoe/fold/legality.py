@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from math import prod
 
+from titanmoe.config.blocks import moe_layers
+from titanmoe.config.divisors import choices, divisors
 from titanmoe.config.schema import Config, Model
-from titanmoe.fold.degrees import KEYS, Fold, choices, divisors, resolve
+from titanmoe.fold.degrees import KEYS, Fold, resolve
 
 
 def violations(world: int, config: Config) -> list[str]:
@@ -77,11 +79,6 @@ def node_violations(fold: Fold, node: int) -> Iterator[str]:
             f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
             f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
         )
-
-
-def moe_layers(model: Model) -> int:
-    """How many layers have experts: after the dense ones, every moe_every-th."""
-    return max(0, model.num_layers - model.num_dense_layers) // max(1, model.moe_every) if model.num_experts > 0 else 0
 
 
 def divided_fields(model: Model) -> dict[str, dict[str, int]]:

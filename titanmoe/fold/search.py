@@ -13,8 +13,9 @@ from itertools import product
 from math import log2
 from operator import itemgetter
 
+from titanmoe.config.divisors import divisors
 from titanmoe.config.schema import Config, Parallelism
-from titanmoe.fold.degrees import DERIVED, Fold, asked_degrees, default_edp_replicate, divisors
+from titanmoe.fold.degrees import DERIVED, Fold, asked_degrees, default_edp_replicate
 from titanmoe.fold.legality import model_violations
 
 

@@ -100,7 +100,7 @@ def _attention(config: Config, fold: Fold) -> Iterator[str]:
         return
     import torch
 
-    from titanmoe.models.count import window
+    from titanmoe.config.blocks import window
     from titanmoe.ops.device import chosen
     from titanmoe.parallel.attend import pick_backend
 
