@@ -20,18 +20,23 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes as outside
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from titanmoe.config.schema import Config
+from titanmoe.config import load
+from titanmoe.config.schema import Config, Profile
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import View, group_of
 from titanmoe.fold.meshes import Lanes
+from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
-from titanmoe.ops.device import Hardware, as_on
+from titanmoe.ops.device import as_on
 from titanmoe.parallel import apply
 from titanmoe.rehearse import stand_ins, values
+from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.record import Log, Recorder
 from titanmoe.rehearse.routing import Exchange, Routing
 from titanmoe.rehearse.samples import Samples
 from titanmoe.train import trainer as trainer_module
+from titanmoe.train.launch import resolve
+from titanmoe.train.legal import problems
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.trainer import Trainer
 
@@ -66,6 +71,8 @@ class Rehearsal:
     config: Config
     fold: Fold
     rank: int
+    hardware: str
+    routing: str
     log: Log
     groups: dict[str, Named]
     """By torch's name."""
@@ -81,7 +88,13 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
         if group is None:
             continue
         ranks = next(part for part in parts if rank in part)
-        names = [" x ".join(axes) for view, axes in AXES[lane] if group_of(fold, view, axes, rank) == ranks]
+        names = list(
+            dict.fromkeys(
+                " x ".join(axis for axis in axes if getattr(fold, axis) > 1)
+                for view, axes in AXES[lane]
+                if group_of(fold, view, axes, rank) == ranks
+            )
+        )
         if lane == "rows" and not names:
             names = ["within a node" if ranks[-1] - ranks[0] == len(ranks) - 1 else "across nodes"]
         if lane == "waited" and len(ranks) == fold.world:
@@ -207,10 +220,32 @@ def _in_other_thread(trainer: Trainer, modes: list[Any]) -> None:
     trainer.engine.pairs._here = with_modes
 
 
+def read(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
+    """The resolved config of a recipe, under the laws of that hardware; no run of its name is looked for."""
+
+    def alone(config: Config) -> Config:
+        on_node = config.parallelism.node if config.parallelism.node != -1 else min(node, world)
+        return replace(
+            config,
+            parallelism=replace(config.parallelism, node=on_node),
+            metrics=replace(config.metrics, wandb=""),
+            profile=Profile(),
+        )
+
+    with as_on(HARDWARE[hardware]):
+        return load(
+            argv,
+            preset,
+            lambda config: problems(alone(config), world),
+            lambda config: resolve(alone(config), world, lambda _: {}),
+        )
+
+
 def rehearse(
-    config: Config, world: int, rank: int, hardware: Hardware, imbalance: float = 1.0, node: int = 8, steps: int = 1
+    config: Config, world: int, rank: int, name: str, imbalance: float = 1.0, node: int = 8, steps: int = 1
 ) -> Rehearsal:
-    """The last of so many steps. config: resolved for the world (titanmoe.train.launch.resolve)."""
+    """The last of so many steps, as on the hardware of that name. config: from `read`."""
+    hardware = HARDWARE[name]
     left_out = []
     if config.compile.enable:
         config = replace(config, compile=replace(config.compile, enable=False))
@@ -248,6 +283,8 @@ def rehearse(
             config,
             fold,
             rank,
+            name,
+            "balanced" if imbalance <= 1 else f"with {imbalance:g} times the mean for the busiest expert",
             recorder.log,
             name_groups(trainer.meshes.lanes, fold, rank, node),
             sum(p.numel() * p.element_size() for p in pieces),
