@@ -22,6 +22,9 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
     rehearse.add_argument("--config", metavar="FILE", required=True, help="a recipe")
     rehearse.add_argument("--world", type=int, metavar="N", required=True, help="ranks in all")
     rehearse.add_argument("--rank", type=int, metavar="N", default=0, help="which of them (default 0)")
+    rehearse.add_argument(
+        "--all-roles", action="store_true", help="one rank of each pipeline stage, and whether their messages can pass"
+    )
     rehearse.add_argument("--hardware", metavar="NAME", default="h100", help="whose ways are taken (default h100)")
     rehearse.add_argument("--node", type=int, metavar="N", default=8, help="ranks of a node (default 8)")
     rehearse.add_argument(
@@ -42,23 +45,34 @@ def run_rehearse(args: argparse.Namespace) -> int:
     if problems:
         print(layout(problems), file=sys.stderr)
         return 2
-    from titanmoe.rehearse.table import as_json, table
+    from titanmoe.rehearse.roles import check_roles, roles
+    from titanmoe.rehearse.table import as_json, table, table_of_roles
     from titanmoe.rehearse.world import read, rehearse
 
     try:
         config = read(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
-        found = rehearse(config, args.world, args.rank, args.hardware, args.imbalance, args.node)
+        if args.all_roles:
+            found = list(roles(config, args.world, args.hardware, args.imbalance, args.node))
+        else:
+            found = [rehearse(config, args.world, args.rank, args.hardware, args.imbalance, args.node)]
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    print("\n".join(table(found)))
+    verdict = check_roles(found) if args.all_roles else None
+    print("\n".join(table(found[0]) if verdict is None else table_of_roles(found, verdict)))
     if args.json is not None:
+        ranks = [as_json(one) for one in found]
+        order = (
+            {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}}
+            if verdict
+            else {}
+        )
         try:
-            args.json.write_text(json.dumps(as_json(found), indent=1) + "\n")
+            args.json.write_text(json.dumps({"ranks": ranks} | order, indent=1) + "\n")
         except OSError as error:
             print(f"error: cannot write {args.json}: {error.strerror}", file=sys.stderr)
             return 2
-    return 0
+    return 0 if verdict is None or verdict.safe else 1
 
 
 def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:

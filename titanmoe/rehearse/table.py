@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from titanmoe.rehearse.order import Verdict
 from titanmoe.rehearse.record import Message
 from titanmoe.rehearse.world import Named, Rehearsal
 
@@ -113,6 +114,29 @@ def table(rehearsal: Rehearsal) -> list[str]:
     lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in made], right=())
     if rehearsal.left_out:
         lines += ["", "Left out:", *(f"    {text}" for text in rehearsal.left_out)]
+    return lines
+
+
+def table_of_roles(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
+    first = rehearsals[0]
+    lines = [
+        f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing}: one rank of each stage",
+        f"    attention  {_axes(first.fold.attention_axes)}",
+        f"    experts    {_axes(first.fold.expert_axes)}",
+        "",
+    ]
+    body = [("rank", "weights", "optimizer", "messages", "sent", "of that across nodes", "host waits")]
+    for one in rehearsals:
+        messages = one.log.messages
+        across = sum(m.sent for m in messages if one.groups[m.group].across)
+        sent = sum(m.sent for m in messages)
+        kept = size(one.parameter_bytes), size(one.optimizer_bytes)
+        body.append((str(one.rank), *kept, str(len(messages)), size(sent), size(across), str(len(one.log.syncs))))
+    lines += columns(body, right=tuple(range(7)))
+    lines += ["", f"Order of messages: {verdict.text}"]
+    lines += [f"    {text}" for text in verdict.concerned]
+    if first.left_out:
+        lines += ["", "Left out:", *(f"    {text}" for text in first.left_out)]
     return lines
 
 

@@ -7,7 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
 from unittest import mock
@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes as outside
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
+from titanmoe.comm import fsdp_cpu
 from titanmoe.config import load
 from titanmoe.config.schema import Config, Profile
 from titanmoe.fold.degrees import Fold, derive
@@ -64,6 +65,8 @@ class Named:
     ranks: tuple[int, ...]
     across: bool
     """Whether it leaves a node."""
+    parts: tuple[tuple[int, ...], ...] = field(repr=False, compare=False, default=())
+    """The groups of all ranks that were made with it."""
 
 
 @dataclass
@@ -100,7 +103,7 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
         if lane == "waited" and len(ranks) == fold.world:
             names.append("world")
         across = len({r // node for r in ranks}) > 1
-        out[group.group_name] = Named(lane, " = ".join(names) or "ends of the pipeline", ranks, across)
+        out[group.group_name] = Named(lane, " = ".join(names) or "ends of the pipeline", ranks, across, parts)
     return out
 
 
@@ -120,7 +123,8 @@ class FakeRecorder(Recorder):
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func._overloadpacket.__name__
         if name == "_local_scalar_dense":
-            return self.number(args[0])
+            found = self.number(args[0])
+            return found if not isinstance(found, list) else found[0]
         out = (stand_ins.grouped_product if name == "_grouped_mm" else func)(*args, **kwargs)
         values.follow(func, args, kwargs, out)
         return out
@@ -136,7 +140,15 @@ class FakeRecorder(Recorder):
         with outside():
             return torch.ones(x.shape).tolist()
 
+    def voted(self, x: Tensor) -> None:
+        """Stages tell each other before the first step whether they know their shapes, and all of ours do."""
+        if not x.dtype.is_floating_point:
+            with outside():
+                values.give(x, torch.ones(x.shape, dtype=x.dtype))
+
     def sent(self, func: Any, args: tuple, out: Any) -> None:
+        if func._overloadpacket.__name__ == "recv_":
+            self.voted(*args[0])
         if not isinstance(out, FakeTensor) or out.dtype.is_floating_point:
             return
         if func._overloadpacket.__name__ == "wait_tensor":
@@ -194,6 +206,13 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def _without_timeout(exchange: fsdp_cpu._Exchange, timeout: Any = None) -> bool:
+    """Fake groups have no time-out to keep."""
+    for work, *_ in exchange.works:
+        work.wait()
+    return True
 
 
 def _in_other_thread(trainer: Trainer, modes: list[Any]) -> None:
@@ -271,6 +290,7 @@ def rehearse(
         _in_other_thread(trainer, [fake, recorder])
         # One wait, where fake tensors would ask for each number.
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda x: recorder.number(x)))
+        stack.enter_context(mock.patch.object(fsdp_cpu._Exchange, "wait", _without_timeout))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.of_gpus())
         for _ in range(steps):
