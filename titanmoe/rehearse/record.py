@@ -118,6 +118,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace not in ("c10d", "_c10d_functional"):
+            if func.namespace == "prim":  # questions to a tensor, such as its device
+                return func(*args, **kwargs)
             if not func.is_view:
                 self.work += 1
             return self.compute(func, args, kwargs)

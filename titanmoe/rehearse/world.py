@@ -35,6 +35,7 @@ from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.record import Log, Recorder
 from titanmoe.rehearse.routing import Exchange, Routing
 from titanmoe.rehearse.samples import Samples
+from titanmoe.rehearse.shapes import Shapes
 from titanmoe.train import trainer as trainer_module
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import problems
@@ -116,21 +117,24 @@ class _Here(threading.local):
 class FakeRecorder(Recorder):
     """Of a step on fake tensors: it knows the numbers that decide shapes, and sees where the host asks for numbers."""
 
-    def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool):
+    def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
         super().__init__(layers, on_gpu)
-        self.rank, self.here = rank, _Here()
+        self.rank, self.here, self.shapes = rank, _Here(), Shapes(fake)
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func._overloadpacket.__name__
         if name == "_local_scalar_dense":
             found = self.number(args[0])
             return found if not isinstance(found, list) else found[0]
-        out = (stand_ins.grouped_product if name == "_grouped_mm" else func)(*args, **kwargs)
+        if name == "_grouped_mm":
+            out = stand_ins.grouped_product(*args, **kwargs)
+        else:
+            out = self.shapes(func, args, kwargs)
         values.follow(func, args, kwargs, out)
         return out
 
     def number(self, x: Tensor) -> Any:
-        """What the host reads: the number, where it is known; of what is computed, any."""
+        """What the host reads: the number, where it is known; else 0, a finite loss and a flag that nobody raised."""
         self.sync()
         found = values.numbers(x)
         if found is not None:
@@ -138,7 +142,7 @@ class FakeRecorder(Recorder):
         if not x.dtype.is_floating_point:
             raise RuntimeError(f"a whole number of shape {tuple(x.shape)} is asked for, and nothing states it")
         with outside():
-            return torch.ones(x.shape).tolist()
+            return torch.zeros(x.shape).tolist()
 
     def voted(self, x: Tensor) -> None:
         """Stages tell each other before the first step whether they know their shapes, and all of ours do."""
@@ -284,7 +288,7 @@ def rehearse(
         runtime = Runtime(rank, rank % node, world, torch.device("cpu"))
         trainer = Trainer(config, runtime)
         layers = {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
-        recorder = FakeRecorder(layers, rank, hardware.kind == "cuda")
+        recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
         stack.enter_context(fake)
         _know_routing(trainer, recorder, routing)
         _in_other_thread(trainer, [fake, recorder])
