@@ -44,7 +44,7 @@ def skewed(index_T: Tensor, top_k: int, num_experts: int, factor: float) -> Tens
     """
     most = num_experts / top_k
     if factor >= most:
-        return torch.arange(top_k).expand(len(index_T), top_k)
+        return torch.arange(top_k).repeat(len(index_T), 1)
     share = factor / most  # of the tokens
     to_first = ((index_T + 1) * share).floor() > (index_T * share).floor()
     others = num_experts - 1

@@ -28,7 +28,8 @@ from titanmoe.fold.groups import View, group_of
 from titanmoe.fold.meshes import Lanes
 from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
-from titanmoe.ops.device import as_on
+from titanmoe.ops.device import Hardware, as_on
+from titanmoe.ops.kernels import installed
 from titanmoe.parallel import apply
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.hardware import HARDWARE
@@ -126,10 +127,7 @@ class FakeRecorder(Recorder):
         if name == "_local_scalar_dense":
             found = self.number(args[0])
             return found if not isinstance(found, list) else found[0]
-        if name == "_grouped_mm":
-            out = stand_ins.grouped_product(*args, **kwargs)
-        else:
-            out = self.shapes(func, args, kwargs)
+        out = stand_ins.grouped_product(*args, **kwargs) if name == "_grouped_mm" else self.shapes(func, args, kwargs)
         values.follow(func, args, kwargs, out)
         return out
 
@@ -203,6 +201,22 @@ def _weightless(fake: FakeTensorMode) -> Callable[..., None]:
     return materialized
 
 
+def _that_can_be_followed(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
+    """The recipe without what a rehearsal cannot do, and what that is."""
+    moe, left_out = config.moe, []
+    if config.compile.enable:
+        config = replace(config, compile=replace(config.compile, enable=False))
+        left_out.append("compilation: operations are those of the uncompiled model")
+    if moe.overlap_chunks == -1:
+        config = replace(config, moe=replace(moe, overlap_chunks=1))
+        left_out.append("moe.overlap_chunks = -1 measures the machine: one chunk is taken")
+    if moe.capacity_factor and not moe.pad_to_capacity:
+        left_out.append("dropping depends on scores: rows are those before anything is dropped")
+    if hardware.kind == "cuda" and moe.kernels != "torch" and not installed():
+        left_out.append("Triton is not installed here: the plain operations stand for its kernels")
+    return config, left_out
+
+
 @contextmanager
 def fake_world(rank: int, world: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -269,10 +283,7 @@ def rehearse(
 ) -> Rehearsal:
     """The last of so many steps, as on the hardware of that name. config: from `read`."""
     hardware = HARDWARE[name]
-    left_out = []
-    if config.compile.enable:
-        config = replace(config, compile=replace(config.compile, enable=False))
-        left_out.append("compilation: operations are those of the uncompiled model")
+    config, left_out = _that_can_be_followed(config, hardware)
     fold = derive(world, config.parallelism)
     routing = Routing(config, fold, Samples, imbalance)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
