@@ -24,6 +24,7 @@ from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, listing
 from titanmoe.fold.search import changes, legal_stages, nearest
 from titanmoe.generate.command import add_generate
+from titanmoe.rehearse.command import add_rehearse
 from titanmoe.report.command import add_report
 from titanmoe.train.runtime import leave
 
@@ -51,7 +52,11 @@ def main(argv: list[str] | None = None) -> int:
     add_tokenize(commands)
     add_generate(commands)
     add_report(commands)
-    args = parser.parse_args(argv)
+    add_rehearse(commands)
+    args, rest = parser.parse_known_args(argv)
+    if rest and "overrides" not in args:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    args.overrides = rest
     try:
         code = args.run(args)
         sys.stdout.flush()

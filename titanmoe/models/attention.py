@@ -16,6 +16,7 @@ from titanmoe.comm.collectives import ALONE, gather, local, scatter_sum
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate
+from titanmoe.ops import device
 from titanmoe.ops.blocked_attention import blocked_attention
 
 
@@ -33,7 +34,7 @@ def causal_attention(
     Windows and sinks are here in plain operations; `titanmoe.parallel.attend` puts faster ones in their place.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
-    if q.device.type == "cpu" and not window and sinks_H is None:
+    if device.kind(q) == "cpu" and not window and sinks_H is None:
         return blocked_attention(q, k, v, document_BS).transpose(1, 2)
     mask = None
     if document_BS is not None:

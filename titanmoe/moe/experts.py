@@ -19,7 +19,7 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.fp8 import scaled_product, scaled_products
 from titanmoe.moe.permute import to_rows, to_tokens
-from titanmoe.ops import rowwise
+from titanmoe.ops import device, rowwise
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.region import region
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
@@ -63,8 +63,8 @@ def can_group(x: Tensor, *widths: int) -> bool:
     """torch's grouped product wants rows of whole 16-byte units, no float64; on GPUs bfloat16, Hopper or later."""
     if x.dtype == torch.float64 or any(width * x.element_size() % 16 for width in widths):
         return False
-    if x.device.type == "cuda":
-        return x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    if device.kind(x) == "cuda":
+        return x.dtype == torch.bfloat16 and device.capability(x.device) >= (9, 0)
     return True
 
 
@@ -236,7 +236,7 @@ class Experts(nn.Module):
         add little, 16 rows to at least 128 of an expert, and where copying an expert's rows costs less than they save.
         """
         plain = self.dtype == "compute" and not self.unused_rows and not torch.compiler.is_compiling()
-        narrow = x_RD.device.type == "cpu" and x_RD.dtype == torch.bfloat16
+        narrow = device.kind(x_RD) == "cpu" and x_RD.dtype == torch.bfloat16
         if not (plain and narrow and self.groups(x_RD)):
             return False
         experts = local(self.w1).shape[0]

@@ -20,6 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from titanmoe.ops import device
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
 LARGEST = 448.0
@@ -95,9 +96,7 @@ def missing(on_gpu: bool) -> str:
         return "the run is on CPUs, which have none"
     if not hasattr(torch, "_scaled_grouped_mm"):
         return f"PyTorch {torch.__version__} has no torch._scaled_grouped_mm"
-    capability = torch.cuda.get_device_capability()
+    capability = device.capability()
     if capability != (9, 0):
-        return (
-            f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}, not Hopper's 9.0"
-        )
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, not Hopper's 9.0"
     return ""

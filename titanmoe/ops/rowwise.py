@@ -17,13 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanmoe.ops import device
+
 BLOCK_NUMBERS = 1 << 18
 """Numbers in a block. Fewer would fit the second-level cache, but then calls cost more than what they do."""
 
 
 def pays(x: Tensor) -> bool:
     """Compilers fuse by themselves, and GPUs want few launches."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return device.kind(x) == "cpu" and not torch.compiler.is_compiling()
 
 
 def _wide(x: Tensor) -> torch.dtype:

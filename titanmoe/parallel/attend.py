@@ -11,6 +11,7 @@ from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Parallelism
 from titanmoe.fold.attention import pick_backend
 from titanmoe.models.transformer import Transformer
+from titanmoe.ops import device as hardware
 from titanmoe.parallel.context import OVER_CP, Placement, on_one_rank, ulysses_attention
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.parallel.torch_ring import missing, torch_ring_attention
@@ -32,8 +33,8 @@ def attend(
     ring_lacks: str = "",
 ) -> Tensor:
     masked, sinks = document_BL is not None or window > 0, sinks_H is not None
-    float64 = q_BSHh.dtype == torch.float64
-    chosen, why = pick_backend(asked, kind, group.size, q_BSHh.device.type, float64, masked, sinks, ring_lacks)
+    device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64
+    chosen, why = pick_backend(asked, kind, group.size, device, float64, masked, sinks, ring_lacks)
     if asked == "torch" and why:
         raise ValueError(f'parallelism.attention_backend = "torch" cannot hold here: {why}; use "auto"')
     rest = {"placement": placement, "group": group}

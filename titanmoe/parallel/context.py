@@ -33,6 +33,7 @@ from titanmoe.comm.collectives import ALONE, Group, _ops, all_to_all, gather
 from titanmoe.config.schema import Parallelism
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
+from titanmoe.ops import device
 
 _aten = torch.ops.aten
 
@@ -126,7 +127,7 @@ def _laid(bias: Tensor | None, heads: int) -> Tensor | None:
 
 
 def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    if q.device.type == "cpu":
+    if device.kind(q) == "cpu":
         scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
             *_padded(width, q, k, v), 0.0, causal, attn_mask=bias, scale=scale
@@ -146,7 +147,7 @@ def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
 
 
 def _block_backward(grad, q, k, v, bias, out, lse, causal):
-    if q.device.type == "cpu":
+    if device.kind(q) == "cpu":
         scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
         grad, *qkv, out = _padded(width, grad, q, k, v, out)
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(

@@ -17,6 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from titanmoe.comm.collectives import Group, gather
 from titanmoe.models.layers import promote
+from titanmoe.ops import device as hardware
 from titanmoe.parallel.context import Placement
 
 MASK_BLOCK = 128
@@ -99,7 +100,7 @@ def _kernel():
 def flex(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: BlockMask, sinks_H: Tensor | None) -> Tensor:
     """On a CPU in plain operations, and without a backward: to be compared with the others."""
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh))
-    attend = flex_attention if q.device.type == "cpu" else _kernel()
+    attend = flex_attention if hardware.kind(q) == "cpu" else _kernel()
     grouped = q.shape[1] != k.shape[1]
     if sinks_H is None:
         return attend(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.linalg import vector_norm
 
 from titanmoe.comm.collectives import Group, all_reduce
+from titanmoe.ops import device
 
 ROW = 4096
 """Numbers whose squares are added up in their own dtype, or in float32."""
@@ -31,7 +32,7 @@ def local_grad(parameter: nn.Parameter) -> Tensor:
 
 def local_norms(grads: list[Tensor]) -> list[Tensor]:
     """float64. On CPUs, where torch would copy a tensor to widen it: of rows at least in float32, widened then."""
-    if grads[0].device.type != "cpu":
+    if device.kind(grads[0]) != "cpu":
         return torch._foreach_norm(grads, 2, dtype=torch.float64)
     out = []
     for grad in grads:

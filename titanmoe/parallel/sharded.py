@@ -18,6 +18,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
+from titanmoe.ops import device
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
@@ -42,7 +43,8 @@ def shard_data(model: Transformer, training: Training, freed: bool, meshes: Mesh
     # Inputs are left alone: what enters a block already has the width its weights compute in.
     wide = torch.promote_types(param, reduce)
     # NCCL adds up on the way. A pipeline adds up microbatches, in the dtype given here, before it sends.
-    narrow_wire = meshes.dense_data.device_type == "cpu" and wide != param and meshes.pp.size == 1
+    on_cpu = device.kind(meshes.dense_data.device_type) == "cpu"
+    narrow_wire = on_cpu and wide != param and meshes.pp.size == 1
     policy = MixedPrecisionPolicy(param, param if narrow_wire else wide, cast_forward_inputs=False)
     keep_wide = MixedPrecisionPolicy(cast_forward_inputs=False)
     options = {"mesh": meshes.dense_data, "reshard_after_forward": freed}
@@ -69,7 +71,7 @@ def shard_data(model: Transformer, training: Training, freed: bool, meshes: Mesh
             mesh = meshes.expert_data if isinstance(module, Experts) else meshes.dense_data
             if mesh.size() > 1:  # where there is nothing to sum, torch would divide by 1.0, number by number
                 module.set_gradient_divide_factor(1.0)
-            if meshes.dense_data.device_type == "cpu":
+            if on_cpu:
                 module.set_custom_all_gather(StraightToPlace())
             if narrow_wire and not isinstance(module, Router):
                 module.set_custom_reduce_scatter(NarrowOnTheWire(mesh.size(mesh.ndim - 1), wide, sums))

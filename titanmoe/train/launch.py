@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +19,8 @@ from titanmoe.train.legal import ranks_of_a_node, refusals
 from titanmoe.train.runtime import die_with_launcher, grow_segments, restarted, say, start, stop, world_size
 
 
-def resolve(config: Config, world: int) -> Config:
-    """Derived degrees and batch sizes filled in: what will run."""
+def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]] = record_ahead) -> Config:
+    """Derived degrees and batch sizes filled in: what will run. ahead: the record of what the run goes on from."""
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
     parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
@@ -29,7 +30,7 @@ def resolve(config: Config, world: int) -> Config:
     if training.global_batch_size == -1:
         training = replace(training, global_batch_size=training.local_batch_size * fold.dp)
         # A batch that nobody chose stays what it was, also on more or fewer ranks.
-        before = record_ahead(config).get("config", {}).get("training", {}).get("global_batch_size", -1)
+        before = ahead(config).get("config", {}).get("training", {}).get("global_batch_size", -1)
         if before not in (-1, training.global_batch_size):
             training = replace(training, global_batch_size=before)
             if broken := refusals(replace(config, training=training), world):

@@ -37,9 +37,9 @@ def _here(config: Config) -> Config:
 
 
 def _has_gpu() -> bool:
-    import torch
+    from titanmoe.ops.device import chosen  # imports torch
 
-    return torch.cuda.is_available()
+    return chosen("auto") == "cuda"
 
 
 def lacking(config: Config, world: int) -> Iterator[str]:

@@ -225,8 +225,8 @@ class Trainer:
         return report
 
     def count(self, batches: list[Batch]) -> Totals:
-        mine = torch.tensor([[(b.labels_BS != IGNORE).sum(), b.valid_BS.sum()] for b in batches], dtype=torch.float64)
-        labels, tokens = all_reduce(mine.sum(0).to(self.device), self.meshes.data)
+        mine = [torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum())) for b in batches]
+        labels, tokens = all_reduce(torch.stack(mine).sum(0).to(self.device, torch.float64), self.meshes.data)
         return Totals(labels, tokens)
 
     @named("forward backward")

@@ -13,6 +13,8 @@ import os
 
 from torch import Tensor
 
+from titanmoe.ops import device
+
 
 def interpreted() -> bool:
     """Whether Triton runs kernels on CPUs, line by line. Read at its import, so it takes a process of its own."""
@@ -28,7 +30,7 @@ def installed() -> bool:
 
 def fused(kernels: str, x: Tensor) -> bool:
     """Whether this tensor goes through the kernels: `[moe] kernels`."""
-    return kernels == "triton" or (kernels == "auto" and x.device.type == "cuda" and installed())
+    return kernels == "triton" or (kernels == "auto" and device.kind(x) == "cuda" and installed())
 
 
 def missing(on_gpu: bool) -> str:

@@ -1,0 +1,113 @@
+"""Whatever a recipe may ask for, all ranks' messages pass, under any routing; and faults in the program are found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from tests.features import DISPATCHERS, RECOMPUTE, SCHEDULES
+from tests.rehearse.real import config_of
+from titanmoe.moe.dispatch import AllToAll
+from titanmoe.ops.kernels import installed
+from titanmoe.parallel.pipeline import Pipeline
+from titanmoe.rehearse.order import HOST_ORDER, Verdict, check
+from titanmoe.rehearse.roles import check_roles, every_program, role, roles
+from titanmoe.rehearse.world import rehearse
+
+pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
+NARROW = {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "moe.force_balance": False}
+STAGES = NARROW | {"model.num_layers": 4, "parallelism.pp": 2, "parallelism.experts.ep": 2}
+STAGES |= {"training.global_batch_size": 8}
+ONE = NARROW | {"model.num_layers": 1, "training.global_batch_size": 4, "parallelism.experts.ep": 4}
+
+
+def of_stages(changes: dict[str, Any], world: int = 4) -> Verdict:
+    return check_roles(roles(config_of(STAGES | changes, world, "h100"), world, "h100"))
+
+
+def of_all(changes: dict[str, Any], imbalance: float = 1.0, world: int = 4) -> Verdict:
+    config = config_of(ONE | changes, world, "h100")
+    return check(every_program([rehearse(config, world, rank, "h100", imbalance, 2) for rank in range(world)]))
+
+
+def schedule(name: str) -> dict[str, Any]:
+    return SCHEDULES[name] | ({"pipeline.overlap_pairs": True} if name == "DualPipeV" else {})
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(s, marks=() if s in ("1F1B", "DualPipeV") else pytest.mark.slow) for s in SCHEDULES]
+)
+def test_schedules(name: str) -> None:
+    assert of_stages(schedule(name)).text == HOST_ORDER
+
+
+@pytest.mark.parametrize("imbalance", [1.0, 1.7, 4.0])
+def test_every_rank_of_an_all_to_all(imbalance: float) -> None:
+    """At 4 times the mean two of the four ranks have no token."""
+    assert of_all({"moe.overlap_chunks": 2}, imbalance).text == HOST_ORDER
+
+
+@pytest.mark.parametrize("name", [d for d in DISPATCHERS if d not in ("alltoall", "chunks", "symm_mem")])
+def test_dispatchers(name: str) -> None:
+    assert of_all(DISPATCHERS[name] | {"parallelism.node": 2}, 1.7).text == HOST_ORDER
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses", "allgather"])
+def test_context(kind: str) -> None:
+    changes = {"parallelism.cp": 2, "parallelism.cp_kind": kind, "parallelism.experts.ep": 2}
+    assert of_all(changes).text == HOST_ORDER
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", RECOMPUTE)
+def test_recomputation(mode: str) -> None:
+    assert of_all(RECOMPUTE[mode] | {"parallelism.tp": 2}, 1.7).text == HOST_ORDER
+
+
+# ---- faults
+
+
+def faulty(world: int, of: Callable[[int], Any], changes: dict[str, Any]) -> Verdict:
+    """of: what goes wrong on a rank."""
+    config, found = config_of(ONE | changes, world, "h100"), []
+    for rank in range(world):
+        with of(rank):
+            found.append(rehearse(config, world, rank, "h100"))
+    return check(every_program(found))
+
+
+def test_a_rank_that_skips_its_call_is_named() -> None:
+    """As if it looked whether it has a token first."""
+    real = AllToAll.leave
+
+    def leave(self: AllToAll, y_RD: Tensor, splits: Any) -> Any:
+        self.group, group = type(self.group)("", 1, 0), self.group
+        try:
+            return real(self, y_RD, splits)
+        finally:
+            self.group = group
+
+    def of(rank: int) -> Any:
+        return mock.patch.object(AllToAll, "leave", leave if rank == 2 else real)
+
+    found = faulty(4, of, {})
+    assert not found.safe and "rank 2" in found.text and "moe/dispatch.py" in found.text
+
+
+def test_a_microbatch_more_is_told() -> None:
+    real = Pipeline.run
+    config = config_of(STAGES, 4, "h100")
+
+    def run(self: Pipeline, slices: list, *rest: Any) -> Any:
+        real(self, slices, *rest)
+        return real(self, slices, *rest)
+
+    first = rehearse(config, 4, 0, "h100")
+    with mock.patch.object(Pipeline, "run", run):
+        second = rehearse(config, 4, role(first.fold, 2), "h100")
+    found = check_roles([first, second])
+    assert not found.safe and "rank 2" in found.text and "stages pp" in found.text

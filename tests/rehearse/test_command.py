@@ -1,0 +1,77 @@
+"""`titanmoe rehearse` as a person calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titanmoe.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+DEBUG = str(ROOT / "train_configs" / "debug.toml")
+SMALL = ["--model.num_layers", "1", "--training.global_batch_size", "8", "--training.seq_len", "64"]
+SMALL += ["--training.mixed_precision_param", "bfloat16"]
+
+
+def rehearse(*argv: str, config: str = DEBUG) -> int:
+    return main(["rehearse", "--config", config, *argv])
+
+
+def refused(capsys: pytest.CaptureFixture, *argv: str, config: str = DEBUG) -> str:
+    assert rehearse(*argv, config=config) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and "Traceback" not in out.err
+    return out.err
+
+
+def test_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "rank.json"
+    assert rehearse("--world", "4", "--rank", "3", "--json", str(file), *SMALL) == 0
+    text = capsys.readouterr().out
+    (told,) = json.loads(file.read_text())["ranks"]
+    assert (told["rank"], told["world"], told["hardware"]) == (3, 4, "h100")
+    rows = [
+        row for row in told["messages"] if (row["lane"], row["dtype"], row["pass"]) == ("rows", "bfloat16", "forward")
+    ]
+    tokens = 4 * 64 // 2  # samples, positions over tp
+    assert {row["count"] for row in rows} == {1}  # a microbatch and a layer: there, and back
+    assert {row["sent_bytes"] for row in rows} == {tokens * 2 * 64 * 2}  # top-k, width, bytes
+    assert [row["by_layer"] for row in rows] == [{"layers.0": 1}] * 2
+    assert all(row["line"] in text for row in told["messages"])
+    assert "moe/dispatch.py" in "".join(told["syncs"])
+    assert told["bytes"]["optimizer"] > 2 * told["bytes"]["parameters"] > 0
+
+
+def test_every_role_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "order.json"
+    stages = ["--parallelism.pp", "2", "--parallelism.tp", "1", "--parallelism.experts.ep", "2"]
+    stages += ["--model.num_layers", "2", "--training.global_batch_size", "16"]
+    assert rehearse("--world", "4", "--all-roles", "--json", str(file), *SMALL, *stages) == 0
+    assert "Order of messages: safe in host order" in capsys.readouterr().out
+    told = json.loads(file.read_text())
+    assert [one["rank"] for one in told["ranks"]] == [0, 2] and told["order"]["safe"]
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert "--hardware = h1000 is not known: use a100, h100, h200" in refused(
+        capsys, "--world", "4", "--hardware", "h1000"
+    )
+    assert "--rank = 4 is not in a world of 4 ranks: use 0 to 3" in refused(capsys, "--world", "4", "--rank", "4")
+    assert "--imbalance = 0.5 is below 1" in refused(capsys, "--world", "4", "--imbalance", "0.5")
+    assert "3 % 2 = 1: use tp in 1, 3" in refused(capsys, "--world", "3")  # the laws' own
+    assert "no.toml" in refused(capsys, "--world", "4", config=str(tmp_path / "no.toml"))
+    assert "training.stps" in refused(capsys, "--world", "4", "--training.stps", "3")
+    assert "cannot write" in _said(capsys, tmp_path)
+
+
+def _said(capsys: pytest.CaptureFixture, folder: Path) -> str:
+    assert rehearse("--world", "4", "--json", str(folder / "none" / "x.json"), *SMALL) == 2
+    return capsys.readouterr().err
+
+
+def test_other_commands_still_refuse_what_they_do_not_know(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main(["fold", "--world", "4", "--training.steps", "3"])
+    assert "unrecognized arguments: --training.steps 3" in capsys.readouterr().err

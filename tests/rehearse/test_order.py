@@ -1,0 +1,155 @@
+"""The order of messages: faults put in on purpose are found, and what only streams can save is told apart."""
+
+from __future__ import annotations
+
+import torch
+
+from titanmoe.rehearse.order import HOST_ORDER, STREAMS, Program, Verdict, check
+from titanmoe.rehearse.record import Event, Line, Log, Message
+
+ALL, LEFT = (0, 1, 2, 3), (0, 1)
+
+
+class Script:
+    """A rank's program, written by hand. Groups are named by lane; messages are waited for at once unless `open`."""
+
+    def __init__(self, rank: int, **groups: tuple[int, ...]):
+        self.rank, self.log, self.groups, self.line = rank, Log(), groups, 0
+
+    def __call__(self, op: str, lane: str, size: int = 64, open: bool = False, **more: object) -> Script:
+        self.line += 1
+        sent, received = (0 if op == "receive" else size), (0 if op == "send" else size)
+        dtype = more.pop("dtype", torch.float32)
+        message = Message(op, lane, dtype, sent, received, Line("made.py", self.line), False, **more)
+        self.log.messages.append(message)
+        self.log.events.append(Event("issue", len(self.log.messages) - 1))
+        return self if open else self.wait()
+
+    def wait(self, number: int = -1) -> Script:
+        self.log.events.append(Event("wait", number % len(self.log.messages)))
+        return self
+
+    def sync(self) -> Script:
+        self.log.events.append(Event("sync", 0))
+        return self
+
+    @property
+    def program(self) -> Program:
+        return Program(self.rank, self.log, {lane: (lane, ranks) for lane, ranks in self.groups.items()})
+
+
+def judged(*scripts: Script) -> Verdict:
+    return check([script.program for script in scripts])
+
+
+def pair(**groups: tuple[int, ...]) -> tuple[Script, Script]:
+    groups = groups or {"rows": LEFT, "shards": LEFT}
+    return Script(0, **groups), Script(1, **groups)
+
+
+def test_what_is_alike_is_safe():
+    a, b = pair()
+    for script in (a, b):
+        script("all-gather", "shards", open=True)("all-to-all", "rows", splits=((1, 1), (1, 1))).wait(0).sync()
+    assert judged(a, b) == Verdict(HOST_ORDER, True)
+
+
+def test_groups_in_swapped_order_need_streams():
+    a, b = pair()
+    a("all-gather", "shards", open=True)("all-gather", "rows", open=True)
+    b("all-gather", "rows", open=True)("all-gather", "shards", open=True)
+    found = judged(a, b)
+    assert found.safe and found.text == STREAMS
+    assert "rank 0" in found.concerned[0] and "made.py:1" in found.concerned[0] and "shards" in found.concerned[0]
+
+
+def test_groups_in_swapped_order_that_wait_are_stuck():
+    a, b = pair()
+    a("all-gather", "shards")("all-gather", "rows")
+    b("all-gather", "rows")("all-gather", "shards")
+    found = judged(a, b)
+    assert not found.safe and len(found.concerned) == 2 and "circle" in found.text
+
+
+def test_a_host_that_reads_a_number_orders_what_follows():
+    a, b = pair()
+    for script, lanes in (a, ("shards", "rows")), (b, ("rows", "shards")):
+        script("all-gather", lanes[0], open=True).wait().sync()("all-gather", lanes[1], open=True)
+    assert not judged(a, b).safe
+
+
+def test_one_more_or_one_less():
+    a, b = pair()
+    a("all-reduce", "rows")("all-reduce", "rows")
+    b("all-reduce", "rows")
+    assert "rank 0: operation 1 of rows" in judged(a, b).text and "rank 1 never issues operation 1" in judged(a, b).text
+    a, b = pair()
+    a("all-reduce", "rows")
+    assert "rank 1 never issues any of that group" in judged(a, b).text
+
+
+def test_sizes_dtypes_and_kinds_agree():
+    for wrong in ({"size": 32}, {"dtype": torch.bfloat16}, {"op": "all-gather"}):
+        a, b = pair()
+        a("all-reduce", "rows")
+        b(**{"op": "all-reduce", "lane": "rows"} | wrong)
+        found = judged(a, b)
+        assert not found.safe and found.text.count("made.py:1") == 2
+
+
+def test_split_sizes_agree():
+    a, b = pair()
+    a("all-to-all", "rows", splits=((2, 3), (2, 5)))
+    b("all-to-all", "rows", splits=((5, 0), (4, 0)))
+    assert "sends rank 1 3 rows" in judged(a, b).text and "expects 4" in judged(a, b).text
+
+
+def test_sends_meet_receives():
+    def stages(first: int, second: int) -> Verdict:
+        a, b = pair(stages=LEFT)
+        for _ in range(first):
+            a("send", "stages", peer=1)
+        for _ in range(second):
+            b("receive", "stages", peer=0)
+        return judged(a, b)
+
+    assert stages(2, 2).text == HOST_ORDER
+    assert "rank 1 never answers it" in stages(3, 2).text
+    assert "rank 0 never answers it" in stages(1, 2).text
+    a, b = pair(stages=LEFT)
+    a("send", "stages", peer=1)
+    b("receive", "stages", size=8, peer=0)
+    assert not judged(a, b).safe
+
+
+def test_two_that_send_first_are_stuck_and_a_batch_is_not():
+    a, b = pair(stages=LEFT)
+    for script, other in (a, 1), (b, 0):
+        script("send", "stages", peer=other)("receive", "stages", peer=other)
+    assert not judged(a, b).safe
+    a, b = pair(stages=LEFT)
+    for script, other in (a, 1), (b, 0):
+        script("send", "stages", peer=other, batch=0, open=True)("receive", "stages", peer=other, batch=0, open=True)
+    assert judged(a, b).text == HOST_ORDER
+
+
+def test_a_reduction_between_another_groups_messages():
+    """Rank 0 reduces over shards between the two all-to-alls of backward, rank 1 after them: each waits at once."""
+    a, b = pair()
+    splits = ((1, 1), (1, 1))
+    a("all-to-all", "rows", splits=splits)("reduce-scatter", "shards")("all-to-all", "rows", splits=splits)
+    b("all-to-all", "rows", splits=splits)("all-to-all", "rows", splits=splits)("reduce-scatter", "shards")
+    found = judged(a, b)
+    assert not found.safe and "reduce-scatter" in " ".join(found.concerned)
+
+
+def test_a_circle_of_four_is_told_whole():
+    groups = [(0, 1), (1, 2), (2, 3), (0, 3)]
+    scripts = []
+    for rank, order in enumerate(((3, 0), (0, 1), (1, 2), (2, 3))):
+        script = Script(rank, **{f"g{i}": groups[i] for i in order})
+        for i in order:
+            script("all-reduce", f"g{i}")
+        scripts.append(script)
+    found = judged(*scripts)
+    assert not found.safe and len(found.concerned) == 4

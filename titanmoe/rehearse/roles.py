@@ -1,0 +1,54 @@
+"""All ranks of a world from those that differ: ranks of one stage run the same program, each in its own groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.rehearse.order import Program, Verdict, check
+from titanmoe.rehearse.world import Rehearsal, rehearse
+
+
+def role(fold: Fold, rank: int) -> int:
+    """The rank that stands for it: the first of its stage."""
+    return rank // fold.stage * fold.stage
+
+
+def roles(config: Config, world: int, hardware: str, imbalance: float = 1.0, node: int = 8) -> Iterator[Rehearsal]:
+    for stage in range(config.parallelism.pp):
+        yield rehearse(config, world, stage * (world // config.parallelism.pp), hardware, imbalance, node)
+
+
+def programs(rehearsals: Iterable[Rehearsal]) -> list[Program]:
+    """Of those that stand for others. They run the same program, so they get as far as each other: a group within a
+    stage is one of the stage's first rank alone, and one across stages is of their first ranks.
+    """
+    return [
+        Program(
+            found.rank,
+            found.log,
+            {
+                name: (f"{group.lane} {group.axes}", tuple(dict.fromkeys(role(found.fold, r) for r in group.ranks)))
+                for name, group in found.groups.items()
+            },
+            exact=False,
+        )
+        for found in rehearsals
+    ]
+
+
+def every_program(rehearsals: Iterable[Rehearsal]) -> list[Program]:
+    """Where every rank of a world has been rehearsed: split sizes are held against each other too."""
+    return [
+        Program(
+            found.rank,
+            found.log,
+            {name: (f"{group.lane} {group.axes}", group.ranks) for name, group in found.groups.items()},
+        )
+        for found in rehearsals
+    ]
+
+
+def check_roles(rehearsals: Iterable[Rehearsal]) -> Verdict:
+    return check(programs(rehearsals))

@@ -1,0 +1,35 @@
+"""Samples of a rehearsal: of the right shapes, from no file."""
+
+from __future__ import annotations
+
+import torch
+
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import Batch
+from titanmoe.data.loader import Share
+
+DOCUMENTS = 4
+"""Of a sample, where a recipe packs several into one."""
+
+
+class Samples:
+    """The loader's part of the Trainer. Every position holds a token and has a label."""
+
+    def __init__(self, config: Config, data_rank: int, data_ranks: int):
+        self.share = Share(config, data_rank, data_ranks)
+        self.global_batch_size, self.microbatches = self.share.global_batch_size, self.share.microbatches
+
+    def next_step(self) -> list[Batch]:
+        share = self.share
+        shape = share.size, share.seq_len
+        ids = torch.zeros(shape, dtype=torch.int64)
+        document = position = None
+        if share.apart:
+            length = -(-share.seq_len // DOCUMENTS)
+            place = torch.arange(share.seq_len).expand(shape)
+            document, position = place // length, place % length
+        batch = Batch(ids, ids, torch.ones(shape, dtype=torch.bool), document, position)
+        return [batch] * self.microbatches
+
+    def peek(self) -> list[Batch]:
+        return self.next_step()

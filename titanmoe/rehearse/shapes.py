@@ -1,0 +1,84 @@
+"""Shapes of results, remembered: a step does the same few hundred operations on the same shapes again and again.
+
+Fake tensors ask torch for the shapes of each result, at a third of a millisecond. Here that is done once for each
+operation, its numbers and the layouts that enter it; what has been met is made straight away.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_leaves
+
+CPU = torch.device("cpu")
+NOT_BY_SHAPE = ("lift_fresh", "lift", "_to_copy", "set_", "resize_", "_unsafe_view")
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device)
+
+
+class _Unknown(Exception):
+    """Something whose layout is not all there is to it."""
+
+
+def _key(x: Any) -> Any:
+    if type(x) is FakeTensor:
+        return FakeTensor, x.shape, x.stride(), x.storage_offset(), x.dtype
+    if isinstance(x, PLAIN):
+        return type(x), x
+    if isinstance(x, list | tuple):
+        return tuple(map(_key, x))
+    raise _Unknown
+
+
+class Shapes:
+    def __init__(self, mode: FakeTensorMode):
+        self.mode = mode
+        self._met: dict[Any, list[tuple] | None] = {}
+        self._kinds: dict[Any, str] = {}
+
+    def __call__(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        kind = self._kinds.get(func)
+        if kind is None:
+            kind = self._kinds[func] = self._kind(func)
+        if kind == "ask":
+            return func(*args, **kwargs)
+        try:
+            key = (func, _key(args), tuple((name, _key(x)) for name, x in kwargs.items()))
+        except _Unknown:
+            return func(*args, **kwargs)
+        if kind == "view":
+            if key not in self._met:
+                self._met[key] = None
+                return func(*args, **kwargs)
+            with in_kernel_invocation_manager(self.mode):
+                out = func(*args, **kwargs)
+            return FakeTensor(self.mode, out, CPU) if isinstance(out, Tensor) else [self._of(x) for x in out]
+        made = self._met.get(key)
+        if made is not None:
+            several, layouts = made
+            with no_dispatch():
+                plain = [torch.empty_strided(*of, dtype=dtype, device="meta") for *of, dtype in layouts]
+            out = [FakeTensor(self.mode, x, CPU) for x in plain]
+            return several(out) if several is not None else out[0]
+        out = func(*args, **kwargs)
+        found = tree_leaves(out)
+        if found and all(type(x) is FakeTensor and x.device == CPU and x.storage_offset() == 0 for x in found):
+            several = type(out) if isinstance(out, list | tuple) else None
+            self._met[key] = several, [(x.shape, x.stride(), x.dtype) for x in found]
+        return out
+
+    def _of(self, x: Tensor) -> FakeTensor:
+        return FakeTensor(self.mode, x, CPU)
+
+    def _kind(self, func: Any) -> str:
+        schema, name = func._schema, func._overloadpacket.__name__
+        if name in NOT_BY_SHAPE or schema.is_mutable or func.namespace not in ("aten", "titanmoe"):
+            return "ask"
+        if func.is_view:
+            return "view"
+        if any(x.alias_info is not None for x in (*schema.arguments, *schema.returns)):
+            return "ask"
+        return "new"

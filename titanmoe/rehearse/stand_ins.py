@@ -1,0 +1,62 @@
+"""What fake CPU tensors cannot go through, in operations of the same shapes: GPUs' attention, grouped products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanmoe.models.layers import promote
+from titanmoe.parallel import attend, flex
+
+_aten = torch.ops.aten
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
+) -> Tensor:
+    """The kernel that torch takes on a GPU: (B, H, S, h) all."""
+    return _attended(q, k, v, mask, is_causal)[0]
+
+
+def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    narrow = q.dtype in (torch.bfloat16, torch.float16)
+    if mask is None and narrow and q.shape[-1] == v.shape[-1] <= 256:
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if mask is not None:
+        mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
+        mask = mask.expand(q.shape[0], q.shape[1], -1, -1)
+    return _aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal)[:2]
+
+
+def flexed(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: Tensor | None) -> Tensor:
+    """`titanmoe.parallel.flex.flex`, which compiles its kernel: a kernel that keeps the same for backward."""
+    out, lse = _attended(*(x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh)), None, True)
+    if sinks_H is not None:
+        lse = lse[..., : q_BSHh.shape[1]]
+        out = (out * torch.sigmoid(lse - promote(sinks_H).view(-1, 1)).unsqueeze(-1)).to(q_BSHh.dtype)
+    return out.transpose(1, 2)
+
+
+@contextmanager
+def of_gpus() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        for module in attend, flex:
+            stack.enter_context(mock.patch.object(module, "flex", flexed))
+        yield
+
+
+def grouped_product(
+    x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """torch._grouped_mm, whose shapes torch itself tells in bfloat16 alone."""
+    if w.dim() == 3:
+        return x.new_empty(x.shape[0], w.shape[2])
+    return x.new_empty(offs.shape[0], x.shape[0], w.shape[1])
