@@ -22,7 +22,7 @@ START = 20.0
 """Whichever test comes first in a worker pays for its processes' imports."""
 LONG = (
     "test_parity", "train/test_trainer", "checkpoint/test_resume", "train/test_restarts", "parallel/test_compiled",
-    "moe/test_interpreter", "parallel/test_pairs", "train/test_validation", "moe/test_dispatch", "train/test_watch",
+    "ops/test_interpreter", "parallel/test_pairs", "train/test_validation", "moe/test_dispatch", "train/test_watch",
     "test_launch_scripts", "checkpoint_hf/test_fields", "test_bench_layers",
 )  # fmt: skip
 """The files that take longest. They come first: the worker that got one of them last would be waited for."""

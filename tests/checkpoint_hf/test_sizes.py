@@ -52,6 +52,11 @@ def test_a_size_that_no_model_has(monkeypatch, key, field, number):
     assert said.startswith(f"config.json gives model.{field} = ") and "and the most is " in said and len(said) < 200
 
 
+def test_a_size_that_several_keys_give():
+    (said,) = why(rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**400})
+    assert said.startswith("config.json gives model.rope_original_len = 0x") and "the most is 2,147,483,648" in said
+
+
 def test_floats_that_are_none():
     (said,) = why(rms_norm_eps=10**400)
     assert "model.norm_eps = 0x" in said and "the most is 9,223,372,036,854,775,807" in said

@@ -29,6 +29,12 @@ def test_deep_nesting_in_a_recipe_is_one_problem(recipe, text):
     assert found == "my.toml: is not TOML: tables or lists lie in each other more than 16 deep, which no field needs"
 
 
+def test_a_key_of_many_parts_is_refused_before_it_is_parsed(recipe, monkeypatch):
+    """Its parser takes the square of their number."""
+    monkeypatch.setattr(recipes, "toml", lambda: pytest.fail("it was parsed"))
+    assert "more than 16 deep" in problems(*recipe(".".join(["a"] * 500) + " = 1"))[0]
+
+
 def test_deep_nesting_in_an_override_is_one_problem():
     (found,) = problems("--data.paths=" + "[" * 5000)
     assert "is not a list of strings" in found and len(found) < 250

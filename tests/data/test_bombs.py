@@ -71,8 +71,9 @@ def test_a_text_is_refused_as_a_whole(tmp_path, packed):
 
 
 @pytest.mark.parametrize("packed", [".gz", ".zst"])
-def test_memory_follows_the_limit_and_not_the_file(tmp_path, packed, monkeypatch):
-    file = tmp_path / f"a.jsonl{packed}"
+@pytest.mark.parametrize("kind", ["jsonl", "txt"])
+def test_memory_follows_the_limit_and_not_the_file(tmp_path, kind, packed, monkeypatch):
+    file = tmp_path / f"a.{kind}{packed}"
     monkeypatch.setattr(unpack, "PIECE", 64)
     file.write_bytes(PACK[packed](long_line(16)))
     assert file.stat().st_size < 1 << 17
@@ -142,6 +143,16 @@ def test_nesting_near_what_python_bears(tmp_path, depth):
         (entry,) = read(tmp_path / name)
         assert not isinstance(entry, Bad) or f"{name}:1: JSON nested too deeply" in entry.why
     assert depth < 50_000 or isinstance(entry, Bad)
+
+
+def test_a_value_that_can_be_read_and_not_written_again(tmp_path, monkeypatch):
+    def deep(value):
+        raise RecursionError
+
+    monkeypatch.setattr(reading, "_surrogate", deep)
+    (tmp_path / "a.jsonl").write_text('{"text": "\\u00e9"}\n')
+    (entry,) = read(tmp_path / "a.jsonl")
+    assert f"{tmp_path}/a.jsonl:1: JSON nested too deeply" in entry.why
 
 
 # ---- Parquet

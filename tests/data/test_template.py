@@ -1,5 +1,7 @@
 """A template that asks for 10^10 of anything is ended after a stated number of steps; published ones are not."""
 
+import io
+
 import pytest
 from jinja2 import environment
 
@@ -32,6 +34,13 @@ LOOPS = {
     "a list times a number": "{% set x = [0] * 10 ** 10 %}",
     "split": "{% for i in range(99999) %}{{ ('a ' * 99999).split(' ') | length }}{% endfor %}",
     "letters": "{% for i in range(99999) %}{{ ('a' * 99999) | list | length }}{% endfor %}",
+    "what a loop asks of each": "{% for i in range(999) if not [" + "i," * 300 + "] %}{% endfor %}",
+    "defaults": "{% macro m(i, a=[" + "i," * 300 + "]) %}{% endmacro %}{% for i in range(999) %}{{ m(1) }}{% endfor %}",
+    "defaults of a call": "{% macro m() %}{% for i in range(999) %}{{ caller(1) }}{% endfor %}{% endmacro %}"
+    "{% call(i, a=[" + "i," * 300 + "]) m() %}{% endcall %}",
+    "parts of an attribute": "{{ (['a'] * 999) | map(attribute='" + "0." * 300 + "0') | list }}",
+    "attributes to sort by": "{{ (['a'] * 999) | sort(attribute='" + "0," * 300 + "0') | length }}",
+    "attributes of letters": "{{ ('a' * 999) | unique(attribute='" + "0." * 300 + "0') | list }}",
     "letters in a loop": "{% for i in range(99999) %}{% for c in 'a' * 99999 %}{% break %}{% endfor %}{% endfor %}",
 }
 TEXTS = {
@@ -146,6 +155,17 @@ def test_blanks_are_no_tokens(monkeypatch):
     monkeypatch.setattr(chat, "MOST_TOKENS", 10)
     assert len(Chat("{{" + " " * 999 + "messages [0].content" + " " * 999 + "}}", "t", ByteTokenizer()).encode(TALK)[0])
     refused("{{ messages[0].content }}{{ 1 }}")
+
+
+def test_a_template_is_read_no_further_than_its_most(monkeypatch):
+    class Endless(io.StringIO):
+        def read(self, size=-1):
+            assert size == chat.MOST_TEMPLATE + 1
+            return "a" * size
+
+    monkeypatch.setattr(chat.Path, "open", lambda *_, **__: Endless())
+    with pytest.raises(ConfigError, match="has more than 131,072 characters"):
+        chat.open_chat("t.jinja", ByteTokenizer())
 
 
 def test_a_template_of_a_great_length(monkeypatch, tmp_path):

@@ -33,6 +33,7 @@ def asked(**degrees: int) -> Parallelism:
         (dict(dp_replicate=4, dp_shard=2, ep=2), 6, dict(edp_replicate=1, edp=3), "dp_shard 2 -> 3"),
         # experts by themselves
         (dict(edp_replicate=4, ep=2), 4, dict(edp_replicate=2, edp=1), "edp_replicate 4 -> 2"),
+        (dict(edp_replicate=4), 6, dict(edp_replicate=2, edp=3), "edp_replicate 4 -> 2"),
         (dict(edp=4, edp_replicate=2), 4, dict(edp_replicate=2, edp=2), "edp 4 -> 2"),
         (dict(edp=4, dp_replicate=2), 2, dict(dp_replicate=2, edp_replicate=2, edp=1), "edp 4 -> 1"),
         # with a pipeline

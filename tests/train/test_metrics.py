@@ -335,6 +335,17 @@ def test_events_that_fail_tell_of_themselves_on_the_console(config, clock, capsy
     assert told(run.folder) == [f"{file}: written again; 2 lines of it were lost"]  # the warning was one
 
 
+def test_a_config_that_cannot_be_written_ends_no_run(config):
+    folder = Path(config.job.dump_folder, "run")
+    folder.mkdir()
+    (folder / "config.toml").symlink_to("/dev/full")
+    run = make(config)
+    run.log(1, VALUES)
+    run.close()
+    assert told(run.folder) == [f"{folder}/config.toml: No space left on device"]
+    assert [line["step"] for line in lines(run.folder)] == [1]
+
+
 def test_a_console_that_cannot_be_written_ends_no_run(config, monkeypatch):
     class Full(io.StringIO):
         def flush(self) -> None:

@@ -37,6 +37,36 @@ def test_a_pause_grows_to_ten_minutes_and_begins_short_again(monkeypatch):
     assert tried == [5000, 5030]
 
 
+def test_a_place_that_cannot_be_opened_at_the_start_is_tried_again(monkeypatch):
+    now, told, lines = [0.0], [], []
+    monkeypatch.setattr(outlet.time, "monotonic", lambda: now[0])
+
+    class Place:
+        def __init__(self) -> None:
+            if not now[0]:
+                _full()
+
+        def close(self) -> None: ...
+
+    out = Outlet("x", Place, told.append)
+    out.open()
+    for now[0] in (1, 29, 31):
+        out.put(lambda _: lines.append(now[0]))
+    assert lines == [31]
+    assert [text.partition(":")[2].split(";")[0].split(":")[0] for text in told] == [
+        " No space left on device",
+        " written again",
+    ]
+
+
+def test_what_can_be_mended_at_once_ends_the_start():
+    def make() -> outlet.Closes:
+        raise ImportError("no module named wandb")
+
+    with pytest.raises(ImportError):
+        Outlet("x", make, lambda text: None).open()
+
+
 def test_of_a_line_that_does_not_fit_nothing_is_left(tmp_path, monkeypatch):
     file, write = LineFile(tmp_path / "lines"), os.write
     file.write("first")

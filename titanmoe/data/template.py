@@ -58,9 +58,15 @@ class _Counting(CodeGenerator):
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         if node.test is not None:  # what it turns down never gets to the body
-            node.test = nodes.And(nodes.EnvironmentAttribute("spend(1)"), node.test)
+            node.test = nodes.And(nodes.EnvironmentAttribute(f"spend({_own(node.test)})"), node.test)
         node.iter = _through("iterated", node.iter)
         super().visit_For(node, frame)
+
+    def macro_body(self, node: Any, frame: Frame) -> Any:
+        if node.defaults:  # they are worked out at each call
+            spent = nodes.EnvironmentAttribute(f"spend({sum(map(_own, node.defaults))})")
+            node.body = [nodes.ExprStmt(spent, lineno=node.lineno), *node.body]
+        return super().macro_body(node, frame)
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         node.nodes = [_through("sized", part) for part in node.nodes]
@@ -266,6 +272,9 @@ class Counted(ImmutableSandboxedEnvironment):
             value, rest = args[first], args[first + 1 :]
             self._shallow(value, letters=name in _LETTERS)
             self._walk([*rest, *named.values()])
+            if isinstance(value, _MANY) or (isinstance(value, str) and name in _LETTERS):
+                texts = [text for text in (*rest, *named.values()) if isinstance(text, str)]
+                self.spend(len(value) * sum(text.count(".") + text.count(",") for text in texts))  # a.b,c of each
             if name == "tojson" or name == "indent":
                 self._indented(name, value, rest, named)
             elif name not in _SHALLOW:
