@@ -37,6 +37,7 @@ from titanmoe.rehearse.record import Log, Recorder
 from titanmoe.rehearse.routing import Exchange, Routing
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.shapes import Shapes
+from titanmoe.rehearse.work import Work
 from titanmoe.train import trainer as trainer_module
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import problems
@@ -85,6 +86,7 @@ class Rehearsal:
     gradient_bytes: int
     optimizer_bytes: int
     left_out: list[str]
+    work: Work
 
 
 def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Named]:
@@ -120,7 +122,7 @@ class FakeRecorder(Recorder):
 
     def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
         super().__init__(layers, on_gpu)
-        self.rank, self.here, self.shapes = rank, _Here(), Shapes(fake)
+        self.rank, self.here, self.shapes, self.costs = rank, _Here(), Shapes(fake), Work()
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func._overloadpacket.__name__
@@ -129,6 +131,7 @@ class FakeRecorder(Recorder):
             return found if not isinstance(found, list) else found[0]
         out = stand_ins.grouped_product(*args, **kwargs) if name == "_grouped_mm" else self.shapes(func, args, kwargs)
         values.follow(func, args, kwargs, out)
+        self.costs.add(func, args, kwargs, out)
         return out
 
     def asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -315,7 +318,7 @@ def rehearse(
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.of_gpus())
         for _ in range(steps):
-            recorder.log = Log()
+            recorder.log, recorder.costs = Log(), Work()
             with recorder.on():
                 trainer.train_step()
         pieces = trainer.optimizer.pieces.values()
@@ -332,4 +335,5 @@ def rehearse(
             sum(p.numel() * p.element_size() for p in pieces),
             sum(x.numel() * x.element_size() for x in state),
             left_out,
+            recorder.costs,
         )
