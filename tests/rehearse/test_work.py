@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.rehearse.real import config_of
+from tests.rehearse.small import config_of
 from titanmoe.config.schema import Config
 from titanmoe.models.count import flops_per_token
 from titanmoe.ops.kernels import installed
