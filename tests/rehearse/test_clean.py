@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from tests.features import DISPATCHERS, RECOMPUTE, SCHEDULES
-from tests.rehearse.real import config_of
+from tests.rehearse.small import config_of
 from titanmoe.moe.dispatch import AllToAll
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.pipeline import Pipeline

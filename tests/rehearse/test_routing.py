@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.rehearse.real import config_of
+from tests.rehearse.small import config_of
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatch import AllToAll
 from titanmoe.rehearse.routing import Exchange, Routing, balanced, skewed

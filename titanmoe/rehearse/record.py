@@ -115,11 +115,16 @@ class Recorder(TorchDispatchMode):
         self._issued_at: dict[int, int] = {}
         self._batch, self._batches, self._beside = -1, 0, 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would guard every call against a compiler, at a fifth of what it takes; nothing compiles here."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace not in ("c10d", "_c10d_functional"):
-            if func.namespace == "prim":  # questions to a tensor, such as its device
-                return func(*args, **kwargs)
+            if func.namespace == "prim":
+                return self.asked(func, args, kwargs)
             if not func.is_view:
                 self.work += 1
             return self.compute(func, args, kwargs)
@@ -140,6 +145,10 @@ class Recorder(TorchDispatchMode):
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An operation that is no message."""
+        return func(*args, **kwargs)
+
+    def asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A question to a tensor, such as its device."""
         return func(*args, **kwargs)
 
     def sent(self, func: Any, args: tuple, out: Any) -> None:

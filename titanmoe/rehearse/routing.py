@@ -66,7 +66,7 @@ class Routing:
         data, cp, tp = place("dp"), place("cp"), place("tp")
         batch = self.samples(self.config, data.rank, data.size).next_step()[microbatch]
         meshes = SimpleNamespace(data=data, cp=cp, tp=tp, fold=fold)
-        return cut(batch, microbatch, meshes, placement(self.config), torch.device("cpu")).tokens.index_T
+        return cut(batch, microbatch, meshes, placement(self.config.parallelism), torch.device("cpu")).tokens.index_T
 
     def chosen(self, rank: int, microbatch: int) -> Tensor:
         key = rank, microbatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from titanmoe.rehearse.order import Verdict
@@ -63,6 +64,7 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
             "gradients": rehearsal.gradient_bytes,
             "optimizer": rehearsal.optimizer_bytes,
         },
+        "work": asdict(rehearsal.work),
         "messages": list(rows(rehearsal)),
         "syncs": dict(Counter(str(line) for line in rehearsal.log.syncs)),
         "groups": [_group(group) | {"used": name in used} for name, group in rehearsal.groups.items()],
@@ -82,6 +84,8 @@ def table(rehearsal: Rehearsal) -> list[str]:
         "",
         f"parameters {size(rehearsal.parameter_bytes)}, gradients {size(rehearsal.gradient_bytes)}, "
         f"optimizer {size(rehearsal.optimizer_bytes)}",
+        f"{rehearsal.work.kernels:,} kernels, {rehearsal.work.flops:.4g} FLOPs, {size(rehearsal.work.read)} read and "
+        f"{size(rehearsal.work.written)} written",
         "",
         "One step sends:",
         "",

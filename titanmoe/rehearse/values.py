@@ -52,7 +52,9 @@ def _cell(x: Tensor) -> list[bool]:
 
 def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
     """After func(*args, **kwargs) has given the fake `out`: do it again with the numbers, where they are known."""
-    results = [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
+    if isinstance(out, FakeTensor) and not _whole(out) and not func._schema.is_mutable:
+        return
+    results = [out] if isinstance(out, FakeTensor) else [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
     changes = func._schema.is_mutable
     if not changes and not any(map(_whole, results)):
         return

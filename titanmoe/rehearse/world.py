@@ -37,6 +37,7 @@ from titanmoe.rehearse.record import Log, Recorder
 from titanmoe.rehearse.routing import Exchange, Routing
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.shapes import Shapes
+from titanmoe.rehearse.work import Work
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import refusals
 from titanmoe.train.runtime import Runtime
@@ -84,6 +85,7 @@ class Rehearsal:
     gradient_bytes: int
     optimizer_bytes: int
     left_out: list[str]
+    work: Work
 
 
 def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Named]:
@@ -119,7 +121,7 @@ class FakeRecorder(Recorder):
 
     def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
         super().__init__(layers, on_gpu)
-        self.rank, self.here, self.shapes = rank, _Here(), Shapes(fake)
+        self.rank, self.here, self.shapes, self.costs = rank, _Here(), Shapes(fake), Work()
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func._overloadpacket.__name__
@@ -128,7 +130,14 @@ class FakeRecorder(Recorder):
             return found if not isinstance(found, list) else found[0]
         out = stand_ins.grouped_product(*args, **kwargs) if name == "_grouped_mm" else self.shapes(func, args, kwargs)
         values.follow(func, args, kwargs, out)
+        self.costs.add(func, args, kwargs, out)
         return out
+
+    def asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # By far the most frequent, and fake tensors think long about it.
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        return func(*args, **kwargs)
 
     def number(self, x: Tensor) -> Any:
         """What the host reads: the number, where it is known; else 0, a finite loss and a flag that nobody raised."""
@@ -172,7 +181,7 @@ def _know_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) ->
     for moe in layers:
         router, dispatcher = moe.router, moe.dispatcher
 
-        def route(x_TD: Tensor, tokens: Any, real: Callable = router.route) -> tuple:
+        def route(x_TD: Tensor, tokens: Any, real: Callable = router.forward) -> tuple:
             out = real(x_TD, tokens)
             recorder.here.microbatch = values.numbers(tokens.microbatch)
             with outside():
@@ -184,7 +193,7 @@ def _know_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) ->
             recorder.here.exchange, recorder.here.met = exchange, 0
             return real(*args)
 
-        router.route = route
+        router.forward = route
         dispatcher.start = start
 
 
@@ -307,7 +316,7 @@ def rehearse(
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.of_gpus())
         for _ in range(steps):
-            recorder.log = Log()
+            recorder.log, recorder.costs = Log(), Work()
             with recorder.on():
                 trainer.train_step()
         pieces = trainer.optimizer.pieces.values()
@@ -324,4 +333,5 @@ def rehearse(
             sum(p.numel() * p.element_size() for p in pieces),
             sum(x.numel() * x.element_size() for x in state),
             left_out,
+            recorder.costs,
         )

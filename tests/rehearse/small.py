@@ -1,0 +1,34 @@
+"""Recipes small enough to rehearse in a second or two, and what a rehearsal says of every message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests import parity
+from titanmoe.config.schema import Config
+from titanmoe.rehearse.record import Log
+from titanmoe.rehearse.world import Named, read
+
+Told = list[tuple[Any, ...]]
+FORCED = {"moe.force_balance": True, "training.dtype": "float32", "training.mixed_precision_param": "float32"}
+FORCED |= {"training.mixed_precision_reduce": "float32", "moe.kernels": "torch"}
+
+
+def config_of(changes: dict[str, Any], world: int, hardware: str) -> Config:
+    return read(parity.arguments(parity.TINY | FORCED | changes), world, hardware)
+
+
+def told(log: Log, groups: dict[str, Named]) -> Told:
+    """Every message in the order of the host, and where it was waited for, with all that can be compared."""
+    out: Told = []
+    for kind, number in log.events:
+        if kind == "sync":
+            continue
+        m = log.messages[number]
+        if kind == "issue":
+            group = groups[m.group]
+            what = m.op, str(m.dtype), m.sent, m.received, m.splits, m.peer, m.batch >= 0
+            out.append((group.lane, group.axes, group.ranks, *what, m.backward, m.waited, *m.line))
+        else:
+            out.append(("waits for", number))
+    return out

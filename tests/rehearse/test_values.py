@@ -1,0 +1,69 @@
+"""Numbers behind fake tensors, and shapes that are remembered."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.rehearse.small import config_of, told
+from titanmoe.ops.kernels import installed
+from titanmoe.rehearse import values
+from titanmoe.rehearse.shapes import Shapes
+from titanmoe.rehearse.world import FakeRecorder, rehearse
+
+
+def recorder() -> tuple[FakeTensorMode, FakeRecorder]:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    return fake, FakeRecorder({}, 0, True, fake)
+
+
+def test_whole_numbers_are_followed() -> None:
+    fake, noted = recorder()
+    with fake, noted.on():
+        chosen = torch.tensor([2, 0, 2, 1])
+        count = chosen.new_zeros(4).scatter_add_(0, chosen, torch.ones_like(chosen))
+        view = count.view(2, 2)
+        view[1] += 5
+        sizes = count.cumsum(0)
+    assert values.numbers(count) == [1, 1, 7, 5]  # through its view
+    assert values.numbers(sizes) == [1, 2, 9, 14]
+
+
+def test_what_comes_of_weights_is_not_known_and_what_it_is_written_to_no_longer() -> None:
+    fake, noted = recorder()
+    with fake, noted.on():
+        scores = torch.zeros(4).softmax(0)
+        place = torch.arange(4)
+        best = scores.argmax()
+        place[:2] = best
+    assert values.numbers(best) is None and values.numbers(place) is None
+
+
+def test_the_host_reads_what_is_known_and_each_reading_is_one_wait() -> None:
+    fake, noted = recorder()
+    tolist = mock.patch.object(torch._subclasses.FakeTensor, "tolist", lambda x: noted.number(x))
+    with fake, noted.on(), tolist:
+        assert torch.arange(3).add(1).tolist() == [1, 2, 3]
+        assert int(torch.arange(4).sum()) == 6
+        assert torch.ones(3).sum().item() == 0.0
+        with pytest.raises(RuntimeError, match="nothing states it"):
+            torch.ones(3).argmax().item()
+    assert len(noted.log.syncs) == 4
+
+
+@pytest.mark.skipif(not installed(), reason="Triton is not installed")
+def test_remembered_shapes_are_those_that_torch_tells() -> None:
+    changes = {
+        "training.mixed_precision_param": "bfloat16",
+        "moe.kernels": "auto",
+        "activation_checkpoint.mode": "full",
+    }
+    config = config_of(changes | {"parallelism.tp": 2, "parallelism.experts.ep": 4}, 4, "h100")
+    found = rehearse(config, 4, 1, "h100")
+    with mock.patch.object(Shapes, "__call__", lambda self, func, args, kwargs: func(*args, **kwargs)):
+        asked = rehearse(config, 4, 1, "h100")
+    assert told(found.log, found.groups) == told(asked.log, asked.groups)
+    assert (found.log.syncs, found.work) == (asked.log.syncs, asked.work)
