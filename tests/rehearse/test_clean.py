@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,13 +11,17 @@ import pytest
 from torch import Tensor
 
 from tests.features import DISPATCHERS, RECOMPUTE, SCHEDULES
+from tests.parity import arguments
 from tests.rehearse.small import config_of
+from tests.test_recipes import RECIPES
+from tests.test_recipes import world as ranks
+from titanmoe.config.schema import Config
 from titanmoe.moe.dispatch import AllToAll
 from titanmoe.ops.kernels import installed
-from titanmoe.parallel.pipeline import Pipeline
+from titanmoe.parallel.pipeline import Pipeline, stage_ranks
 from titanmoe.rehearse.order import HOST_ORDER, Verdict, check
 from titanmoe.rehearse.roles import check_roles, every_program, role, roles
-from titanmoe.rehearse.world import rehearse
+from titanmoe.rehearse.world import read, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
 NARROW = {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "moe.force_balance": False}
@@ -66,6 +71,29 @@ def test_context(kind: str) -> None:
 @pytest.mark.parametrize("mode", RECOMPUTE)
 def test_recomputation(mode: str) -> None:
     assert of_all(RECOMPUTE[mode] | {"parallelism.tp": 2}, 1.7).text == HOST_ORDER
+
+
+def smallest(recipe: Path) -> Config:
+    """As many layers as stages and dense layers ask for, and two microbatches for each pipeline rank."""
+    world = ranks(recipe)
+    argv = ["--config", str(recipe)]
+    config = read(argv, world, "h100")
+    fold, pp = config.parallelism, config.parallelism.pp
+    stages = len(stage_ranks(config, pp)) if pp > 1 else 1
+    microbatches = 2 * pp if pp > 1 else 1
+    samples = fold.dp_replicate * fold.dp_shard * config.training.local_batch_size * microbatches
+    changes = {
+        "training.global_batch_size": samples,
+        "model.num_layers": max(stages, config.model.num_dense_layers + 1),
+    }
+    return read([*argv, *arguments(changes)], world, "h100")
+
+
+@pytest.mark.parametrize(
+    "recipe", [pytest.param(r, marks=() if "debug" in r.stem else pytest.mark.slow, id=r.stem) for r in RECIPES]
+)
+def test_recipes(recipe: Path) -> None:
+    assert check_roles(roles(smallest(recipe), ranks(recipe), "h100")).text == HOST_ORDER
 
 
 # ---- faults
