@@ -67,7 +67,7 @@ def test_experts_of_all_layers_are_counted_together():
 def test_files_that_are_too_large_or_too_deep(tmp_path, monkeypatch):
     file = tmp_path / "config.json"
     file.write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match=r"config.json is not JSON: lists or objects lie in each other too deep"):
+    with pytest.raises(ConfigError, match=r"config.json is not JSON: lists or objects are nested too deep"):
         read_json(file)
     monkeypatch.setattr(configs, "MOST_BYTES", 10)
     file.write_text(json.dumps({"a": 1}))

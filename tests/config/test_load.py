@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from titanmoe.config import Config, ConfigError, exit_with, load, to_toml
 from titanmoe.config.fields import build, fields, flat, tables, toml_value
-from titanmoe.config.load import layout
+from titanmoe.config.load import error_text
 from titanmoe.config.recipe import toml
 from titanmoe.config.schema import Model
 
@@ -175,9 +175,9 @@ def test_problems_of_every_source_come_together(recipe):
         ("[moe]\ndispatcher = 2\n", 2, "moe.dispatcher = 2 is not one of alltoall, allgather, hierarchical, symm_mem"),
         ('[training]\ndtype = "float16"\n', 2, 'training.dtype = "float16" is not one of float32, bfloat16, float64'),
         ('a = """\n[training]\nsteps = 3"""\n[training]\nsteps = 0\n', 5, "training.steps = 0 is out of range"),
-        ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan is no finite 64-bit number: it must be at least 0"),
-        (f"[optimizer]\nlr = 1{'0' * 400}\n", 2, "optimizer.lr = inf is no finite 64-bit number"),
-        (f"[training]\nseed = {2**63}\n", 2, f"training.seed = {2**63} is no finite 64-bit number"),
+        ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan is not a finite 64-bit number: it must be at least 0"),
+        (f"[optimizer]\nlr = 1{'0' * 400}\n", 2, "optimizer.lr = inf is not a finite 64-bit number"),
+        (f"[training]\nseed = {2**63}\n", 2, f"training.seed = {2**63} is not a finite 64-bit number"),
         ('[model]\nsize = "tiny"\n', 2, "model.size = 'tiny' is not a size of mixtral: known are debug, small, large"),
     ],
 )
@@ -192,10 +192,10 @@ def test_problem_in_a_recipe(recipe, text, line, says):
     [
         (["--training.stepz", "3"], "unknown option --training.stepz: did you mean --training.steps?"),
         (["--tp", "3"], "unknown option --tp: did you mean --parallelism.tp?"),
-        (["--xyzzy", "a", "b"], "unknown option --xyzzy: --help lists all"),
+        (["--xyzzy", "a", "b"], "unknown option --xyzzy: --help lists them all"),
         (["--parallelism.experts", "4"], "--parallelism.experts is a table, not a field: its fields are --para"),
-        (["10"], "'10' belongs to no option"),
-        (["--training.steps", "10", "20"], "'20' belongs to no option"),
+        (["10"], "'10' does not belong to an option"),
+        (["--training.steps", "10", "20"], "'20' does not belong to an option"),
         (["--training.steps"], "--training.steps needs a value, an integer"),
         (["--data.paths"], "--data.paths needs a value, a list of strings"),
         (["--training.steps="], 'training.steps = "" is not an integer, such as 100'),
@@ -249,8 +249,8 @@ def test_checks_run_on_stand_ins_and_say_so(recipe):
     found = problems(*argv, check=check)
     assert seen[0].training.seq_len == Config().training.seq_len
     assert found[2:] == [
-        "seq_len 256 % tp 3 (taking training.seq_len = 256, as what was given is refused above)",
-        "an ep of another kind (taking parallelism.experts.ep = 1, as what was given is refused above)",
+        "seq_len 256 % tp 3 (taking training.seq_len = 256, because what was given is refused above)",
+        "an ep of another kind (taking parallelism.experts.ep = 1, because what was given is refused above)",
     ]
 
 
@@ -372,10 +372,10 @@ def test_help_comes_whatever_is_wrong(recipe, capsys):
     assert "  --training.steps INT = 100\n" in page
 
 
-def test_layout():
-    assert layout(["one"]) == "error: one"
-    assert layout(["one"], "my.toml") == "error: 1 problem in my.toml\n\n  1. one"
-    text = layout([f"p{i}" for i in range(9)] + ["two\nlines"], "my.toml and the command line")
+def test_error_text():
+    assert error_text(["one"]) == "error: one"
+    assert error_text(["one"], "my.toml") == "error: 1 problem in my.toml\n\n  1. one"
+    text = error_text([f"p{i}" for i in range(9)] + ["two\nlines"], "my.toml and the command line")
     assert text.startswith("error: 10 problems in my.toml and the command line\n\n   1. p0\n")
     assert text.endswith("\n  10. two\n      lines")
     with pytest.raises(ConfigError, match=r"^error: 1 problem in the command line\n\n  1\. command line: unknown"):

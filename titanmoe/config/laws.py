@@ -1,6 +1,6 @@
 """Which fields of a config contradict each other on any machine; each number's range is in `titanmoe.config.ranges`.
 
-What depends on the world size is the mapping's affair (`titanmoe.fold`).
+What depends on the world size is checked with the mapping (`titanmoe.fold`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def contradictions(config: Config) -> list[Violation]:
-    """Fields that do not fit each other; every number is taken to be in its range."""
+    """Fields that do not fit each other; every number is assumed to be in its range."""
     return [
         *_job(config.job),
         *_shape(config.model),
@@ -38,8 +38,8 @@ def _job(job: Job) -> Iterator[Violation]:
     if job.name in (".", "..") or "/" in job.name or "\\" in job.name:
         yield Violation(
             ("job.name",),
-            f"job.name = {job.name!r} is no name of a folder: leave out . .. / and \\ "
-            "(job.dump_folder says where the run's folder lies)",
+            f"job.name = {job.name!r} is not a folder name: leave out . .. / and \\ "
+            "(job.dump_folder says where the run's folder goes)",
         )
 
 
@@ -95,7 +95,7 @@ def _latent(model: Model) -> Iterator[Violation]:
     if not rope or rope % 2:
         yield Violation(
             ("model.qk_rope_head_dim", "model.kv_lora_rank"),
-            f"model.qk_rope_head_dim = {rope} gives latent attention no whole pairs for RoPE to turn: "
+            f"model.qk_rope_head_dim = {rope} does not give latent attention whole pairs for RoPE to turn: "
             f"use an even number, such as {rope + 1 if rope else 64}",
         )
     if model.head_dim != nope + rope:
@@ -115,7 +115,7 @@ def _latent(model: Model) -> Iterator[Violation]:
         if value != without:
             yield Violation(
                 (f"model.{name}", "model.kv_lora_rank"),
-                f"model.{name} = {value} is of grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
+                f"model.{name} = {value} is for grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
                 f"asks for latent attention: set {name} = {without}, or kv_lora_rank = 0",
             )
 
@@ -125,7 +125,7 @@ def _not_latent(model: Model) -> Iterator[Violation]:
         if value := getattr(model, name):
             yield Violation(
                 (f"model.{name}", "model.kv_lora_rank"),
-                f"model.{name} = {value} is of latent attention, and model.kv_lora_rank = 0 asks for grouped-query "
+                f"model.{name} = {value} is for latent attention, and model.kv_lora_rank = 0 asks for grouped-query "
                 f"attention: set kv_lora_rank, such as 512, or {name} = 0",
             )
 
@@ -142,7 +142,7 @@ def _window(model: Model) -> Iterator[Violation]:
     if not window and every != 1:
         yield Violation(
             ("model.full_attention_every", "model.sliding_window"),
-            f"model.full_attention_every = {every} makes blocks narrow, but model.sliding_window = 0 is no width: "
+            f"model.full_attention_every = {every} makes blocks narrow, but model.sliding_window = 0 is not a width: "
             "give it, such as sliding_window = 128, or set full_attention_every = 1",
         )
 
@@ -152,7 +152,7 @@ def _rope(model: Model) -> Iterator[Violation]:
     if yarn and factor == 1:
         yield Violation(
             ("model.rope_scaling", "model.rope_factor"),
-            'model.rope_scaling = "yarn" stretches by model.rope_factor = 1, which is not at all: give it, such as '
+            'model.rope_scaling = "yarn" stretches by model.rope_factor = 1, which does nothing: give it, such as '
             'rope_factor = 4.0, or set rope_scaling = "none"',
         )
     if not yarn and factor != 1:
@@ -304,6 +304,7 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[Violation]:
 
 
 def _divisors(number: int, near: int) -> str:
-    """For a fix: the divisors of a number, or of many the eight nearest to the value that does not divide it."""
+    """For a fix: the divisors of a number; if there are many, the eight nearest to the value that does not divide
+    it."""
     every = (d for d in range(1, min(number, 2**16) + 1) if number % d == 0)
     return ", ".join(map(str, sorted(sorted(every, key=lambda d: abs(d - near))[:8])))

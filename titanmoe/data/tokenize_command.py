@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titanmoe.config.load import ConfigError, layout
+from titanmoe.config.load import ConfigError, error_text
 
 EPILOG = """\
 Killed at any moment, the same command goes on from the last finished shard and ends with the same bytes. What the
@@ -65,7 +65,7 @@ def run_tokenize(args: argparse.Namespace) -> int:
             return _verify(args)
         return _tokenize(args)
     except ConfigError as error:
-        print(layout(error.problems, error.source), file=sys.stderr)
+        print(error_text(error.problems, error.source), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from the last finished shard", file=sys.stderr)

@@ -12,7 +12,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError, load
 from titanmoe.config.parse_json import MOST_DEPTH, TooDeep, parse_json
-from titanmoe.config.recipe import RecipeError, read
+from titanmoe.config.recipe import RecipeError, read_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
 from titanmoe.models.families import preset
@@ -109,7 +109,7 @@ def _read(folder: Path, lines: list[dict[str, Any]], said: list[str]) -> Run:
     if file.is_file():
         run.config_text = file.read_text(encoding="utf-8", errors="replace")
         try:
-            run.table = read(str(file)).data
+            run.table = read_recipe(str(file)).data
             run.config = load(["--config", str(file)], preset, lambda config: [])
         except RecipeError as error:
             run.said.append(str(error))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanmoe.config.load import ConfigError, layout
+from titanmoe.config.load import ConfigError, error_text
 
 if TYPE_CHECKING:
     from titanmoe.checkpoint.folder import Group
@@ -65,9 +65,9 @@ def run_convert(args: argparse.Namespace) -> int:
             print("\n".join(lines))
         return 0
     except ConfigError as error:
-        text = layout(error.problems, error.source)
+        text = error_text(error.problems, error.source)
     except CheckpointError as error:
-        text = layout([str(error)])
+        text = error_text([str(error)])
     finally:
         if group is not None:
             import torch.distributed as dist
