@@ -240,9 +240,7 @@ def test_a_record_that_is_nested_deep_is_one_line(run, deep):
     file = run / "checkpoints/step-00000030" / layout.MANIFEST
     _, _, rest = file.read_text().split("\n", 2)  # without its sum, which is made anew
     file.write_text(manifest.sealed("{\n" + rest.replace('"step": 30', f'"step": 30, "deep": {deep}', 1)))
-    with pytest.raises(
-        CheckpointError, match=f"{file} is damaged: TooDeep lists or objects are nested too deep"
-    ):
+    with pytest.raises(CheckpointError, match=f"{file} is damaged: TooDeep lists or objects are nested too deep"):
         layout.read_manifest(file.parent)
 
 

@@ -41,7 +41,7 @@ def test_integers_that_python_does_not_write_out(recipe):
 
 def test_a_recipe_that_never_ends_is_one_problem():
     assert problems("--config", "/dev/zero") == [
-        "/dev/zero: has more than 1,048,576 bytes, the maximum for a recipe: name another file"
+        "/dev/zero: has more than 1,048,576 bytes, too many for a recipe: name another file"
     ]
 
 

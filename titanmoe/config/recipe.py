@@ -76,7 +76,7 @@ def read_recipe(name: str) -> Recipe:
         with open(name, "rb") as stream:
             data = stream.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise RecipeError(f"{name}: has more than {MOST_BYTES:,} bytes, the maximum for a recipe: name another file")
+            raise RecipeError(f"{name}: has more than {MOST_BYTES:,} bytes, too many for a recipe: name another file")
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise RecipeError(f"{name}: there is no such file{_hint(Path(name))}") from None
