@@ -44,7 +44,7 @@ def test_a_line_is_refused_by_number_and_limit(tmp_path, packed):
     file = tmp_path / f"a.jsonl{packed}"
     file.write_bytes(PACK[packed](LINE * 2 + b"\n" + long_line(1.1) + LINE))
     assert why(file) == (
-        f"{file}:4: the line has more than 1 MiB unpacked, the most of a document (max_document_mb): raise that, or "
+        f"{file}:4: the line has more than 1 MiB unpacked, the limit for a document (max_document_mb): raise that, or "
         "leave it out"
     )
     assert [len(record.value) for record in read(file, most_mb=2)] == [3, 3, int(1.1 * (1 << 20)), 3]
@@ -129,8 +129,8 @@ def test_values_of_a_line_are_counted_before_they_are_parsed(tmp_path, monkeypat
     file.write_text(talk + "\n" + json.dumps({"text": "a", "n": [[]] * 60}) + "\n" + '{"text": ' + '"",' * 90 + "\n")
     fine, many, texts = read(file, most_mb=1000)
     assert fine.value == json.loads(talk)["text"]
-    assert many == Bad(f"{file}:2: holds more than 100 values, the most of a line")
-    assert texts == Bad(f"{file}:3: holds more than 100 values, the most of a line")
+    assert many == Bad(f"{file}:2: holds more than 100 values, the limit for a line")
+    assert texts == Bad(f"{file}:3: holds more than 100 values, the limit for a line")
 
 
 @pytest.mark.parametrize("depth", [900, 990, 1010, 50_000])

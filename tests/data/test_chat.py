@@ -97,7 +97,7 @@ def test_a_template_that_shows_no_answers_is_refused(bpe):
         ("hello", "no list of messages"),
         ([{"content": "a"}], 'message 1 is not like {"role"'),
         ([{"role": "user", "content": "a"}], "the assistant says nothing"),
-        ([{"role": "assistant", "content": "a\ufdd0"}], "no characters"),
+        ([{"role": "assistant", "content": "a\ufdd0"}], "not characters"),
         ([{"role": "assistant"}], "the chat template t refuses it: no content"),
     ],
 )
@@ -145,6 +145,6 @@ def test_where_templates_come_from(bpe, tmp_path, monkeypatch):
     assert open_chat("", open_tokenizer(str(tmp_path))).template == "c"
     assert "No such file" in why("gone.jinja", "bytes")
     file.write_text("\n{% for %}")
-    assert f"{file}:2: the chat template is no Jinja" in why(str(file), "bytes")
+    assert f"{file}:2: the chat template is not Jinja" in why(str(file), "bytes")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "need the package jinja2: pip install jinja2" in why("", str(tmp_path))

@@ -329,7 +329,7 @@ def test_sources_too_small_to_hold_out_from(config):
     (source,) = ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out).mix.sources
     assert source.name == "short"  # 60 documents; the other has 40
     config.validation.held_out = 70
-    with pytest.raises(ConfigError, match="keeps every 70th document, and no source has so many"):
+    with pytest.raises(ConfigError, match="keeps every 70th document, and no source has that many"):
         ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out)
 
 
@@ -404,7 +404,7 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
     monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [none, marks])
     config.data.packing = "best_fit"
     first, second = problems()
-    assert "none (data.source) holds no documents" in first and "one of two tokens" in second
+    assert "none (data.source) holds no documents" in first and "two tokens are the least" in second
 
 
 def test_a_loader_that_is_dropped_ends_its_thread(config):

@@ -111,7 +111,7 @@ def test_manifests_that_cannot_be_believed(tmp_path):
     folder = make(tmp_path / "x", [[[1, 2], [3]]])
     for changes, says in (
         ({"version": 2}, "is of version 2, and this titanmoe reads version 1"),
-        ({"format": "other"}, "is no manifest of token shards"),
+        ({"format": "other"}, "is not a manifest of token shards"),
         ({"tokens": 9}, "do not add up"),
         ({"dtype": "int3"}, "was changed"),
         ({"shards": 3}, "was changed"),
@@ -125,7 +125,7 @@ def test_manifests_that_cannot_be_believed(tmp_path):
     (folder / MANIFEST).unlink()
     assert "holds no token shards: there is no" in problems(folder)
     (folder / WORK).mkdir()
-    assert "not all made: give the titanmoe tokenize command again" in problems(folder)
+    assert "unfinished token shards: give the titanmoe tokenize command again" in problems(folder)
 
 
 def test_changed_contents_are_found_by_reading_them(tmp_path):

@@ -92,7 +92,7 @@ def test_steps_end(name, small):
 def test_texts_end(name, small):
     said = refused(TEXTS[name])
     assert (
-        "characters, the most for this conversation: use another (chat_template)" in said or "takes more than" in said
+        "characters, the limit for this conversation: use another (chat_template)" in said or "takes more than" in said
     )
 
 

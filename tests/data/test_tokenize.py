@@ -49,7 +49,7 @@ def documents(folder: Path) -> list[list[int]]:
 
 def run(tmp_path, name, *paths, workers=1, **job):
     job = Job([str(path) for path in paths], str(tmp_path / name), **{"shard_tokens": 1500} | job)
-    return tokenize(plan(job), workers, tell=lambda line: None)
+    return tokenize(plan(job), workers, log=lambda line: None)
 
 
 def problems(tmp_path, name, *paths, **job) -> str:
@@ -143,11 +143,11 @@ def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path
         assert not (out / MANIFEST).exists()
     assert ended == [-9, 2, -9, -9, -9, -9]
     assert len(finished) > 6
-    with pytest.raises(ConfigError, match="not all made: give the titanmoe tokenize command again"):
+    with pytest.raises(ConfigError, match="unfinished token shards: give the titanmoe tokenize command again"):
         ShardDocuments(out)
 
     last = victim("parent:99:self")
-    assert last.returncode == 0 and "going on: " in last.stdout, last.stderr
+    assert last.returncode == 0 and "resuming: " in last.stdout, last.stderr
     ours, theirs = tree(out), tree(tmp_path / "whole")
     assert ours == theirs
     again = victim("worker:1:self")  # finished: nobody works
@@ -201,14 +201,14 @@ def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units
     with monkeypatch.context() as patch:
         patch.setattr(tokenize_module, "_manifest", stop)  # all but the manifest is there
         with pytest.raises(ConfigError):
-            tokenize(planned, 1, tell=lambda line: None)
+            tokenize(planned, 1, log=lambda line: None)
     gone, kept = tmp_path / "out" / "00001-001.starts", tmp_path / "out" / "00001-000.tokens"
     gone.unlink()
     before = kept.stat().st_mtime_ns
     told = []
-    tokenize(planned, 1, tell=told.append)
+    tokenize(planned, 1, log=told.append)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    assert kept.stat().st_mtime_ns == before and told == ["going on: 7 of 8 units are made"]
+    assert kept.stat().st_mtime_ns == before and told == ["resuming: 7 of 8 units are made"]
 
 
 def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
@@ -216,7 +216,7 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
     with (source / "1.jsonl").open("ab") as file:
         file.write(b'{"text": ""}\n{"text": 3}\nrubbish\n' + lines(["fine"]))
     said = problems(tmp_path, "out", source)
-    assert said == f"{source / '1.jsonl'}:22: 'text' is a number, no text"
+    assert said == f"{source / '1.jsonl'}:22: 'text' is a number, not text"
     # What was finished is of use to a command that skips them.
     manifest = run(tmp_path, "out", source, bad_lines="skip")
     assert (manifest["documents"], manifest["skipped"], manifest["empty"]) == (62, 2, 1)
@@ -236,8 +236,8 @@ def test_mistakes_are_told_before_any_work(tmp_path):
     (tmp_path / "other" / "file").touch()
     assert "other holds other files: name a folder that is new or empty" in problems(tmp_path, "other", source)
     (tmp_path / "only.jsonl").write_bytes(lines(["", ""]))
-    assert "there is no document in it (0 bad lines and 2 empty" in problems(tmp_path, "x", tmp_path / "only.jsonl")
-    assert "in/x lies in " in problems(tmp_path, "in/x", source)
+    assert "no documents in there (0 bad lines and 2 empty" in problems(tmp_path, "x", tmp_path / "only.jsonl")
+    assert "in/x is inside " in problems(tmp_path, "in/x", source)
     run(tmp_path, "x", source)
     (source / "0.jsonl").write_bytes(lines(["changed"]))
     said = problems(tmp_path, "x", source)
@@ -306,11 +306,11 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_units_depend_on_sizes_alone(monkeypatch):
-    from titanmoe.data.read import Source
+    from titanmoe.data.read import InputFile
 
     def shape(sizes, shard_tokens=1 << 27):
-        sources = [Source(f"{n}.jsonl", "jsonl", size, 0) for n, size in enumerate(sizes)]
-        units = tokenize_module.cut(sources, shard_tokens)
+        sources = [InputFile(f"{n}.jsonl", "jsonl", size, 0) for n, size in enumerate(sizes)]
+        units = tokenize_module.split_units(sources, shard_tokens)
         parts = [(span.file, span.start, span.stop) for unit in units for span in unit]
         assert sum(stop - start for _, start, stop in parts) == sum(sizes)
         return [sum(span.bytes for span in unit) for unit in units]

@@ -97,7 +97,7 @@ Pieces = Mapping[str, Piece | Lazy]
 # ---- writing
 
 
-class _Plan(DefaultSavePlanner):
+class _Planner(DefaultSavePlanner):
     """torch's planner decides which of several ranks with equal pieces writes them."""
 
     def __init__(self, pieces: Pieces):
@@ -177,7 +177,7 @@ class _Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [replace(plan, storage_data=f"rank-{rank:05}") for rank, plan in enumerate(plans)]
 
-    def write_data(self, plan: SavePlan, planner: _Plan) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: _Planner) -> Future[list[WriteResult]]:
         results: list[WriteResult] = []
         stream: _Summing | None = None
         try:
@@ -278,7 +278,7 @@ def save(
     writer = _Writer(aside, doing)
     try:
         with _told_by_us(group):
-            dcp.save(dict(pieces), storage_writer=writer, planner=_Plan(pieces), process_group=group)
+            dcp.save(dict(pieces), storage_writer=writer, planner=_Planner(pieces), process_group=group)
     except dcp.CheckpointException as failure:
         raise _of(failure) from None
     together(group, lambda: writer.carry(carried or {}) if first else None)

@@ -183,7 +183,7 @@ def _generate(
     stream = _Stream(texts[0], prompts[0], tokenizer) if args.stream and first else None
 
     began, count = time.monotonic(), 0
-    for batch in generator.batches(prompts, args.batch_size, args.max_tokens, sampling, stream and stream.tell):
+    for batch in generator.batches(prompts, args.batch_size, args.max_tokens, sampling, stream and stream.update):
         if not first:
             continue
         for made in batch:
@@ -224,7 +224,7 @@ class _Stream:
         self.prompt, self.tokenizer, self.shown = prompt, tokenizer, 0
         print(text, end="", flush=True)
 
-    def tell(self, made: Made) -> None:
+    def update(self, made: Made) -> None:
         self._show(_continuation(self.tokenizer, self.prompt.ids, made.tokens).rstrip("\ufffd"))
 
     def finish(self, made: Made) -> None:

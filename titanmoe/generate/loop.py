@@ -38,7 +38,7 @@ class Made:
     """eos, or length."""
 
 
-Tell = Callable[[Made], None]
+OnToken = Callable[[Made], None]
 
 
 class Generator:
@@ -50,13 +50,13 @@ class Generator:
         self.caches = add_caches(model, self.rows)
 
     def batches(
-        self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, tell: Tell | None = None
+        self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, on_token: OnToken | None = None
     ) -> Iterator[list[Made]]:
         """All prompts, `size` at a time on each data rank; on every rank what all have made, in order."""
         data = self.meshes.data
         for first in range(0, len(prompts), size * data.size):
             mine = prompts[first : first + size * data.size][data.rank :: data.size]
-            made = self.batch(mine, most, sampling, tell)
+            made = self.batch(mine, most, sampling, on_token)
             everyone = [made]
             if self.meshes.world.size > 1:
                 everyone = [[] for _ in range(self.meshes.world.size)]
@@ -65,7 +65,9 @@ class Generator:
             yield [one for _, one in sorted({one.number: one for some in everyone for one in some}.items())]
 
     @torch.no_grad()
-    def batch(self, prompts: Sequence[Prompt], most: int, sampling: Sampling, tell: Tell | None = None) -> list[Made]:
+    def batch(
+        self, prompts: Sequence[Prompt], most: int, sampling: Sampling, on_token: OnToken | None = None
+    ) -> list[Made]:
         made = [Made(prompt.number) for prompt in prompts]
         going = list(made)
         self.rows.begin([len(prompt.ids) for prompt in prompts], most)
@@ -80,8 +82,8 @@ class Generator:
                 one.tokens.append(token)
                 if len(one.tokens) == most:
                     one.end = "length"
-                if tell is not None:
-                    tell(one)
+                if on_token is not None:
+                    on_token(one)
             stay = [i for i, one in enumerate(going) if not one.end]
             if not self._anywhere(bool(stay)):
                 return made

@@ -167,7 +167,7 @@ def _model(record: dict[str, Any], path: Path) -> Model:
         raise ConfigError([f"{path / layout.MANIFEST} has no [model] of this version: {error}"]) from None
 
 
-class Plan(NamedTuple):
+class ExportPlan(NamedTuple):
     """What a folder of theirs will hold."""
 
     export: Export
@@ -189,9 +189,9 @@ class Plan(NamedTuple):
         layout.sync(folder)
 
 
-def plan(
+def plan_export(
     path: Path, out: Path, shard_bytes: int, tokenizer: Path | None, dtype: torch.dtype | None, overwrite: bool
-) -> Plan:
+) -> ExportPlan:
     free(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
     export = Export(path, dtype)
     others = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
@@ -200,7 +200,7 @@ def plan(
         if not found:
             raise ConfigError([f"--tokenizer {tokenizer} holds no tokenizer files: name a folder with tokenizer.json"])
         others = {name: file for name, file in others.items() if name == GENERATION} | found
-    return Plan(export, shards(export.sizes, shard_bytes), export.config(), others)
+    return ExportPlan(export, shards(export.sizes, shard_bytes), export.config(), others)
 
 
 def to_hf(
@@ -211,9 +211,9 @@ def to_hf(
     dtype: torch.dtype | None,
     overwrite: bool,
     group: Group,
-) -> Plan:
+) -> ExportPlan:
     ranks, rank = _place(group)
-    whole = agreed(group, lambda: plan(path, out, shard_bytes, tokenizer, dtype, overwrite))
+    whole = agreed(group, lambda: plan_export(path, out, shard_bytes, tokenizer, dtype, overwrite))
     names = sorted(layout.read_manifest(path).files)
     if broken := [line for lines in together(group, lambda: layout.damage(path, names[rank::ranks])) for line in lines]:
         raise ConfigError(broken, str(path))
@@ -232,7 +232,7 @@ def to_hf(
     return whole
 
 
-def _publish(whole: Plan, aside: Path, out: Path) -> None:
+def _publish(whole: ExportPlan, aside: Path, out: Path) -> None:
     whole.complete(aside)
     before = out.with_name(out.name + layout.REMOVING)
     if out.exists():
