@@ -189,7 +189,7 @@ def test_a_link_is_removed_and_what_it_names_is_not(folder, tmp_path):
     os.rename(folder / "step-00000010", archived)
     (folder / "step-00000010").symlink_to(archived)
     (said,) = layout.retain(folder, folder / "step-00000030", 2, 0)
-    assert said == f"{folder / 'step-00000010'} was a link: it is removed, and {archived} is not"
+    assert said == f"{folder / 'step-00000010'} was a link: it has been removed, and {archived} has not"
     assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.damage(archived) == []
     for left in ("step-00000010.removing", "step-00000050.writing"):  # as an earlier titanmoe left it
         (folder / left).symlink_to(archived)

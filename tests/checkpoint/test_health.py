@@ -91,7 +91,7 @@ def write_a_file_too_large(folder: str) -> str:
 def test_a_disk_that_fills_is_one_line_with_the_file_and_what_is_missing(tmp_path):
     (told,) = world.run(1, write_a_file_too_large, str(tmp_path))
     file = tmp_path / "step-00000002.writing/rank-00000-000.distcp"
-    assert told.startswith(f"{file}: File too large: 65,536 bytes more are needed and ") and "\n" not in told
+    assert told.startswith(f"{file}: File too large: 65,536 more bytes are needed and ") and "\n" not in told
     assert told.endswith(" are free there") and "inline_container" not in told
 
 
@@ -111,13 +111,13 @@ def test_an_error_that_torch_hides_is_told(tmp_path, monkeypatch, code):
     monkeypatch.setattr(folder_module._Summing, "write", fail)
     with pytest.raises(CheckpointError, match=f"rank-00000-000.distcp: {os.strerror(code)}") as told:
         write_checkpoint(tmp_path / "c", {"model.a": Piece(torch.zeros(999), (0,), (999,))}, {})
-    assert ("bytes more are needed" in str(told.value)) == (code == errno.ENOSPC)
+    assert ("more bytes are needed" in str(told.value)) == (code == errno.ENOSPC)
 
 
 def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
     file = tmp_path / "latest.new"
     file.symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match=f"{file}: No space left on device: 14 bytes more are needed and "):
+    with pytest.raises(CheckpointError, match=f"{file}: No space left on device: 14 more bytes are needed and "):
         layout.write(file, "step-00000002\n")
 
 

@@ -89,7 +89,11 @@ def test_all_damaged_is_refused_with_each_reason_and_how_to_begin_anew(run, load
         taken(run, load if load == "auto" else str(run.parent / load))
     text = str(refused.value)
     places = [text.index(f"step-000000{step}: {shard(run, step)} has CRC-32") for step in (30, 20, 10)]
-    assert places == sorted(places) and "--checkpoint.load=none begins anew on purpose" in text and "\n" not in text
+    assert (
+        places == sorted(places)
+        and "--checkpoint.load=none starts from scratch on purpose" in text
+        and "\n" not in text
+    )
     assert choose(config(run, "none"), run, layout.damage).path is None
 
 

@@ -153,7 +153,7 @@ def test_what_changed_is_told(tmp_path: Path) -> None:
     assert "step-00000001" in notes["begins from"]
     assert "optimizer.lr: 0.01 -> 0.02" in notes["changed since"]
     assert "parallelism.dp_shard: 2 -> 4" in notes["changed since"]
-    assert "see other microbatches" in notes["changed since"]
+    assert "see different microbatches" in notes["changed since"]
 
 
 @pytest.mark.parametrize(

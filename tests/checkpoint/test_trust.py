@@ -271,7 +271,7 @@ def test_only_regular_files_of_the_folder_are_opened(tmp_path: Path, kind: str) 
         file.symlink_to(secret / "config.json" if kind == "link" else "/dev/zero")
     folders.rewrite(path, files=folders.told(path)["files"] | {"hf/config.json": {"bytes": 2, "crc32": "00000000"}})
     (line,) = layout.damage(path)
-    assert ("is no regular file" if kind in ("pipe", "folder") else "is a link to") in line
+    assert ("is not a regular file" if kind in ("pipe", "folder") else "is a link to") in line
     with pytest.raises(CheckpointError):
         layout.carried(path)
 

@@ -45,7 +45,7 @@ def test_weights_and_companions_are_no_links(model: Path) -> None:
         companions(model)
     (model / "tokenizer.json").unlink()
     os.mkfifo(model / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         companions(model)
     (model / "config.json").symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match=r"config\.json is a link to /dev/zero"):

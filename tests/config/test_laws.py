@@ -87,7 +87,7 @@ def test_range(limits, inside, outside, says):
 def test_out_of_range(path, value):
     (violation,) = out_of_range(flat(Config()) | {path: value})
     assert violation.fields == (path,)
-    assert re.match(rf"{path}(\[1\])? = (-?[\d.]+(e-\d+)?|inf|nan) is (out of range|no finite .*): ", violation.text)
+    assert re.match(rf"{path}(\[1\])? = (-?[\d.]+(e-\d+)?|inf|nan) is (out of range|not a finite .*): ", violation.text)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,10 @@ def test_out_of_range(path, value):
             "model.top_groups = 1 of 8 groups of 1 experts hold 1, fewer than model.top_k = 2: use at least 2",
         ),
         (LATENT | {"model.num_kv_heads": 4}, "num_kv_heads = 4 is not model.num_heads = 8, .* use num_kv_heads = 8"),
-        (LATENT | {"model.qk_rope_head_dim": 3, "model.head_dim": 9}, "qk_rope_head_dim = 3 gives .* such as 4"),
+        (
+            LATENT | {"model.qk_rope_head_dim": 3, "model.head_dim": 9},
+            "qk_rope_head_dim = 3 does not give .* such as 4",
+        ),
         (LATENT | {"model.qk_nope_head_dim": 8, "model.qk_rope_head_dim": 0}, "qk_rope_head_dim = 0 .* such as 64"),
         (LATENT | {"model.head_dim": 8, "model.qk_nope_head_dim": 8}, r"8 \+ 2: use head_dim = 10"),
         (LATENT | {"model.v_head_dim": 0}, "v_head_dim = 0 gives .* such as v_head_dim = 6"),
@@ -142,7 +145,7 @@ def test_out_of_range(path, value):
         (LATENT | {"model.attention_sinks": True}, "attention_sinks = true .* set attention_sinks = false, or kv_lora"),
         (
             LATENT | {"model.sliding_window": 8, "model.full_attention_every": 0},
-            "sliding_window = 8 is of grouped-query .* set sliding_window = 0, or kv_lora_rank = 0",
+            "sliding_window = 8 is for grouped-query .* set sliding_window = 0, or kv_lora_rank = 0",
         ),
         (LATENT | {"model.out_bias": True}, "out_bias = true .* set out_bias = false, or kv_lora_rank = 0"),
         (
@@ -155,10 +158,10 @@ def test_out_of_range(path, value):
         ),
         (
             {"model.q_lora_rank": 16},
-            "q_lora_rank = 16 is of latent .* set kv_lora_rank, such as 512, or q_lora_rank = 0",
+            "q_lora_rank = 16 is for latent .* set kv_lora_rank, such as 512, or q_lora_rank = 0",
         ),
         ({"model.v_head_dim": 16}, "v_head_dim = 16 is for latent attention"),
-        ({"model.rope_scaling": "yarn"}, "rope_factor = 1, which is not at all: give it, such as rope_factor = 4.0"),
+        ({"model.rope_scaling": "yarn"}, "rope_factor = 1, which does nothing: give it, such as rope_factor = 4.0"),
         (
             {"model.rope_factor": 4.0},
             'rope_factor = 4.0 is not used .* set rope_scaling = "yarn", or rope_factor = 1.0',

@@ -69,7 +69,7 @@ def _write(model: Model) -> dict[str, object]:
     if rest:
         raise hf.Unrepresentable(
             f"has shared experts of the others' width, {model.expert_hidden}, and model.shared_hidden = "
-            f"{model.shared_hidden} is no multiple of it"
+            f"{model.shared_hidden} is not a multiple of it"
         )
     return {
         "q_lora_rank": model.q_lora_rank or None,

@@ -135,7 +135,7 @@ def _read_rope(config: Json, theta: float, default: Json) -> dict[str, object]:
     if any(isinstance(value, dict) for value in given.values()):
         raise Unrepresentable(f"has another RoPE for each of {', '.join(given)}, here all blocks have one")
     if not isinstance(base, int | float):
-        raise Unrepresentable(f"has rope_theta = {base!r}, which is no number")
+        raise Unrepresentable(f"has rope_theta = {base!r}, which is not a number")
     if turned not in (None, 1):
         raise Unrepresentable(f"has partial_rotary_factor = {turned}, here RoPE turns whole heads (1.0)")
     if kind not in ("default", "yarn"):
