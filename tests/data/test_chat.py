@@ -93,8 +93,8 @@ def test_a_template_that_shows_no_answers_is_refused(bpe):
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
-        ([], "no list of messages, or an empty one"),
-        ("hello", "no list of messages"),
+        ([], "not a list of messages, or is empty"),
+        ("hello", "not a list of messages"),
         ([{"content": "a"}], 'message 1 is not like {"role"'),
         ([{"role": "user", "content": "a"}], "the assistant says nothing"),
         ([{"role": "assistant", "content": "a\ufdd0"}], "not characters"),

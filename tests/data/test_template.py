@@ -113,7 +113,7 @@ def test_methods_that_widen_a_text_are_not_there(name):
 
 @pytest.mark.parametrize("name", ["center(10 ** 10)", "batch(10 ** 10, 1)", "slice(10 ** 10)", "wordwrap", "pprint"])
 def test_filters_that_no_template_needs_are_not_there(name):
-    with pytest.raises(ConfigError, match="no Jinja: No filter named"):
+    with pytest.raises(ConfigError, match="not Jinja: No filter named"):
         Chat(f"{{{{ 'a' | {name} }}}}", "t", ByteTokenizer())
 
 

@@ -134,7 +134,7 @@ def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path
         died = victim(kill)
         ended.append(died.returncode)
         if died.returncode == 2:
-            assert "was killed by signal 9" in died.stderr and "the same command goes on" in died.stderr
+            assert "was killed by signal 9" in died.stderr and "the same command resumes" in died.stderr
         for name, stat in finished.items():
             assert (out / name).stat().st_mtime_ns == stat.st_mtime_ns
         records = [json.loads(file.read_text())["shard"] for file in (out / "work").glob("0*.json")]

@@ -103,7 +103,7 @@ def test_tokenizers_that_cannot_be_used_say_why(bpe, tmp_path):
     assert "there is no file" in why(str(tmp_path / "gone"))
     (tmp_path / "broken.json").write_text('{"a": 1}')
     assert "broken.json is not a tokenizer.json" in why(str(tmp_path / "broken.json"))
-    assert "'<x>', which is no token" in why(change(bpe, tmp_path / "a", eos_token="<x>"))
+    assert "'<x>', which is not a token" in why(change(bpe, tmp_path / "a", eos_token="<x>"))
     vocab = json.loads((bpe / "tokenizer.json").read_text())
     vocab["added_tokens"] = [mark | {"content": mark["content"][2:]} for mark in vocab["added_tokens"]]
     vocab["model"]["vocab"] = {key.removeprefix("<|"): n for key, n in vocab["model"]["vocab"].items()}

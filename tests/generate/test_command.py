@@ -126,7 +126,7 @@ def test_mistakes_are_told_at_once(run: Path, tmp_path: Path) -> None:
     assert code == 2
     for told in ("pp = 1", "cp = 1", "parallelism.tp = 3 does not divide model.num_heads = 8", "experts.ep = 16 does"):
         assert told in err
-    assert ask("--checkpoint", run)[2].startswith("error: there is no prompt: give --prompt TEXT")
+    assert ask("--checkpoint", run)[2].startswith("error: no prompt: give --prompt TEXT")
     assert "no such folder" in ask("--checkpoint", tmp_path / "none", "--prompt", "a")[2]
     assert "holds no checkpoint" in ask("--checkpoint", tmp_path, "--prompt", "a")[2]
     # A folder of weights that a copy has cut off.
@@ -173,7 +173,7 @@ def test_a_hugging_face_folder_goes_on_as_in_transformers(published: tuple[Path,
     code, _, err = ask("--checkpoint", folder, "--prompt", "a", "--tokenizer", "bytes")
     assert code == 2 and "the tokenizer has 259 tokens and the model of" in err and "only 64" in err
     _, _, err = ask("--checkpoint", folder, "--prompt", " ")
-    assert "prompt 1 is empty, and the tokenizer has no mark to begin a text with" in err
+    assert "prompt 1 is empty, and the tokenizer has no begin mark" in err
 
 
 def test_the_command_itself(run: Path) -> None:

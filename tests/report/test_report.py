@@ -53,7 +53,7 @@ def make_run(folder: Path, steps: int = 40, config: Config | None = None, **more
 def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
     run = make_run(tmp_path / "first")
     assert main(["report", str(run)]) == 0
-    assert f"{run}/report/report.html, and 9 PNGs beside it" in capsys.readouterr().out
+    assert f"{run}/report/report.html, and 9 PNGs next to it" in capsys.readouterr().out
     html = (run / "report" / "report.html").read_text()
     assert not re.search(r'(src|href)="(?!data:image/png;base64,)', html) and "http" not in html.replace(
         "http://www.w3.org/2000/svg", ""
@@ -61,7 +61,7 @@ def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
     for part in (
         "Gradient norm",
         "forward and backward 80%",
-        "of it dispatch in forward 20%",
+        "of which dispatch in forward 20%",
         "dp_shard 2 tp 2 / ep 4",
     ):
         assert part in html

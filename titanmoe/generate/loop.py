@@ -1,6 +1,6 @@
 """From prompts to tokens: one forward over all prompts of a batch, then one over a token of each until all have ended.
 
-Every rank makes every forward, with or without tokens of its own, since experts may lie on any of them.
+Every rank runs every forward, with or without tokens of its own, since any rank may hold experts.
 
 Shapes: T tokens of a forward, B rows (prompts) of this rank, V vocabulary.
 """
@@ -25,7 +25,7 @@ from titanmoe.tokens import Tokens
 
 class Prompt(NamedTuple):
     number: int
-    """In the order they were given."""
+    """Position in the order they were given."""
     ids: list[int]
 
 
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 class Made:
     number: int
     tokens: list[int] = field(default_factory=list)
-    """After the prompt; the end mark is not among them."""
+    """After the prompt; without the end mark."""
     end: str = ""
     """eos, or length."""
 
@@ -43,7 +43,7 @@ OnToken = Callable[[Made], None]
 
 class Generator:
     def __init__(self, model: Transformer, meshes: Meshes, device: torch.device, vocab_size: int, eos: int | None):
-        """vocab_size: the tokenizer's; what the model has beyond are no tokens, and never come."""
+        """vocab_size: the tokenizer's; ids that the model has beyond it are not tokens, and are never chosen."""
         self.model, self.meshes, self.device = model, meshes, device
         self.vocab_size, self.eos = vocab_size, eos
         self.rows = Rows(device)
@@ -52,7 +52,7 @@ class Generator:
     def batches(
         self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, on_token: OnToken | None = None
     ) -> Iterator[list[Made]]:
-        """All prompts, `size` at a time on each data rank; on every rank what all have made, in order."""
+        """All prompts, `size` at a time on each data rank; every rank gets what all have made, in order."""
         data = self.meshes.data
         for first in range(0, len(prompts), size * data.size):
             mine = prompts[first : first + size * data.size][data.rank :: data.size]
@@ -93,7 +93,7 @@ class Generator:
             self.rows.go_on()
 
     def forward(self, ids: list[int]) -> Tensor:
-        """Logits (B, V) where each row ends, from the ids of what is added to all rows."""
+        """Logits (B, V) at the end of each row, from the ids that are added to all rows."""
         rows, tp = self.rows, self.meshes.tp
         position = [
             place for known, added in zip(rows.known, rows.added, strict=True) for place in range(known, known + added)
