@@ -1,10 +1,10 @@
-"""How long saving holds training up, asynchronous against synchronous, on about 1 GB of weights and moments.
+"""How long saving pauses training, asynchronous against synchronous, with about 1 GB of weights and moments.
 
     torchrun --standalone --nproc-per-node 2 scripts/bench/checkpoint.py [--rounds 3] [--config RECIPE] [--json FILE]
 
-Both ways take turns in one run. "blocked" is how long the training loop stood still in a save; "written after" how long
-until the checkpoint was on disk; "step" the time of a step with nothing being written, "step beside" of one while the
-asynchronous writer works. "check" is how long it takes all ranks to see and agree that every number is finite.
+The two modes alternate in one run. "blocked" is how long the training loop was paused by a save; "written after" how
+long until the checkpoint was on disk; "step" the time of a step with nothing being written, "step beside" of one while
+the asynchronous writer works. "check" is how long all ranks take to agree that every number is finite.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MODEL = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind")
-    parser.add_argument("--config", help="a recipe, in place of the model of 1 GB")
+    parser.add_argument("--config", help="a recipe, instead of the model of 1 GB")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     model = [*MODEL, f"--parallelism.experts.ep={world_size()}"]
@@ -97,7 +97,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
 
 
 def busy(saver) -> bool:
-    """On any rank: a step is an affair of all of them."""
+    """On any rank: all ranks take part in a step."""
     alive = torch.tensor(float(saver._thread is not None and saver._thread.is_alive()))
     dist.all_reduce(alive)
     return bool(alive)
