@@ -125,7 +125,7 @@ def test_biases_of_experts_are_cut_by_etp_and_shared_out_in_slices():
 
 def test_layers_and_stages():
     assert broken(8, Parallelism(pp=8)) == [
-        "parallelism.pp = 8 is more than model.num_layers = 4, and a stage has a layer at least: use pp of 4 or less"
+        "parallelism.pp = 8 is more than model.num_layers = 4, and a stage has at least one layer: use pp of 4 or less"
     ]
 
 
@@ -202,7 +202,7 @@ def test_groups_of_experts_on_nodes(world: int, ep: int, etp: int, node: int, no
 def test_nodes_that_cut_groups_are_told_with_what_fits():
     (text,) = node_violations(derive(12, Parallelism(experts=Experts(ep=4))), 6)
     assert text == (
-        'moe.dispatcher = "hierarchical" wants nodes that hold whole groups of ep * etp = 4 * 1 = 4 ranks, or equal '
+        'moe.dispatcher = "hierarchical" needs nodes that hold whole groups of ep * etp = 4 * 1 = 4 ranks, or equal '
         "parts of one with whole experts, and parallelism.node = 6 is neither (6 % 4 = 2; 4 % 6 = 4, 6 % etp = 0): use "
         'parallelism.node in 1, 2, 4, 8, 12, another ep or etp, or dispatcher = "alltoall"'
     )

@@ -59,9 +59,9 @@ class Fold:
         return self.dp_replicate * self.dp_shard
 
     def nodes(self, node: int) -> int | None:
-        """Over how many nodes each group of ep x etp lies, evenly and with whole experts on each; None if it does not.
+        """How many nodes each group of ep x etp spans, evenly and with whole experts on each; None if it does not.
 
-        The ranks of a group follow each other, and the first is a multiple of its size.
+        The ranks of a group are consecutive, and the first is a multiple of its size.
         """
         size = self.ep * self.etp
         if node >= self.world or node % size == 0:
@@ -87,7 +87,7 @@ def asked_degrees(parallelism: Parallelism) -> dict[str, int]:
 
 
 def default_edp_replicate(dp_replicate: int, left: int) -> int:
-    """Experts are replicated as attention is, as far as the ranks that ep * etp leaves divide that way."""
+    """Experts are replicated like attention, as far as the ranks that ep * etp leaves can be divided that way."""
     return gcd(dp_replicate, left)
 
 
@@ -99,7 +99,7 @@ def derive(world: int, parallelism: Parallelism) -> Fold:
 
 
 def resolve(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:
-    """The degrees as far as they are sound, with `stage` and `dp` among them, and what is wrong with the others."""
+    """The degrees that are sound, including `stage` and `dp`, and what is wrong with the others."""
     asked = asked_degrees(parallelism)
     degrees = {name: n for name, n in asked.items() if n > 0}
     problems = [_not_a_count(name, n) for name, n in asked.items() if n < 1 and not (n == -1 and name in DERIVED)]
@@ -158,13 +158,13 @@ def _not_a_count(name: str, value: int) -> str:
 
 
 def divisors(n: int) -> list[int]:
-    """Ascending; of 0 and less, none."""
+    """Ascending; none for 0 and less."""
     low = [d for d in range(1, isqrt(max(0, n)) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
 def choices(name: str, values: list[int], near: int) -> str:
-    """For a fix: the values that would do, or of many the eight nearest."""
+    """For a fix: the values that would do; if there are many, the eight nearest."""
     nearest = sorted(sorted(values, key=lambda value: abs(value - near))[:8])
     if len(nearest) == 1:
         return f"{name} = {nearest[0]}"

@@ -10,7 +10,7 @@ from titanmoe.fold.degrees import KEYS, Fold, choices, divisors, resolve
 
 
 def violations(world: int, config: Config) -> list[str]:
-    """Every law broken by the recipe's mapping on a world of so many ranks; none when it is legal."""
+    """Every law that the recipe's mapping breaks on a world of that many ranks; none when it is legal."""
     degrees, problems = resolve(world, config.parallelism)
     return problems + list(model_violations(degrees, config))
 
@@ -18,7 +18,7 @@ def violations(world: int, config: Config) -> list[str]:
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
     """The laws that tie degrees to the model and the batch, as far as the degrees they name are known.
 
-    So one view can be judged without the other: no law ties a degree of attention to one of the experts.
+    So one view can be checked without the other: no law ties a degree of attention to one of the experts.
     """
     model, training = config.model, config.training
     for name, fields in divided_fields(model).items():
@@ -41,8 +41,8 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
 
     if degrees.get("pp", 1) > model.num_layers:
         yield (
-            f"parallelism.pp = {degrees['pp']} is more than model.num_layers = {model.num_layers}, and a stage has a "
-            f"layer at least: use pp of {model.num_layers} or less"
+            f"parallelism.pp = {degrees['pp']} is more than model.num_layers = {model.num_layers}, and a stage has at "
+            f"least one layer: use pp of {model.num_layers} or less"
         )
 
     if moe_layers(model) == 0:
@@ -67,12 +67,12 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
 
 
 def node_violations(fold: Fold, node: int) -> Iterator[str]:
-    """What the hierarchical dispatcher asks of nodes of so many ranks."""
+    """What the hierarchical dispatcher requires of nodes with that many ranks."""
     if fold.nodes(node) is None:
         size, etp = fold.ep * fold.etp, fold.etp
         fits = [n for n in range(1, fold.world + 1) if fold.nodes(n) is not None]
         yield (
-            f'moe.dispatcher = "hierarchical" wants nodes that hold whole groups of ep * etp = {fold.ep} * {etp} = '
+            f'moe.dispatcher = "hierarchical" needs nodes that hold whole groups of ep * etp = {fold.ep} * {etp} = '
             f"{size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
             f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
             f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
@@ -85,7 +85,7 @@ def moe_layers(model: Model) -> int:
 
 
 def divided_fields(model: Model) -> dict[str, dict[str, int]]:
-    """What each degree cuts into equal parts."""
+    """What each degree splits into equal parts."""
     cut = {
         "tp": {
             "model.num_heads": model.num_heads,
@@ -104,17 +104,18 @@ def divided_fields(model: Model) -> dict[str, dict[str, int]]:
 
 
 def _held(degrees: Mapping[str, int]) -> tuple[int, int, int]:
-    """What decides the shape of a rank's experts."""
+    """What determines the shape of a rank's experts."""
     return degrees["ep"], degrees["edp"], degrees["etp"]
 
 
 def experts_shard(model: Model, ep: int, edp: int, etp: int) -> bool:
-    """Whole experts over edp if they go round, else slices of their widths; FSDP would pad anything uneven."""
+    """Whole experts over edp if they divide evenly, else slices of their widths; FSDP would pad anything uneven."""
     return model.num_experts % ep != 0 or model.num_experts // ep % edp == 0 or not _uneven_widths(model, edp, etp)
 
 
 def _uneven_widths(model: Model, edp: int, etp: int) -> list[str]:
-    """Matrices are sliced along the model dim, which etp leaves whole, biases along their width, which etp cuts too."""
+    """Matrices are sliced along the model dim, which etp does not split, biases along their width, which etp splits
+    too."""
     widths, parts = {"model.dim": model.dim}, edp
     if model.expert_biases:
         widths, parts = widths | {"model.expert_hidden": model.expert_hidden}, edp * etp
