@@ -220,8 +220,7 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
-    """A summand of the whole on every rank -> each rank's piece of the sum along dim. Backward gathers the pieces'
-    gradients."""
+    """A summand on every rank -> each rank's piece of the sum along dim. Backward gathers the pieces' gradients."""
     return x if group.size == 1 else _ScatterSum.apply(x, dim, group)
 
 

@@ -34,8 +34,7 @@ class _Exchange(dist.Work):
             self.works.append((dist.isend(sent[after], group=group, group_dst=after, tag=tag), "take", after))
 
     def wait(self, timeout: Any = None) -> bool:
-        """Within the group's current time-out for all together: by itself gloo uses the one that the group was made
-        with."""
+        """All together within the group's current time-out: by itself gloo uses that of the group's creation."""
         bound = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         end = time.monotonic() + bound
         for work, does, other in self.works:
@@ -86,8 +85,7 @@ class NarrowOnTheWire:
         self._sent = 0
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Called alternately for what is sent and for the sum of what arrives, which is smaller by the number of
-        ranks."""
+        """Called alternately for what is sent and for the sum, which is smaller by the number of ranks."""
         numbers = math.prod(size)
         is_sum = numbers * self.ranks == self._sent
         self._sent = 0 if is_sum else numbers

@@ -39,8 +39,7 @@ class Turns:
         self.thread = ThreadPoolExecutor(1, "turns")
 
     def take(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Runs both, starting with the first, which stays in this thread; raises the error of the one that fails, if
-        any."""
+        """Runs both, starting with the first, which stays in this thread; raises the error of one that fails."""
         global _running
         self.turn = 0
         self.under_way, self.over = [False, False], [False, False]

@@ -114,8 +114,7 @@ def experts_shard(model: Model, ep: int, edp: int, etp: int) -> bool:
 
 
 def _uneven_widths(model: Model, edp: int, etp: int) -> list[str]:
-    """Matrices are sliced along the model dim, which etp does not split, biases along their width, which etp splits
-    too."""
+    """Matrices are sliced along the model dim, which etp leaves alone, biases along their width, which etp splits."""
     widths, parts = {"model.dim": model.dim}, edp
     if model.expert_biases:
         widths, parts = widths | {"model.expert_hidden": model.expert_hidden}, edp * etp

@@ -35,8 +35,7 @@ class Stage:
 
 
 def legal_stages(world: int, config: Config | None = None) -> Iterator[Stage]:
-    """By pp. Without a config only the laws of the ranks apply, with one also those of its model and batch; its degrees
-    do not matter."""
+    """By pp. Without a config only the laws of the ranks apply; with one, also those of its model and batch."""
 
     def legal(degrees: dict[str, int]) -> bool:
         return config is None or not any(True for _ in model_violations(degrees, config))

@@ -14,7 +14,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def region(name: str) -> AbstractContextManager:
-    """record_function while a profiler runs. Without one it costs 6 us even so, and this 0.6."""
+    """record_function, but only while a profiler runs: without one it would still cost 6 us, and this costs 0.6."""
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
@@ -22,7 +22,7 @@ def named(name: str) -> Callable[[Function], Function]:
     def wrap(function: Function) -> Function:
         @wraps(function)
         def inside(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # else the graph would ask whether a profiler runs
+            if torch.compiler.is_compiling():  # or the graph would depend on whether a profiler runs
                 return function(*args, **kwargs)
             with region(name):
                 return function(*args, **kwargs)
