@@ -108,7 +108,7 @@ def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch
         return frequency
 
     def pair_that_turns(times: float) -> float:
-        """The pair, perhaps fractional, with this many turns in the original context (arXiv 2309.00071, section 3.2)."""
+        """The pair, or fraction, with that many turns in the original context (arXiv 2309.00071, section 3.2)."""
         return width * math.log(model.rope_original_len / (times * 2 * math.pi)) / (2 * math.log(model.rope_theta))
 
     low, high = pair_that_turns(model.rope_beta_fast), pair_that_turns(model.rope_beta_slow)
