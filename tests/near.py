@@ -1,14 +1,14 @@
-"""How far two computations of the same numbers may lie apart on any CPU: counted, not tuned.
+"""How far apart two computations of the same numbers may be on any CPU: counted, not tuned.
 
-A rounding to a dtype errs by at most u = eps / 2 of what is rounded. Roundings err independently, so that n of them add
-up as squares: to less than 2 u sqrt(n). Another order of additions or another width of registers rounds otherwise. Two
-computations, each of so many `roundings` to a dtype (on the way from the inputs to a number, its own among them) and of
-sums of so many `terms` in its accumulator (float32 for narrower dtypes), lie apart by at most
+A rounding to a dtype errs by at most u = eps / 2 of what is rounded. Rounding errors are independent, so the squares
+of n of them add up: to less than 2 u sqrt(n). Another order of additions or another register width rounds differently.
+Two computations, each with that many `roundings` to a dtype (on the way from the inputs to a number, including its own)
+and with sums of that many `terms` in its accumulator (float32 for narrower dtypes), differ by at most
 
     4 sqrt(roundings u(dtype)^2 + terms u(accumulator)^2)
 
-of the tensor's largest entry. exp and its like err by 2 u or so: 4 roundings. A rounding whose effect is m times as
-large, as that of an angle m, counts m^2 times.
+of the tensor's largest entry. exp and the like err by about 2 u: 4 roundings. A rounding whose effect is m times as
+large, such as that of an angle m, counts m^2 times.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def bound(dtype: torch.dtype, terms: int = 0, roundings: int = 1) -> float:
 
 
 def apart(got: Tensor, want: Tensor) -> float:
-    """The largest difference, of the largest entry; equal infinities do not differ, and a NaN is infinitely far."""
+    """The largest difference, relative to the largest entry; equal infinities do not differ, and a NaN is infinitely
+    far."""
     if not want.numel():
         return 0.0
     got, want = got.detach().double(), want.detach().double()
@@ -41,7 +42,7 @@ def apart(got: Tensor, want: Tensor) -> float:
 
 
 def close(got: Tensor, want: Tensor, terms: int = 0, roundings: int = 1, dtype: torch.dtype | None = None) -> None:
-    """dtype: the narrowest on the way, where it is not the result's own."""
+    """dtype: the narrowest involved, if it is not the result's own."""
     assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, want.dtype, got.shape, want.shape)
     allowed = bound(dtype or want.dtype, terms, roundings)
     off = apart(got, want)

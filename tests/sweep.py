@@ -1,12 +1,12 @@
 """Every legal mapping of 8 ranks against the plain model, one after the other; resumes where it stopped.
 
     python -m tests.sweep                         run what is missing, write docs/parity.json and docs/parity.md
-    python -m tests.sweep --only pp2              those whose name holds a text
+    python -m tests.sweep --only pp2              those whose name contains a text
     python -m tests.sweep --results FILE          one JSON line per case; runs/parity.jsonl if not given
 
 517 mappings, each with one family, dispatcher, schedule, ... of those in tests/features.py: dealt out in turn, so each
-choice meets as many mappings as any other of its kind. Schedules and context-parallel kinds by a cover of all pairs
-besides; and 16-rank mappings, the paper's convergence run among them. Pools of ranks are renewed as they go
+choice gets as many mappings as any other of its kind. Also, schedules and context-parallel kinds by a cover of all
+pairs; and 16-rank mappings, including the paper's convergence run. Pools of ranks are renewed along the way
 (tests/world.py), so the number of process groups stays bounded.
 """
 
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 def dealt(feature: str) -> Iterator[str]:
-    """Every choice once in each round; the rounds in different orders, so that no two features go in step."""
+    """Every choice once in each round; the rounds in different orders, so that no two features stay in step."""
     draw, choices = random.Random(feature), list(FEATURES[feature])
     while True:
         draw.shuffle(choices)
@@ -54,11 +54,11 @@ def dealt(feature: str) -> Iterator[str]:
 
 
 def spread(given: list[tuple[Fold, dict[str, str]]]) -> list[tuple[Fold, dict[str, str]]]:
-    """With a choice of every feature not given: schedules only where there are stages, cp kinds where there is cp."""
+    """Adds a choice of every feature not given: schedules only with stages, cp kinds only with cp."""
     decks = {feature: dealt(feature) for feature in FEATURES}
     out = []
     for fold, fixed in given:
-        fits = {"schedule": 1 < fold.pp <= 4, "cp": fold.cp > 1}  # on 8 stages only 1F1B: others ask for 16 layers
+        fits = {"schedule": 1 < fold.pp <= 4, "cp": fold.cp > 1}  # on 8 stages only 1F1B: others need 16 layers
         out.append((fold, {f: fixed.get(f) or next(deck) for f, deck in decks.items() if fits.get(f, True)}))
     return out
 
@@ -93,7 +93,7 @@ def cases() -> dict[str, Case]:
 
 
 def run(results: Path, only: str = "") -> dict[str, dict[str, Any]]:
-    """Rows by name. What the file holds is not run again unless it failed, or was with other choices."""
+    """Rows by name. What is in the file is not run again unless it failed or had other choices."""
     results.parent.mkdir(parents=True, exist_ok=True)
     lines = map(json.loads, results.read_text().splitlines() if results.exists() else [])
     every = cases()
@@ -142,7 +142,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
 
 
 def page(kept: dict[str, Any]) -> str:
-    """What docs/parity.md says of docs/parity.json."""
+    """What docs/parity.md says about docs/parity.json."""
     return f"Made with {kept['made']}; {kept['cpu_minutes']} CPU-minutes.\n\n{summary(kept['rows'])}"
 
 

@@ -1,4 +1,4 @@
-"""The sweep deals its choices evenly; and all of it as a test: pytest -m sweep."""
+"""The sweep deals out its choices evenly; and the whole sweep as a test: pytest -m sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts/torture.py strikes with, and its table; the trials themselves are its own, of minutes."""
+"""The faults and the table of scripts/torture.py; the trials themselves take minutes and are not tests."""
 
 import errno
 import json
@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from torture import Tally, table, write  # noqa: E402
 from torture_runs import INTERVAL, KINDS, Run  # noqa: E402
 
-# What a rank does to the disk, in the order of a save; it says how far it came.
+# What a rank does with the disk, in the order of a save; it reports how far it got.
 RANK = """
 import os, sys, time
 def do(name, what, *args):
