@@ -1,4 +1,4 @@
-"""titanmoe checkpoint, as a person calls it."""
+"""titanmoe checkpoint, as a user calls it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Disks that do not answer, kills between two renames, links: nothing is lost, and nothing begins anew by itself."""
+"""Disks that do not answer, kills between two renames, links: nothing is lost, and nothing starts from scratch by
+itself."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def taken(folder: Path) -> choose_checkpoint.Beginning:
 
 
 class Faults:
-    """What lies under a path answers with an error, as often as it is told to for each operation on each file."""
+    """Everything below a path answers with an error, a given number of times for each operation on each file."""
 
     def __init__(self, patch: pytest.MonkeyPatch, path: Path, times: float, number: int = errno.ESTALE):
         self.path, self.times, self.number, self.seen = str(path), times, number, Counter[Any]()
@@ -95,7 +96,7 @@ def test_a_folder_that_stays_unreadable_is_passed_over_and_told(folder, monkeypa
 
 @pytest.mark.parametrize("what", ["", "step-"])
 def test_unreadable_checkpoints_never_mean_a_new_run(folder, monkeypatch, waits, what):
-    """Neither where their folder gives no answer, nor where each of them gives none."""
+    """Neither if their folder gives no answer, nor if each of them gives none."""
     Faults(monkeypatch, folder / what if what else folder, times=1e9)
     with pytest.raises(CheckpointError) as refused:
         taken(folder)
@@ -139,7 +140,7 @@ def kill_before_rename(patch: pytest.MonkeyPatch, at: int) -> None:
 
 @pytest.mark.parametrize(
     ("step", "at", "whole"),
-    # manifest, name, latest; and where the name is taken: manifest, its loss, name, latest
+    # manifest, name, latest; and if the name is taken: manifest, removing the old name, name, latest
     [(40, 1, False), (40, 2, True), (40, 3, True), (30, 1, False), (30, 2, True), (30, 3, True), (30, 4, True)],
 )
 def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at, whole):
@@ -222,7 +223,7 @@ def go_on_past(folder: str, passed: list[str]) -> list[str]:
 
 
 def test_what_was_passed_over_is_never_removed(folder):
-    """Not by retention, and not by the same step made again."""
+    """Neither by retention nor when the same step is repeated."""
     (said,) = world.run(1, go_on_past, str(folder), ["step-00000030", "step-00000010"])
     assert names(folder) == ["hf", "latest", "step-00000010.passed-over", "step-00000030.passed-over", "step-00000040"]
     assert bool((open_checkpoint(folder / "step-00000030.passed-over").read("model.a") == 30).all())

@@ -1,4 +1,4 @@
-"""What is saved is finite, fits on the disk and gets there in time; else the run ends with one line."""
+"""What is saved is finite, fits on the disk and gets there in time; otherwise the run ends with one line."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_first_tensor_that_is_not_finite_is_named_and_large_numbers_are_no_f
 
 
 def train_with_a_nan(folder: str, save: str) -> tuple[str, int]:
-    """After step 2 one rank's copy of a bias, which another rank would write, is no number."""
+    """After step 2 one rank's copy of a bias, which another rank would write, is NaN."""
     options = {"job.dump_folder": folder, "checkpoint.save": save, "checkpoint.keep_last": 1}
     trainer = parity.make_trainer(runs.RUN | {"parallelism.experts.ep": 2, "training.steps": 9} | options)
     make = trainer.train_step
@@ -75,7 +75,7 @@ def test_a_nan_is_never_published_and_names_tensor_rank_and_step(tmp_path, save)
 
 
 def write_a_file_too_large(folder: str) -> str:
-    """The real errors: of the kernel, and what torch makes of them."""
+    """The real errors: the kernel's, and what torch turns them into."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     tensors = {f"model.{name}": Piece(torch.zeros(1 << 14), (0,), (1 << 14,)) for name in "ab"}
@@ -125,7 +125,7 @@ def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
 
 
 def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
-    """Rank 1's disk takes no byte of step 4. The clock stands still until that has begun, and then jumps."""
+    """Rank 1's disk accepts no byte of step 4. The clock stands still until that has begun, and then jumps."""
     options = {"job.dump_folder": folder, "checkpoint.interval": 2, "parallelism.experts.ep": 2}
     trainer = parity.make_trainer(runs.RUN | options | {"training.steps": 10_000})
     write, held, go = folder_module._Summing.write, threading.Event(), threading.Event()

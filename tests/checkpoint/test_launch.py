@@ -1,4 +1,4 @@
-"""torchrun train.py, killed or asked to stop, and started again by the same command."""
+"""torchrun train.py, killed or asked to stop, and restarted by the same command."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(folder: Path, steps: int = STEPS) -> subprocess.Popen:
 
 
 def kill_all(torchrun: subprocess.Popen) -> None:
-    """Its ranks are in sessions of their own and would outlive it."""
+    """Its ranks have their own sessions and would outlive it."""
     ranks = [int(pid) for pid in Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()]
     assert len(ranks) == 2
     for pid in (torchrun.pid, *ranks):
@@ -74,7 +74,7 @@ def test_a_run_that_is_killed_or_stopped_goes_on_by_the_same_command(tmp_path: P
     killed_at = latest(tmp_path)
     second = start(tmp_path)
     wait_for_step(tmp_path, killed_at + 2)
-    second.terminate()  # torchrun hands it on
+    second.terminate()  # torchrun passes it on
     told = second.communicate(timeout=120)[0]
     assert f"{layout.name_of(killed_at)}, after step {killed_at}" in told
     assert "SIGTERM: saving after this step" in told and "\nsaved " in told
@@ -90,7 +90,7 @@ def test_a_run_that_is_killed_or_stopped_goes_on_by_the_same_command(tmp_path: P
 
 
 def loop(argv: list[str]) -> str:
-    """What a rank says; the command's arguments again, without the seconds that a process takes to start."""
+    """What a rank prints; the command's arguments again, without the seconds that a process takes to start."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         parity.train(argv)
     return said.getvalue()
@@ -101,7 +101,7 @@ def test_ctrl_c_saves_and_ends_with_its_code(tmp_path: Path) -> None:
     run = processes.Started(["train.py", *RECIPE, *options, "--checkpoint.interval=2", "--checkpoint.save=sync"])
     wait_for_step(tmp_path, 2)
     run.send_signal(signal.SIGINT)
-    run.send_signal(signal.SIGINT)  # as from a terminal, where torchrun sends it once more
+    run.send_signal(signal.SIGINT)  # as from a terminal, where torchrun sends it again
     done = run.wait()
     told = done.stdout + done.stderr
     assert done.returncode == 130 and "SIGINT: saving" in told and "Traceback" not in told, told

@@ -81,7 +81,8 @@ def test_auto_passes_over_a_damaged_one_and_says_so(run, harm, words):
 
 @pytest.mark.parametrize("load", ["auto", "elsewhere"])
 def test_all_damaged_is_refused_with_each_reason_and_how_to_begin_anew(run, load):
-    """Another path to load is for a run without any of its own: its weights are no place to go on from either."""
+    """Another path to load is for a run without checkpoints of its own: its weights are no place to resume from
+    either."""
     make(run.parent / "elsewhere/checkpoints", 5)
     for step in (10, 20, 30):
         flip_a_bit(shard(run, step))
@@ -242,7 +243,7 @@ def test_views_are_stored_without_the_storage_they_are_part_of(tmp_path):
 @pytest.mark.parametrize("deep", ["[" * 100_000, "[" * 500 + "]" * 500, '{"a":' * 80 + "1" + "}" * 80], ids=len)
 def test_a_record_that_is_nested_deep_is_one_line(run, deep):
     file = run / "checkpoints/step-00000030" / layout.MANIFEST
-    _, _, rest = file.read_text().split("\n", 2)  # without its sum, which is made anew
+    _, _, rest = file.read_text().split("\n", 2)  # without its checksum, which is computed again
     file.write_text(manifest.sealed("{\n" + rest.replace('"step": 30', f'"step": 30, "deep": {deep}', 1)))
     with pytest.raises(CheckpointError, match=f"{file} is damaged: TooDeep lists or objects are nested too deep"):
         layout.read_manifest(file.parent)

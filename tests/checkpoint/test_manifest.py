@@ -1,4 +1,4 @@
-"""manifest.json: every flip is noticed, and no type in it is taken on trust."""
+"""manifest.json: every bit flip is noticed, and no type in it is trusted."""
 
 from __future__ import annotations
 

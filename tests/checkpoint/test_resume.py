@@ -1,4 +1,4 @@
-"""Stopping and going on changes nothing: to the bit under the same mapping, to rounding under any other."""
+"""Stopping and resuming changes nothing: to the bit under the same mapping, to rounding under any other."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_same_mapping_goes_on_to_the_last_bit(tmp_path: Path, shape: dict[st
         assert torch.equal(resumed.state[name], tensor), name
 
 
-# (ranks and mapping that saved, ranks and mapping that go on). The first four broke other trainers.
+# (ranks and mapping that saved, ranks and mapping that resume). The first four broke other trainers.
 CASES = {
     "pp4 to ep4": ((4, mapping(pp=4) | FOUR), (4, mapping(ep=4) | FOUR)),
     "etp4 to ep4": ((4, mapping(etp=4)), (4, mapping(ep=4))),
@@ -134,7 +134,7 @@ def test_float32_agrees_at_the_first_step(tmp_path: Path) -> None:
 
 
 def test_without_its_moments_a_run_would_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above can fail: weights alone are another run from the second step on."""
+    """The comparison above can fail: with weights alone it is a different run from the second step on."""
     straight = go(2, tmp_path, mapping(ep=2))
     bare = mapping(ep=2) | {
         "checkpoint.load": str(tmp_path / "run/checkpoints/step-00000001"),

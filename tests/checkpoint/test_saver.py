@@ -1,4 +1,4 @@
-"""Saving beside training: what is staged, what happens when it fails."""
+"""Saving in the background: what is staged, what happens when it fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titanmoe.config.schema import Checkpoint
 
 
 def save_and_go_on(folder: str) -> list[bool]:
-    """Weights move while the writer is held up; what is written must be what they were."""
+    """Weights change while the writer is held up; what is written must be their old values."""
     saver = Saver(Path(folder), Checkpoint(enable=True, save="async"))
     weight, go, write = torch.zeros(1000), threading.Event(), folder_module._Summing.write
     folder_module._Summing.write = lambda self, data: (go.wait(20), write(self, data))[1]

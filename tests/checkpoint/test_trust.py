@@ -1,4 +1,4 @@
-"""Folders that someone made to do harm: nothing in them runs, nothing outside them is read, sizes are bounded."""
+"""Folders made to do harm: nothing in them runs, nothing outside them is read, sizes are bounded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_folder_of_format_1_reads_as_it_did(tmp_path: Path) -> None:
 
 
 def hostile(path: Path, mark: Path, record: dict[str, Any]) -> Path:
-    """A checkpoint whole in every sum, whose pickle leaves a mark when it runs."""
+    """A checkpoint with correct checksums, whose pickle leaves a mark when it runs."""
     folders.spoil(path, ".metadata", pickle.dumps(Calls(os.system, f"touch {mark}")))
     files = {name: entry for name, entry in folders.told(path)["files"].items() if name != tensors.TENSORS}
     folders.rewrite(path, format=1, files=files, record=record)

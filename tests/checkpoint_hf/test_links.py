@@ -1,4 +1,4 @@
-"""Hugging Face folders: what they name lies in them, and no link leads out of one, but for those of their cache."""
+"""Hugging Face folders: the files they name are in them, and no link leads out of one, except in their cache."""
 
 from __future__ import annotations
 

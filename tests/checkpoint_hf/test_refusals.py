@@ -1,4 +1,4 @@
-"""What cannot be converted is told in clear lines, all of them, and nothing is written."""
+"""What cannot be converted is reported in clear lines, all at once, and nothing is written."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ def mixtral(tmp_path_factory):
 
 @pytest.fixture
 def copy(mixtral, tmp_path):
-    """A folder to spoil: change(config, tensors) does."""
+    """A folder to corrupt with change(config, tensors)."""
 
     def spoil(change=lambda config, tensors: None):
         folder = tmp_path / "in"

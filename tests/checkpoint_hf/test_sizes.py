@@ -1,4 +1,4 @@
-"""Files of another's that ask for more than any model has are refused before anything is made of them."""
+"""Files from others that ask for more than any model has are refused before they are used."""
 
 import json
 from itertools import product

@@ -1,4 +1,4 @@
-"""A run begins from a converted model, and what it saves goes out again."""
+"""A run starts from a converted model, and what it saves can be exported again."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def test_a_run_that_learns_nothing_gives_back_what_it_was_given(tmp_path, capsys
     assert convert("--to-hf", tmp_path / "runs/run/checkpoints/step-00000001", tmp_path / "out") == 0
     equal(models.tensors(tmp_path / "out"), models.tensors(folder))
     again = models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert again.config.max_position_embeddings == models.BASE["max_position_embeddings"]  # its config.json came along
+    assert again.config.max_position_embeddings == models.BASE["max_position_embeddings"]  # its config.json was kept
 
 
 def train(folder: str, hf: str, changes: dict) -> str:
@@ -52,7 +52,7 @@ def train(folder: str, hf: str, changes: dict) -> str:
 
 
 def test_a_folded_run_reads_a_hugging_face_folder_and_each_rank_its_own_pieces(tmp_path):
-    """And once it has a checkpoint of its own, goes on from that."""
+    """And once it has a checkpoint of its own, it resumes from that."""
     folder = models.save(models.make("qwen3_moe"), tmp_path / "in")
     (folder / "tokenizer.json").write_text("{}")
     shape = dataclasses.asdict(configs.describe(folder).model)

@@ -8,7 +8,7 @@ from tests.checkpoint_hf import models, ours
 from titanmoe.checkpoint.folder import open_checkpoint
 from titanmoe.cli import main
 
-# experts, top_k, granularity: copies; pieces of several copies; the paper's E8G8T8 in small
+# experts, top_k, granularity: copies; pieces of several copies; a small version of the paper's E8G8T8
 SETTINGS = [(4, 2, 1), (8, 4, 2), (16, 8, 8)]
 
 

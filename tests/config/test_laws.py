@@ -1,4 +1,4 @@
-"""Laws: what contradicts itself is refused with its numbers, and what does not is let be."""
+"""Laws: contradictions are refused with their numbers, and everything else is accepted."""
 
 import re
 from math import inf, nan

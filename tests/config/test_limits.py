@@ -1,4 +1,4 @@
-"""Recipes and command lines made to take long, or to break what reads them, are answered like any other."""
+"""Recipes and command lines made to take long, or to break what reads them, are answered like any others."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Recipes, overrides and what is said when they are wrong: all of it at once, with place, constraint and fix."""
+"""Recipes, overrides and the message when they are wrong: everything at once, with place, constraint and fix."""
 
 import os
 import signal

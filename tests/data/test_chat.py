@@ -1,4 +1,4 @@
-"""What the assistant said, and nothing else, carries loss."""
+"""What the assistant said, and nothing else, counts towards the loss."""
 
 import sys
 
@@ -61,7 +61,7 @@ def test_tokens_and_masks_are_those_of_transformers(bpe):
         expected = theirs.apply_chat_template(TALK, **options)
         tokens, counted = Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
         assert tokens.tolist() == expected["input_ids"]
-        if template == MARKED:  # theirs has no other way to know what the assistant said
+        if template == MARKED:  # theirs cannot otherwise know what the assistant said
             assert counted.tolist() == [bool(said) for said in expected["assistant_masks"]]
 
 
@@ -109,7 +109,7 @@ def test_conversations_that_cannot_be_used(messages, says):
 
 
 def test_what_published_templates_use():
-    """loop controls, tojson as it is, marks of the tokenizer, no day's date, blocks that leave no lines."""
+    """loop controls, tojson unescaped, the tokenizer's marks, no current date, blocks that leave no lines."""
     template = (
         "{{ bos_token }}{% for m in messages %}\n"
         "    {% if m.role == 'tool' %}\n"

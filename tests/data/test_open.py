@@ -64,7 +64,7 @@ assert "torch" not in sys.modules
     ranks = [processes.Started(["-c", code], os.environ | {"RANK": rank}) for rank in "01"]
     said = [rank.wait().stdout.splitlines() for rank in ranks]
     assert said[0][-1] == said[1][-1] and said[0][-1].startswith("tokens:")
-    assert [len(line) for line in said] == [2, 1]  # rank 0 says what was made
+    assert [len(line) for line in said] == [2, 1]  # rank 0 prints what was made
     assert len(list((tmp_path / "runs" / "cache").iterdir())) == 1
 
 

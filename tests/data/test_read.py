@@ -1,4 +1,4 @@
-"""Documents come out as they went in, however packed and cut; what is wrong is told with its file and line."""
+"""Documents come out as they went in, however compressed and split; problems are reported with file and line."""
 
 import gzip
 import json

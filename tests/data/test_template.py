@@ -1,4 +1,4 @@
-"""A template that asks for 10^10 of anything is ended after a stated number of steps; published ones are not."""
+"""A template that asks for 10^10 of anything is stopped after a stated number of steps; published ones are not."""
 
 import pytest
 
@@ -158,7 +158,7 @@ def test_an_error_is_told_in_a_short_line():
 
 
 def test_long_conversations_have_more_to_spend(small):
-    """What is spent grows with the messages, as what a template needs does."""
+    """The budget grows with the messages, as a template's needs do."""
     talk = [{"role": "assistant", "content": "word " * 10_000}, *TALK[1:]]
     trimmed = "{% for m in messages %}{{ m.content | trim | replace('word', 'work') | trim }}{% endfor %}"
     assert len(Chat(trimmed, "t", ByteTokenizer()).encode(talk)[0]) > 49_000

@@ -1,4 +1,5 @@
-"""titanmoe tokenize: the same bytes whoever works, however often it is killed, and plain words for what is wrong."""
+"""titanmoe tokenize: the same bytes whoever does the work, however often it is killed, and plain words for what is
+wrong."""
 
 import fcntl
 import json
@@ -29,7 +30,7 @@ def small_units(monkeypatch):
 
 
 def corpus(folder: Path, texts=TEXTS) -> Path:
-    """Three files of JSONL, and a text."""
+    """Three JSONL files and a text file."""
     folder.mkdir()
     for n in range(3):
         (folder / f"{n}.jsonl").write_bytes(lines(texts[n::3]))
@@ -108,8 +109,8 @@ sys.exit(args.run(args))
 
 
 def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path, small_units):
-    """Real kills, just before a file is synced or gets its name: of a worker, of the parent by a worker that works on,
-    of the parent by itself. In between, what was finished is not touched."""
+    """Real kills, just before a file is synced or gets its name: of a worker, of the parent by a worker that continues,
+    of the parent by itself. In between, finished work is not touched."""
     source = corpus(tmp_path / "in")
     run(tmp_path, "whole", source)
     (tmp_path / "site").mkdir()
@@ -150,7 +151,7 @@ def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path
     assert last.returncode == 0 and "resuming: " in last.stdout, last.stderr
     ours, theirs = tree(out), tree(tmp_path / "whole")
     assert ours == theirs
-    again = victim("worker:1:self")  # finished: nobody works
+    again = victim("worker:1:self")  # finished: there is nothing to do
     assert again.returncode == 0 and "61 documents" in again.stdout
     assert tree(out) == ours
 
@@ -217,7 +218,7 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
         file.write(b'{"text": ""}\n{"text": 3}\nrubbish\n' + lines(["fine"]))
     said = problems(tmp_path, "out", source)
     assert said == f"{source / '1.jsonl'}:22: 'text' is a number, not text"
-    # What was finished is of use to a command that skips them.
+    # Finished work is reused by a command that skips them.
     manifest = run(tmp_path, "out", source, bad_lines="skip")
     assert (manifest["documents"], manifest["skipped"], manifest["empty"]) == (62, 2, 1)
     assert [line.partition(" ")[0] for line in manifest["examples"]] == [f"{source / '1.jsonl'}:{n}:" for n in (22, 23)]
@@ -261,11 +262,13 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe):
 
     def said_in(span) -> str:
         tokens, counted = opened.read(*span), opened.counted(*span)
-        assert tokens[-1] == tokenizer.eos and not counted[-1]  # the template wrote no end: it is no part of an answer
+        assert (
+            tokens[-1] == tokenizer.eos and not counted[-1]
+        )  # the template wrote no end mark: it is not part of an answer
         return tokenizer._plain.decode(tokens[counted].tolist(), skip_special_tokens=False)
 
     assert said_in(first) == "the fox<|im_end|>\n"
-    assert said_in(second) == "<|im_start|>assistant\nthe fox<|im_end|>\n"  # nothing was asked before
+    assert said_in(second) == "<|im_start|>assistant\nthe fox<|im_end|>\n"  # there was no question before
     assert manifest["counted"] == opened.counted(0, opened.starts[-1]).sum()
 
     template = tmp_path / "t.jinja"
@@ -275,7 +278,7 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe):
     (tmp_path / "a.jsonl").write_bytes(lines([talk + talk], field="messages"))
     options = dict(
         format="chat", chat_template=str(template), bad_lines="skip"
-    )  # the template's fault is no bad line's
+    )  # the template's fault, not a bad line's
     assert "a.jsonl:1: the chat template" in problems(tmp_path, "y", tmp_path / "a.jsonl", **options)
 
 

@@ -76,7 +76,7 @@ def change(folder, to, tokenizer=None, **settings):
 
 
 def test_marks_of_documents(bpe, tmp_path):
-    """The end as named, or of a usual name; the beginning only where the tokenizer puts one."""
+    """The end mark as named, or with a usual name; the begin mark only if the tokenizer adds one."""
     assert open_tokenizer(str(bpe)).bos is None and open_tokenizer(str(bpe)).eos == 0
     assert open_tokenizer(change(bpe, tmp_path / "a")).eos == 0
     assert open_tokenizer(change(bpe, tmp_path / "b", eos_token="<|im_end|>")).eos == 2

@@ -108,7 +108,7 @@ def test_biases_of_experts_are_cut_by_etp_and_shared_out_in_slices():
         "parallelism.experts.etp = 4 does not divide model.dim = 66 (66 % 4 = 2): use etp in 1, 2"
     ]
     assert broken(8, Parallelism(experts=Experts(etp=4)), dim=66) == []
-    # 8 experts over 8 ranks go round; 2 experts over 4 do not, and every width must be a multiple of 4, or 4 * etp
+    # 8 experts over 8 ranks divide evenly; 2 experts over 4 do not, and every width must be a multiple of 4, or 4 * etp
     assert broken(8, **biased) == []
     assert broken(8, Parallelism(experts=Experts(ep=2)), num_experts=4, dim=66, **biased) == [
         "parallelism.experts.edp = 4 ranks cannot share the weights of 2 experts (model.num_experts 4 / ep 2) evenly, "
@@ -163,7 +163,7 @@ def test_all_at_once():
         "training.seq_len = 63",
     ]
     assert [part in problem for part, problem in zip(parts, found, strict=True)] == [True] * 5
-    # a broken expert view does not hide what depends on the attention view's derived degrees, nor the other way
+    # a broken expert view does not hide what depends on the attention view's derived degrees, nor vice versa
     found = broken(16, Parallelism(experts=Experts(ep=3)), Training(seq_len=64, global_batch_size=5))
     assert any("global_batch_size = 5 is not a multiple" in problem for problem in found)
     found = broken(24, Parallelism(tp=5), Training(seq_len=65), dim=62)

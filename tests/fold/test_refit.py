@@ -1,4 +1,4 @@
-"""The mapping of a run that is started again on another number of ranks."""
+"""The mapping of a run that is restarted on another number of ranks."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ def asked(**degrees: int) -> Parallelism:
 @pytest.mark.parametrize(
     ("recipe", "world", "now", "told"),
     [
-        # what is derived or fits anyway does not give
+        # what is derived or fits anyway does not change
         (dict(tp=2, ep=2), 4, dict(dp_shard=2, edp=2), ""),
         (dict(dp_shard=2, edp=2), 2, dict(dp_shard=2, edp=2), ""),
         # dp_shard first, and edp with it
@@ -52,8 +52,8 @@ def test_data_parallel_gives_first(recipe, world, now, told):
 @pytest.mark.parametrize(
     ("recipe", "world", "unit", "kept"),
     [
-        (dict(dp_shard=2, tp=2), 3, 2, "parallelism.tp = 2 take"),
-        (dict(dp_shard=1, tp=2, ep=4), 2, 4, "parallelism.tp = 2, parallelism.experts.ep = 4 take"),
+        (dict(dp_shard=2, tp=2), 3, 2, "parallelism.tp = 2 needs"),
+        (dict(dp_shard=1, tp=2, ep=4), 2, 4, "parallelism.tp = 2, parallelism.experts.ep = 4 needs"),
         (dict(pp=2, tp=2, ep=3, dp_shard=3, edp=2), 8, 12, "pp = 2, parallelism.tp = 2, parallelism.experts.ep = 3"),
         (dict(cp=4, etp=8), 4, 8, "parallelism.cp = 4, parallelism.experts.etp = 8"),
     ],

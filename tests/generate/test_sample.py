@@ -1,4 +1,4 @@
-"""The next token: which may come, how often, and that draws depend on seed, prompt and position alone."""
+"""The next token: which are possible, how often, and that samples depend on seed, prompt and position alone."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_draws_are_functions_of_seed_prompt_and_position() -> None:
     first = draw(0)
     assert draw(0) == first and draw(1) != first
     assert first[:32] != first[32:]
-    assert draw(0, slice(20, 40)) == first[20:40]  # in any company
+    assert draw(0, slice(20, 40)) == first[20:40]  # whatever the others are
 
 
 def test_no_temperature_is_the_likeliest() -> None:

@@ -1,4 +1,4 @@
-"""titanmoe report: what is on the page and in the PNGs, of runs as odd as they come."""
+"""titanmoe report: what is on the page and in the PNGs, for all sorts of odd runs."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
         "2.1000",
     ):
         assert part in html
-    assert "MFU</dt>" not in html and ">Dropped<" not in html  # nothing is known of either
+    assert "MFU</dt>" not in html and ">Dropped<" not in html  # neither is known
     drawn = [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", html)]
     assert len(drawn) == 9
     spoken = [text.text for text in drawn[0].iter("text")]
