@@ -14,7 +14,7 @@ def report(nodeid: str, seconds: float, when: str = "teardown") -> Any:
     return SimpleNamespace(nodeid=nodeid, when=when, user_properties=[(cost.PROPERTY, seconds)])
 
 
-def test_a_bill_is_by_folder_and_tells_of_what_is_beyond_twice_its_budget() -> None:
+def test_costs_are_by_folder_and_report_what_exceeds_twice_its_budget() -> None:
     bill = cost.Bill()
     for one in (
         report("tests/moe/test_router.py::test_a", 30.0),

@@ -255,7 +255,7 @@ while true; do sleep 0.05; done
         ({"REFUSES": "yes"}, 1, "scontrol requeue 7 failed", "requeue 7\n"),
     ],
 )
-def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, told, asked):
+def test_slurm_requeues_a_job_whose_time_is_up(fake, more, code, told, asked):
     for name, text in {
         "srun": FAKE_LONG_SRUN,
         "scontrol": '#!/bin/bash\necho "$*" >> "$0.asked"; [[ -z ${REFUSES:-} ]]\n',
@@ -276,7 +276,7 @@ def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, told, asked
     assert (logs / "node0.log").exists(), "each time its own logs"
 
 
-def test_slurm_asks_for_the_signal_and_the_queue():
+def test_slurm_asks_for_the_signal_and_the_requeue():
     asked = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
     assert {"--requeue", "--signal=B:USR1@120", "--open-mode=append"} <= set(asked)
 

@@ -71,7 +71,7 @@ def test_padded_bins_leave_the_host_alone(name: str) -> None:
     train(PADDED | CASES[name], name == "documents")
 
 
-def test_dropless_rows_do_not() -> None:
+def test_dropless_rows_make_the_host_wait() -> None:
     with pytest.raises((NotImplementedError, RuntimeError), match="meta tensor"):
         train({})
 

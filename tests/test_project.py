@@ -41,7 +41,7 @@ def test_every_recipe_loads_and_is_in_the_readme(recipe):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_to_files_lead_somewhere(page):
+def test_links_to_files_exist(page):
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     gone = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not gone

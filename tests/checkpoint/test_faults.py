@@ -68,14 +68,14 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
-def test_errors_that_pass_are_waited_for(folder, monkeypatch, waits, number):
+def test_transient_errors_are_retried(folder, monkeypatch, waits, number):
     faults = Faults(monkeypatch, folder, times=4, number=number)
     found = taken(folder)
     assert (found.path, found.said) == (folder / "step-00000030", [])
     assert {name for name, _ in faults.seen} == {"open", "listdir", "lstat"} and set(waits) == set(inside.WAITS)
 
 
-def test_waiting_has_an_end(folder, monkeypatch, waits):
+def test_retrying_has_an_end(folder, monkeypatch, waits):
     Faults(monkeypatch, folder / "latest", times=1e9)
     with pytest.raises(Unreadable, match="latest: Stale file handle"):
         inside.read(folder, "latest", 100)
@@ -87,7 +87,7 @@ def test_waiting_has_an_end(folder, monkeypatch, waits):
     assert waits == [], "what does not pass is not waited for"
 
 
-def test_a_folder_that_stays_unreadable_is_passed_over_and_told(folder, monkeypatch, waits):
+def test_a_folder_that_stays_unreadable_is_passed_over_and_reported(folder, monkeypatch, waits):
     Faults(monkeypatch, folder / "step-00000030", times=1e9)
     found = taken(folder)
     assert found.path == folder / "step-00000020" and found.passed == [folder / "step-00000030"]
@@ -161,7 +161,7 @@ def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at
         assert "lacked only its name" in said[0]
 
 
-def test_one_written_to_its_end_that_is_damaged_is_kept_and_told(folder):
+def test_a_complete_but_damaged_checkpoint_is_kept_and_reported(folder):
     os.rename(folder / "step-00000030", folder / "step-00000030.writing")
     os.truncate(folder / "step-00000030.writing/rank-00000-000.distcp", 5)
     (said,) = layout.sweep(folder)
@@ -185,7 +185,7 @@ def test_retention_leaves_what_it_cannot_read_and_what_is_newer(folder):
     assert list(layout.steps(folder)) == [10, 30]
 
 
-def test_a_link_is_removed_and_what_it_names_is_not(folder, tmp_path):
+def test_a_link_is_removed_and_its_target_is_not(folder, tmp_path):
     archived = tmp_path / "archive"
     os.rename(folder / "step-00000010", archived)
     (folder / "step-00000010").symlink_to(archived)
@@ -198,7 +198,7 @@ def test_a_link_is_removed_and_what_it_names_is_not(folder, tmp_path):
     assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.damage(archived) == []
 
 
-def test_what_cannot_be_removed_is_told_and_ends_nothing(folder, monkeypatch):
+def test_what_cannot_be_removed_is_reported_and_ends_nothing(folder, monkeypatch):
     def busy(path: Any, *_: Any) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 

@@ -96,7 +96,7 @@ def test_a_disk_that_fills_is_one_line_with_the_file_and_what_is_missing(tmp_pat
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_an_error_that_torch_hides_is_told(tmp_path, monkeypatch, code):
+def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
     write = folder_module._Summing.write
 
     def fail(self: Any, data: bytes) -> int:
@@ -200,7 +200,7 @@ def hang_in(folder: str, where: str) -> str:
 
 
 @pytest.mark.parametrize(("where", "told"), PHASES.items())
-def test_whatever_a_rank_is_at_has_a_name(tmp_path, where, told):
+def test_whatever_a_rank_is_doing_has_a_name(tmp_path, where, told):
     (end,) = world.run(1, hang_in, str(tmp_path), where)
     assert "step-00000002 is not saved after checkpoint.timeout_s = 1800 s: rank 0 is still " in end and told in end
 

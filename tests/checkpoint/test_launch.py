@@ -66,7 +66,7 @@ def steps(folder: Path) -> list[int]:
     return [json.loads(line)["step"] for line in (folder / "debug/metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_that_is_killed_or_stopped_goes_on_by_the_same_command(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_or_stopped_resumes_with_the_same_command(tmp_path: Path) -> None:
     first = start(tmp_path)
     wait_for_step(tmp_path, 4)
     kill_all(first)

@@ -80,7 +80,7 @@ def train(folder: str, more: dict[str, Any]) -> None:
     parity.make_trainer(runs.RUN | {"job.dump_folder": folder, "training.steps": 4} | more).train()
 
 
-def test_the_time_that_training_stood_still_is_a_metric(tmp_path):
+def test_the_pause_of_training_is_a_metric(tmp_path):
     world.run(2, train, str(tmp_path), {"checkpoint.interval": 2, "parallelism.experts.ep": 2})
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert ["checkpoint_blocked_s" in line for line in lines] == [False, False, True, False]

@@ -186,7 +186,7 @@ LIES = {
 }
 
 
-def test_an_honest_description_is_taken() -> None:
+def test_an_honest_description_is_accepted() -> None:
     (tensor,) = tensors.from_json(json.dumps(described()).encode(), FILES).values()
     assert tensor.shape == (4, 3) and tensors.from_json(tensors.to_json({"x": tensor}), FILES) == {"x": tensor}
 

@@ -53,7 +53,7 @@ def test_there_and_back_is_equal_to_the_byte(tmp_path, name, capsys):
 
 
 @pytest.mark.parametrize("name", models.FAMILIES)
-def test_a_config_written_without_one_to_go_by_says_the_same(tmp_path, name):
+def test_a_config_written_without_an_original_says_the_same(tmp_path, name):
     model = models.make(name)
     folder = models.save(model, tmp_path / "in")
     assert convert("--from-hf", folder, tmp_path / "ours") == 0

@@ -53,7 +53,7 @@ def with_mtp(plain, tmp_path):
     return make
 
 
-def test_rows_that_rope_turns_change_places(plain, tmp_path):
+def test_rows_that_rope_turns_are_reordered(plain, tmp_path):
     """By definition: each head's last 4 rows in the order 0 2 1 3; the latents' last 4 likewise."""
     source = open_hf(plain, describe(plain).model)
     theirs = load_file(plain / "model.safetensors")
@@ -120,7 +120,7 @@ def test_a_tied_head_is_not_repeated(tmp_path):
     assert "lm_head.weight" not in source.map.theirs
 
 
-def test_a_copy_that_is_none_is_told(with_mtp, tmp_path, capsys):
+def test_a_copy_that_differs_is_reported(with_mtp, tmp_path, capsys):
     folder = with_mtp(lambda tensors: tensors[f"model.layers.{LAYERS}.embed_tokens.weight"].neg_())
     assert convert("--from-hf", folder, tmp_path / "ours") == 2
     assert "embed_tokens.weight: not equal to model.embed_tokens.weight, which it repeats" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def test_an_index_names_files_of_its_folder(model: Path, name: str) -> None:
     assert f"{model} names {name!r}, which is not in it" in problem
 
 
-def test_weights_and_companions_are_no_links(model: Path) -> None:
+def test_weights_and_companions_must_not_be_links(model: Path) -> None:
     (model / SINGLE).symlink_to("../x.safetensors")
     with pytest.raises(ConfigError, match="is a link to"):
         Folder(model)

@@ -84,7 +84,7 @@ def told(capsys, folder, *options):
         ("qwen2_moe", {"num_hidden_layers": 4, "mlp_only_layers": [2]}, "experts in the blocks [0, 1, 3] of 4"),
     ],
 )
-def test_a_config_that_no_model_can_say(tmp_path, name, changes, reason):
+def test_a_config_that_no_model_can_express(tmp_path, name, changes, reason):
     kind, options = models.FAMILIES[name]
     config = getattr(models.transformers, f"{kind}Config")(**models.BASE | options).to_dict() | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -185,7 +185,7 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed(copy, capsys):
         assert line in lines
 
 
-def test_names_are_told_on_one_line_where_that_says_all():
+def test_names_share_a_line_where_that_says_everything():
     names = {f"a.{i}.b.{j}" for i in (0, 1, 5) for j in range(3)}
     assert compressed(names) == ["a.{0-1,5}.b.{0-2}"]
     assert compressed(names - {"a.1.b.2"}) == sorted(names - {"a.1.b.2"})
@@ -238,7 +238,7 @@ def test_a_tied_embedding_stored_twice(tmp_path, capsys):
 # ---- files
 
 
-def test_folders_that_are_no_model(mixtral, tmp_path, capsys):
+def test_folders_that_are_not_models(mixtral, tmp_path, capsys):
     assert "is not a folder" in told(capsys, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
     assert f"no config.json in {tmp_path / 'empty'}" in told(capsys, tmp_path / "empty")
@@ -276,7 +276,7 @@ def test_dtypes_that_are_not_weights(copy, capsys):
     assert "model.norm.weight of dtype I64" in told(capsys, copy(spoil))
 
 
-def test_nothing_is_written_over_unless_asked_and_alike(mixtral, tmp_path, capsys):
+def test_only_folders_of_the_same_kind_are_overwritten_and_only_if_asked(mixtral, tmp_path, capsys):
     def convert(*words):
         return main(["convert", *map(str, words)])
 
@@ -304,7 +304,7 @@ def test_options_of_something_else(mixtral, tmp_path, capsys):
     assert "--max-shard-gb = 0.0 is not a size" in told(capsys, mixtral, "--to-hf", "--max-shard-gb", "0")
 
 
-def test_a_model_that_transformers_has_no_words_for(mixtral, tmp_path, capsys):
+def test_a_model_that_transformers_cannot_express(mixtral, tmp_path, capsys):
     """A checkpoint whose routing is not Mixtral's."""
     ours = tmp_path / "ours"
     assert main(["convert", "--from-hf", str(mixtral), str(ours)]) == 0
@@ -317,7 +317,7 @@ def test_a_model_that_transformers_has_no_words_for(mixtral, tmp_path, capsys):
     assert "model.norm_topk = False" in lines and not (tmp_path / "out").exists()
 
 
-def test_a_damaged_checkpoint_is_not_written_on(mixtral, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_not_exported(mixtral, tmp_path, capsys):
     ours = tmp_path / "ours"
     assert main(["convert", "--from-hf", str(mixtral), str(ours)]) == 0
     (file,) = ours.glob("*.distcp")

@@ -52,7 +52,7 @@ def test_a_size_that_no_model_has(monkeypatch, key, field, number):
     assert said.startswith(f"config.json gives model.{field} = ") and "and the limit is " in said and len(said) < 200
 
 
-def test_floats_that_are_none():
+def test_floats_that_are_not_numbers():
     (said,) = why(rms_norm_eps=10**400)
     assert "model.norm_eps = 0x" in said and "the limit is 9,223,372,036,854,775,807" in said
     assert "rope_theta" in why(rope_theta=10**400)[0]

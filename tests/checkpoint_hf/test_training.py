@@ -26,7 +26,7 @@ tensorboard = false
 """
 
 
-def test_a_run_that_learns_nothing_gives_back_what_it_was_given(tmp_path, capsys):
+def test_a_run_with_a_rate_of_zero_exports_what_it_imported(tmp_path, capsys):
     folder = models.save(models.make("deepseek_v3", vocab_size=320), tmp_path / "in")
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     begin = capsys.readouterr().out.split("# to train from it:")[1]
@@ -77,7 +77,7 @@ def test_a_folder_of_another_model_is_refused_before_training(tmp_path):
         world.run(1, train, str(tmp_path), str(folder), {})
 
 
-def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
+def test_weights_alone_cannot_be_resumed(tmp_path):
     folder = models.save(models.make("mixtral"), tmp_path / "in")
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     shape = {f"model.{n}": v for n, v in dataclasses.asdict(configs.describe(folder).model).items()}

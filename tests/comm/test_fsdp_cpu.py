@@ -110,7 +110,7 @@ def test_a_rank_that_never_answers_is_named_when_the_time_is_over(gradients: boo
     assert "training.timeout_s" in told
 
 
-def test_kept_memory_is_used_again_when_no_tensor_lies_in_it() -> None:
+def test_kept_memory_is_reused_when_no_tensor_is_in_it() -> None:
     kept = Kept()
     first = kept.take((20, 5), torch.float32)
     place, part = first.data_ptr(), first[3:].view(-1)

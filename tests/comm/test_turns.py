@@ -54,7 +54,7 @@ def test_sides_alternate_until_one_is_done_and_the_other_runs_on(a: int, b: int,
         assert log == alternation(a, b)
 
 
-def test_nobody_hands_over_what_is_not_under_way() -> None:
+def test_nobody_yields_when_nothing_is_in_flight() -> None:
     log = []
 
     def first() -> None:
@@ -112,7 +112,7 @@ class _Fly(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_backward_and_what_it_computes_again_hand_over_like_forward(device: str) -> None:
+def test_backward_and_recomputation_yield_like_forward(device: str) -> None:
     """On a GPU backward runs in a third thread, autograd's own; and all three on one stream, here not the default."""
     with torch.cuda.stream(torch.cuda.Stream()) if device == "cuda" else nullcontext():
         log = both_ways(device)
@@ -168,7 +168,7 @@ def test_an_error_ends_both_and_is_raised_once(side: int, at: int) -> None:
     assert log == ["a0", "b0", "a1", "b1"]
 
 
-def test_the_side_that_is_left_unwinds_where_it_waits() -> None:
+def test_the_remaining_side_unwinds_where_it_waits() -> None:
     cleaned = []
 
     def waits() -> None:

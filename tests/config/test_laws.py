@@ -21,7 +21,7 @@ FILES = {"data.source": "files", "data.paths": ["a", "b"]}
 YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0}
 
 
-def test_every_number_has_a_range_which_holds_its_default():
+def test_every_number_has_a_range_that_contains_its_default():
     numbers = {path for path, field in fields().items() if (field.item or field.kind) in (int, float)}
     assert set(RANGES) == numbers
     assert out_of_range(flat(Config())) == []

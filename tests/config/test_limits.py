@@ -34,7 +34,7 @@ def test_deep_nesting_in_an_override_is_one_problem():
     assert "is not a list of strings" in found and len(found) < 250
 
 
-def test_integers_that_python_does_not_write_out(recipe):
+def test_integers_that_python_does_not_print(recipe):
     (found,) = problems(*recipe("[training]\nsteps = 0x" + "f" * 5000 + "\n"))
     assert found.startswith("my.toml:2: training.steps = 0xfff") and "is not a finite 64-bit number" in found
 

@@ -98,7 +98,7 @@ def test_override(argv, path, value):
     assert found == value and type(found) is type(value)
 
 
-def test_family_and_size_lie_under_the_recipe_and_that_under_the_overrides(recipe):
+def test_overrides_beat_the_recipe_which_beats_family_and_size(recipe):
     assert read("--model.size", "large").model == Model(size="large", num_layers=60, num_experts=64, qk_norm="head")
     argv = recipe('[model]\nsize = "large"\nnum_layers = 8\nnum_experts = 16\n')
     model = read(*argv, "--model.num_experts", "32").model
@@ -107,7 +107,7 @@ def test_family_and_size_lie_under_the_recipe_and_that_under_the_overrides(recip
     assert (model.num_layers, model.num_experts, model.top_k, model.qk_norm) == (8, 16, 3, "none")
 
 
-def test_resolve_comes_last_and_only_when_all_is_well():
+def test_resolve_comes_last_and_only_if_nothing_is_wrong():
     def resolve(config):
         return replace(config, training=replace(config.training, global_batch_size=12))
 
@@ -254,7 +254,7 @@ def test_checks_run_on_stand_ins_and_say_so(recipe):
     ]
 
 
-def test_laws_do_not_judge_a_model_of_unknown_size_by_the_default_one(recipe):
+def test_laws_do_not_check_the_default_model_if_the_size_is_unknown(recipe):
     argv = recipe('[model]\nsize = "tiny"\nnum_kv_heads = 3\ntop_k = 9\n')
     assert len(problems(*argv)) == 1
     assert len(problems(*argv, "--model.num_heads", "8")) == 2

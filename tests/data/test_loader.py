@@ -152,7 +152,7 @@ def test_windows_begin_elsewhere_in_other_epochs():
     assert len(set(offsets)) > 1
 
 
-def test_shares_are_those_of_the_weights_and_epochs_are_told(config):
+def test_shares_are_those_of_the_weights_and_epochs_are_reported(config):
     loader = Loader(config, 0, 1)
     tokens = [int(source.packer.documents.starts[-1]) for source in loader.mix.sources]
     begun = []
@@ -250,7 +250,7 @@ def test_workers_and_a_thread_read_the_same(config):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_goes_wrong_while_reading_ahead_is_told(config, workers, monkeypatch):
+def test_errors_while_reading_ahead_are_reported(config, workers, monkeypatch):
     config.data.workers = workers
     loader = Loader(config, 0, 1)
     monkeypatch.setattr(ShardDocuments, "read", lambda *_: 1 / 0)

@@ -43,7 +43,7 @@ def test_expert_hidden():
     ]
 
 
-def test_what_tp_cuts():
+def test_what_tp_splits():
     shape = dict(shared_hidden=64, dense_hidden=128, num_dense_layers=1)
     assert broken(3, Parallelism(tp=3, experts=Experts(edp_replicate=3)), Training(seq_len=63), **shape) == [
         "parallelism.tp = 3 does not divide model.num_heads = 8 (8 % 3 = 2): use tp = 1",
@@ -55,14 +55,14 @@ def test_what_tp_cuts():
     ]
 
 
-def test_heads_of_latent_attention_are_told_once():
+def test_heads_of_latent_attention_are_reported_once():
     shape = dict(kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=8, num_kv_heads=8, vocab_size=96)
     assert broken(3, Parallelism(tp=3, experts=Experts(edp_replicate=3)), Training(seq_len=63), **shape) == [
         "parallelism.tp = 3 does not divide model.num_heads = 8 (8 % 3 = 2): use tp = 1"
     ]
 
 
-def test_only_what_the_model_has_is_cut():
+def test_only_what_the_model_has_is_split():
     # dense_hidden and shared_hidden are left over from another shape, and no layer uses them
     assert broken(2, Parallelism(tp=2), dense_hidden=7) == []
     assert broken(2, Parallelism(tp=2), num_dense_layers=4, dense_hidden=8, shared_hidden=7, expert_hidden=7) == []
@@ -92,7 +92,7 @@ def test_contiguous_pieces_need_not_be_halved():
     assert broken(8, Parallelism(cp=4, cp_placement="contiguous"), Training(seq_len=60)) == []
 
 
-def test_expert_weights_are_shared_out_evenly_over_edp():
+def test_expert_weights_are_sharded_evenly_over_edp():
     assert broken(12, dim=62) == [
         "parallelism.experts.edp = 12 ranks cannot share the weights of 8 experts (model.num_experts 8 / ep 1) evenly, "
         "neither whole experts (8 % 12 = 8) nor model.dim = 62 (62 % 12 = 2): use edp_replicate in 3, 6, 12"
@@ -102,7 +102,7 @@ def test_expert_weights_are_shared_out_evenly_over_edp():
     assert broken(8, dim=62) == []
 
 
-def test_biases_of_experts_are_cut_by_etp_and_shared_out_in_slices():
+def test_expert_biases_are_split_by_etp_and_sharded_in_slices():
     biased = dict(expert_biases=True, expert_hidden=126)
     assert broken(8, Parallelism(experts=Experts(etp=4)), dim=66, **biased | {"expert_hidden": 128}) == [
         "parallelism.experts.etp = 4 does not divide model.dim = 66 (66 % 4 = 2): use etp in 1, 2"
@@ -199,7 +199,7 @@ def test_groups_of_experts_on_nodes(world: int, ep: int, etp: int, node: int, no
     assert bool(list(node_violations(fold, node))) == (nodes is None)
 
 
-def test_nodes_that_cut_groups_are_told_with_what_fits():
+def test_nodes_that_split_groups_are_refused_with_what_fits():
     (text,) = node_violations(derive(12, Parallelism(experts=Experts(ep=4))), 6)
     assert text == (
         'moe.dispatcher = "hierarchical" needs nodes that hold whole groups of ep * etp = 4 * 1 = 4 ranks, or equal '

@@ -52,7 +52,7 @@ def test_replicas_number_their_samples_apart():
     assert row.split()[2:] == [f"dp{rank}" for rank in range(8)]
 
 
-def test_a_bar_goes_on_over_the_edge_of_a_node():
+def test_a_bar_continues_across_node_boundaries():
     text = plain(16, tp=16)
     assert "all cross (slow)" in text
     rows = [line for line in plain(32, tp=16).split("\n") if "samples" in line]

@@ -39,7 +39,7 @@ def asked(**degrees: int) -> Parallelism:
         (dict(pp=2, dp_shard=4, edp=4), 4, dict(dp_shard=2, edp=2), "dp_shard 4 -> 2"),
     ],
 )
-def test_data_parallel_gives_first(recipe, world, now, told):
+def test_only_data_parallel_changes(recipe, world, now, told):
     fitted, line = refit(world, asked(**recipe))
     fold = derive(world, fitted)
     assert {name: getattr(fold, name) for name in now} == now
@@ -58,7 +58,7 @@ def test_data_parallel_gives_first(recipe, world, now, told):
         (dict(cp=4, etp=8), 4, 8, "parallelism.cp = 4, parallelism.experts.etp = 8"),
     ],
 )
-def test_where_none_is_legal_the_reason_is_told(recipe, world, unit, kept):
+def test_if_no_mapping_is_legal_the_reason_is_given(recipe, world, unit, kept):
     with pytest.raises(FoldError) as refused:
         refit(world, asked(**recipe))
     (problem,) = refused.value.problems
@@ -74,5 +74,5 @@ def test_a_world_that_grows_again_is_as_the_recipe_says():
 
 
 @pytest.mark.parametrize("degrees", [dict(tp=0), dict(dp_shard=-2), dict(ep=-1)])
-def test_what_is_no_number_of_ranks_is_left_to_the_laws(degrees):
+def test_impossible_degrees_are_left_to_the_laws(degrees):
     assert refit(4, asked(**degrees)) == (asked(**degrees), "")

@@ -116,7 +116,7 @@ def test_plain_and_streamed_output(run: Path) -> None:
     assert out.startswith(f"--- 1, {len(line['tokens'])} tokens, ended by {line['end']}\nab{line['text']}\n--- 2, ")
 
 
-def test_mistakes_are_told_at_once(run: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_at_once(run: Path, tmp_path: Path) -> None:
     words = ["--checkpoint", run, "--prompt", "a", "--prompt", "b"]
     code, out, err = ask(*words, "--temperature", 0, "--top-k", 3, "--max-tokens", 0, "--top-p", 2, "--stream")
     assert (code, out) == (2, "") and err.startswith("error: 4 problems")
@@ -152,7 +152,7 @@ def published(tmp_path_factory) -> tuple[Path, Any]:
     return folder, model
 
 
-def test_a_hugging_face_folder_goes_on_as_in_transformers(published: tuple[Path, Any]) -> None:
+def test_a_hugging_face_folder_continues_as_in_transformers(published: tuple[Path, Any]) -> None:
     folder, model = published
     prompts = [[5, 9, 33], [1, 2, 3, 4, 5, 6, 7, 8, 9], [60]]
     words = [word for prompt in prompts for word in ("--prompt", " ".join(f"w{i}" for i in prompt))]

@@ -69,7 +69,7 @@ def on_a_rank() -> list[Tensor]:
     return results(chunked_cross_entropy_sum(x_TD, mine_vD, label_T, tp, 4), x_TD, mine_vD)
 
 
-def test_a_vocabulary_shared_out_over_ranks_and_sliced_there() -> None:
+def test_a_vocabulary_split_over_ranks_and_sliced_there() -> None:
     x_TD, weight_VD, label_T = operands(torch.float64)
     loss, grad_x, grad_w = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, ALONE), x_TD, weight_VD)
     ranks = world.run(3, on_a_rank)

@@ -90,7 +90,7 @@ def test_huge_scores_do_not_overflow():
         assert (got - want).abs().max() <= 1e-9 * want.abs().max()
 
 
-def test_bfloat16_is_as_near_as_its_rounding():
+def test_bfloat16_is_as_close_as_its_rounding():
     for got, want in both(torch.bfloat16, 2 * BLOCK, 4, 2, 64, 64, False):
         assert got.dtype == torch.bfloat16
         # Scores, weights, sums; and the same number again for gradients.

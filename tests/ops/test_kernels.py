@@ -202,7 +202,7 @@ def test_ties_forced_balance_and_no_tokens(score: str) -> None:
                 close(g, w, torch.float32)
 
 
-def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
+def test_nan_logits_choose_experts_that_exist() -> None:
     """So that a diverged run ends with its own error and not with an out-of-bounds access."""
     logits = torch.full((4, 8), float("nan"), device=DEVICE, requires_grad=True)
     _, _, _, chosen, count = router(8, torch.float32, "triton")(logits, told(2, 2))

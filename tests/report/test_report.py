@@ -114,7 +114,7 @@ def test_a_run_cut_short_or_of_another_version_is_drawn_as_far_as_it_is_known(tm
     assert "not finite" in html and "no_such_key" in html
 
 
-def test_malformed_lines_are_told_by_kind_and_left_out(tmp_path, capsys):
+def test_malformed_lines_are_reported_by_kind_and_left_out(tmp_path, capsys):
     run = make_run(tmp_path / "run", 3)
     bad = ["{", "nonsense", "[" * 9999, '{"a":' * 99 + "1" + "}" * 99, "[]", "7", '{"step": "x", "loss": 1}']
     bad += ['{"step": 4}', '{"step": 4, "loss": "low"}', '{"step": 1e999, "loss": 1}', '{"step": 4, "loss": [1]}']
@@ -144,7 +144,7 @@ def test_malformed_lines_are_told_by_kind_and_left_out(tmp_path, capsys):
     assert "metrics.jsonl: 1 line is not JSON: left out" in capsys.readouterr().err
 
 
-def test_what_is_no_run_is_told_at_once(tmp_path, capsys):
+def test_folders_that_are_not_runs_are_reported_at_once(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
     assert main(["report", str(tmp_path / "gone"), str(tmp_path / "empty")]) == 2
@@ -168,7 +168,7 @@ def test_a_long_run_of_many_experts_stays_small(tmp_path):
     assert (run / "report" / "report.html").stat().st_size < 1_500_000
 
 
-def test_every_curve_lies_on_its_sheet(tmp_path):
+def test_every_curve_is_on_its_sheet(tmp_path):
     runs = read_runs([make_run(tmp_path / "a_run_of_a_long_name", 5), make_run(tmp_path / ("b" * 60), 500)])
     for name, sheet in sheets(runs).items():
         for mark in sheet.marks if sheet else ():
