@@ -78,7 +78,7 @@ if ((code != 0)) && [[ -n $out_of_time ]]; then
     # A run that does not save would start from scratch each time, forever.
     if ! grep -q '^saved ' "$logs/node0.log"; then
         echo "launch_slurm.sh: the job's time is up, and the run did not save: not requeued. [checkpoint] enable =" \
-            "true saves; $logs/node0.log tells more" >&2
+            "true saves; $logs/node0.log says more" >&2
         exit "$code"
     fi
     echo "job $job: its time is up and the run has saved: requeued, to resume from there"

@@ -138,13 +138,13 @@ def torture(args: argparse.Namespace, folder: Path) -> int:
                 run = trial(kind, seed, folder, calm)
                 tally.equal, tally.lost = tally.equal + 1, tally.lost + run.lost
                 tally.again, tally.seconds = max(tally.again, run.again), [*tally.seconds, run.seconds]
-                told = f"equal, {run.lost} saved steps lost, {run.again} made again, resumed in {run.seconds:.1f} s"
+                result = f"equal, {run.lost} saved steps lost, {run.again} made again, resumed in {run.seconds:.1f} s"
                 if run.lost:
                     failures.append(f'--only "{kind}" --first {seed} --trials 1: {run.lost} saved steps lost')
             except Wrong as wrong:
-                told = f"FAILED: {wrong}"
+                result = f"FAILED: {wrong}"
                 failures.append(f'--only "{kind}" --first {seed} --trials 1: {wrong}')
-            print(f"{tally.trials:>3} {kind}, seed {seed}: {told}", flush=True)
+            print(f"{tally.trials:>3} {kind}, seed {seed}: {result}", flush=True)
     finally:
         spent = time.monotonic() - began
         tried = sum(tally.trials for tally in tallies.values())

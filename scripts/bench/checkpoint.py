@@ -55,7 +55,7 @@ def main() -> None:
     try:
         figures = measure(Trainer(config, runtime), folder, args.rounds)
         if runtime.rank == 0:
-            tell(figures, args.json)
+            report(figures, args.json)
     finally:
         stop()
         if runtime.rank == 0:
@@ -109,7 +109,7 @@ def timed(step) -> float:
     return time.monotonic() - began
 
 
-def tell(figures: dict[str, dict[str, float]], file: Path | None) -> None:
+def report(figures: dict[str, dict[str, float]], file: Path | None) -> None:
     every = figures["all"]
     machine = f"torch {torch.__version__}, {platform.machine()}"
     print(f"{every['gb']:.2f} GB, {every['ranks']:.0f} ranks, step {every['step']:.3f} s; {machine}")

@@ -278,7 +278,7 @@ def save(
     together(group, lambda: _seen(aside))
     writer = _Writer(aside, doing)
     try:
-        with _told_by_us(group):
+        with _without_remark(group):
             dcp.save(dict(pieces), storage_writer=writer, planner=_Planner(pieces), process_group=group)
     except dcp.CheckpointException as failure:
         raise _of(failure) from None
@@ -423,7 +423,7 @@ def _of(failure: dcp.CheckpointException) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def _told_by_us(group: Group) -> Iterator[None]:
+def _without_remark(group: Group) -> Iterator[None]:
     """Silences torch's remark that one process saves alone. Not in a background thread, which has a group."""
     if group is not None:
         yield

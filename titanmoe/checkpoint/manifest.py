@@ -45,8 +45,8 @@ class Manifest:
 
     def text(self) -> str:
         files = {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sorted(self.files.items())}
-        told = {"format": self.format, "step": self.step, "number": self.number, "record": self.record, "files": files}
-        return sealed(json.dumps(told, indent=1))
+        data = {"format": self.format, "step": self.step, "number": self.number, "record": self.record, "files": files}
+        return sealed(json.dumps(data, indent=1))
 
 
 def sealed(text: str) -> str:

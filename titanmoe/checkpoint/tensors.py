@@ -52,8 +52,8 @@ def to_json(tensors: Mapping[str, Written]) -> bytes:
     lines = []
     for name, tensor in sorted(tensors.items()):
         blocks = [[b.offset, b.shape, b.file, b.start, b.bytes] for b in tensor.blocks]
-        told = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape, "blocks": blocks}
-        lines.append(f"{json.dumps(name)}: {json.dumps(told)}")
+        entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape, "blocks": blocks}
+        lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
@@ -63,7 +63,7 @@ def from_json(data: bytes, files: Mapping[str, Sum]) -> dict[str, Written]:
 
 
 def _checked(found: Any, files: Mapping[str, Sum]) -> dict[str, Written]:
-    tensors = {name: _tensor(name, told, files) for name, told in found.items()}
+    tensors = {name: _tensor(name, entry, files) for name, entry in found.items()}
     # This guarantees that all tensors together are no larger than the files.
     taken = sorted((b.file, b.start, b.bytes) for tensor in tensors.values() for b in tensor.blocks)
     for (file, start, length), (other, after, _) in pairwise(taken):
@@ -72,18 +72,18 @@ def _checked(found: Any, files: Mapping[str, Sum]) -> dict[str, Written]:
     return tensors
 
 
-def _tensor(name: str, told: dict[str, Any], files: Mapping[str, Sum]) -> Written:
-    dtype, shape = DTYPES.get(told["dtype"]), _sizes(told["shape"])
+def _tensor(name: str, entry: dict[str, Any], files: Mapping[str, Sum]) -> Written:
+    dtype, shape = DTYPES.get(entry["dtype"]), _sizes(entry["shape"])
     if dtype is None:
-        raise ValueError(f"{name} has dtype {told['dtype']!r}")
-    blocks = tuple(_block(name, block, shape, dtype, files) for block in told["blocks"])
+        raise ValueError(f"{name} has dtype {entry['dtype']!r}")
+    blocks = tuple(_block(name, block, shape, dtype, files) for block in entry["blocks"])
     if sum(prod(block.shape) for block in blocks) != prod(shape):
         raise ValueError(f"the blocks of {name} do not make up its shape {shape}")
     return Written(dtype, shape, blocks)
 
 
-def _block(name: str, told: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Sum]) -> Block:
-    offset, shape, file, start, length = told
+def _block(name: str, entry: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Sum]) -> Block:
+    offset, shape, file, start, length = entry
     block = Block(_sizes(offset), _sizes(shape), file, *_sizes([start, length]))
     if not len(block.offset) == len(block.shape) == len(whole) or any(
         first + n > all_ for first, n, all_ in zip(block.offset, block.shape, whole, strict=True)

@@ -292,7 +292,7 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[Violation]:
     elif checkpoint.model_only and (load in ("auto", "none") or load.isdecimal()):
         yield Violation(
             ("checkpoint.model_only", "checkpoint.load"),
-            f'checkpoint.model_only = true takes weights from a path, and checkpoint.load = "{load}" is none: '
+            f'checkpoint.model_only = true takes weights from a path, and checkpoint.load = "{load}" is not one: '
             "name another run's checkpoint, or set model_only = false",
         )
     if checkpoint.keep_every and not checkpoint.keep_last:

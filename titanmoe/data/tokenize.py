@@ -319,7 +319,7 @@ class Meter:
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
         self.total, self.begun_at, self.done, self.tokens, self.log = total, done, done, 0, log
-        self.began = self.told = time.monotonic()
+        self.began = self.shown = time.monotonic()
         console = Console(stderr=True)
         self._bar = None
         if console.is_terminal:
@@ -350,8 +350,8 @@ class Meter:
         now = time.monotonic()
         if self._bar:
             self._bar.update(self._task, completed=self.done, rate=f"{self.rate / 1e6:.2f} M tokens/s")
-        elif now - self.told >= 30:
-            self.told = now
+        elif now - self.shown >= 30:
+            self.shown = now
             left = (self.total - self.done) * (now - self.began) / max(self.done - self.begun_at, 1)
             self.log(
                 f"{self.done / self.total:.1%} of {self.total / 1e9:.2f} GB, {self.rate / 1e6:.2f} M tokens/s, "

@@ -45,6 +45,6 @@ def refit(world: int, asked: Parallelism) -> tuple[Parallelism, str]:
     gave = {name: n for name, n in fit.items() if degrees[name] not in (-1, n)}
     experts = replace(asked.experts, **{name: n for name, n in gave.items() if name.startswith("edp")})
     attention = {name: n for name, n in gave.items() if name.startswith("dp")}
-    told = ", ".join(f"{KEYS[name]} {degrees[name]} -> {n}" for name, n in gave.items())
+    changed = ", ".join(f"{KEYS[name]} {degrees[name]} -> {n}" for name, n in gave.items())
     fitted = replace(asked, **attention, experts=experts)
-    return fitted, f"started again on {world} rank{'s' * (world > 1)}: {told}; the global batch stays"
+    return fitted, f"started again on {world} rank{'s' * (world > 1)}: {changed}; the global batch stays"

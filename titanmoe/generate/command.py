@@ -213,8 +213,8 @@ def _line(args: argparse.Namespace, texts: list[str], prompts: list[Prompt], tok
     number, ids = made.number, prompts[made.number].ids
     text = _continuation(tokenizer, ids, made.tokens)
     if args.json:
-        told = {"number": number, "prompt": texts[number], "text": text, "end": made.end}
-        return json.dumps(told | {"prompt_tokens": ids, "tokens": made.tokens})
+        answer = {"number": number, "prompt": texts[number], "text": text, "end": made.end}
+        return json.dumps(answer | {"prompt_tokens": ids, "tokens": made.tokens})
     title = f"--- {number + 1}, {len(made.tokens)} tokens, ended by {made.end}\n" if len(texts) > 1 else ""
     return f"{title}{texts[number]}{text}"
 

@@ -90,19 +90,19 @@ def fold(found: Found, world: int, degrees: dict[str, int], dtype: str | None, d
         if degrees[name] != 1
     ]
     tp, ep, etp = (degrees[name] for name in ("tp", "ep", "etp"))
-    told = found.config
+    trained = found.config
     training = replace(
         Config().training,
-        dtype=dtype or told.training.mixed_precision_param,
-        mixed_precision_param=dtype or told.training.mixed_precision_param,
+        dtype=dtype or trained.training.mixed_precision_param,
+        mixed_precision_param=dtype or trained.training.mixed_precision_param,
         seq_len=max(tp, 1),  # a multiple of tp, which is all that its laws ask for
         device=device,
     )
     # Dropless, and the choice is the router's alone: what training adds to it is not part of the model.
     own = {"grouped_mm": "loop", "kernels": "torch"}  # kept if the run chose them, to rule out the defaults
-    kept = {name: value for name, value in own.items() if getattr(told.moe, name) == value}
-    moe = replace(Config().moe, router_dtype=told.moe.router_dtype, **kept)
-    config = Config(model=replace(told.model, mtp_depth=0), training=training, moe=moe)
+    kept = {name: value for name, value in own.items() if getattr(trained.moe, name) == value}
+    moe = replace(Config().moe, router_dtype=trained.moe.router_dtype, **kept)
+    config = Config(model=replace(trained.model, mtp_depth=0), training=training, moe=moe)
     resolved, wrong = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
     problems += wrong
     edp = resolved.pop("edp", 1)  # its laws are about sharded weights, which are whole here
