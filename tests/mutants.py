@@ -210,8 +210,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("models/multi_token.py", f"{PAIRS} -k yes-whole-mtp"): [
         (
             "no weight on the loss of further tokens",
-            "return _Beside.apply(loss, self.weight * own)",
-            "return _Beside.apply(loss, own)",
+            "return _AddGradient.apply(loss, self.weight * own)",
+            "return _AddGradient.apply(loss, own)",
         ),
     ],
     ("models/vocabulary.py", "tests/models/test_transformer.py"): [
