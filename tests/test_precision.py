@@ -64,7 +64,7 @@ def held(function: Callable[..., Tensor], *given: Tensor, terms: int = 0, wide: 
 @pytest.mark.parametrize("way", ["forward", "plain"])
 @pytest.mark.parametrize("kind", [RMSNorm, SplitRMSNorm])
 def test_norms(kind: type[RMSNorm], way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rowwise, "BLOCK", 4 * 64)  # the weight's gradient is a sum over blocks
+    monkeypatch.setattr(rowwise, "BLOCK_NUMBERS", 4 * 64)  # the weight's gradient is a sum over blocks
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         made = kind(64, 1e-6, x.dtype)

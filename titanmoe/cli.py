@@ -16,7 +16,7 @@ from rich.text import Text
 
 from titanmoe.checkpoint.command import add_checkpoint
 from titanmoe.checkpoint.hf.command import add_convert
-from titanmoe.config.load import ConfigError, error_text, load
+from titanmoe.config.load import ConfigError, format_problems, load
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
@@ -108,7 +108,7 @@ def run_fold(args: argparse.Namespace) -> int:
     else:
         broken = resolve(args.world, wish)[1]
     if problems or broken:
-        print(error_text(problems + broken, source), file=sys.stderr)
+        print(format_problems(problems + broken, source), file=sys.stderr)
         if broken and args.world > 0:
             print(_nearest(args.world, wish, config), file=sys.stderr)
         return 2
@@ -184,7 +184,7 @@ def _list(args: argparse.Namespace, asked: dict[str, int], config: Config | None
     if not stages:
         degrees = ", ".join(f"{name} {n}" for name, n in asked.items())
         problem = f"no mapping of {args.world} ranks{f' with {degrees}' if asked else ''} is legal: use another world"
-        print(error_text([problem + " or fewer degrees" * bool(asked)]), file=sys.stderr)
+        print(format_problems([problem + " or fewer degrees" * bool(asked)]), file=sys.stderr)
         return 2
     if args.json:
         _print_json_rows({"pp": stage.pp, **left, **right} for stage in stages for left, right in stage.pairs())

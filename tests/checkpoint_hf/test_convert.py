@@ -125,7 +125,7 @@ def _on_ranks(folder, tmp):
         command._join, torch.distributed.destroy_process_group = join, destroy
 
 
-@pytest.mark.parametrize("part", ["plan_export", "write_file"])
+@pytest.mark.parametrize("part", ["plan_folder", "write_file"])
 def test_a_failing_rank_ends_all_and_leaves_nothing(qwen, tmp_path, part):
     assert convert("--from-hf", qwen, tmp_path / "two") == 0
     codes, told = zip(*world.run(2, _failing, str(tmp_path), part), strict=True)

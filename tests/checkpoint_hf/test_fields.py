@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.checkpoint_hf import models, ours
 from titanmoe.checkpoint.hf.config import describe
-from titanmoe.checkpoint.hf.source import Source
+from titanmoe.checkpoint.hf.source import HuggingFaceSource
 from titanmoe.checkpoint.hf.upcycle import Upcycled
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
@@ -155,7 +155,7 @@ class Family:
         (self.folder / "config.json").write_text(json.dumps(config))
         try:
             described = describe(self.folder, self.dense)
-            notes = described.notes + Source(self.folder, described, described.model).notes
+            notes = described.notes + HuggingFaceSource(self.folder, described, described.model).notes
             if any(name in note for note in notes for name in names):
                 return "told"
             model = self.build(theirs)
@@ -197,7 +197,7 @@ class Family:
             upcycled = Upcycled(folder, experts=2, top_k=2, granularity=1, seed=0)
             read = lambda name, offset, shape, dtype: upcycled.read(name, offset, shape).to(dtype)  # noqa: E731
             return SimpleNamespace(model=upcycled.model, read=read)
-        source = Source(folder, described, described.model)
+        source = HuggingFaceSource(folder, described, described.model)
         source.check()
         return source
 

@@ -39,7 +39,7 @@ def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
     want = torch.zeros(4 * ranks, 24)
     for number in range(ROUNDS):
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * number + rank)).bfloat16()
-        with mock.patch.object(fsdp_cpu, "BLOCK", 7):  # several, the last one incomplete
+        with mock.patch.object(fsdp_cpu, "BLOCK_NUMBERS", 7):  # several, the last one incomplete
             layer(x).float().square().sum().backward()
         alone.weight.grad = None
         alone(x).float().square().sum().backward()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from titanmoe.config import Config, ConfigError, exit_with, load, to_toml
 from titanmoe.config.fields import build, fields, flat, tables, toml_value
-from titanmoe.config.load import error_text
+from titanmoe.config.load import format_problems
 from titanmoe.config.recipe import toml
 from titanmoe.config.schema import Model
 
@@ -373,9 +373,9 @@ def test_help_comes_whatever_is_wrong(recipe, capsys):
 
 
 def test_error_text():
-    assert error_text(["one"]) == "error: one"
-    assert error_text(["one"], "my.toml") == "error: 1 problem in my.toml\n\n  1. one"
-    text = error_text([f"p{i}" for i in range(9)] + ["two\nlines"], "my.toml and the command line")
+    assert format_problems(["one"]) == "error: one"
+    assert format_problems(["one"], "my.toml") == "error: 1 problem in my.toml\n\n  1. one"
+    text = format_problems([f"p{i}" for i in range(9)] + ["two\nlines"], "my.toml and the command line")
     assert text.startswith("error: 10 problems in my.toml and the command line\n\n   1. p0\n")
     assert text.endswith("\n  10. two\n      lines")
     with pytest.raises(ConfigError, match=r"^error: 1 problem in the command line\n\n  1\. command line: unknown"):

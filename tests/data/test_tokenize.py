@@ -16,7 +16,7 @@ from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.data import tokenize as tokenize_module
 from titanmoe.data.shards import MANIFEST, ShardDocuments, verify
-from titanmoe.data.tokenize import plan, tokenize
+from titanmoe.data.tokenize import plan_shards, tokenize
 from titanmoe.data.tokenize_unit import Job, Unit
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 
@@ -50,7 +50,7 @@ def documents(folder: Path) -> list[list[int]]:
 
 def run(tmp_path, name, *paths, workers=1, **job):
     job = Job([str(path) for path in paths], str(tmp_path / name), **{"shard_tokens": 1500} | job)
-    return tokenize(plan(job), workers, log=lambda line: None)
+    return tokenize(plan_shards(job), workers, log=lambda line: None)
 
 
 def problems(tmp_path, name, *paths, **job) -> str:
@@ -198,7 +198,7 @@ def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units
     source = corpus(tmp_path / "in")
     run(tmp_path, "whole", source)
     job = Job([str(source)], str(tmp_path / "out"), shard_tokens=1500)
-    planned, stop = plan(job), lambda *args: (_ for _ in ()).throw(InterruptedError())
+    planned, stop = plan_shards(job), lambda *args: (_ for _ in ()).throw(InterruptedError())
     with monkeypatch.context() as patch:
         patch.setattr(tokenize_module, "_manifest", stop)  # all but the manifest is there
         with pytest.raises(ConfigError):
@@ -231,7 +231,7 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
 def test_mistakes_are_told_before_any_work(tmp_path):
     source = corpus(tmp_path / "in")
     with pytest.raises(ConfigError) as error:
-        plan(Job([str(tmp_path / "gone")], "out", tokenizer="nowhere"))
+        plan_shards(Job([str(tmp_path / "gone")], "out", tokenizer="nowhere"))
     assert len(error.value.problems) == 2
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()

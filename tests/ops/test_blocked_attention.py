@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests import near
 from titanmoe.ops import blocked_attention as blocked
-from titanmoe.ops.blocked_attention import BLOCK, blocked_attention
+from titanmoe.ops.blocked_attention import QUERIES, blocked_attention
 
 
 def plain(q_BHSh, k_BGSh, v_BGSv, document_BS):
@@ -41,7 +41,7 @@ def both(dtype, S, heads, key_heads, width, value_width, documents, size=1.0):
 
 
 @pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("S", [1, 7, BLOCK, BLOCK + 1, 3 * BLOCK - 5])
+@pytest.mark.parametrize("S", [1, 7, QUERIES, QUERIES + 1, 3 * QUERIES - 5])
 @pytest.mark.parametrize(("heads", "key_heads", "width", "value_width"), [(4, 4, 12, 8), (6, 2, 8, 8), (4, 1, 8, 16)])
 def test_equals_plain_attention_and_its_gradients(S, heads, key_heads, width, value_width, documents):
     for got, want in both(torch.float64, S, heads, key_heads, width, value_width, documents):
@@ -75,9 +75,9 @@ def test_documents_of_any_length(lengths):
 def test_work_is_that_of_the_documents():
     """As data.balance_work counts it, to a block: 16 documents of one block each against a single document."""
     cost = []
-    for length in (16 * BLOCK, BLOCK):
-        document = (torch.arange(16 * BLOCK) // length).unsqueeze(0)
-        x = [torch.randn(1, 2, 16 * BLOCK, 8, requires_grad=True) for _ in range(3)]
+    for length in (16 * QUERIES, QUERIES):
+        document = (torch.arange(16 * QUERIES) // length).unsqueeze(0)
+        x = [torch.randn(1, 2, 16 * QUERIES, 8, requires_grad=True) for _ in range(3)]
         with FlopCounterMode(display=False) as counter:
             blocked_attention(*x, document).sum().backward()
         cost.append(counter.get_total_flops())
@@ -86,12 +86,12 @@ def test_work_is_that_of_the_documents():
 
 
 def test_huge_scores_do_not_overflow():
-    for got, want in both(torch.float64, BLOCK + 9, 2, 2, 8, 8, True, size=60.0):
+    for got, want in both(torch.float64, QUERIES + 9, 2, 2, 8, 8, True, size=60.0):
         assert (got - want).abs().max() <= 1e-9 * want.abs().max()
 
 
 def test_bfloat16_is_as_close_as_its_rounding():
-    for got, want in both(torch.bfloat16, 2 * BLOCK, 4, 2, 64, 64, False):
+    for got, want in both(torch.bfloat16, 2 * QUERIES, 4, 2, 64, 64, False):
         assert got.dtype == torch.bfloat16
         # Scores, weights, sums; and the same number again for gradients.
         assert (got.double() - want).norm() <= near.bound(torch.bfloat16, roundings=6) / 2 * want.norm()

@@ -19,7 +19,7 @@ ROWS = [0, 1, 7, 65]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rowwise, "BLOCK", 64)
+    monkeypatch.setattr(rowwise, "BLOCK_NUMBERS", 64)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:

@@ -52,7 +52,7 @@ class _Exchange(dist.Work):
         return True
 
 
-BLOCK = 1 << 18  # numbers
+BLOCK_NUMBERS = 1 << 18  # numbers
 
 
 class StraightToPlace:
@@ -98,7 +98,9 @@ class NarrowOnTheWire:
         summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         _Exchange(pieces, summands, group, "FSDP's reduce-scatter of gradients", tag=1).wait()
         # A sum of two widths first makes a wide copy of the narrow one: block by block, that stays in the cache.
-        for out, first, *others in zip(output_tensor.split(BLOCK), *(x.split(BLOCK) for x in summands), strict=True):
+        for out, first, *others in zip(
+            output_tensor.split(BLOCK_NUMBERS), *(x.split(BLOCK_NUMBERS) for x in summands), strict=True
+        ):
             out.copy_(first)
             for other in others:
                 out += other

@@ -27,11 +27,11 @@ class ConfigError(ValueError):
     """What was asked for cannot run. `problems` has every reason, `source` says where it was asked for."""
 
     def __init__(self, problems: list[str], source: str = ""):
-        super().__init__(error_text(problems, source))
+        super().__init__(format_problems(problems, source))
         self.problems, self.source = problems, source
 
 
-def error_text(problems: Sequence[str], source: str = "") -> str:
+def format_problems(problems: Sequence[str], source: str = "") -> str:
     """A header with the count and the source, then the problems by number."""
     if len(problems) == 1 and not source:
         return f"error: {problems[0]}"
@@ -49,13 +49,13 @@ def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
     Rank 0 prints; another rank only if the mistake is its own, such as data that its machine lacks.
     """
     if _first_rank():
-        print(error_text(problems, source), file=sys.stderr, flush=True)
+        print(format_problems(problems, source), file=sys.stderr, flush=True)
     else:
         # torchrun ends all ranks once one has ended, and rank 0 may not have printed yet. So wait for it to go first;
         # the SIGTERM that follows cuts the wait short.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
         time.sleep(5)
-        print(f"rank {os.environ['RANK']}: {error_text(problems, source)}", file=sys.stderr, flush=True)
+        print(f"rank {os.environ['RANK']}: {format_problems(problems, source)}", file=sys.stderr, flush=True)
     sys.exit(2)
 
 

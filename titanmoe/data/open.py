@@ -10,7 +10,7 @@ from typing import Any
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.shards import MANIFEST, ShardDocuments, is_shards, read_manifest
-from titanmoe.data.tokenize import is_begun, plan, tokenize
+from titanmoe.data.tokenize import is_begun, plan_shards, tokenize
 from titanmoe.data.tokenize_command import cores, summary
 from titanmoe.data.tokenize_unit import Job
 
@@ -32,7 +32,7 @@ def _cached(config: Config, entry: str, name: str) -> Path:
     data = config.data
     job = Job([entry], "", data.tokenizer, data.format, data.field, data.chat_template, data.bad_lines)
     job = replace(job, max_document_mb=data.max_document_mb)
-    planned = plan(job)
+    planned = plan_shards(job)
     _fits(config, entry, planned.tokenizer.vocab_size)
     out = Path(config.job.dump_folder, data.cache, planned.identity)
 

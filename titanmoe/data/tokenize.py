@@ -55,7 +55,7 @@ def is_begun(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class TokenizePlan:
+class ShardPlan:
     job: Job
     tokenizer: Tokenizer
     sources: list[InputFile]
@@ -63,7 +63,7 @@ class TokenizePlan:
     """Of the shards' contents."""
 
 
-def plan(job: Job) -> TokenizePlan:
+def plan_shards(job: Job) -> ShardPlan:
     problems: list[str] = []
 
     def tried(make: Callable[..., Any], *args: Any) -> Any:
@@ -81,7 +81,7 @@ def plan(job: Job) -> TokenizePlan:
     asked |= {"chat_template": chat.template if chat else "", "version": VERSION, "tokenizer": tokenizer.identity}
     found = [(str(Path(s.file).resolve()), s.kind, s.bytes, s.mtime_ns) for s in sources]
     identity = hashlib.blake2b(json.dumps([asked, found]).encode(), digest_size=16).hexdigest()
-    return TokenizePlan(job, tokenizer, sources, identity)
+    return ShardPlan(job, tokenizer, sources, identity)
 
 
 def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:
@@ -100,9 +100,7 @@ def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]
     return units
 
 
-def tokenize(
-    plan: TokenizePlan, workers: int, wait: bool = False, log: Callable[[str], None] = print
-) -> dict[str, Any]:
+def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[str], None] = print) -> dict[str, Any]:
     """The manifest of the finished folder. If it is finished already, that is all; if not, only what is missing is
     made. wait: for another process that is working on it."""
     out = Path(plan.job.out)
@@ -140,7 +138,7 @@ def _locked(out: Path, wait: bool) -> Iterator[None]:
         yield
 
 
-def _same(plan: TokenizePlan, file: Path, made_from: dict[str, Any]) -> None:
+def _same(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> None:
     if made_from["identity"] == plan.identity:
         return
     was, now = made_from["job"], _described(plan)
@@ -151,12 +149,12 @@ def _same(plan: TokenizePlan, file: Path, made_from: dict[str, Any]) -> None:
     )
 
 
-def _described(plan: TokenizePlan) -> dict[str, Any]:
+def _described(plan: ShardPlan) -> dict[str, Any]:
     job = {key: value for key, value in asdict(plan.job).items() if key not in ASIDE}
     return job | {"files": len(plan.sources), "bytes": sum(source.bytes for source in plan.sources)}
 
 
-def _make(plan: TokenizePlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
+def _make(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
     work = out / WORK
     work.mkdir(exist_ok=True)
     made_from = {"identity": plan.identity, "job": _described(plan)}
@@ -189,7 +187,7 @@ def _make(plan: TokenizePlan, out: Path, workers: int, log: Callable[[str], None
     return manifest
 
 
-def _records(plan: TokenizePlan, out: Path, unit: int) -> list[dict[str, Any]]:
+def _records(plan: ShardPlan, out: Path, unit: int) -> list[dict[str, Any]]:
     """The unit's shards that are finished and still there."""
     found: list[dict[str, Any]] = []
     while (file := out / WORK / f"{record_name(unit, len(found))}.json").exists():
@@ -202,7 +200,7 @@ def _records(plan: TokenizePlan, out: Path, unit: int) -> list[dict[str, Any]]:
     return found
 
 
-def _manifest(plan: TokenizePlan, made_from: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
+def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
     shards = [record["shard"] for record in records if record["shard"]]
     tokenizer = plan.tokenizer
     return {

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from titanmoe.config.load import ConfigError, error_text
+from titanmoe.config.load import ConfigError, format_problems
 
 EPILOG = """\
 If it is killed at any moment, the same command resumes from the last finished shard and ends with the same bytes. What
@@ -71,7 +71,7 @@ def run_tokenize(args: argparse.Namespace) -> int:
             return _verify(args)
         return _tokenize(args)
     except ConfigError as error:
-        print(error_text(error.problems, error.source), file=sys.stderr)
+        print(format_problems(error.problems, error.source), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted: the same command resumes from the last finished shard", file=sys.stderr)
@@ -79,7 +79,7 @@ def run_tokenize(args: argparse.Namespace) -> int:
 
 
 def _tokenize(args: argparse.Namespace) -> int:
-    from titanmoe.data.tokenize import plan, tokenize
+    from titanmoe.data.tokenize import plan_shards, tokenize
     from titanmoe.data.tokenize_unit import Job
 
     problems = []
@@ -111,7 +111,7 @@ def _tokenize(args: argparse.Namespace) -> int:
         args.shard_tokens,
         args.max_document_mb,
     )
-    planned = plan(job)
+    planned = plan_shards(job)
     print(f"{len(planned.sources)} files, {sum(s.bytes for s in planned.sources) / 1e6:.1f} MB")
     for line in summary(args.out, tokenize(planned, args.workers)):
         print(line)

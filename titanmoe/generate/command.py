@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanmoe.checkpoint.inside import CheckpointError
-from titanmoe.config.load import ConfigError, error_text
+from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
     from titanmoe.data.tokenizer import Tokenizer
@@ -78,9 +78,9 @@ def run_generate(args: argparse.Namespace) -> int:
     try:
         return _run(args)
     except ConfigError as error:
-        text = error_text(error.problems, error.source)
+        text = format_problems(error.problems, error.source)
     except CheckpointError as error:
-        text = error_text([str(error)])
+        text = format_problems([str(error)])
     except KeyboardInterrupt:
         return 130
     if first:

@@ -1,8 +1,8 @@
 """Causal attention for CPUs: block by block, a few matrix products each; no scores are kept for backward.
 
 torch's own kernel for CPUs reaches a fifth of the machine's bf16 peak, and does not support values narrower than keys
-(latent attention): there torch computes in float32 and keeps all scores. Here a block of BLOCK queries sees all keys up
-to its end at once, so its softmax is complete; backward computes it again. As many heads are processed together as keep
+(latent attention): there torch computes in float32 and keeps all scores. Here a block of QUERIES sees all keys up to
+its end at once, so its softmax is complete; backward computes it again. As many heads are processed together as keep
 SCORES scores in the cache. If there are several documents, a block only sees those that reach into it, so short ones
 cost little.
 
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-BLOCK = 128
+QUERIES = 128
 SCORES = 1 << 21
 
 
@@ -28,7 +28,7 @@ def _begins(document_S: Tensor) -> list[int]:
     place = torch.arange(len(document_S))
     begins = torch.ones_like(place, dtype=torch.bool)
     begins[1:] = document_S[1:] != document_S[:-1]
-    return torch.where(begins, place, 0).cummax(0).values[::BLOCK].tolist()
+    return torch.where(begins, place, 0).cummax(0).values[::QUERIES].tolist()
 
 
 def _hidden(first: int, end: int, low: int, document_S: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -45,16 +45,16 @@ Block = tuple[slice, slice, Tensor]
 def _blocks(S: int, document_S: Tensor | None, dtype: torch.dtype) -> Iterator[Block]:
     """Queries, the keys that they see, and which of those are hidden."""
     known = document_S is not None and not torch.compiler.is_compiling()  # a graph cannot depend on values
-    begins = _begins(document_S) if known else [0] * -(-S // BLOCK)
-    for first, low in zip(range(0, S, BLOCK), begins, strict=True):
-        end = min(first + BLOCK, S)
+    begins = _begins(document_S) if known else [0] * -(-S // QUERIES)
+    for first, low in zip(range(0, S, QUERIES), begins, strict=True):
+        end = min(first + QUERIES, S)
         yield slice(first, end), slice(low, end), _hidden(first, end, low, document_S, dtype)
 
 
 def _work(q_BGgSh: Tensor, document_BS: Tensor | None) -> Iterator[tuple[slice, slice, list[Block]]]:
     """Samples, key heads, blocks. With documents, each sample has its own blocks."""
     B, G, g, S, _ = q_BGgSh.shape
-    together = max(SCORES // max(g * min(BLOCK, S) * S, 1), 1)
+    together = max(SCORES // max(g * min(QUERIES, S) * S, 1), 1)
     samples = 1 if document_BS is not None else max(together // G, 1)
     blocks: list[Block] = []
     for sample in range(0, B, samples):

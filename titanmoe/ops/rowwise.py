@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-BLOCK = 1 << 18
+BLOCK_NUMBERS = 1 << 18
 """Numbers in a block. Fewer would fit the second-level cache, but then the calls cost more than the work."""
 
 
@@ -38,7 +38,7 @@ def _blocks(x: Tensor, scratch: int) -> Iterator[tuple[Any, ...]]:
     """The rows of a block, along x's first dim, and `scratch` wide tensors of its shape, in the same memory for every
     block: in a long run, allocating and freeing a megabyte is slow.
     """
-    step = max(BLOCK // max(x[:1].numel(), 1), 1)
+    step = max(BLOCK_NUMBERS // max(x[:1].numel(), 1), 1)
     buffers = torch.empty(scratch, min(step, x.shape[0]), *x.shape[1:], dtype=_wide(x))
     for first in range(0, x.shape[0], step):
         rows = slice(first, min(first + step, x.shape[0]))

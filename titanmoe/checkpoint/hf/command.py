@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanmoe.config.load import ConfigError, error_text
+from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
     from titanmoe.checkpoint.folder import Group
@@ -65,9 +65,9 @@ def run_convert(args: argparse.Namespace) -> int:
             print("\n".join(lines))
         return 0
     except ConfigError as error:
-        text = error_text(error.problems, error.source)
+        text = format_problems(error.problems, error.source)
     except CheckpointError as error:
-        text = error_text([str(error)])
+        text = format_problems([str(error)])
     finally:
         if group is not None:
             import torch.distributed as dist
@@ -106,7 +106,7 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     import torch
 
     from titanmoe.checkpoint.hf import config, convert
-    from titanmoe.checkpoint.hf.source import Source
+    from titanmoe.checkpoint.hf.source import HuggingFaceSource
     from titanmoe.checkpoint.hf.upcycle import Upcycled
 
     if args.to_hf:
@@ -121,15 +121,15 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
             lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
         return lines
 
-    def weights() -> Source | Upcycled:
+    def weights() -> HuggingFaceSource | Upcycled:
         if args.upcycle:
             options = {"experts": 8, "top_k": 2, "granularity": 1, "seed": 0}
             given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
             return Upcycled(args.source, **options | given)
         described = config.describe(args.source)
-        source = Source(args.source, described, described.model, tuple(args.drop))
+        source = HuggingFaceSource(args.source, described, described.model, tuple(args.drop))
         if source.has_mtp and "mtp" not in args.drop:
-            source = Source(args.source, described, replace(described.model, mtp_depth=1))
+            source = HuggingFaceSource(args.source, described, replace(described.model, mtp_depth=1))
         source.check()
         return source
 

@@ -169,7 +169,7 @@ def _model(record: dict[str, Any], path: Path) -> Model:
         raise ConfigError([f"{path / layout.MANIFEST} has no [model] of this version: {error}"]) from None
 
 
-class ExportPlan(NamedTuple):
+class FolderPlan(NamedTuple):
     """The contents of a Hugging Face folder to be written."""
 
     export: Export
@@ -191,9 +191,9 @@ class ExportPlan(NamedTuple):
         layout.sync(folder)
 
 
-def plan_export(
+def plan_folder(
     path: Path, out: Path, shard_bytes: int, tokenizer: Path | None, dtype: torch.dtype | None, overwrite: bool
-) -> ExportPlan:
+) -> FolderPlan:
     free(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
     export = Export(path, dtype)
     others = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
@@ -202,7 +202,7 @@ def plan_export(
         if not found:
             raise ConfigError([f"--tokenizer {tokenizer} holds no tokenizer files: name a folder with tokenizer.json"])
         others = {name: file for name, file in others.items() if name == GENERATION} | found
-    return ExportPlan(export, shards(export.sizes, shard_bytes), export.config(), others)
+    return FolderPlan(export, shards(export.sizes, shard_bytes), export.config(), others)
 
 
 def to_hf(
@@ -213,9 +213,9 @@ def to_hf(
     dtype: torch.dtype | None,
     overwrite: bool,
     group: Group,
-) -> ExportPlan:
+) -> FolderPlan:
     ranks, rank = _place(group)
-    whole = agreed(group, lambda: plan_export(path, out, shard_bytes, tokenizer, dtype, overwrite))
+    whole = agreed(group, lambda: plan_folder(path, out, shard_bytes, tokenizer, dtype, overwrite))
     names = sorted(layout.read_manifest(path).files)
     if broken := [line for lines in together(group, lambda: layout.damage(path, names[rank::ranks])) for line in lines]:
         raise ConfigError(broken, str(path))
@@ -234,7 +234,7 @@ def to_hf(
     return whole
 
 
-def _publish(whole: ExportPlan, aside: Path, out: Path) -> None:
+def _publish(whole: FolderPlan, aside: Path, out: Path) -> None:
     whole.complete(aside)
     before = out.with_name(out.name + layout.REMOVING)
     if out.exists():

@@ -24,7 +24,7 @@ from titanmoe.parallel.materialize import stored_name
 EMBEDDING = "model.embed_tokens.weight"
 
 
-class Source:
+class HuggingFaceSource:
     def __init__(self, path: Path, described: configs.Described, model: Model, drop: tuple[str, ...] = ()):
         self.path, self.described, self.model, self.drop = path, described, model, drop
         self.weights = Weights(Folder(path), described.json)
@@ -144,10 +144,10 @@ class Source:
         return all(torch.equal(self.weights.read(one, *at), self.weights.read(other, *at)) for at in blocks)
 
 
-def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> Source:
+def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> HuggingFaceSource:
     """The source of a run's first weights. drop = ("mtp",) leaves a checkpoint's multi-token prediction out."""
     path = Path(folder)
-    return Source(path, configs.describe(path), model, drop)
+    return HuggingFaceSource(path, configs.describe(path), model, drop)
 
 
 def compressed(names: Iterable[str]) -> list[str]:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.maps import BIAS, Shape, our_shapes
-from titanmoe.checkpoint.hf.source import Source
+from titanmoe.checkpoint.hf.source import HuggingFaceSource
 from titanmoe.config import laws
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
@@ -37,7 +37,7 @@ from titanmoe.parallel.materialize import fill_normal
 class Upcycled:
     def __init__(self, folder: Path, experts: int, top_k: int, granularity: int, seed: int):
         described = configs.describe(folder, dense=True)
-        self.dense = Source(folder, described, described.model)
+        self.dense = HuggingFaceSource(folder, described, described.model)
         self.dense.check()
         self.granularity, self.seed = granularity, seed
         self.model = upcycled(described.model, experts, top_k, granularity)
