@@ -22,7 +22,7 @@ import torch
 from titanmoe.config import ConfigError, exit_with, load
 from titanmoe.config.schema import Config
 from titanmoe.models.families import preset
-from titanmoe.train.legal import problems
+from titanmoe.train.legal import refusals
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = "train_configs/debug.toml"
@@ -71,7 +71,7 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
     # A run that can be resumed, but a new one each time.
     saving = [] if any(key.startswith("checkpoint.") for key in chosen) else ["--checkpoint.enable"]
     added = [*mapping, *saving, *([] if "checkpoint.load" in chosen else ["--checkpoint.load", "none"])]
-    return ranks, added, load(["--config", RECIPE, *added, *extra], preset, lambda config: problems(config, ranks))
+    return ranks, added, load(["--config", RECIPE, *added, *extra], preset, lambda config: refusals(config, ranks))
 
 
 def run(ranks: int, arguments: list[str]) -> int:

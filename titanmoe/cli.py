@@ -99,12 +99,16 @@ def run_fold(args: argparse.Namespace) -> int:
     asked = {name: getattr(args, name) for name in KEYS if getattr(args, name) is not None}
     config, problems, source = _model(args)
     wish = _wish(asked, config)
+    if wish.node == -1:
+        wish = replace(wish, node=args.node)
+    if config is not None:
+        config = replace(config, parallelism=wish)
     if args.node < 1:
         problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if args.list:
         broken = [] if args.world > 0 else [f"--world = {args.world} is not a number of ranks: use 1 or more"]
     elif config is not None:
-        broken = violations(args.world, replace(config, parallelism=wish))
+        broken = violations(config, args.world)
     else:
         broken = resolve(args.world, wish)[1]
     if problems or broken:
@@ -136,7 +140,9 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
         return None, [alone] if given else [], ""
     else:
         # A name left out is passed as empty, and refused with the names there are.
-        argv, given = [], {"model.family": "", "model.size": "", "training.seq_len": 4096} | given
+        # Batch and schedule are not known: GPipe runs with any number of microbatches.
+        nothing = {"model.family": "", "model.size": "", "training.seq_len": 4096, "pipeline.schedule": "GPipe"}
+        argv, given = [], nothing | given
     seen: list[Config] = []
 
     def keep(config: Config) -> list[str]:

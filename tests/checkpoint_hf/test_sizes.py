@@ -8,8 +8,8 @@ import pytest
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.config import interpret, read_json
 from titanmoe.config import ConfigError
+from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Model
-from titanmoe.models.count import has_experts
 from titanmoe.models.families.gpt_oss import NARROW, WHOLE, _kinds, _read_kinds
 from titanmoe.models.families.huggingface import Unrepresentable, dense_blocks
 

@@ -30,7 +30,7 @@ def test_the_wrong_recipe_gives_the_message_shown(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("my.toml").write_text(block("toml"))
     with pytest.raises(ConfigError) as caught:
-        load(["--config", "my.toml"], preset, check=lambda config: violations(4, config))
+        load(["--config", "my.toml"], preset, check=lambda config: violations(config, 4))
     assert f"{caught.value}\n" == block("text")
 
 

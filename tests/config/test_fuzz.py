@@ -11,7 +11,7 @@ import titanmoe.parallel.pipeline  # noqa: F401 (torch is loaded before steps ar
 from titanmoe.config import Config, ConfigError, load
 from titanmoe.config.fields import fields, toml_value
 from titanmoe.models.families import FAMILIES, preset
-from titanmoe.train.legal import problems
+from titanmoe.train.legal import refusals
 
 ROOT = Path(__file__).parents[2]
 CALLS = 1_000_000
@@ -148,7 +148,7 @@ def answered(seed: int, folder: Path) -> int:
         argv = ["--config", str(file), *argv]
     with Counted(CALLS) as counted:
         try:
-            config = load(argv, preset, lambda config: problems(config, world))
+            config = load(argv, preset, lambda config: refusals(config, world))
         except ConfigError as error:
             assert error.problems and all(error.problems)
             return counted.made

@@ -18,6 +18,7 @@ LATENT = {
     "model.v_head_dim": 4,
 }
 FILES = {"data.source": "files", "data.paths": ["a", "b"]}
+WIDE = {"training.dtype": "float64", "training.mixed_precision_param": "float64"}
 YARN = {"model.rope_scaling": "yarn", "model.rope_factor": 4.0}
 
 
@@ -204,6 +205,11 @@ def test_out_of_range(path, value):
         ({"validation.interval": 5}, "has nothing to validate on: name validation.paths, or set"),
         ({"validation.paths": ["a"]}, "validation.interval = 0 never reads it"),
         ({"validation.paths": ["a"], "validation.held_out": 9, "validation.interval": 1}, "held_out = 9 keeps"),
+        ({"moe.grouped_mm": "grouped", **WIDE}, 'moe.grouped_mm = "grouped" has no float64: use "auto"'),
+        ({"moe.expert_dtype": "fp8", **WIDE}, 'gives results in bfloat16, and .* = "float64": use "bfloat16"'),
+        ({"moe.expert_dtype": "fp8", "moe.grouped_mm": "loop"}, 'moe.grouped_mm = "loop" asks for none'),
+        ({"profile.steps": [3, 99], "training.steps": 98}, "profile.steps has 99, and training.steps is 98"),
+        ({"profile.memory": "steps"}, 'needs profile.steps: list some, or take "oom"'),
         ({"validation.held_out": 1}, "keeps every document, and none is left"),
         (
             {"data.source": "synthetic", "validation.interval": 1, "validation.held_out": 9, "validation.steps": 0},

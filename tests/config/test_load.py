@@ -372,7 +372,7 @@ def test_help_comes_whatever_is_wrong(recipe, capsys):
     assert "  --training.steps INT = 100\n" in page
 
 
-def test_error_text():
+def test_format_problems():
     assert format_problems(["one"]) == "error: one"
     assert format_problems(["one"], "my.toml") == "error: 1 problem in my.toml\n\n  1. one"
     text = format_problems([f"p{i}" for i in range(9)] + ["two\nlines"], "my.toml and the command line")

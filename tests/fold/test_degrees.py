@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from titanmoe.config.schema import Experts, Parallelism
-from titanmoe.fold.degrees import Fold, FoldError, derive, divisors
+from titanmoe.fold.degrees import Fold, FoldError, derive
 
 
 def asked(**degrees: int) -> Parallelism:
@@ -108,9 +108,3 @@ def test_an_empty_world(world):
         "parallelism.pp = 0 is not a number of ranks: use 1 or more",
         f"the world has {world} ranks: use 1 or more",
     ]
-
-
-def test_divisors():
-    assert [divisors(n) for n in (-2, 0, 1, 12, 16, 17)] == [
-        [], [], [1], [1, 2, 3, 4, 6, 12], [1, 2, 4, 8, 16], [1, 17]
-    ]  # fmt: skip

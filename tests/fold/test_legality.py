@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from titanmoe.config.schema import Config, Experts, Model, Parallelism, Training
+from titanmoe.config.schema import Config, Experts, Model, MoE, Parallelism, Training
 from titanmoe.fold.degrees import derive
-from titanmoe.fold.legality import node_violations, violations
+from titanmoe.fold.legality import violations
 
 MODEL = Model(
     vocab_size=320, dim=64, num_layers=4, num_heads=8, num_kv_heads=4, num_experts=8, expert_hidden=128
@@ -16,19 +16,18 @@ MODEL = Model(
 
 
 def broken(world: int, parallelism: Parallelism | None = None, training: Training | None = None, **model) -> list[str]:
-    return violations(
-        world,
-        Config(
-            model=replace(MODEL, **model),
-            parallelism=parallelism or Parallelism(),
-            training=training or Training(seq_len=64),
-        ),
+    config = Config(
+        model=replace(MODEL, **model),
+        parallelism=parallelism or Parallelism(),
+        training=training or Training(seq_len=64),
     )
+    return violations(config, world)
 
 
 def test_a_legal_mapping_breaks_nothing():
-    assert broken(16, Parallelism(pp=2, cp=2, tp=2, experts=Experts(ep=4))) == []
-    assert violations(1, Config()) == []
+    training = Training(seq_len=64, local_batch_size=1, global_batch_size=4)
+    assert broken(16, Parallelism(pp=2, cp=2, tp=2, experts=Experts(ep=4)), training) == []
+    assert violations(Config(), 1) == []
 
 
 def test_num_experts():
@@ -177,6 +176,13 @@ def test_nonsense_in_other_fields_does_not_crash():
     broken(8, None, Training(seq_len=0, local_batch_size=0, global_batch_size=0))
 
 
+def hierarchical(world: int, parallelism: Parallelism) -> list[str]:
+    model, training = replace(MODEL, num_experts=8, dim=96), Training(seq_len=64)
+    return violations(
+        Config(model=model, parallelism=parallelism, training=training, moe=MoE(dispatcher="hierarchical")), world
+    )
+
+
 @pytest.mark.parametrize(
     ("world", "ep", "etp", "node", "nodes"),
     [
@@ -194,13 +200,13 @@ def test_nonsense_in_other_fields_does_not_crash():
     ],
 )
 def test_groups_of_experts_on_nodes(world: int, ep: int, etp: int, node: int, nodes: int | None):
-    fold = derive(world, Parallelism(experts=Experts(ep=ep, etp=etp)))
-    assert fold.nodes(node) == nodes
-    assert bool(list(node_violations(fold, node))) == (nodes is None)
+    parallelism = Parallelism(node=node, experts=Experts(ep=ep, etp=etp))
+    assert derive(world, parallelism).nodes(node) == nodes
+    assert len(hierarchical(world, parallelism)) == (nodes is None)
 
 
 def test_nodes_that_split_groups_are_refused_with_what_fits():
-    (text,) = node_violations(derive(12, Parallelism(experts=Experts(ep=4))), 6)
+    (text,) = hierarchical(12, Parallelism(node=6, experts=Experts(ep=4)))
     assert text == (
         'moe.dispatcher = "hierarchical" needs nodes that hold whole groups of ep * etp = 4 * 1 = 4 ranks, or equal '
         "parts of one with whole experts, and parallelism.node = 6 is neither (6 % 4 = 2; 4 % 6 = 4, 6 % etp = 0): use "

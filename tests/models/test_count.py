@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.models.count import (
     flops_per_token,
     forward_flops_per_token,
-    has_experts,
     layer_flops,
     parameters,
-    window,
 )
 from titanmoe.models.families import names, preset
 
@@ -187,14 +186,6 @@ def test_the_parts_are_the_sums_of_the_shapes(family, overrides):
     assert count.mtp == elements(r"\.project$")
     assert count.active_experts * m.num_experts == count.experts * m.top_k
     assert count.active == count.total - count.experts + count.active_experts
-
-
-def test_dense_blocks_lead_and_then_every_nth_has_experts():
-    m = replace(Model(), num_layers=6, num_dense_layers=1, moe_every=2)
-    assert [has_experts(m, layer) for layer in range(6)] == [False, False, True, False, True, False]
-    assert all(has_experts(Model(), layer) for layer in range(4))
-    # The block of multi-token prediction, after the last layer, is like it.
-    assert not has_experts(m, 6) and has_experts(replace(m, num_layers=5), 5) and has_experts(Model(), 4)
 
 
 def test_flops_by_hand():

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Model
-from titanmoe.models.count import has_experts
 from titanmoe.models.families import names, preset
 
 if sys.version_info >= (3, 11):

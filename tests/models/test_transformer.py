@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from titanmoe.comm.collectives import ALONE
+from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.count import has_experts, parameters
+from titanmoe.models.count import parameters
 from titanmoe.models.families import names, preset
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import cross_entropy_sum

@@ -10,13 +10,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import parity
 from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.config import ConfigError
+from titanmoe.fold.attention import pick_backend
 from titanmoe.parallel import attend as room
 from titanmoe.parallel import torch_ring
-from titanmoe.parallel.attend import attend, pick_backend
+from titanmoe.parallel.attend import attend
 from titanmoe.parallel.context import Placement, _block, _block_backward, alone
 from titanmoe.parallel.flex import Masks
 
-HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
+HALF, SINGLE = torch.bfloat16, torch.float32
 
 
 @pytest.mark.parametrize(
@@ -30,27 +31,23 @@ HALF, SINGLE, DOUBLE = torch.bfloat16, torch.float32, torch.float64
 )
 @pytest.mark.parametrize("asked", ["auto", "torch"])
 def test_on_a_gpu(asked: str, kind: str, cp: int, causal: str, masked: str, sinks: str) -> None:
-    for dtype in (HALF, SINGLE):
-        got = [
-            pick_backend(asked, kind, cp, "cuda", dtype, *case)[0]
-            for case in ((False, False), (True, False), (False, True))
-        ]
-        assert got == [causal, masked, sinks]
-    assert pick_backend(asked, kind, cp, "cuda", DOUBLE, True, True)[0] == "plain"
+    cases = (False, False), (True, False), (False, True)
+    assert [pick_backend(asked, kind, cp, "cuda", False, *case)[0] for case in cases] == [causal, masked, sinks]
+    assert pick_backend(asked, kind, cp, "cuda", True, True, True)[0] == "plain"
 
 
 @pytest.mark.parametrize("kind, cp", [("ring", 1), ("ring", 4), ("ulysses", 4), ("allgather", 4)])
 def test_on_a_cpu_and_where_plain_is_asked_for(kind: str, cp: int) -> None:
     for masked, sinks in ((False, False), (True, False), (False, True)):
-        assert pick_backend("auto", kind, cp, "cpu", SINGLE, masked, sinks)[0] == "plain"
-        assert pick_backend("plain", kind, cp, "cuda", HALF, masked, sinks)[0] == "plain"
+        assert pick_backend("auto", kind, cp, "cpu", False, masked, sinks)[0] == "plain"
+        assert pick_backend("plain", kind, cp, "cuda", False, masked, sinks)[0] == "plain"
         ring = kind == "ring" and cp > 1 and not masked
-        assert pick_backend("torch", kind, cp, "cpu", SINGLE, masked, sinks)[0] == ("ring" if ring else "plain")
+        assert pick_backend("torch", kind, cp, "cpu", False, masked, sinks)[0] == ("ring" if ring else "plain")
 
 
 def test_a_torch_without_the_template_leaves_the_ring_to_us(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_ring, "_torch", None)
-    assert pick_backend("auto", "ring", 2, "cuda", HALF, False, False)[0] == "plain"
+    assert pick_backend("auto", "ring", 2, "cuda", False, False, False, torch_ring.missing())[0] == "plain"
     with pytest.raises(ConfigError, match=r"has no _templated_ring_attention\(.*use \"auto\""):
         parity.read(RING | {"training.seed": 5}, 2)
 

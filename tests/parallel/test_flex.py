@@ -17,7 +17,7 @@ from titanmoe.comm.collectives import ALONE
 from titanmoe.models.attention import causal_attention
 from titanmoe.parallel import flex as room
 from titanmoe.parallel.context import Placement
-from titanmoe.parallel.flex import BLOCK, Masks, block_mask, flex, flex_attention_over
+from titanmoe.parallel.flex import MASK_BLOCK, Masks, block_mask, flex, flex_attention_over
 
 B, H, G, WIDTH = 2, 4, 2, 16
 
@@ -59,8 +59,8 @@ def test_no_pair_is_lost_or_let_in(size: int, chunk: int, window: int, documents
         assert torch.equal(mask.mask_mod(b, 0, q, k), want)
         asks, takes = visited(mask)
         assert not (asks & takes).any()
-        padded = torch.nn.functional.pad(want, (0, -want.shape[2] % BLOCK, 0, -want.shape[1] % BLOCK))
-        blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK))
+        padded = torch.nn.functional.pad(want, (0, -want.shape[2] % MASK_BLOCK, 0, -want.shape[1] % MASK_BLOCK))
+        blocks = padded.unflatten(2, (-1, MASK_BLOCK)).unflatten(1, (-1, MASK_BLOCK))
         assert not (blocks.any((2, 4)) & ~(asks | takes)).any(), "a block with pairs is left out"
         assert not (takes & ~blocks.all(4).all(2)).any(), "a block is taken whole, and is not"
         if document is None:  # then nothing is visited in vain

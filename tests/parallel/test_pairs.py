@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests import parity, world
-from tests.parallel.test_pipeline import forward_alone, table, write
+from tests.fold.test_schedules import table, write
+from tests.parallel.test_pipeline import forward_alone
 from tests.train.test_watch import named
 from titanmoe.comm import collectives, turns
 from titanmoe.comm.turns import Turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
-from titanmoe.fold.degrees import Fold
-from titanmoe.parallel.pipeline import problems
+from titanmoe.fold.schedules import pair_violations, schedule_violations
 
 PP = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8}
 V = PP | {"pipeline.schedule": "DualPipeV"}
@@ -38,7 +38,7 @@ def told(pipeline: dict[str, Any], ep: int = 2, moe: dict[str, Any] | None = Non
         model=Model(num_layers=4), pipeline=Pipeline(overlap_pairs=True, **pipeline), moe=MoE(**(moe or {}))
     )
     config.training.local_batch_size = 1
-    return problems(config, Fold(4, 2, 1, 2, 1, 1, 1, 2 // ep, ep, 1), 4)
+    return [*schedule_violations(config, 2, 2, 4), *pair_violations(config, 2, ep, 1)]
 
 
 # ---- what cannot run
@@ -58,7 +58,7 @@ def test_a_dispatcher_that_never_waits_for_rows_is_refused(dispatcher: str) -> N
 
 def test_all_is_told_at_once() -> None:
     found = told(dict(), 1, dict(dispatcher="allgather"))
-    assert ["has none" in found[0], "ep * etp = 1 sends none" in found[1], "allgather" in found[2]] == [True] * 3
+    assert ["has none" in found[0], "allgather" in found[1], "ep * etp = 1 sends none" in found[2]] == [True] * 3
     assert len(found) == 3
 
 

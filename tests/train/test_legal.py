@@ -28,7 +28,7 @@ def test_experts_cut_by_a_node_are_refused():
 
 
 def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch):
-    from titanmoe.moe import kernels
+    from titanmoe.ops import kernels
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     asked = ["--moe.kernels", "triton", "--training.device", "cpu", "--training.seq_len", "64"]
@@ -47,7 +47,7 @@ def test_8_bit_products_are_refused_where_there_are_none(monkeypatch: pytest.Mon
         read([*small, "--moe.expert_dtype", "fp8", "--moe.grouped_mm", "loop", "--model.expert_hidden", "40"], 1)
     told = refused.value.problems
     assert len(told) == 3, told
-    assert "model.expert_hidden / etp is 40: use a multiple of 16" in told[0]
-    assert 'needs 8-bit products, but the run is on CPUs, which have none: use expert_dtype = "compute"' in told[1]
-    assert 'moe.grouped_mm = "loop" asks for none' in told[2]
+    assert 'moe.grouped_mm = "loop" asks for none' in told[0]
+    assert "model.expert_hidden / etp is 40: use a multiple of 16" in told[1]
+    assert 'needs 8-bit products, but the run is on CPUs, which have none: use expert_dtype = "compute"' in told[2]
     assert read([*small, "--moe.expert_dtype", "fp8_emulated"], 1).moe.expert_dtype == "fp8_emulated"

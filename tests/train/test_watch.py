@@ -14,8 +14,9 @@ import pytest
 from tests import parity, world
 from tests.events import Clock
 from tests.features import MODELS
+from titanmoe.config.laws import contradictions
 from titanmoe.train import clock, metrics
-from titanmoe.train.legal import problems
+from titanmoe.train.legal import refusals
 
 
 def run(changes: dict[str, Any]) -> None:
@@ -142,7 +143,7 @@ def test_what_cannot_be_watched_is_refused() -> None:
     for path, value in asked.items():
         table, name = path.split(".")
         config = replace(config, **{table: replace(getattr(config, table), **{name: value})})
-    text = "\n".join(problems(config, 1))
+    text = "\n".join([*(law.text for law in contradictions(config)), *refusals(config, 1)])
     for part in (
         "profile.steps has 99, and training.steps is 10",
         "profile.ranks has 7, and the ranks are 0 to 0",

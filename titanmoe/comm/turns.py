@@ -14,7 +14,8 @@ from contextvars import copy_context
 from threading import Lock
 
 _running: Turns | None = None
-"""The pair that is running now: a collective inside autograd has no caller that could pass it down."""
+"""The pair that is running now. A global, because a collective inside autograd has no caller that could pass it on, and
+a context variable stays behind where autograd runs backward in a thread of its own."""
 
 
 class Abandoned(Exception):

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
+from titanmoe.config.blocks import moe_layers
 from titanmoe.config.data_laws import of_samples
+from titanmoe.config.divisors import divisors, nearest
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
 
@@ -30,6 +32,8 @@ def contradictions(config: Config) -> list[Violation]:
         *_dropping(config.moe),
         *_overlap(config.moe),
         *_symmetric(config.moe),
+        *_products(config),
+        *_profile(config),
         *_checkpoint(config.checkpoint),
     ]
 
@@ -49,7 +53,7 @@ def _shape(model: Model) -> Iterator[Violation]:
         yield Violation(
             ("model.num_heads", "model.num_kv_heads"),
             f"model.num_heads = {heads} is not a multiple of model.num_kv_heads = {kv_heads} "
-            f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads {_divisors(heads, kv_heads)}",
+            f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads {nearest(divisors(heads), kv_heads)}",
         )
     if model.head_dim % 2 and not model.kv_lora_rank:
         yield Violation(
@@ -62,18 +66,18 @@ def _shape(model: Model) -> Iterator[Violation]:
             ("model.num_dense_layers", "model.num_layers"),
             f"model.num_dense_layers = {dense} exceeds model.num_layers = {layers}: use at most {layers}",
         )
-    elif dense < layers < dense + model.moe_every:
+    elif dense < layers and moe_layers(model) == 0:
         yield Violation(
             ("model.moe_every", "model.num_layers", "model.num_dense_layers"),
             f"model.moe_every = {model.moe_every} gives experts to none of the {layers - dense} blocks after the "
             f"{dense} dense ones: use at most {layers - dense}, or num_dense_layers = {layers} for no experts at all",
         )
     if not model.dense_hidden and (dense or model.moe_every > 1):
-        dense += sum((block + 1) % model.moe_every != 0 for block in range(layers - dense))
         yield Violation(
             ("model.dense_hidden", "model.num_dense_layers", "model.moe_every"),
             f"model.dense_hidden = 0, yet model.num_dense_layers = {model.num_dense_layers} and model.moe_every = "
-            f"{model.moe_every} make {dense} of {layers} blocks dense: give it, such as dense_hidden = {4 * model.dim}",
+            f"{model.moe_every} make {layers - moe_layers(model)} of {layers} blocks dense: give it, such as "
+            f"dense_hidden = {4 * model.dim}",
         )
     if model.shared_gate and not model.shared_hidden:
         yield Violation(
@@ -183,14 +187,13 @@ def _rope(model: Model) -> Iterator[Violation]:
 
 def _routing(model: Model) -> Iterator[Violation]:
     experts, top_k, groups = model.num_experts, model.top_k, model.num_groups
-    has_experts = model.num_layers >= model.num_dense_layers + model.moe_every
     if top_k > experts:
         yield Violation(
             ("model.top_k", "model.num_experts"),
             f"model.top_k = {top_k} exceeds model.num_experts = {experts}: a token visits an expert once, "
             f"use at most {experts}",
         )
-    if has_experts and top_k == 1 and (model.norm_topk or model.score_function == "softmax_after_topk"):
+    if moe_layers(model) and top_k == 1 and (model.norm_topk or model.score_function == "softmax_after_topk"):
         culprit, fix = "norm_topk = true", "norm_topk = false"
         if model.score_function == "softmax_after_topk":
             culprit = f'score_function = "{model.score_function}"'
@@ -204,7 +207,7 @@ def _routing(model: Model) -> Iterator[Violation]:
         yield Violation(
             ("model.num_experts", "model.num_groups"),
             f"model.num_experts = {experts} does not split into model.num_groups = {groups} equal groups "
-            f"({experts} % {groups} = {experts % groups}): use num_groups {_divisors(experts, groups)}",
+            f"({experts} % {groups} = {experts % groups}): use num_groups {nearest(divisors(experts), groups)}",
         )
     if model.top_groups > groups:
         yield Violation(
@@ -285,6 +288,42 @@ def _symmetric(moe: MoE) -> Iterator[Violation]:
         )
 
 
+def _products(config: Config) -> Iterator[Violation]:
+    """The experts' products: their kernel, and the dtypes it supports."""
+    moe, dtype = config.moe, config.training.mixed_precision_param
+    if moe.grouped_mm == "grouped" and dtype == "float64":
+        yield Violation(
+            ("moe.grouped_mm", "training.mixed_precision_param"),
+            'moe.grouped_mm = "grouped" has no float64: use "auto", which takes the loop there',
+        )
+    if moe.expert_dtype == "fp8" and dtype != "bfloat16":
+        yield Violation(
+            ("moe.expert_dtype", "training.mixed_precision_param"),
+            f'moe.expert_dtype = "fp8" gives results in bfloat16, and training.mixed_precision_param = "{dtype}": use '
+            '"bfloat16" there, or expert_dtype = "compute"',
+        )
+    if moe.expert_dtype == "fp8" and moe.grouped_mm == "loop":
+        yield Violation(
+            ("moe.expert_dtype", "moe.grouped_mm"),
+            'moe.expert_dtype = "fp8" is a grouped product, and moe.grouped_mm = "loop" asks for none: use '
+            'grouped_mm = "auto", or expert_dtype = "compute"',
+        )
+
+
+def _profile(config: Config) -> Iterator[Violation]:
+    profile, steps = config.profile, config.training.steps
+    if late := [step for step in profile.steps if step > steps]:
+        yield Violation(
+            ("profile.steps", "training.steps"),
+            f"profile.steps has {late[0]}, and training.steps is {steps}: choose earlier steps",
+        )
+    if profile.memory == "steps" and not profile.steps:
+        yield Violation(
+            ("profile.memory", "profile.steps"),
+            'profile.memory = "steps" needs profile.steps: list some, or take "oom"',
+        )
+
+
 def _checkpoint(checkpoint: Checkpoint) -> Iterator[Violation]:
     load = checkpoint.load
     if not load:
@@ -301,10 +340,3 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[Violation]:
             f"checkpoint.keep_every = {checkpoint.keep_every} adds to what keep_last keeps, and keep_last = 0 keeps "
             "all: give keep_last, or set keep_every = 0",
         )
-
-
-def _divisors(number: int, near: int) -> str:
-    """For a fix: the divisors of a number; if there are many, the eight nearest to the value that does not divide
-    it."""
-    every = (d for d in range(1, min(number, 2**16) + 1) if number % d == 0)
-    return ", ".join(map(str, sorted(sorted(every, key=lambda d: abs(d - near))[:8])))

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from titanmoe.config import ConfigError
 from titanmoe.data.unpack import PACKED, opened
 
-KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 MIB = 1 << 20
 MOST_VALUES = 4_000_000
 """In one line of JSONL; a parsed value takes up to 100 bytes, however short it was in the file."""
@@ -116,12 +116,12 @@ def _extension(file: Path) -> str:
 def _kind(file: Path, format: str) -> str:
     if format == "chat":
         return "parquet" if _extension(file) == ".parquet" else "jsonl"
-    return KINDS.get(_extension(file), "text") if format == "auto" else format
+    return FORMATS.get(_extension(file), "text") if format == "auto" else format
 
 
 def _fits(file: Path, format: str) -> bool:
     """Whether a folder's file belongs: data sets come with pages about themselves."""
-    kind = KINDS.get(_extension(file), "text")
+    kind = FORMATS.get(_extension(file), "text")
     return format in ("auto", "text") or kind == format or (format == "chat" and kind != "text")
 
 

@@ -13,8 +13,9 @@ import heapq
 
 import numpy as np
 
+from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
-from titanmoe.models.count import layer_flops, window
+from titanmoe.models.count import layer_flops
 
 
 class Work:

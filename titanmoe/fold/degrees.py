@@ -9,8 +9,9 @@ pp is outermost and tp, etp innermost, so both views have the same stages. Nothi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd, isqrt, prod
+from math import gcd, prod
 
+from titanmoe.config.divisors import choices, divisors
 from titanmoe.config.schema import Parallelism
 
 KEYS = {
@@ -59,14 +60,7 @@ class Fold:
         return self.dp_replicate * self.dp_shard
 
     def nodes(self, node: int) -> int | None:
-        """How many nodes each group of ep x etp spans, evenly and with whole experts on each; None if it does not.
-
-        The ranks of a group are consecutive, and the first is a multiple of its size.
-        """
-        size = self.ep * self.etp
-        if node >= self.world or node % size == 0:
-            return 1
-        return size // node if size % node == 0 and node % self.etp == 0 else None
+        return nodes_of_a_group(self.world, self.ep, self.etp, node)
 
     @property
     def attention_axes(self) -> dict[str, int]:
@@ -77,6 +71,17 @@ class Fold:
     def expert_axes(self) -> dict[str, int]:
         """Outermost first."""
         return {name: getattr(self, name) for name in ("pp", "edp_replicate", "edp", "ep", "etp")}
+
+
+def nodes_of_a_group(world: int, ep: int, etp: int, node: int) -> int | None:
+    """How many nodes each group of ep x etp spans, evenly and with whole experts on each; None if it does not.
+
+    The ranks of a group are consecutive, and the first is a multiple of its size.
+    """
+    size = ep * etp
+    if node >= world or node % size == 0:
+        return 1
+    return size // node if size % node == 0 and node % etp == 0 else None
 
 
 def asked_degrees(parallelism: Parallelism) -> dict[str, int]:
@@ -155,17 +160,3 @@ def _not_a_count(name: str, value: int) -> str:
     return f"{KEYS[name]} = {value} is not a number of ranks: use 1 or more" + (
         ", or -1 to derive it" if name in DERIVED else ""
     )
-
-
-def divisors(n: int) -> list[int]:
-    """Ascending; none for 0 and less."""
-    low = [d for d in range(1, isqrt(max(0, n)) + 1) if n % d == 0]
-    return low + [n // d for d in reversed(low) if d * d != n]
-
-
-def choices(name: str, values: list[int], near: int) -> str:
-    """For a fix: the values that would do; if there are many, the eight nearest."""
-    nearest = sorted(sorted(values, key=lambda value: abs(value - near))[:8])
-    if len(nearest) == 1:
-        return f"{name} = {nearest[0]}"
-    return f"{name} in {', '.join(map(str, nearest))}"

@@ -1,25 +1,57 @@
-"""The laws of a mapping: everything wrong with it at once, each with its numbers and what to change."""
+"""The laws of a mapping: everything wrong with it at once, each with its numbers and what to change.
+
+Training, `titanmoe fold` with its list, and the search for the nearest legal mapping all ask `violations`. A law only
+looks at the degrees that it names, so one view can be checked without the other: no law ties a degree of attention to
+one of the experts. What a machine lacks is not a law of a mapping (`titanmoe.train.legal`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import prod
 
+from titanmoe.config.blocks import moe_layers
+from titanmoe.config.divisors import choices, divisors
+from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config, Model
-from titanmoe.fold.degrees import KEYS, Fold, choices, divisors, resolve
+from titanmoe.fold.attention import attention_violations
+from titanmoe.fold.degrees import KEYS, nodes_of_a_group, resolve
+from titanmoe.fold.schedules import pair_violations, schedule_violations
+
+SYMM_MEM_MOST = 16
+"""Ranks per group, and experts per rank: warps in a thread block of the ops' kernels (512 threads)."""
+ROW_BYTES = 16
+"""Rows of a grouped product are whole units of this many bytes, or this many 8-bit numbers."""
 
 
-def violations(world: int, config: Config) -> list[str]:
-    """Every law that the recipe's mapping breaks on a world of that many ranks; none when it is legal."""
-    degrees, problems = resolve(world, config.parallelism)
-    return problems + list(model_violations(degrees, config))
+def violations(config: Config, world: int) -> list[str]:
+    """Every law that the recipe's mapping breaks on a world of that many ranks; none when it is legal.
+
+    Only the recipe is known, not the machine: training.device = "auto" is taken for a GPU, and parallelism.node = -1
+    for a number that fits.
+    """
+    degrees, found = resolve(world, config.parallelism)
+    return [*found, *broken_laws(degrees, config), *_profiled(config, world)]
+
+
+def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
+    """Only of laws whose degrees are all known."""
+    yield from model_violations(degrees, config)
+    for law, *names in (
+        (_ulysses, "cp", "tp"),
+        (attention_violations, "cp"),
+        (_symm_mem, "ep", "etp"),
+        (_nodes, "pp", "stage", "ep", "etp"),
+        (_products, "etp"),
+        (_schedule, "pp", "dp"),
+        (pair_violations, "pp", "ep", "etp"),
+    ):
+        if set(names) <= degrees.keys():
+            yield from law(config, *(degrees[name] for name in names))
 
 
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
-    """The laws that tie degrees to the model and the batch, as far as the degrees they name are known.
-
-    So one view can be checked without the other: no law ties a degree of attention to one of the experts.
-    """
+    """The laws that tie degrees to the shapes of model and batch."""
     model, training = config.model, config.training
     for name, fields in divided_fields(model).items():
         yield from _divides(degrees, name, fields)
@@ -66,22 +98,75 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
         )
 
 
-def node_violations(fold: Fold, node: int) -> Iterator[str]:
-    """What the hierarchical dispatcher requires of nodes with that many ranks."""
-    if fold.nodes(node) is None:
-        size, etp = fold.ep * fold.etp, fold.etp
-        fits = [n for n in range(1, fold.world + 1) if fold.nodes(n) is not None]
+def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
+    heads, remainder = divmod(config.model.num_heads, tp)
+    if cp > 1 and config.parallelism.cp_kind == "ulysses" and not remainder and heads % cp:
         yield (
-            f'moe.dispatcher = "hierarchical" needs nodes that hold whole groups of ep * etp = {fold.ep} * {etp} = '
+            f'parallelism.cp_kind = "ulysses" shares {heads} heads (model.num_heads {config.model.num_heads} / '
+            f"tp {tp}) over cp = {cp}, {heads} % {cp} = {heads % cp}: use another cp, or cp_kind ring or allgather"
+        )
+
+
+def _symm_mem(config: Config, ep: int, etp: int) -> Iterator[str]:
+    """Nothing to check for a group of one, which sends nothing."""
+    if config.moe.dispatcher != "symm_mem" or ep * etp == 1:
+        return
+    for name, number in (
+        (f"ep * etp = {ep} * {etp}", ep * etp),
+        (f"model.num_experts / ep = {config.model.num_experts} / {ep}", config.model.num_experts // ep),
+    ):
+        if number > SYMM_MEM_MOST:
+            yield (
+                f'moe.dispatcher = "symm_mem" takes at most {SYMM_MEM_MOST} ranks of ep * etp and {SYMM_MEM_MOST} '
+                f'experts on a rank, and {name} is {number}: use another ep or etp, or dispatcher = "alltoall"'
+            )
+
+
+def _nodes(config: Config, pp: int, stage: int, ep: int, etp: int) -> Iterator[str]:
+    """What the hierarchical dispatcher requires of nodes with that many ranks."""
+    node, world, size = config.parallelism.node, pp * stage, ep * etp
+    if config.moe.dispatcher != "hierarchical" or node < 1 or stage % size:
+        return
+    if nodes_of_a_group(world, ep, etp, node) is None:
+        fits = [n for n in range(1, world + 1) if nodes_of_a_group(world, ep, etp, n) is not None]
+        yield (
+            f'moe.dispatcher = "hierarchical" needs nodes that hold whole groups of ep * etp = {ep} * {etp} = '
             f"{size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
             f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
             f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
         )
 
 
-def moe_layers(model: Model) -> int:
-    """How many layers have experts: after the dense ones, every moe_every-th."""
-    return max(0, model.num_layers - model.num_dense_layers) // max(1, model.moe_every) if model.num_experts > 0 else 0
+def _products(config: Config, etp: int) -> Iterator[str]:
+    """Widths that the experts' grouped products cannot have."""
+    moe, model, dtype = config.moe, config.model, config.training.mixed_precision_param
+    widths = {"model.expert_hidden / etp": model.expert_hidden // etp, "model.dim": model.dim}
+    for name, width in widths.items():
+        unit = ROW_BYTES // WIDTHS[dtype]
+        if moe.grouped_mm == "grouped" and width % unit:
+            yield (
+                f'moe.grouped_mm = "grouped" wants rows of whole 16-byte units, {unit} elements of {dtype}; {name} is '
+                f'{width}: use "auto", or a multiple of {unit}'
+            )
+        if moe.expert_dtype != "compute" and width % ROW_BYTES:
+            yield (
+                f'moe.expert_dtype = "{moe.expert_dtype}" wants rows of whole 16-byte units; {name} is {width}: use a '
+                f'multiple of {ROW_BYTES}, or expert_dtype = "compute"'
+            )
+
+
+def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
+    """A global batch that is not given is one microbatch per data rank."""
+    training = config.training
+    unit = training.local_batch_size * dp
+    given = training.global_batch_size > 0
+    if pp <= config.model.num_layers and unit > 0 and not (given and training.global_batch_size % unit):
+        yield from schedule_violations(config, pp, dp, training.global_batch_size // unit if given else 1)
+
+
+def _profiled(config: Config, world: int) -> Iterator[str]:
+    if absent := [rank for rank in config.profile.ranks if rank >= world > 0]:
+        yield f"profile.ranks has {absent[0]}, and the ranks are 0 to {world - 1}: choose among them"
 
 
 def divided_fields(model: Model) -> dict[str, dict[str, int]]:

@@ -13,9 +13,10 @@ from itertools import product
 from math import log2
 from operator import itemgetter
 
+from titanmoe.config.divisors import divisors
 from titanmoe.config.schema import Config, Parallelism
-from titanmoe.fold.degrees import DERIVED, Fold, asked_degrees, default_edp_replicate, divisors
-from titanmoe.fold.legality import model_violations
+from titanmoe.fold.degrees import DERIVED, Fold, asked_degrees, default_edp_replicate
+from titanmoe.fold.legality import broken_laws
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,14 @@ class Stage:
 
 
 def legal_stages(world: int, config: Config | None = None) -> Iterator[Stage]:
-    """By pp. Without a config only the laws of the ranks apply; with one, also those of its model and batch."""
+    """By pp. Without a config only the laws of the ranks apply; with one, all of its laws, but not its degrees."""
 
-    def legal(degrees: dict[str, int]) -> bool:
-        return config is None or not any(True for _ in model_violations(degrees, config))
+    def legal(pp: int, view: dict[str, int]) -> bool:
+        degrees = {"pp": pp, "stage": world // pp, **view}
+        return config is None or next(broken_laws(degrees, config), None) is None
 
     for pp in divisors(world):
-        if not legal({"pp": pp}):
+        if not legal(pp, {}):
             continue
         splits = list(_four_factors(world // pp))
         attention = [dict(zip(("dp_replicate", "dp_shard", "cp", "tp"), split, strict=True)) for split in splits]
@@ -49,8 +51,8 @@ def legal_stages(world: int, config: Config | None = None) -> Iterator[Stage]:
         yield Stage(
             world,
             pp,
-            [view for view in attention if legal(view | {"dp": view["dp_replicate"] * view["dp_shard"]})],
-            [view for view in experts if legal(view)],
+            [view for view in attention if legal(pp, view | {"dp": view["dp_replicate"] * view["dp_shard"]})],
+            [view for view in experts if legal(pp, view)],
         )
 
 

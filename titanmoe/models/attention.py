@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import ALONE, gather, local, scatter_sum
+from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
-from titanmoe.models.count import window
 from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate
 from titanmoe.ops.blocked_attention import blocked_attention
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from titanmoe.config.blocks import has_experts, moe_blocks, window
 from titanmoe.config.schema import Model
 
 
@@ -55,13 +56,6 @@ class Parameters:
         return self.total - self.experts + self.active_experts
 
 
-def has_experts(model: Model, layer: int) -> bool:
-    """Whether a block has experts rather than a dense feed-forward network. The block of multi-token prediction, which
-    comes after the last layer, is like the last."""
-    layer = min(layer, model.num_layers - 1)
-    return layer >= model.num_dense_layers and (layer - model.num_dense_layers + 1) % model.moe_every == 0
-
-
 def _projections(model: Model) -> int:
     """Entries of the matrices of one block's attention."""
     dim, heads = model.dim, model.num_heads
@@ -73,12 +67,6 @@ def _projections(model: Model) -> int:
     return to_query + dim * (down + model.qk_rope_head_dim) + down * heads * up + out * dim
 
 
-def window(model: Model, layer: int) -> int:
-    """Positions that a token of the block sees, including its own; 0: all. A block after the last is like the last."""
-    every, layer = model.full_attention_every, min(layer, model.num_layers - 1)
-    return 0 if every and (layer + 1) % every == 0 else model.sliding_window
-
-
 def _scores_and_values(model: Model, layer: int, seq_len: int) -> int:
     """Forward FLOPs per token of one block's attention without its projections."""
     width = min(window(model, layer) or seq_len, seq_len)
@@ -88,7 +76,7 @@ def _scores_and_values(model: Model, layer: int, seq_len: int) -> int:
 
 def parameters(model: Model) -> Parameters:
     layers, dim = model.num_layers + model.mtp_depth, model.dim
-    moe_layers = sum(has_experts(model, layer) for layer in range(layers))
+    moe = len(moe_blocks(model))
     query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     qk_norm = {"none": 0, "head": 2 * model.head_dim, "full": query + key_value}[model.qk_norm]
     inner_norms = qk_norm + model.q_lora_rank + model.kv_lora_rank
@@ -103,11 +91,11 @@ def parameters(model: Model) -> Parameters:
     return Parameters(
         embedding=(1 if model.tie_embeddings else 2) * model.vocab_size * dim,
         attention=layers * (_projections(model) + biases + sinks),
-        dense=(layers - moe_layers) * swiglu(model.dense_hidden),
-        router=moe_layers * model.num_experts * (dim + model.router_bias),
-        experts=moe_layers * model.num_experts * expert,
-        active_experts=moe_layers * model.top_k * expert,
-        shared=moe_layers * (swiglu(model.shared_hidden) + (dim if model.shared_hidden and model.shared_gate else 0)),
+        dense=(layers - moe) * swiglu(model.dense_hidden),
+        router=moe * model.num_experts * (dim + model.router_bias),
+        experts=moe * model.num_experts * expert,
+        active_experts=moe * model.top_k * expert,
+        shared=moe * (swiglu(model.shared_hidden) + (dim if model.shared_hidden and model.shared_gate else 0)),
         norms=layers * (2 * dim + inner_norms) + (1 + 3 * model.mtp_depth) * dim,
         mtp=model.mtp_depth * 2 * dim * dim,
     )

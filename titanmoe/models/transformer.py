@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
 from titanmoe.models.attention import Attention
-from titanmoe.models.count import has_experts
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import FeedForward, RMSNorm, SharedExpert, rope_angles
 from titanmoe.models.multi_token import MultiToken

@@ -24,8 +24,6 @@ from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
 LARGEST = 448.0
 """Of e4m3."""
-UNIT = 16
-"""Widths are multiples of so many, as rows of 8-bit numbers are whole 16-byte units."""
 
 
 def quantise(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from titanmoe.moe.layer import MoE
 
 ALIGN = 8  # rows: 16 bytes of bfloat16, as the grouped product wants where it adds up over an expert's rows
-MOST = 16
-"""Ranks of a group, and experts of a rank: warps in a thread block of the ops' kernels (512 threads)."""
 OPS = ("symm_mem::all_to_all_vdev_2d", "symm_mem::all_to_all_vdev_2d_offset")
 
 

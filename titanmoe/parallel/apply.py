@@ -6,13 +6,14 @@ import torch
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
+from titanmoe.fold.schedules import stage_ranks
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
 from titanmoe.parallel.materialize import materialize
-from titanmoe.parallel.pipeline import Alone, Pipeline, split_layers, stage_ranks
+from titanmoe.parallel.pipeline import Alone, Pipeline, split_layers
 from titanmoe.parallel.recompute import recompute
 from titanmoe.parallel.sharded import shard_data
 from titanmoe.parallel.tensor import tensor_parallel

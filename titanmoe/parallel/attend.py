@@ -1,52 +1,19 @@
-"""Which attention runs: torch's own where it works, ours elsewhere. `pick_backend` decides, for each block of a model.
-
-docs/parallelism.md shows the same as a table.
-"""
+"""Every block's attention, by whichever implementation `titanmoe.fold.attention.pick_backend` names for it."""
 
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Parallelism
+from titanmoe.fold.attention import pick_backend
 from titanmoe.models.transformer import Transformer
-from titanmoe.parallel.context import KINDS, Placement, on_one_rank, ulysses_attention
+from titanmoe.parallel.context import OVER_CP, Placement, on_one_rank, ulysses_attention
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.parallel.torch_ring import missing, torch_ring_attention
-
-Backend = Literal["plain", "ring", "flex"]
-FLEX_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
-def pick_backend(
-    asked: str, kind: str, cp: int, device: str, dtype: torch.dtype, masked: bool, sinks: bool
-) -> tuple[Backend, str]:
-    """And, where that is plain, why torch's would not do.
-
-    masked: there are documents or a window.
-    """
-    if asked == "plain":
-        return "plain", "it was asked for"
-    if cp > 1 and kind == "ring":
-        if masked:
-            return "plain", "torch's ring knows neither documents nor windows"
-        if device == "cpu" and asked == "auto":
-            return "plain", "on CPUs auto takes ours, which knows masks too"
-        if device != "cpu" and dtype == torch.float64:
-            return "plain", "torch's attention on GPUs has no float64"
-        lack = missing()
-        return ("plain", lack) if lack else ("ring", "")
-    if device == "cpu":
-        return "plain", "flex_attention has no backward on CPUs"
-    if dtype not in FLEX_DTYPES:
-        return "plain", "torch's attention on GPUs has no float64"
-    if masked or sinks or (cp > 1 and kind == "allgather"):
-        return "flex", ""
-    return "plain", ""  # causal alone: that is torch's scaled_dot_product_attention
 
 
 def attend(
@@ -62,9 +29,11 @@ def attend(
     placement: Placement,
     masks: Masks,
     group: Group,
+    ring_lacks: str = "",
 ) -> Tensor:
     masked, sinks = document_BL is not None or window > 0, sinks_H is not None
-    chosen, why = pick_backend(asked, kind, group.size, q_BSHh.device.type, q_BSHh.dtype, masked, sinks)
+    float64 = q_BSHh.dtype == torch.float64
+    chosen, why = pick_backend(asked, kind, group.size, q_BSHh.device.type, float64, masked, sinks, ring_lacks)
     if asked == "torch" and why:
         raise ValueError(f'parallelism.attention_backend = "torch" cannot hold here: {why}; use "auto"')
     rest = {"placement": placement, "group": group}
@@ -77,7 +46,7 @@ def attend(
         )
     if chosen == "flex":
         return flex_attention_over(*given, masks=masks, group=group)
-    return KINDS[kind](*given, **rest) if group.size > 1 else on_one_rank(*given)
+    return OVER_CP[kind](*given, **rest) if group.size > 1 else on_one_rank(*given)
 
 
 def _flexed(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, *, masks: Masks) -> Tensor:
@@ -91,5 +60,11 @@ def context_parallel(model: Transformer, options: Parallelism, placement: Placem
     masks = Masks(placement, cp.rank) if split else Masks(Placement(1, zigzag=False), 0)
     for block in model.blocks().values():
         block.attention.attend = partial(
-            attend, asked=options.attention_backend, kind=options.cp_kind, placement=placement, masks=masks, group=cp
+            attend,
+            asked=options.attention_backend,
+            kind=options.cp_kind,
+            placement=placement,
+            masks=masks,
+            group=cp,
+            ring_lacks=missing(),
         )

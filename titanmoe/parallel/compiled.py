@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from titanmoe.config.schema import Config
+from titanmoe.fold.schedules import splits_backward
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.experts import Experts
-from titanmoe.parallel.pipeline import splits_backward
 
 
 def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

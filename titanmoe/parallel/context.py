@@ -384,4 +384,4 @@ def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
     return torch.cat(pieces, take)
 
 
-KINDS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
+OVER_CP = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}

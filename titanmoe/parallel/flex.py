@@ -19,13 +19,13 @@ from titanmoe.comm.collectives import Group, gather
 from titanmoe.models.layers import promote
 from titanmoe.parallel.context import Placement
 
-BLOCK = 128
+MASK_BLOCK = 128
 
 
 def _ends(x_BS: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the greatest number in each block, (B, blocks); the last block may be short."""
-    short = -x_BS.shape[1] % BLOCK
-    blocks = torch.cat((x_BS, x_BS[:, -1:].expand(-1, short)), 1).unflatten(1, (-1, BLOCK))
+    short = -x_BS.shape[1] % MASK_BLOCK
+    blocks = torch.cat((x_BS, x_BS[:, -1:].expand(-1, short)), 1).unflatten(1, (-1, MASK_BLOCK))
     return blocks.amin(-1), blocks.amax(-1)
 
 
@@ -51,9 +51,9 @@ def block_mask(position_S: Tensor, length: int, document_BL: Tensor | None, wind
         some = some & (asks[0] <= seen[1]) & (seen[0] <= asks[1])
         every = every & (asks[0] == seen[1]) & (seen[0] == asks[1])
     # A short block has room for pairs that do not exist: never seen whole.
-    if len(position_S) % BLOCK:
+    if len(position_S) % MASK_BLOCK:
         every = every & (torch.arange(every.shape[1], device=every.device) < every.shape[1] - 1).unsqueeze(1)
-    if length % BLOCK:
+    if length % MASK_BLOCK:
         every = every & (torch.arange(every.shape[2], device=every.device) < every.shape[2] - 1)
 
     def sees(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ def block_mask(position_S: Tensor, length: int, document_BL: Tensor | None, wind
         return allowed
 
     return BlockMask.from_kv_blocks(
-        *_ordered(some & ~every), *_ordered(every), BLOCK, sees, seq_lengths=(len(position_S), length)
+        *_ordered(some & ~every), *_ordered(every), MASK_BLOCK, sees, seq_lengths=(len(position_S), length)
     )
 
 

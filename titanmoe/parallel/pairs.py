@@ -7,7 +7,7 @@ sent to experts or back, so that the rows of one microbatch travel under the com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -15,41 +15,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from titanmoe.comm.turns import Turns
-from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import Fold
 
-KIND = torch_schedules._ComputationType
+Computation = torch_schedules._ComputationType
 Action = torch_schedules._Action
-
-
-def problems(config: Config, fold: Fold, rows: list[list[Action | None]]) -> Iterator[str]:
-    """rows: of the file, where a file gives the schedule."""
-    asked, options = "pipeline.overlap_pairs = true", config.pipeline
-    name = options.schedule_csv or options.schedule
-    pairs = [action.sub_actions for row in rows for action in row if action is not None and action.sub_actions]
-    if not pairs and name != "DualPipeV":
-        yield (
-            f"{asked} plays pairs of a forward and a backward, and {name} has none: set pipeline.schedule = DualPipeV, "
-            'name a pipeline.schedule_csv that has actions such as "(0F4;3B1)OVERLAP_F_B", or set overlap_pairs = false'
-        )
-    for pair in pairs:
-        kinds = sorted(part.computation_type.value for part in pair)
-        if kinds != ["B", "F"] or pair[0].stage_index == pair[1].stage_index:
-            yield (
-                f"{asked} takes pairs of F and B of two stages, and {name} has "
-                f'"({";".join(map(str, pair))})OVERLAP_F_B": pair other actions, or set overlap_pairs = false'
-            )
-    if fold.ep * fold.etp == 1:
-        yield (
-            f"{asked} hides rows on their way to experts on other ranks, and ep * etp = 1 sends none: set "
-            "parallelism.experts.ep above 1, or overlap_pairs = false"
-        )
-    if config.moe.dispatcher in ("allgather", "symm_mem"):
-        yield (
-            f"{asked} computes where the host would wait for rows, and moe.dispatcher = "
-            f'"{config.moe.dispatcher}" has no such place: use dispatcher = "alltoall" or "hierarchical", or '
-            "overlap_pairs = false"
-        )
 
 
 class Pairs:
@@ -67,7 +35,7 @@ class Pairs:
         schedule, m = context.schedule_ref, action.microbatch_index
         stages = {stage.stage_index: stage for stage in schedule._stages}
         stage = stages[action.stage_index]
-        forward = action.computation_type == KIND.FORWARD
+        forward = action.computation_type == Computation.FORWARD
         schedule._assert_unsharded(stage)
         # None comes for the first and the last stage, and none where two neighbours, of a V, are on this rank.
         received = (schedule.fwd_recv_ops if forward else schedule.bwd_recv_ops).pop((action.stage_index, m), None)

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from titanmoe.config.schema import Config
 from titanmoe.fold.groups import groups
 from titanmoe.fold.meshes import Meshes
+from titanmoe.fold.schedules import stage_ranks
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.norm import local_grad
-from titanmoe.parallel.pipeline import stage_ranks
 
 
 class TiedEnds:

@@ -24,7 +24,7 @@ from titanmoe.train.signals import Signals
 from titanmoe.train.validation import Validation
 
 
-class Training(Protocol):
+class TrainerForCheckpoints(Protocol):
     """What a checkpoint is made of, and filled into."""
 
     config: Config
@@ -40,7 +40,7 @@ class Training(Protocol):
 
 
 class Checkpoints:
-    def __init__(self, trainer: Training, run: Path):
+    def __init__(self, trainer: TrainerForCheckpoints, run: Path):
         self.trainer, self.config, self.run = trainer, trainer.config, run
         self.options = self.config.checkpoint
         self.rank, self.world = trainer.runtime.rank, trainer.runtime.world

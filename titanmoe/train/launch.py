@@ -12,7 +12,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
 from titanmoe.models.families import preset
-from titanmoe.train.legal import problems, ranks_of_a_node
+from titanmoe.train.legal import ranks_of_a_node, refusals
 from titanmoe.train.runtime import die_with_launcher, grow_segments, restarted, say, start, stop, world_size
 
 
@@ -30,7 +30,7 @@ def resolve(config: Config, world: int) -> Config:
         before = record_ahead(config).get("config", {}).get("training", {}).get("global_batch_size", -1)
         if before not in (-1, training.global_batch_size):
             training = replace(training, global_batch_size=before)
-            if broken := problems(replace(config, training=training), world):
+            if broken := refusals(replace(config, training=training), world):
                 raise ConfigError(broken, "the checkpoint's global batch, as training.global_batch_size is not given")
     return replace(config, parallelism=parallelism, training=training)
 
@@ -53,7 +53,7 @@ def read(argv: list[str], world: int) -> Config:
 
     def check(config: Config) -> list[str]:
         try:
-            return problems(fitted(config, world)[0], world)
+            return refusals(fitted(config, world)[0], world)
         except FoldError as error:
             return error.problems
 

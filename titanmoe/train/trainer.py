@@ -18,12 +18,14 @@ from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError
+from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import build_meshes
-from titanmoe.models.count import flops_per_token, has_experts, parameters
+from titanmoe.fold.schedules import splits_backward, stage_ranks
+from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
@@ -34,7 +36,6 @@ from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import measured_chunks, symmetric
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
-from titanmoe.parallel.pipeline import splits_backward, stage_ranks
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.tokens import IGNORE
@@ -255,7 +256,7 @@ class Trainer:
 
     def finish_experts(self) -> dict[int, dict[str, Any]]:
         model, rate = self.config.model, self.config.moe.bias_update_rate
-        numbers = [i for i in range(model.num_layers + model.mtp_depth) if has_experts(model, i)]
+        numbers = moe_blocks(model)
         if not numbers:
             return {}
         return finish_step(self.moe_layers, numbers, model.num_experts, self.meshes.world, rate, self.device)

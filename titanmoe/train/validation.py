@@ -21,7 +21,7 @@ from titanmoe.parallel.batch import cut
 from titanmoe.parallel.context import Placement
 
 
-class Training(Protocol):
+class TrainerForValidation(Protocol):
     """What a validation needs of a trainer."""
 
     config: Config
@@ -37,7 +37,7 @@ class Training(Protocol):
 
 
 class Validation:
-    def __init__(self, trainer: Training):
+    def __init__(self, trainer: TrainerForValidation):
         self.trainer, config = trainer, trainer.config
         self.interval, self.last = config.validation.interval, config.training.steps
         data, held_out = trainer.meshes.data, trainer.loader.held_out if config.validation.held_out else ()

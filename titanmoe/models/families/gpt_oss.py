@@ -5,8 +5,8 @@ The sizes are the published checkpoints' (arXiv 2508.10925), which YaRN stretche
 softmax is over the chosen experts only, so their weights already sum to one.
 """
 
+from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
-from titanmoe.models.count import window
 from titanmoe.models.families import huggingface as hf
 
 SWITCHES = dict(

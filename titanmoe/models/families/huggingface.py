@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Model
-from titanmoe.models.count import has_experts
 
 Json = Mapping[str, Any]
 

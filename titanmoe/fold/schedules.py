@@ -1,0 +1,289 @@
+"""Pipeline schedules without torch: where stages are, the actions in a file, and what a schedule requires.
+
+A schedule is a row of cells for each pipeline rank. A cell is what the rank computes at one time: nothing, one
+action, or two that overlap.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from titanmoe.config.schema import Config
+
+
+@dataclass(frozen=True)
+class Schedule:
+    stages_per_rank: int  # unless [pipeline] virtual_stages says otherwise
+    v_shape: bool = False  # the second half of the stages is on the ranks in reverse
+    zero_bubble: bool = False  # backward is split into input and weight gradients
+
+
+SCHEDULES = {
+    "GPipe": Schedule(1),
+    "1F1B": Schedule(1),
+    "LoopedBFS": Schedule(2),
+    "Interleaved1F1B": Schedule(2),
+    "InterleavedZeroBubble": Schedule(2, zero_bubble=True),
+    "ZBVZeroBubble": Schedule(2, v_shape=True, zero_bubble=True),
+    "DualPipeV": Schedule(2, v_shape=True, zero_bubble=True),
+}
+SINGLE = ("GPipe", "1F1B")
+COST = {"F": 1, "B": 2, "I": 1, "W": 1}  # forward; backward, whole, of inputs, of weights
+_ACTION = re.compile(r"(\d+)(F|I|B|W)(\d+)")
+_MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")  # torch adds these itself
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+class Action(NamedTuple):
+    stage: int
+    does: str  # of COST
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.does}{self.microbatch}"
+
+
+Cell = tuple[Action, ...]
+
+
+def parse_cell(text: str) -> Cell:
+    """ "0F0", "1B3", "(0F4;3B1)OVERLAP_F_B"; "" for a pause."""
+    text = text.strip()
+    if pair := _PAIR.fullmatch(text):
+        cell = tuple(action for part in pair[1].split(";") for action in parse_cell(part))
+        if len(cell) != 2:
+            raise ValueError(f"{text} does not overlap two computations")
+        return cell
+    if action := _ACTION.fullmatch(text):
+        return (Action(int(action[1]), action[2], int(action[3])),)
+    if text and not _MESSAGE.fullmatch(text):
+        raise ValueError(f"{text!r:.60} is not an action, such as 0F0, 1B3 or (0F4;3B1)OVERLAP_F_B")
+    return ()
+
+
+def read_csv(path: str) -> list[list[Cell]]:
+    """One row for each rank. ValueError if the file is not a schedule."""
+    with open(path, newline="") as file:
+        return [[parse_cell(text) for text in row] for row in csv.reader(file) if row]
+
+
+def stage_ranks(config: Config, pp: int) -> list[int]:
+    """The pipeline rank of each stage."""
+    options = config.pipeline
+    if options.schedule_csv:
+        owner = {
+            action.stage: rank
+            for rank, row in enumerate(read_csv(options.schedule_csv))
+            for cell in row
+            for action in cell
+        }
+        return [owner[stage] for stage in range(len(owner))]
+    schedule = SCHEDULES[options.schedule]
+    virtual = schedule.stages_per_rank if options.virtual_stages == -1 else options.virtual_stages
+    ranks = list(range(pp))
+    if schedule.v_shape:
+        return ranks + ranks[::-1]
+    return ranks * virtual
+
+
+def splits_backward(config: Config) -> bool:
+    """Whether the schedule, if there is one, computes gradients of inputs and of weights separately."""
+    return config.parallelism.pp > 1 and _splits_backward(config)
+
+
+def _splits_backward(config: Config) -> bool:
+    options = config.pipeline
+    if not options.schedule_csv:
+        return SCHEDULES[options.schedule].zero_bubble
+    return any(action.does == "W" for row in read_csv(options.schedule_csv) for cell in row for action in cell)
+
+
+def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
+    """The rows of GPipe and 1F1B, for which torch has none (those that it offers for 1F1B are shifted)."""
+    rows = []
+    for rank in range(pp):
+        ahead = microbatches if schedule == "GPipe" else min(microbatches, pp - rank)
+        forward = [(Action(rank, "F", m),) for m in range(microbatches)]
+        backward = [(Action(rank, "B", m),) for m in range(microbatches)]
+        steady = [cell for pair in zip(backward, forward[ahead:], strict=False) for cell in pair]
+        rows.append(forward[:ahead] + steady + backward[microbatches - ahead :])
+    return rows
+
+
+def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
+    """Idle share of all ranks' time, found by playing the rows: forward 1, backward 2 (input 1, weight 1).
+
+    torch starts a pair when both its halves can run, and sends their results when both are done.
+    """
+    queues = [[cell for cell in row if cell] for row in rows]
+    done: dict[tuple[int, str, int], float] = {}
+    clock, busy = [0.0] * len(queues), 0.0
+
+    def made(action: Action) -> tuple[int, str, int]:
+        # a whole backward also delivers the input gradient that the stage before it waits for
+        return action.stage, "I" if action.does == "B" else action.does, action.microbatch
+
+    def needs(action: Action) -> list[tuple[int, str, int]]:
+        stage, does, m = action
+        return {
+            "F": [(stage - 1, "F", m)] if stage else [],
+            "W": [(stage, "I", m)],
+        }.get(does, [(stage, "F", m)] + ([(stage + 1, "I", m)] if stage < stages - 1 else []))
+
+    def ready(cell: Cell) -> float | None:
+        own = {made(action) for action in cell}
+        wanted = [need for action in cell for need in needs(action) if need not in own or need[0] != action.stage]
+        return max((done[need] for need in wanted), default=0.0) if all(need in done for need in wanted) else None
+
+    while any(queues):
+        moved = False
+        for rank, queue in enumerate(queues):
+            while queue and (at := ready(queue[0])) is not None:
+                cell = queue.pop(0)
+                cost = sum(COST[action.does] for action in cell)
+                clock[rank] = max(clock[rank], at) + cost
+                busy += cost
+                done |= dict.fromkeys(map(made, cell), clock[rank])
+                moved = True
+        if not moved:
+            raise ValueError("the schedule waits for itself")
+    return 1 - busy / (len(clock) * max(clock))
+
+
+# ---- laws
+
+
+def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> list[str]:
+    """What the pipeline cannot run, with numbers and fix. The experts' mapping does not matter here."""
+    options = config.pipeline
+    if pp == 1:
+        return []
+    samples = config.training.local_batch_size * dp
+    found, rows = [], []
+    if options.schedule_csv:
+        try:
+            rows = read_csv(options.schedule_csv)
+        except OSError as error:
+            return [f"pipeline.schedule_csv = {options.schedule_csv!r} cannot be read: {error.strerror}"]
+        except ValueError as error:
+            return [f"pipeline.schedule_csv = {options.schedule_csv!r} is not a schedule: {error}"]
+        found += _csv_violations(options.schedule_csv, rows, pp, microbatches, samples)
+    else:
+        found += _named_violations(config, pp, microbatches, samples)
+    if options.overlap_pairs:
+        found += _pairs(config, rows)
+    if found:
+        return found
+    stages = len(stage_ranks(config, pp))
+    explicit = options.layers_per_stage
+    if explicit and (
+        len(explicit) != stages or sum(explicit) != config.model.num_layers or min(explicit[1:-1], default=1) < 1
+    ):
+        found.append(
+            f"pipeline.layers_per_stage = {explicit} must name {stages} stages that sum to model.num_layers = "
+            f"{config.model.num_layers}, inner ones with at least one layer"
+        )
+    elif not explicit and stages > config.model.num_layers:
+        found.append(
+            f"{stages} pipeline stages for model.num_layers = {config.model.num_layers}: lower parallelism.pp or "
+            "pipeline.virtual_stages"
+        )
+    if _splits_backward(config) and config.parallelism.reshard_after_forward == "always":
+        found.append(
+            f"pipeline.schedule = {options.schedule} splits backward in two, which loses gradients when weights are "
+            "freed in between: set parallelism.reshard_after_forward to auto or never"
+        )
+    return found
+
+
+def _named_violations(config: Config, pp: int, microbatches: int, samples: int) -> Iterator[str]:
+    """samples: per microbatch, over all data ranks."""
+    name, virtual = config.pipeline.schedule, config.pipeline.virtual_stages
+    if name in SINGLE and virtual not in (-1, 1):
+        yield (
+            f"pipeline.schedule = {name} has one stage per rank, virtual_stages is {virtual}: use 1, or Interleaved1F1B"
+        )
+    if SCHEDULES[name].v_shape and virtual not in (-1, 2):
+        yield f"pipeline.schedule = {name} has 2 stages per rank, virtual_stages is {virtual}: use 2"
+    least = {"1F1B": pp, "DualPipeV": 2 * pp}.get(name, 1)
+    rounds = max(1, microbatches // pp)
+    if microbatches < least:
+        yield (
+            f"pipeline.schedule = {name} on {pp} ranks needs at least {least} microbatches, the step has "
+            f"{microbatches}: raise training.global_batch_size to {least * samples} or lower training.local_batch_size"
+        )
+    elif name.startswith("Interleaved") and microbatches % rounds:
+        yield (
+            f"pipeline.schedule = {name} on {pp} ranks needs microbatches in whole rounds: {microbatches} is not a "
+            f"multiple of {rounds}; set training.global_batch_size to {microbatches // pp * pp * samples}"
+        )
+
+
+def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: int, samples: int) -> list[str]:
+    """samples: per microbatch, over all data ranks."""
+    found = []
+    if len(rows) != pp:
+        found.append(f"{path} has {len(rows)} rows, one per pipeline rank; parallelism.pp is {pp}")
+    actions = [(rank, action) for rank, row in enumerate(rows) for cell in row for action in cell]
+    stages = sorted({action.stage for _, action in actions})
+    if not stages or stages != list(range(len(stages))):
+        return [*found, f"{path} names the stages {stages}: number them from 0 without a gap"]
+    needs = 1 + max(action.microbatch for _, action in actions)
+    if needs != microbatches:
+        found.append(
+            f"{path} runs {needs} microbatches, the step has {microbatches}: set training.global_batch_size to "
+            f"{needs * samples}"
+        )
+    for stage in stages:
+        own = [(rank, action) for rank, action in actions if action.stage == stage]
+        if len({rank for rank, _ in own}) > 1:
+            found.append(f"{path} has stage {stage} on ranks {sorted({rank for rank, _ in own})}: give it one")
+        for m in range(needs):
+            does = sorted(action.does for _, action in own if action.microbatch == m)
+            if does not in (["B", "F"], ["F", "I", "W"]):
+                found.append(f"{path}: stage {stage} does {does} on microbatch {m}; it must do F and B, or F, I and W")
+    if not found:
+        try:
+            bubble(rows, len(stages))
+        except ValueError as error:
+            found.append(f"{path} cannot run: {error}")
+    return found
+
+
+PAIRS = "pipeline.overlap_pairs = true"
+
+
+def _pairs(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
+    """rows: those of the file, if a file gives the schedule."""
+    options = config.pipeline
+    name = options.schedule_csv or options.schedule
+    pairs = [cell for row in rows for cell in row if len(cell) == 2]
+    if not pairs and name != "DualPipeV":
+        yield (
+            f"{PAIRS} plays pairs of a forward and a backward, and {name} has none: set pipeline.schedule = DualPipeV, "
+            'name a pipeline.schedule_csv that has actions such as "(0F4;3B1)OVERLAP_F_B", or set overlap_pairs = false'
+        )
+    for pair in pairs:
+        if sorted(action.does for action in pair) != ["B", "F"] or pair[0].stage == pair[1].stage:
+            yield (
+                f"{PAIRS} takes pairs of F and B of two stages, and {name} has "
+                f'"({";".join(map(str, pair))})OVERLAP_F_B": pair other actions, or set overlap_pairs = false'
+            )
+    if config.moe.dispatcher in ("allgather", "symm_mem"):
+        yield (
+            f"{PAIRS} computes where the host would wait for rows, and moe.dispatcher = "
+            f'"{config.moe.dispatcher}" has no such place: use dispatcher = "alltoall" or "hierarchical", or '
+            "overlap_pairs = false"
+        )
+
+
+def pair_violations(config: Config, pp: int, ep: int, etp: int) -> Iterator[str]:
+    if pp > 1 and config.pipeline.overlap_pairs and ep * etp == 1:
+        yield (
+            f"{PAIRS} hides rows on their way to experts on other ranks, and ep * etp = 1 sends none: set "
+            "parallelism.experts.ep above 1, or overlap_pairs = false"
+        )
