@@ -17,7 +17,7 @@ ROOT = str(Path(__file__).resolve().parent.parent)
 if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
-# Compiled code by kind of processor: code for AVX-512 found again under AVX2 ends in a segmentation fault.
+# Compiled code by kind of processor: AVX-512 code reused under AVX2 ends in a segmentation fault.
 CPU = "-".join(os.environ.get(name, "own") for name in ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"))
 for compiler in ("TORCHINDUCTOR", "TRITON"):
     folder = Path(tempfile.gettempdir(), f"titanmoe_tests_{os.getuid()}", CPU, compiler.lower())

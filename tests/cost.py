@@ -1,7 +1,7 @@
-"""What tests cost: CPU-seconds of their processes, by folder, beside the budget in tests/budget.toml.
+"""What tests cost: CPU-seconds of their processes, by folder, next to the budget in tests/budget.toml.
 
-CPU-seconds and not time, because the clock tells more of what else the machine does. A test pays for this process, for
-those that it started and for the ranks of its pools (tests/world.py).
+CPU-seconds and not wall-clock time, which mostly shows what else the machine is doing. A test pays for this process,
+for those that it started and for the ranks of its pools (tests/world.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from titanmoe.config.recipe import toml
 
 BUDGET = Path(__file__).with_name("budget.toml")
 FAIL_AT = 2.0
-"""Times the budget, in CI. Kinds of processors differ by less."""
+"""Multiple of the budget, in CI. Processors differ by less."""
 START = 20.0
 """Whichever test comes first in a worker pays for its processes' imports."""
 LONG = (
@@ -35,13 +35,13 @@ def children(pid: int | str) -> list[int]:
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             out += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    except OSError:  # ended, or a kernel that does not tell
+    except OSError:  # ended, or the kernel does not say
         pass
     return out
 
 
 def ticks(pid: int | str) -> int:
-    """Of a process and of those of its children that were waited for."""
+    """Of a process and those of its children that were waited for."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -71,7 +71,7 @@ class Meter:
 
 
 def place(nodeid: str) -> str:
-    """The folder of a test, or the file of one that lies in none."""
+    """The folder of a test, or its file if it is not in one."""
     parts = nodeid.partition("::")[0].removeprefix("tests/").split("/")
     return parts[0].removesuffix(".py")
 
@@ -97,7 +97,7 @@ class Bill:
         yield f"{'all':<24}{sum(self.spent.values()):>8.1f}{sum(budget.values()):>8.0f}"
 
     def beyond(self, budget: dict[str, float]) -> list[str]:
-        """What spent more than FAIL_AT times its budget, and folders that have none."""
+        """Folders that spent more than FAIL_AT times their budget, and folders without one."""
         return [
             f"tests/{name} took {spent:.1f} CPU-seconds, over {FAIL_AT:g} times its budget of {budget.get(name, 0):g} "
             f"and {START:g} besides: make its tests cheaper (--durations=20 tells which), or raise it in budget.toml"
@@ -111,6 +111,6 @@ def read_budget() -> dict[str, float]:
 
 
 def whole_suite(config: pytest.Config) -> bool:
-    """Nothing was picked by name, so that what folders cost can be judged."""
+    """Whether nothing was picked by name, so that the cost of folders can be judged."""
     picked = {"-k", "-m", "--lf"}.intersection(config.invocation_params.args)
     return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not picked

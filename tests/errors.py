@@ -1,4 +1,4 @@
-"""How far what a run tells lies from the plain model, and how far it may."""
+"""How far what a run reports is from the plain model, and how far it may be."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
 NUMERICS = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
 LAYER = ("load", "dropped_fraction", "imbalance", "router_entropy")
-"""What a report tells of each layer, and the plain model too."""
+"""What a report says about each layer, and the plain model too."""
 
 
 def number(error: float) -> float:
-    """An error that can be compared: a NaN is an infinite one. Of floats, `max` skips a NaN that is not the first."""
+    """An error that can be compared: a NaN becomes infinite. With floats, `max` skips a NaN that is not the first."""
     return math.inf if math.isnan(error) else error
 
 
@@ -41,7 +41,7 @@ def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[
 
 
 def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, float]:
-    """Worst relative errors of everything that a step tells, and of gradients and stepped weights."""
+    """Worst relative errors of everything that a step reports, and of gradients and updated weights."""
     errors: dict[str, float] = {}
 
     def note(name: str, off: float) -> None:
@@ -77,7 +77,7 @@ experts' and two of the ways, a sum; and weights that were narrowed. With the en
 
 
 def tolerance(config: Config) -> float:
-    """By the narrowest dtype on the way; the plain model's own error does not count."""
+    """By the narrowest dtype involved; the plain model's own error does not count."""
     dtypes = {getattr(config.training, key.removeprefix("training.")) for key in NUMERICS}
     if "bfloat16" in dtypes:
         return near.bound(torch.bfloat16, roundings=ROUNDINGS * (config.model.num_layers + 1)) / 2

@@ -1,4 +1,4 @@
-"""What a program did in which order, and a clock that a test moves: verdicts that do not hang on how fast it ran."""
+"""What a program did in which order, and a clock that a test moves: results that do not depend on speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Events:
         return self.places
 
     def begin(self, name: str, key: Hashable) -> None:
-        """Until `end(key)`: of something issued, up to the wait for it."""
+        """Until `end(key)`: for something issued, up to the wait for it."""
         self.open[key] = Event(name, self._place())
         self.all.append(self.open[key])
 
@@ -44,13 +44,13 @@ class Events:
         return [event for event in self.all if event.name == name]
 
     def within(self, inner: str, outer: str) -> int:
-        """How many of the one lie wholly inside some of the other."""
+        """How many of the first are completely inside some of the second."""
         around = [(event.began, event.ended) for event in self.of(outer)]
         return sum(any(a < event.began and event.ended < b for a, b in around) for event in self.of(inner))
 
 
 class Clock:
-    """In place of a module's `time`: it moves when it is told, and by `tick` whenever it is asked."""
+    """Replaces a module's `time`: it moves when told to, and by `tick` whenever it is read."""
 
     def __init__(self, tick: float = 0.0):
         self.now, self.tick = 0.0, tick

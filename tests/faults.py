@@ -1,6 +1,6 @@
 """Mistakes that public trainers have made, each monkeypatched in on every rank: the oracle must notice every one.
 
-A fault is a function that breaks something and returns what mends it.
+A fault is a function that breaks something and returns a function that repairs it.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def label_shifted_across_shard_edge() -> Callable[[], None]:
 
 
 def next_token_within_a_shard() -> Callable[[], None]:
-    """What multi-token prediction sees, made of a rank's own ids: the last of each piece sees the piece's first."""
+    """Multi-token prediction's input made from a rank's own ids: the last of each piece sees the piece's first."""
     from titanmoe.train import trainer
 
     def rolled(cut: Any) -> Any:
@@ -130,7 +130,7 @@ def next_token_within_a_shard() -> Callable[[], None]:
 
 
 def router_not_summed_over_cp() -> Callable[[], None]:
-    """Each cp rank keeps its own summand for the piece of the weight that it holds; of two ranks."""
+    """Each of two cp ranks keeps its own summand for the piece of the weight that it holds."""
     from titanmoe.moe import router
 
     def alone(local: Any) -> Any:
@@ -146,7 +146,7 @@ def router_not_summed_over_cp() -> Callable[[], None]:
 
 
 def balance_terms_by_the_wrong_group() -> Callable[[], None]:
-    """What is of a sample is counted over data ranks, and what is of all samples over the ranks of one."""
+    """Per-sample counts go over data ranks, and counts of all samples over the ranks of one."""
     from titanmoe.moe.balance import Balance
 
     def exchanged(terms: Any) -> Any:
@@ -179,7 +179,7 @@ def balance_terms_counted_again_in_recomputation() -> Callable[[], None]:
 
 
 def router_without_its_gradient() -> Callable[[], None]:
-    """Through the routing weights, that is: what is left comes from a balance term."""
+    """Only the one through the routing weights: what is left comes from a balance term."""
     from titanmoe.moe.router import Router
 
     def detached(plain: Any) -> Any:
@@ -193,7 +193,7 @@ def router_without_its_gradient() -> Callable[[], None]:
 
 
 def garbage_gradients_without_tokens() -> Callable[[], None]:
-    """What torch.empty may hold is left for experts that nothing chose."""
+    """Experts that nothing chose keep whatever torch.empty returned."""
     from titanmoe.moe import experts
 
     def left(gradient: Any) -> Any:
@@ -206,7 +206,7 @@ def garbage_gradients_without_tokens() -> Callable[[], None]:
 
 
 def nan_in_a_gradient() -> Callable[[], None]:
-    """Behind the look at the norm, which would end the step."""
+    """After the check of the norm, which would end the step."""
     from titanmoe.train import trainer
 
     def spoiled(finite: Any) -> Any:

@@ -127,7 +127,7 @@ def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
     for feature, name in choice.items():
         out |= FEATURES[feature][name]
     if out.get("moe.dispatcher") == "symm_mem":
-        out["moe.pad_to_capacity"] = False  # of no use together, and refused
+        out["moe.pad_to_capacity"] = False  # useless together, and refused
     if out.get("moe.dispatcher") == "hierarchical":
         out["parallelism.node"] = fold.etp * max(1, fold.ep // 2)
     microbatches = 2

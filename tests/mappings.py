@@ -1,4 +1,4 @@
-"""The legal mappings of a few ranks, and small sets of them that still meet every pair of choices."""
+"""The legal mappings of a few ranks, and small sets of them that still cover every pair of choices."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def named(fold: Fold) -> str:
 def cover(
     rows: Sequence[dict[str, Any]], seed: int = 0, left_out: Callable[[str, str], bool] | None = None
 ) -> list[int]:
-    """Numbers of rows that together meet every pair of values that any row meets; greedy, so not the fewest.
+    """Indices of rows that together cover every pair of values that occurs in any row; greedy, so not the fewest.
 
-    left_out: of two keys, whether their values need not meet.
+    left_out: whether the values of two keys need not be combined.
     """
 
     bits: dict[Any, int] = {}  # by pair
@@ -72,7 +72,7 @@ def cover(
     random.Random(seed).shuffle(order)
     chosen = []
     while left:
-        order = [i for i in order if pairs[i] & left]  # what meets nothing new now never will again
+        order = [i for i in order if pairs[i] & left]  # a row that adds nothing now never will
         best = max(order, key=lambda i: (pairs[i] & left).bit_count())
         chosen.append(best)
         left &= ~pairs[best]
@@ -80,5 +80,5 @@ def cover(
 
 
 def one_or_more(fold: Fold) -> dict[str, bool]:
-    """Which axes are there at all: what a covering sample is about."""
+    """Which axes are used at all: what a covering sample is about."""
     return {axis: n > 1 for axis, n in degrees(fold).items()}

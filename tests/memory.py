@@ -1,4 +1,4 @@
-"""Bytes of live tensors, counted as they come and go: what torch's CPU allocator does not tell."""
+"""Bytes of live tensors, counted as they come and go, which torch's CPU allocator does not report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class Live(TorchDispatchMode):
-    """`now` and `peak`: bytes of the storages made inside and still referenced. Scratch inside a kernel is not seen.
+    """`now` and `peak`: bytes of the storages made inside and still referenced. Scratch memory inside a kernel is not
+    counted.
 
     but: tensors from before, whose views do not count.
     """
@@ -50,7 +51,7 @@ def saved_bytes(function: Callable[[], torch.Tensor], but: Iterable[torch.Tensor
     def pack(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
         if storage._cdata not in known:
-            kept[storage._cdata] = storage  # held, so that no other takes its place
+            kept[storage._cdata] = storage  # held, so that its address is not reused
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):

@@ -1,11 +1,11 @@
 """Plants the wrong changes of tests/mutants.py, one at a time, in a copy of the tree, and says which test notices.
 
-    python -m tests.mutations                     what is missing; then write the table of docs/parity.md
-    python -m tests.mutations --only router       of those whose file or words hold a text
+    python -m tests.mutations                     run what is missing; then write the table of docs/parity.md
+    python -m tests.mutations --only router       only those whose file or description contains a text
     python -m tests.mutations --results FILE      one JSON line each; runs/mutations.jsonl if not given
 
-By hand, not part of the tests: each costs a pytest. It goes on where it stopped; what survived or could not run, it
-runs again. The exit status is 1 if a mutant survived.
+Run by hand, not part of the tests: each takes a pytest run. It resumes where it stopped, and repeats those that
+survived or could not run. The exit status is 1 if a mutant survived.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def planted(mutant: Mutant, root: Path = ROOT) -> str:
 
 
 def copied(to: Path) -> Path:
-    """What git knows of the tree, and what is new in it."""
+    """The files that git tracks, and new ones."""
     listed = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -87,7 +87,7 @@ def judge(mutant: Mutant, tree: Path, number: int) -> str:
 
 
 def _pytest(words: list[str], tree: Path, output: Path) -> None:
-    """In a fork of a process that has torch already, and nothing of ours that it will use."""
+    """In a fork of a process that has imported torch, and none of our modules that it will use."""
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC * (stream == 1) | os.O_APPEND), stream)
     for module in list(sys.modules):

@@ -1,9 +1,9 @@
-"""How far two computations of the same numbers may lie apart on any CPU: counted, not tuned.
+"""How far apart two computations of the same numbers may be on any CPU: counted, not tuned.
 
-A rounding to a dtype errs by at most u = eps / 2 of what is rounded. Roundings err independently, so that n of them add
-up as squares: to less than 2 u sqrt(n). Another order of additions or another width of registers rounds otherwise. Two
-computations, each of so many `roundings` to a dtype (on the way from the inputs to a number, its own among them) and of
-sums of so many `terms` in its accumulator (float32 for narrower dtypes), lie apart by at most
+A rounding to a dtype errs by at most u = eps / 2 of what is rounded. Rounding errors are independent, so the squares
+of n of them add up: to less than 2 u sqrt(n). Another order of additions or another register width rounds differently.
+Two computations, each with that many `roundings` to a dtype (on the way from the inputs to a number, including its own)
+and with sums of that many `terms` in its accumulator (float32 for narrower dtypes), differ by at most
 
     4 sqrt(roundings u(dtype)^2 + terms u(accumulator)^2)
 

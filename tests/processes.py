@@ -1,5 +1,5 @@
-"""Processes of their own without the four CPU-seconds that importing torch takes: forks of the clean process from which
-tests/world.py makes its ranks. They get signals, have exit codes and write as those of `python FILE` do.
+"""Separate processes without the four CPU-seconds that importing torch takes: forks of the clean process that
+tests/world.py makes its ranks from. They get signals, exit and write like `python FILE`.
 
     done = processes.run(["train.py", "--config", recipe])       # as subprocess.run: returncode, stdout, stderr
     done = processes.run(["-c", code]);  processes.run(["-m", "titanmoe", ...])
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 class Started:
-    """A process that runs; what it wrote is there at any time."""
+    """A running process; what it wrote can be read at any time."""
 
     def __init__(self, words: Sequence[object], env: Mapping[str, str] | None = None, cwd: Path = ROOT):
         self.args = [str(word) for word in words]

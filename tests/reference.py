@@ -25,7 +25,7 @@ from titanmoe.ops import counted
 IGNORE = -100
 TERMS = ("seq", "mb", "glob", "z")
 Slices = int | Sequence[int]
-"""How a sequence is shared out over ranks: in so many contiguous pieces, or by the owner of each position."""
+"""How a sequence is split over ranks: into that many contiguous pieces, or by the owner of each position."""
 
 
 class Batch(NamedTuple):
@@ -58,13 +58,13 @@ class StepResult:
     imbalance: dict[int, float]
     """By layer: the largest count, of the mean."""
     entropy: dict[int, float]
-    """By layer: of a valid token's shares of the experts, on average."""
+    """By layer: entropy of a valid token's shares of the experts, on average."""
     dropped: dict[int, float]
     """By layer: dropped fraction of the (token, expert) pairs."""
     margin: float
     """Smallest lead of a chosen over an unchosen expert (or group) in any token and layer."""
     drop_margin: float
-    """By what part of themselves weights must change at least for another pair to be dropped; by position: infinite."""
+    """The smallest relative change of weights that makes another pair be dropped; by position: infinite."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Run:
 
 
 def blocks(model: Model) -> dict[int, str]:
-    """All blocks by number: the layers, and behind them that of multi-token prediction."""
+    """All blocks by number: the layers, followed by that of multi-token prediction."""
     out = {i: f"layers.{i}" for i in range(model.num_layers)}
     return out | ({model.num_layers: "mtp.0.block"} if model.mtp_depth else {})
 
@@ -276,7 +276,8 @@ def latent_attention(
     document_GS: Tensor | None = None,
     position_GS: Tensor | None = None,
 ) -> Tensor:
-    """arXiv 2405.04434, eq. 9 to 19, absorbed: keys and values are never made, heads look at the latent itself."""
+    """arXiv 2405.04434, eq. 9 to 19, absorbed: keys and values are never computed, heads attend to the latent
+    itself."""
     heads, nope, value, rank = model.num_heads, model.qk_nope_head_dim, model.v_head_dim, model.kv_lora_rank
 
     def matrix(part: str) -> Tensor:
@@ -307,7 +308,7 @@ def latent_attention(
 def causal_softmax(
     scores: Tensor, document_GS: Tensor | None, narrow: int | None = None, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """Shares of the keys; a sink, a logit without a value, takes its part of the whole."""
+    """Weights of the keys; a sink, a logit without a value, takes its share of the total."""
     positions = scores.shape[-1]
     hidden = torch.ones(positions, positions, dtype=torch.bool).triu(1)
     if narrow is not None:
@@ -364,7 +365,7 @@ class Tokens:
     samples_per_microbatch: int
     document_GS: Tensor | None
     place_GS: Tensor | None
-    """Position of each token for RoPE, where it is not its place in the sequence."""
+    """Position of each token for RoPE, if it is not its place in the sequence."""
 
     @staticmethod
     def of(step_batches: Sequence[Sequence[Batch]]) -> Tokens:
@@ -410,7 +411,7 @@ def route(
     layer: int,
     logit_bias_E: Tensor | None = None,
 ) -> Routing:
-    """bias_E moves the choice alone, logit_bias_E is a weight like any other.
+    """bias_E only affects the choice, logit_bias_E is a weight like any other.
 
     Padding tokens are routed here like any other; whoever uses the result leaves them out.
     """
@@ -472,12 +473,12 @@ def owners(slices: Slices, positions: int) -> Tensor:
 
 
 class Rounded(NamedTuple):
-    """A weight among the numbers of 8 significant bits."""
+    """A weight among the numbers with 8 significant bits."""
 
     number: int
-    """Theirs in rising order."""
+    """In ascending order."""
     down: float
-    """What part of itself it has to lose to become the one before."""
+    """The fraction of itself that it has to lose to become the next lower number."""
     up: float
 
 
@@ -485,16 +486,16 @@ def rounded(weight: float) -> Rounded:
     share, power = math.frexp(max(weight, 1e-30))
     place = round(256 * share)  # 128 to 256
     beyond = 256 * share - place
-    # Below 128 numbers lie twice as dense. Float32 on the way to 8 bits moves where rounding turns, by 2^-24 at most.
+    # Below 128 numbers are twice as dense. Float32 on the way to 8 bits shifts the rounding boundary by 2^-24 at most.
     down, up = ((0.25 if place == 128 else 0.5) + beyond) / (256 * share), (0.5 - beyond) / (256 * share)
     return Rounded(128 * power + place, down - 2**-24, up - 2**-24)
 
 
 def lead(kept: tuple[Rounded, int, int], dropped: tuple[Rounded, int, int]) -> float:
-    """By what part of themselves two weights must change for the dropped one to come first."""
+    """The relative change of two weights that makes the dropped one come first."""
     steps = kept[0].number - dropped[0].number + (kept[1] < dropped[1])
     if steps > 2:
-        return math.inf  # more than a step of 1/256, which no rounding makes up for
+        return math.inf  # more than a step of 1/256, which no rounding bridges
     return (min if steps == 1 else max)(kept[0].down, dropped[0].up)
 
 
@@ -537,7 +538,7 @@ def expert_counts(routing: Routing, of: Tensor, num_experts: int) -> Tensor:
 
 
 def balance_terms(model: Model, tokens: Tokens, routing: Routing) -> dict[str, Tensor]:
-    """Each is 1 under uniform routing, but z, which is then (ln E)^2. Only valid tokens count anywhere."""
+    """Each is 1 under uniform routing, except z, which is then (ln E)^2. Only valid tokens count."""
     share_TE = routing.scores_TE / routing.scores_TE.sum(-1, keepdim=True)
 
     def valid(of_T: Tensor) -> Tensor:
@@ -630,7 +631,7 @@ def forward(
     step_number: int = 1,
     slices: Slices = 1,
 ) -> tuple[Tensor, Tensor | None, dict[int, MoEResult]]:
-    """Logits (G, S, V), those of the token after next where the model predicts it, and what each MoE layer did."""
+    """Logits (G, S, V), those of the token after next if the model predicts it, and what each MoE layer did."""
     model = config.model
     moe_results: dict[int, MoEResult] = {}
 
@@ -668,7 +669,7 @@ def forward(
 
 
 def next_tokens(tokens: Tokens) -> Tensor:
-    """Of the last position: its label, or itself where it has none."""
+    """For the last position: its label, or itself if it has none."""
     out_GS = tokens.tokens_GS.clone()
     for sample, (ids, labels) in enumerate(zip(tokens.tokens_GS.tolist(), tokens.labels_GS.tolist(), strict=True)):
         last = ids[-1] if labels[-1] == IGNORE else labels[-1]
@@ -677,7 +678,7 @@ def next_tokens(tokens: Tokens) -> Tensor:
 
 
 def later_labels(tokens: Tokens) -> Tensor:
-    """Of the token after next: the next position's label, if there is one and it is of the same document."""
+    """For the token after next: the next position's label, if there is one and it belongs to the same document."""
     out_GS = torch.full_like(tokens.labels_GS, IGNORE)
     samples, positions = out_GS.shape
     for sample in range(samples):
@@ -689,7 +690,7 @@ def later_labels(tokens: Tokens) -> Tensor:
 
 
 def cross_entropy(logits_GSV: Tensor, labels_GS: Tensor, number: Tensor | None = None) -> Tensor:
-    """Sum over the labelled tokens, divided once by their number, or by another."""
+    """Sum over the labelled tokens, divided once by their number, or by a given one."""
     wide = torch.promote_types(logits_GSV.dtype, torch.float32)
     log_p = logits_GSV.log_softmax(-1, dtype=wide)
     labelled = labels_GS != IGNORE

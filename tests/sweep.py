@@ -5,8 +5,8 @@
     python -m tests.sweep --minutes 30      stop after a while; the next call goes on from there
 
 517 mappings, each with one family, dispatcher, schedule, ... of those in tests/features.py: dealt out in turn, so each
-choice meets as many mappings as any other of its kind. Schedules and context-parallel kinds by a cover of all pairs
-besides; and 16-rank mappings, the paper's convergence run among them. Pools of ranks are renewed as they go
+choice gets as many mappings as any other of its kind. Also, schedules and context-parallel kinds by a cover of all
+pairs; and 16-rank mappings, including the paper's convergence run. Pools of ranks are renewed along the way
 (tests/world.py), so the number of process groups stays bounded.
 """
 
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 def dealt(feature: str) -> Iterator[str]:
-    """Every choice once in each round; the rounds in different orders, so that no two features go in step."""
+    """Every choice once in each round; the rounds in different orders, so that no two features stay in step."""
     draw, choices = random.Random(feature), list(FEATURES[feature])
     while True:
         draw.shuffle(choices)
@@ -53,11 +53,11 @@ def dealt(feature: str) -> Iterator[str]:
 
 
 def spread(given: list[tuple[Fold, dict[str, str]]]) -> list[tuple[Fold, dict[str, str]]]:
-    """With a choice of every feature not given: schedules only where there are stages, cp kinds where there is cp."""
+    """Adds a choice of every feature not given: schedules only with stages, cp kinds only with cp."""
     decks = {feature: dealt(feature) for feature in FEATURES}
     out = []
     for fold, fixed in given:
-        fits = {"schedule": 1 < fold.pp <= 4, "cp": fold.cp > 1}  # on 8 stages only 1F1B: others ask for 16 layers
+        fits = {"schedule": 1 < fold.pp <= 4, "cp": fold.cp > 1}  # on 8 stages only 1F1B: others need 16 layers
         out.append((fold, {f: fixed.get(f) or next(deck) for f, deck in decks.items() if fits.get(f, True)}))
     return out
 

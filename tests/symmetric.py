@@ -1,14 +1,14 @@
 """The symmetric-memory operations that titanmoe.moe.symmetric calls, emulated on CPUs by their documented contract.
 
-Importing this gives torch's own operations a CPU kernel over gloo, and `symm_mem.empty` a CPU tensor that is known to
-be symmetric. What the real operations leave undefined is filled with NaN here, and what would corrupt memory or race
-with a peer raises: operands that are not symmetric, contiguous or as large as they must be, more rows than `input`
-holds or than `out` takes, and buffers used again by the very next operation.
+Importing this gives torch's own operations a CPU kernel over gloo, and makes `symm_mem.empty` return a CPU tensor that
+is known to be symmetric. What the real operations leave undefined is filled with NaN here, and what would corrupt
+memory or race with a peer raises: operands that are not symmetric, contiguous or as large as they must be, more rows
+than `input` has or than `out` can take, and buffers reused by the very next operation.
 
 Contract, with G ranks of a group and e experts on each: `all_to_all_vdev_2d` takes rows in order of (rank, expert), as
-many as in_splits (G * e) says, to the ranks, where they lie in order of (expert, sender), the first of each expert at a
-multiple of major_align, none with a shorter bin than that. Splits and places are written to out_splits_offsets (2, e *
-G). `all_to_all_vdev_2d_offset` takes rows at such places back, where they lie densely in order of (rank, expert).
+many as in_splits (G * e) says, to the ranks, where they are in order of (expert, sender), each expert starting at a
+multiple of major_align, none with a shorter bin than that. Splits and offsets are written to out_splits_offsets (2, e *
+G). `all_to_all_vdev_2d_offset` takes rows at such offsets back, densely in order of (rank, expert).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
 
 _symmetric: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-_last: dict[str, tuple[int, int]] = {}  # of each group: buffers that peers may still use
+_last: dict[str, tuple[int, int]] = {}  # by group: buffers that peers may still use
 _real_empty, _real_rendezvous = symm_mem.empty, symm_mem.rendezvous
 calls: list[str] = []
 
@@ -62,7 +62,7 @@ def _check(name: str, rows: tuple[Tensor, Tensor], splits: tuple[Tensor, Tensor]
 
 
 def _exchange(rows: list[list[Tensor]], group: Any, like: Tensor) -> list[list[Tensor]]:
-    """rows[rank][expert] to their ranks; what came, [rank][expert]."""
+    """rows[rank][expert] to their ranks; returns what arrived, [rank][expert]."""
     sizes = torch.tensor([[len(piece) for piece in pieces] for pieces in rows])
     theirs = torch.empty_like(sizes)
     dist.all_to_all_single(theirs, sizes, group=group)
@@ -74,7 +74,7 @@ def _exchange(rows: list[list[Tensor]], group: Any, like: Tensor) -> list[list[T
 
 
 def _write(out: Tensor, report: Tensor, pieces: list[list[Tensor]], align: int) -> None:
-    """pieces[major][minor], one after the other, each major from a multiple of align on."""
+    """pieces[major][minor] concatenated, each major starting at a multiple of align."""
     _poison(out)
     splits, offsets, begin = [], [], 0
     for row in pieces:

@@ -1,4 +1,4 @@
-"""What a GPU does otherwise than a CPU, on one of them: python -m pytest -m gpu."""
+"""What a GPU does differently from a CPU, on a single one: python -m pytest -m gpu."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_attention_block_equals_the_reference(dtype: torch.dtype, mask: str, val
 @pytest.mark.parametrize("window", [0, 16])
 @pytest.mark.parametrize("documents", [False, True])
 def test_windows_and_sinks_by_chunks_are_the_plain_ones(dtype: torch.dtype, window: int, documents: bool) -> None:
-    """128 positions; the window cuts them into chunks of 64."""
+    """128 positions; the window splits them into chunks of 64."""
     q, k, v = (torch.randn(2, 128, heads, 32, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
     sinks = torch.randn(4, device="cuda", dtype=dtype, requires_grad=True)
     document = torch.stack([torch.arange(128, device="cuda") // n for n in (10, 50)]) if documents else None
@@ -99,7 +99,7 @@ def test_windows_and_sinks_by_chunks_are_the_plain_ones(dtype: torch.dtype, wind
 
 @pytest.mark.parametrize(("kernels", "compiled"), [("auto", False), ("torch", False), ("auto", True)])
 def test_a_layer_with_padded_bins_fits_a_cuda_graph(kernels: str, compiled: bool) -> None:
-    """Forward and backward are captured once; replayed over other tokens they give what they give by themselves."""
+    """Forward and backward are captured once; replayed with other tokens they give the same as uncaptured."""
     model = Model(num_experts=8, top_k=2, dim=128, expert_hidden=256)
     options = MoE(capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.01, kernels=kernels)
     layer = Layer(model, options, None, 0, 0, 1, torch.bfloat16).cuda()
@@ -151,14 +151,14 @@ def test_products_in_8_bits_equal_their_formula(counts: list[int]) -> None:
         outputs = fp8.scaled_products(x, count, emulated, grouped_gradient, *weights)
         results.append([*outputs, *torch.autograd.grad(outputs, (x, *weights), cotangents)])
     for want, got in zip(*results, strict=True):
-        # both round the result to bfloat16; the hardware adds up in fewer bits than float32 has
+        # both round the result to bfloat16; the hardware sums in fewer bits than float32 has
         largest = float(want.abs().max()) if want.numel() else 0.0
         torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2 * largest)
 
 
 @pytest.fixture
 def compiled() -> Iterator[None]:
-    """After so many compilations of one function torch runs it as it is, which would be compared here unseen."""
+    """After a number of compilations of one function torch runs it uncompiled, which would go unnoticed here."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         yield
@@ -177,7 +177,7 @@ def compiled() -> Iterator[None]:
     ],
 )
 def test_flex_attention_is_the_plain_one(dtype: torch.dtype, window: int, documents: bool, with_sinks: bool) -> None:
-    """Forward and backward; 500 positions, which are no whole number of blocks."""
+    """Forward and backward; 500 positions, which are not a whole number of blocks."""
     q, k, v = (torch.randn(2, 500, heads, 64, device="cuda", dtype=dtype, requires_grad=True) for heads in (4, 2, 2))
     sinks = torch.randn(4, device="cuda", dtype=dtype, requires_grad=True) if with_sinks else None
     document = torch.stack([torch.arange(500, device="cuda") // n for n in (60, 300)]) if documents else None

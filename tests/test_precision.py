@@ -1,7 +1,7 @@
-"""What computes at least in float32, held to float64: the input's roundings and one of the result, no more.
+"""What computes in at least float32, compared with float64: the input's roundings and one of the result, no more.
 
-`final` grants each number one rounding to its own dtype, and the tensor what sums in float32 leave (tests/near.py).
-Numbers that were bfloat16 on the way have more: of 8 bits, so that even one such step is seen.
+`final` allows each number one rounding to its own dtype, and the tensor what float32 sums leave (tests/near.py).
+Numbers that were bfloat16 in between have larger errors, so that even one such step is noticed.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def test_rotation(way: Callable[..., Tensor], dtype: torch.dtype) -> None:
 @both
 @pytest.mark.parametrize("documents", [False, True])
 def test_attention_in_plain_operations(documents: bool, dtype: torch.dtype) -> None:
-    """With sinks; its scores and shares are wide."""
+    """With sinks; its scores and weights are wide."""
     document = torch.arange(24)[None].expand(2, -1) // 7 if documents else None
     q, k, v = (random(2, 24, 4, 16, dtype=dtype, seed=seed) for seed in range(3))
     sinks = random(4, dtype=dtype, seed=3)
@@ -114,7 +114,7 @@ def test_attention_in_plain_operations(documents: bool, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("chunks", [1, 16])
 def test_pieces_of_attention_merge_wide(chunks: int) -> None:
-    """The kernel rounds each piece and what it makes it of, and its exp has some bits less than float32's."""
+    """The kernel rounds each piece and its operands, and its exp has a few bits less than float32's."""
     q, k, v = (random(2, 4, 16 * 8, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3))
     out, lse = context._start(q, v, None)
     everything = list(range(chunks))
@@ -126,8 +126,8 @@ def test_pieces_of_attention_merge_wide(chunks: int) -> None:
 
 
 def test_blocked_attention_is_softmax_of_wide_sums() -> None:
-    """Scores and shares are bfloat16, and gradients through them: three roundings and, there and back, seven. Of n
-    roundings, uniform up to a unit, the root mean square is sqrt(n / 3) units.
+    """Scores and weights are bfloat16, and so are gradients through them: three roundings and, with backward, seven. Of
+    n roundings, uniform up to a unit, the root mean square is sqrt(n / 3) units.
     """
     q, k, v = (random(2, 4, 300, 16, dtype=torch.bfloat16, seed=seed) for seed in range(3))
     results = []
@@ -145,7 +145,7 @@ def test_blocked_attention_is_softmax_of_wide_sums() -> None:
 @both
 @pytest.mark.parametrize("chunks", [0, 5])
 def test_loss(chunks: int, dtype: torch.dtype) -> None:
-    """Of numbers whose products are exact, so that logits are the same in any dtype."""
+    """With numbers whose products are exact, so that logits are the same in any dtype."""
     label = torch.arange(40) % 33
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:

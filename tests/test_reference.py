@@ -55,7 +55,7 @@ def same_draws():
 
 
 def batches(microbatches=2, data_ranks=2, samples=2, positions=8, vocab=11, padding=0):
-    """padding: so many last positions of every second sample."""
+    """padding: how many last positions of every second sample."""
     generator = torch.Generator().manual_seed(0)
     out = []
     for _ in range(microbatches):
@@ -116,7 +116,7 @@ def test_initial_weights():
     model = replace(TINY, vocab_size=500, dim=40, init_std=0.02)
     weights = reference.initial_weights(model, seed=3)
     embed, down = weights["embed.weight"], weights["layers.1.moe.experts.w2"]
-    # A standard normal cut at 3 has standard deviation 0.98658.
+    # A standard normal truncated at 3 has standard deviation 0.98658.
     assert embed.std().item() == pytest.approx(0.02 * 0.98658, rel=0.02)
     assert down.std().item() == pytest.approx(0.02 * 0.98658 / 2, rel=0.05)
     assert abs(embed.mean().item()) < 5e-4
@@ -189,7 +189,7 @@ def test_which_layers_are_narrow():
 
 
 def test_a_document_attends_only_to_itself():
-    """RoPE sees only distances, so a packed document is computed as if it stood alone."""
+    """RoPE sees only distances, so a packed document is computed as if it were alone."""
     model = replace(TINY, num_layers=1)
     weights, name = reference.initial_weights(model, seed=0), "layers.0.attention"
     x_GSD = torch.randn(2, 9, model.dim, dtype=torch.float64)
@@ -215,7 +215,7 @@ def test_moe_layer_is_a_loop_over_tokens():
     for value in (value for key, value in weights.items() if key.endswith("bias")):
         value.normal_()
     tokens = Tokens.of(batches(padding=3))
-    x_TD = 4 * torch.randn(len(tokens.valid_T), model.dim, dtype=torch.float64)  # some gates meet the clamp
+    x_TD = 4 * torch.randn(len(tokens.valid_T), model.dim, dtype=torch.float64)  # some gates are clamped
     bias_E = torch.tensor([0.1, -0.2, 0.3, 0.0, 0.2, -0.1])
     name = "layers.1.moe"
     result = reference.moe_layer(config, weights, bias_E, x_TD, tokens, 1, 1, 1)
@@ -454,7 +454,7 @@ def test_balance_terms_by_hand():
 
 
 def test_a_sample_of_padding_counts_as_a_sample_of_no_imbalance():
-    """It adds 0 to the sum over samples, and the divisor stays their number."""
+    """It adds 0 to the sum over samples, and the divisor is still their number."""
     ((whole,),) = batches(1, 1, 4)
     whole.valid_BS[1] = False
     tokens = Tokens.of([[whole]])
@@ -495,7 +495,7 @@ def test_grouping_moves_only_what_depends_on_it():
 
 
 def test_padding_touches_nothing():
-    """What stands at padded positions changes no result: they come last, have no label and are not routed."""
+    """The contents of padded positions change no result: they come last, have no label and are not routed."""
     model = replace(TINY, shared_hidden=4)
     config = Config(model=model, moe=MoE(aux_loss=0.1, aux_loss_sequence=0.1, aux_loss_global=0.1, z_loss=0.1))
     weights, data = reference.initial_weights(model, 0), batches(padding=3)

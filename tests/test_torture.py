@@ -1,4 +1,4 @@
-"""What scripts/torture.py strikes with, and its table; the trials themselves are its own, of minutes."""
+"""The faults and the table of scripts/torture.py; the trials themselves take minutes and are not tests."""
 
 import contextlib
 import errno
@@ -18,7 +18,7 @@ import torture  # noqa: E402
 from torture import Outcome, table, write  # noqa: E402
 from torture_runs import INTERVAL, KINDS, Missed, Run  # noqa: E402
 
-# What a rank does to the disk, in the order of a save; it says how far it came.
+# What a rank does with the disk, in the order of a save; it reports how far it got.
 RANK = """
 import os, sys, time
 def do(name, what, *args):

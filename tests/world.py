@@ -1,13 +1,13 @@
-"""Gives a test N real gloo ranks, started once per session and size and then reused (0.01 s per call).
+"""Gives a test N real gloo ranks, started once per session and size, then reused (0.01 s per call).
 
     results = world.run(4, function, *arguments)     # function(*arguments) on 4 ranks; their results by rank
 
 `function` is at the top level of a module; arguments and results are pickled by value. torch.distributed is
 initialised, and RANK, WORLD_SIZE, LOCAL_RANK and so on are set as torchrun sets them. Ranks persist: process groups,
-caches and whatever else a function leaves behind are still there at the next call, which is given the same groups when
+caches and whatever else a function leaves behind are still there at the next call, which gets the same groups when
 it asks for new ones, until the pool is renewed. That happens after any failure, when a function destroyed the default
 group, when a rank is in MAX_GROUPS groups, and by `restart`. A failing rank ends the call with a RankError that shows
-its traceback; ranks that then wait for it in a collective are shown with their stacks and killed.
+its traceback; ranks that then wait for it in a collective are killed, and their stacks shown.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ START_S = 120.0
 PR_SET_PDEATHSIG = 1
 
 ROOT = Path(__file__).resolve().parent.parent
-# Each takes a fraction of a second to import, and 8 ranks on 2 cores would do it 8 times after the first fork.
+# Each takes a fraction of a second to import, and 8 ranks on 2 cores would otherwise import it 8 times.
 PRELOAD = (
     "tests.no_garbage",
     "torch._dynamo",
@@ -93,10 +93,10 @@ _pools: dict[int, Pool] = {}
 
 
 def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 300) -> list[Any]:
-    """fn(*args) on every one of `world_size` ranks; the results in the order of the ranks.
+    """fn(*args) on each of `world_size` ranks; returns the results in the order of the ranks.
 
     A rank that crashes in compiled code (torch 2.13 on gloo does, about once in ten thousand calls) gets a second try
-    on fresh ranks, and pytest's summary tells of it. No other failure does.
+    on fresh ranks, and pytest's summary reports it. No other failure does.
     """
     request, name = dumps((fn, args)), f"{fn.__module__}.{fn.__qualname__}"
     try:
@@ -109,7 +109,7 @@ def run(world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 30
 
 
 class _Pickler(pickle.Pickler):
-    """Sends tensors as numpy's arrays: a tenth of the time, where there are hundreds of small ones."""
+    """Sends tensors as numpy arrays: a tenth of the time if there are hundreds of small ones."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is torch.Tensor and obj.device.type == "cpu" and obj.layout == torch.strided:
@@ -128,7 +128,7 @@ def _tensor(array: Any, dtype: torch.dtype, requires_grad: bool) -> torch.Tensor
 
 
 def dumps(obj: Any) -> bytes:
-    """As pickle.dumps: tensors by value. (The pickler of multiprocessing would send shared-memory handles.)"""
+    """Like pickle.dumps: tensors by value. (The pickler of multiprocessing would send shared-memory handles.)"""
     buffer = io.BytesIO()
     _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(obj)
     return buffer.getvalue()
@@ -201,16 +201,16 @@ class Pool:
         return [pickle.loads(answers[rank].value) for rank in range(self.size)]
 
     def _signal(self, number: signal.Signals) -> None:
-        """Ranks at rest are stopped: each of their groups has a thread that wakes a hundred times a second."""
+        """Idle ranks are stopped: each of their groups has a thread that wakes a hundred times a second."""
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, number)
 
     def _exchange(self, request: bytes, timeout: float) -> dict[int, Answer]:
-        """Send the request to all ranks and gather their answers, as far as they come in time."""
+        """Send the request to all ranks and gather the answers that come in time."""
         message = pickle.dumps((sys.path, request))
         for pipe in self.pipes:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank; receiving tells how it died
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a dead rank; receiving shows how it died
                 pipe.send_bytes(message)
         answers: dict[int, Answer] = {}
         deadline = time.monotonic() + timeout
@@ -233,7 +233,8 @@ class Pool:
             return Answer(error=f"the process ended with exit code {code}\n", crash=crash, when=time.monotonic())
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """The stack of every thread of these ranks, as faulthandler writes it: it needs no help from the stuck code."""
+        """The stack of every thread of these ranks, as written by faulthandler, which needs no help from the stuck
+        code."""
         files = {rank: Path(self._stack_file(rank)) for rank in ranks}
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
@@ -259,7 +260,7 @@ class Pool:
 
 
 def _report(name: str, size: int, timeout: float, failures: dict[int, str], stuck: dict[int, str]) -> str:
-    """failures: in the order of time."""
+    """failures: in chronological order."""
     lines = []
     for rank, error in failures.items():
         if not lines:
@@ -280,13 +281,13 @@ def _readable(dump: str) -> str:
 
 @functools.cache
 def _forkserver() -> multiprocessing.context.BaseContext:
-    """A clean process with the slow imports done, from which each rank is a fork.
+    """A clean process with the slow imports done; each rank is a fork of it.
 
     A plain fork of this process would hang as soon as it has used OpenMP; a spawn would import torch in every rank.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([module for module in PRELOAD if _importable(module)])
-    # The preloading does not see sys.path before Python 3.13, and OpenMP reads its variable when torch is imported.
+    # Preloading does not see sys.path before Python 3.13, and OpenMP reads its variable when torch is imported.
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     with _environment(PYTHONPATH=path, OMP_NUM_THREADS="1"):
         multiprocessing.forkserver.ensure_running()
@@ -294,7 +295,7 @@ def _forkserver() -> multiprocessing.context.BaseContext:
 
 
 def _importable(module: str) -> bool:
-    """Of our own modules: tried here first, because an error in one would end the fork server."""
+    """Our own modules: tried here first, because an error in one would end the fork server."""
     if not module.startswith(("titanmoe", "tests")):
         return True
     try:
@@ -373,8 +374,8 @@ def _answer(message: bytes) -> Answer:
 def _keep_groups() -> Callable[[], None]:
     """From here on a call's n-th new group of some ranks is the n-th that an earlier call made of them, if one did.
 
-    Within a call all are distinct, as without this. A mapping of 8 ranks makes 60 groups, in up to 0.3 s. Returns what
-    begins a call.
+    Within a call all are distinct, as without this. A mapping of 8 ranks makes 60 groups, in up to 0.3 s. Returns a
+    function that begins a call.
     """
     kept: dict[Any, Any] = {}
     asked: Counter[Any] = Counter()

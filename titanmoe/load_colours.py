@@ -1,4 +1,4 @@
-"""Colours of an expert's load: blue below the mean of its layer, red above, by doublings."""
+"""Colours for an expert's load: blue below the mean of its layer, red above, by doublings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 LOW, HIGH = np.array([42, 120, 214.0]), np.array([214, 59, 45.0])
 MEAN = np.array([240, 239, 236.0])
 DOUBLINGS = 2.0
-"""A quarter of the mean and less, four times the mean and more, have the full colour."""
+"""A quarter of the mean and less, and four times the mean and more, have the full colour."""
 
 
 def strength(share: np.ndarray) -> np.ndarray:
@@ -16,14 +16,14 @@ def strength(share: np.ndarray) -> np.ndarray:
 
 
 def colour_share(share: np.ndarray) -> np.ndarray:
-    """(..., 3) bytes, on a light ground."""
+    """(..., 3) bytes, on a light background."""
     amount = np.abs(strength(share))[..., None]
     end = np.where((share < 1)[..., None], LOW, HIGH)
     return (MEAN * (1 - amount) + end * amount).round().astype(np.uint8)
 
 
 def colour_share_clear(share: np.ndarray) -> np.ndarray:
-    """(..., 4) bytes, clear at the mean, for light and dark grounds."""
+    """(..., 4) bytes, transparent at the mean, for light and dark backgrounds."""
     end = np.where((share < 1)[..., None], LOW, HIGH)
     alpha = 255 * np.abs(strength(share))[..., None]
     return np.concatenate([end, alpha], -1).round().astype(np.uint8)

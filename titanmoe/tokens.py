@@ -1,4 +1,4 @@
-"""What a rank must know of its tokens beside their ids.
+"""What a rank must know about its tokens besides their ids.
 
 B samples of the microbatch, S positions of the attention slice (the sequence over cp), L the whole sequence, T tokens
 this rank owns (B times the sequence over cp and tp, flattened): the disjoint set that the MoE layer sees.
@@ -22,12 +22,13 @@ class Tokens(NamedTuple):
     sample_T: Tensor
     """Sample within the microbatch, 0 to B - 1."""
     valid_T: Tensor
-    """False for padding, which visits no expert and counts nowhere."""
+    """False for padding, which visits no expert and is not counted anywhere."""
     microbatch: Tensor
     """Index of the microbatch within the step, a scalar."""
     document_BL: Tensor | None = None
     """Document of each position of the whole sequence; None when a sample is one document."""
     next_BS: Tensor | None = None
-    """Id of the token after each of the attention slice; None unless the model predicts the one after that as well."""
+    """Id of the token after each one of the attention slice; None unless the model predicts the one after that as
+    well."""
     later_BS: Tensor | None = None
-    """The label of that prediction."""
+    """The label for that prediction."""

@@ -5,8 +5,8 @@
 A small model (train_configs/debug.toml: 4 blocks of 64, 8 experts of 128, 2 per token, the Python library's source as
 data), 2,048 tokens per step, one rank. Runs: float32; bfloat16; bfloat16 with the experts' products in 8 bits
 ("fp8_emulated": the roundings of moe.expert_dtype = "fp8", multiplied in float32, so that it runs anywhere); and
-bfloat16 once more with other initial weights and samples, the yardstick for a difference that matters. Losses are means
-over the last tenth of the steps up to the one shown. It shows numerics at a small size, not speed, nor a large model.
+bfloat16 again with other initial weights and samples, the yardstick for a difference that matters. Losses are means
+over the last tenth of the steps up to the one shown. It shows numerics at a small size, not speed or a large model.
 """
 
 from __future__ import annotations

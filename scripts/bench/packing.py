@@ -1,9 +1,9 @@
-"""How well long-tailed documents fill sequences, and how evenly data.balance_work shares their work out.
+"""How well long-tailed documents fill sequences, and how evenly data.balance_work distributes their work.
 
     python scripts/bench/packing.py [--seq-len 8192] [--median 600] [--sigma 1.3] [--family mixtral] [--size 8x7b]
 
-Lengths are log-normal; nothing but lengths is looked at, as in the loader's own plan of a step. Printed is what work
-costs over what it would if it were even, for steps of samples dealt out in turn and by work:
+Lengths are log-normal; only lengths are used, as in the loader's own plan of a step. It prints what the work costs
+relative to perfectly even work, for samples distributed in turn and by work:
 
     rank         the busiest data rank of each microbatch over the mean one, over a step
     microbatch   the heaviest microbatch over the mean one

@@ -1,41 +1,40 @@
-"""TorchTitan 0.3.0 beside titanmoe: its Trainer over the model, batch and mapping that titanmoe's options describe.
+"""TorchTitan 0.3.0 next to titanmoe: its Trainer with the model, batch and mapping that titanmoe's options describe.
 
-It is no dependency, and nothing of it is in this repository. From PyPI into a folder of its own, as it is:
+It is not a dependency, and nothing of it is in this repository. Install it from PyPI into a folder of its own:
 
     pip install --no-deps --target DIR torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser
 
 It takes torch, torchdata, tokenizers and tensorboard from titanmoe's environment, and needs Python 3.11.
 
-    python scripts/bench/step.py --torchtitan DIR          whole steps on CPUs, in turns with titanmoe
+    python scripts/bench/step.py --torchtitan DIR          whole steps on CPUs, alternating with titanmoe
     PYTHONPATH=DIR python scripts/bench/layers.py --sides titanmoe torchtitan          layers of real models
 
-All that a step does is its own: model, FSDP, tensor and expert parallel, loss in chunks, clipping, fused AdamW,
-schedule, metrics, and its balancing of experts by a bias, in Trainer.train_step. Set as titanmoe's side is: computed in
-bf16 and reduced in float32, nothing recomputed, weights kept between forward and backward, the same numbers for AdamW
-and clipping, compiled its own way where titanmoe's side is compiled; of further options it knows nothing. Balanced
-routing is its own debug switch.
+Everything in a step is its own: model, FSDP, tensor and expert parallel, chunked loss, clipping, fused AdamW, schedule,
+metrics, and its balancing of experts by a bias, in Trainer.train_step. It is configured like titanmoe's side: computed
+in bf16 and reduced in float32, no recomputation, weights kept between forward and backward, the same numbers for AdamW
+and clipping, compiled its own way if titanmoe's side is compiled; other options do not affect it. Balanced routing is
+its own debug switch.
 
-Chosen among what it offers, and why:
+Chosen from what it offers, and why:
   * Attention is its ScaledDotProductAttention. Its default, flex_attention, has no backward on CPUs, and on GPUs its
-    first call tunes itself for longer than the benchmark has. There are no documents to mask.
-  * spmd_backend is "partial_dtensor": its default shards plain tensors over several axes, which the FSDP of torch 2.13
+    first call autotunes for longer than the benchmark has. There are no documents to mask.
+  * spmd_backend is "partial_dtensor": its default shards plain tensors over several axes, which torch 2.13's FSDP
     refuses.
 Changed from outside, and why:
-  * `datasets`, where it is missing, is a stand-in: it is imported for loaders of text that are not used here. Tokens
-    are uniform random numbers, as those of titanmoe's source "synthetic".
-  * So is torch's DataParallelMeshDims, which came after torch 2.11 and only its other backends use.
-  * Attention's kernels are those of the device that keep no scores: without one, it refuses rather than measures
-    something else.
+  * `datasets`, if missing, is replaced by a stub: it is imported for text loaders that are not used here. Tokens are
+    uniform random numbers.
+  * So is torch's DataParallelMeshDims, which is newer than torch 2.11 and only used by its other backends.
+  * Attention only uses kernels that keep no scores: without one, it refuses rather than measuring something else.
   * Under tensor parallel its switch for balanced routing mixes plain tensors with DTensors: each rank balances the
     tokens it has.
   * Warnings are not shown.
-and on CPUs besides:
-  * No accelerator means "cpu"; it would mean "cuda".
-  * Its monitor of the device's memory, which asks CUDA, answers zeros.
-  * Attention's values are padded to the width of its keys: torch's flash kernel for CPUs takes no others. It is a tenth
-    faster so than by the plain kernel.
-  * FSDP adds gradients up by a plain sum: the sum that multiplies as it goes is NCCL's.
-Its router computes in bf16 there, as torch's autocast to float32 is for GPUs only.
+and on CPUs also:
+  * No accelerator means "cpu"; by default it would mean "cuda".
+  * Its memory monitor, which asks CUDA, returns zeros.
+  * Attention's values are padded to the width of its keys: torch's flash kernel for CPUs supports no others. That is a
+    tenth faster than the plain kernel.
+  * FSDP reduces gradients by a plain sum: only NCCL has a sum that multiplies as it goes.
+Its router computes in bf16 there, because torch's autocast to float32 only exists for GPUs.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ def _balance_shards(router: Any) -> None:
 
 
 def likeness(model: Model) -> str:
-    """Which of its models has the layers of this one."""
+    """Which of its models has the same layers as this one."""
     if model.kv_lora_rank and not model.mtp_depth:
         return "deepseek_v3"
     if model.qk_norm == "head" and model.num_experts and model.norm_topk and not model.shared_hidden:
@@ -159,7 +158,7 @@ def likeness(model: Model) -> str:
 
 
 def _spec(model: Model, seq_len: int) -> Any:
-    """Its debug flavour, resized, with layers of its own making."""
+    """Its debug flavour, resized, with its own layers."""
     from torchtitan.models import deepseek_v3, qwen3
     from torchtitan.models.common import ComplexRoPE, CosSinRoPE
     from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -293,12 +292,12 @@ class Side:
         for module in self.trainer.model_parts[0].modules():
             if isinstance(module, TokenChoiceTopKRouter):
                 module._debug_force_load_balance = balanced
-        if self.graphs:  # what was recorded routes the other way
+        if self.graphs:  # what was recorded has the other routing
             cudagraph_teardown()
             self.trainer.fwd_bwd_fn = wrap_with_cuda_graph(self.trainer._forward_backward_body)
 
     def step(self) -> None:
-        """As one turn of Trainer.train's loop, without checkpoints and profiler."""
+        """One iteration of Trainer.train's loop, without checkpoints and profiler."""
         self.trainer.step += 1
         self.trainer.gc_handler.run(self.trainer.step)
         self.trainer.train_step(self.batches)
@@ -348,7 +347,7 @@ def _no_tokenizer() -> Any:
 
 
 def serve(options: list[str], cpu_seconds: Callable[[], float]) -> None:
-    """One rank, as scripts/bench/step.py's of titanmoe: a line in asks for steps, a line out says what they took."""
+    """One rank, like titanmoe's in scripts/bench/step.py: a line in asks for steps, a line out says what they took."""
     from titanmoe.models.count import flops_per_token, parameters
     from titanmoe.train.launch import read
     from titanmoe.train.runtime import world_size

@@ -1,15 +1,15 @@
-"""Faults in a rank's dealings with the disk, for scripts/torture.py and tests: with this folder on PYTHONPATH, Python
-imports it at its start. FAULTS, a JSON list in the environment, names the faults; without it nothing happens.
+"""Faults in a rank's disk access, for scripts/torture.py and tests: with this folder on PYTHONPATH, Python imports it
+at its start. FAULTS, a JSON list in the environment, names the faults; without it nothing happens.
 
     {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000004.writing", "at": 3, "once": FILE}
 
-do      kill: SIGKILL to this very process. fail: OSError with `errno`. slow: `seconds` of sleep. wait: until the file
+do      kill: SIGKILL to this process. fail: OSError with `errno`. slow: sleep for `seconds`. wait: until the file
         `until` exists.
-rank    whose fault it is; left out, everyone's.
-on      write (a file is opened for it), read (likewise), list, mkdir, rename, remove, fsync; left out, any of them.
-path    what the path must contain. Of a rename, its new name.
-at      the how-manyth such event has the fault, 1 if left out; times: and how many from there on, 1 if left out.
-once    a file made when it strikes; where that exists already, by the process before a restart, it does not.
+rank    the rank that has the fault; all of them if left out.
+on      write (a file is opened for writing), read (likewise), list, mkdir, rename, remove, fsync; any if left out.
+path    what the path must contain; for a rename, the new name.
+at      the number of the first such event to have the fault, 1 if left out; times: how many have it, 1 if left out.
+once    a file made when it strikes; if that exists already, from the process before a restart, it does not strike.
 """
 
 import json

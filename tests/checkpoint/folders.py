@@ -1,4 +1,4 @@
-"""Checkpoints made by hand, and spoilt by hand."""
+"""Hand-made checkpoints, and ways to corrupt them."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def make(folder: Path, step: int, number: int | None = None) -> Path:
 
 
 def told(path: Path) -> dict[str, Any]:
-    """What a manifest says."""
+    """The contents of a manifest."""
     return json.loads((path / layout.MANIFEST).read_text())
 
 
 def rewrite(path: Path, **entries: Any) -> None:
-    """Other entries in a manifest, sealed anew, as an attacker would."""
+    """Other entries in a manifest, with a new checksum, as an attacker would do."""
     found = told(path) | entries
     found.pop("sha256", None)
     text = json.dumps(found, indent=1)
@@ -42,7 +42,7 @@ def rewrite(path: Path, **entries: Any) -> None:
 
 
 def spoil(path: Path, name: str, data: bytes) -> None:
-    """Other bytes in a file, with the sum that the manifest then needs."""
+    """Other bytes in a file, with the checksum that the manifest then needs."""
     (path / name).write_bytes(data)
     files = told(path)["files"] | {name: {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}}
     rewrite(path, files=files)

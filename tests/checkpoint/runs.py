@@ -39,7 +39,7 @@ class Went:
 
 
 def go(folder: str, changes: dict[str, Any], until: int) -> Went:
-    """Begin as the config says, save at step SAVED if that comes, train until a step."""
+    """Start as the config says, save at step SAVED if it is reached, train until a step."""
     from titanmoe.train.checkpoints import Checkpoints
 
     trainer = parity.make_trainer(RUN | {"job.dump_folder": folder} | changes)

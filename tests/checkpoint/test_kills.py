@@ -1,4 +1,4 @@
-"""Whatever is killed at whatever moment of a save, a whole checkpoint is there and the next start takes it."""
+"""Whatever is killed at whatever moment of a save, there is a complete checkpoint and the next start takes it."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def attempt(tmp: Path, mode: str, victim: int = NOBODY, at: int = 0) -> Path:
         else:
             ranks[victim].join(60)
             assert ranks[victim].exitcode == -9
-            ranks[1 - victim].join(0.1)  # it may see the loss of its peer, or not
+            ranks[1 - victim].join(0.1)  # it may or may not notice the loss of its peer
     return folder
 
 
 def check(folder: Path) -> int:
-    """What the next start would take: whole, and all of one step."""
+    """What the next start would take: complete, and all from one step."""
     best = layout.candidates(folder)[0]
     assert layout.damage(best) == []
     checkpoint = open_checkpoint(best)
@@ -53,8 +53,8 @@ def check(folder: Path) -> int:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A save that nobody disturbs, with a copy of the folder from before each thing that a rank does to the disk: what
-    a kill at that moment would leave, for what was written before it stays.
+    """An undisturbed save, with a copy of the folder from before each disk operation of a rank: what a kill at that
+    moment would leave, because what was written before it stays.
     """
     tmp = tmp_path_factory.mktemp("whole")
     assert check(attempt(tmp, "async")) == 2
@@ -73,7 +73,7 @@ def test_what_any_moment_of_an_asynchronous_save_would_leave(whole: Path, victim
     else:
         assert {"open for writing", "write", "fsync"} <= set(steps)
     found = [check(whole / f"{victim}-{at}") for at in range(1, len(steps) + 1)]
-    # Until the rename the old one stands; rank 1 has nothing to do after it.
+    # The old one stays until the rename; after that rank 1 has nothing to do.
     assert found == sorted(found) and found[0] == 1
     assert found[-1] == (2 if victim == 0 else 1)
 
@@ -113,7 +113,8 @@ KILLS = 200
 
 @pytest.mark.slow
 def test_a_storm_of_kills(tmp_path: Path) -> None:
-    """A run of two ranks that saves at every step, killed again and again at random, ends as if never killed."""
+    """A run of two ranks that saves at every step, killed again and again at random, ends as if it had never been
+    killed."""
     draw = random.Random(0)
     changes = {
         "checkpoint.interval": 1,
@@ -127,7 +128,7 @@ def test_a_storm_of_kills(tmp_path: Path) -> None:
         with victims.pair(victims.train, str(tmp_path), changes, log=tmp_path / "log") as ranks:
             fresh = time.monotonic()
             while layout.latest(folder) in ("", layout.name_of(last)) and time.monotonic() - fresh < 60:
-                time.sleep(0.02)  # until this start has got anywhere
+                time.sleep(0.02)  # until this start has got somewhere
             time.sleep(draw.uniform(0, 0.5))
             victims.kill(ranks, draw.sample([0, 1], 2), draw.choice([0, 0.05, 0.3]))
         left = [path.name for path in folder.iterdir()]

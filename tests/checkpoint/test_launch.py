@@ -38,7 +38,7 @@ def test_ctrl_c_saves_and_ends_with_its_code(tmp_path: Path) -> None:
     run = processes.Started(["train.py", *RECIPE, *options, "--checkpoint.interval=2", "--checkpoint.save=sync"])
     wait_for_step(tmp_path, 2)
     run.send_signal(signal.SIGINT)
-    run.send_signal(signal.SIGINT)  # as from a terminal, where torchrun sends it once more
+    run.send_signal(signal.SIGINT)  # as from a terminal, where torchrun sends it again
     done = run.wait()
     told = done.stdout + done.stderr
     assert done.returncode == 130 and "SIGINT: saving" in told and "Traceback" not in told, told

@@ -1,4 +1,4 @@
-"""Pairs of ranks that are killed while they save. Not the pools of tests.world: those are meant to live."""
+"""Pairs of ranks that are killed while they save. They are not the pools of tests.world, which are meant to live."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANKS = 2
 
 @contextlib.contextmanager
 def pair(target: Any, *args: Any, log: Path) -> Iterator[list[BaseProcess]]:
-    """target(rank, *args) on two ranks with a process group; killed at the end if they still live."""
+    """target(rank, *args) on two ranks with a process group; killed at the end if they are still alive."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = world._forkserver()
     ranks = [context.Process(target=_rank, args=(rank, store.port, log, target, args)) for rank in range(RANKS)]
@@ -58,8 +58,8 @@ def contents(step: int) -> dict[str, torch.Tensor]:
 
 
 def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen: str) -> None:
-    """Save step 1, then step 2 in its place; the victim dies before the at-th thing it does to the disk for step 2. If
-    at is 0, nobody dies, and each leaves a copy of the folder from before each such thing.
+    """Save step 1, then step 2 over it; the victim dies before its at-th disk operation for step 2. If at is 0, nobody
+    dies, and each leaves a copy of the folder from before each such operation.
     """
     from titanmoe.checkpoint import folder as folder_module
     from titanmoe.checkpoint.folder import Piece
@@ -70,7 +70,7 @@ def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen
 
     def save(step: int) -> None:
         a, b = contents(step).values()
-        # a lies on both ranks, half each; b is whole on both
+        # a is on both ranks, half each; b is whole on both
         pieces = {
             "model.a": Piece(a[rank * 2 : rank * 2 + 2].clone(), (rank * 2, 0), (4, 3)),
             "model.b": Piece(b, (0,), (5,)),

@@ -108,7 +108,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """The model, every parameter random: what a new model has as ones or zeros could be left out unseen."""
+    """The model with every parameter random: ones or zeros of a new model could be left out unnoticed."""
     kind, options = (FAMILIES | DENSE)[name]
     config = getattr(transformers, f"{kind}Config")(**{**BASE, **options, **changes})
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -140,7 +140,7 @@ def close(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All of a folder's, read by the library."""
+    """All tensors of a folder, read by the library."""
     out: dict[str, torch.Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as handle:

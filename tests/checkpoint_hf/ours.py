@@ -48,7 +48,7 @@ def load(part: Any, source: Any) -> None:
 
 
 def logits(folder: str, ids_BL: torch.Tensor, degrees: dict[str, Any], experts: dict[str, int]) -> Any:
-    """Of every rank of a mapping: which samples and positions it has, and their logits. Runs on ranks."""
+    """For every rank of a mapping: which samples and positions it has, and their logits. Runs on ranks."""
     from titanmoe.fold.meshes import build_meshes
     from titanmoe.parallel.apply import build
     from titanmoe.parallel.batch import cut

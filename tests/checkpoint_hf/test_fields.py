@@ -1,7 +1,7 @@
-"""Every field of every config class: changed or left out, it is followed as transformers does, refused, or told.
+"""Every field of every config class: changed or left out, it is followed as in transformers, refused, or reported.
 
-A change that is neither refused nor told must leave our logits and loss those of transformers, whose model is built
-from the changed config and runs as in training: dropout and noise show there.
+After a change that is neither refused nor reported, our logits and loss must be those of transformers, whose model
+is built from the changed config and runs as in training: dropout and noise show there.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from titanmoe.tokens import Tokens
 
 IDS = models.ids(samples=1, length=24)
 OUT = object()
-"""In place of a value: the field is left out."""
+"""Instead of a value: the field is left out."""
 Change = dict[str, Any]
 
-# Other legal values, where one more, twice as much or the contrary would not be legal.
+# Other legal values, for fields where one more, twice as much or the opposite would not be legal.
 OTHER: dict[str, Any] = {
     "hidden_size": 64,
     "num_attention_heads": 4,
@@ -105,7 +105,7 @@ class Family:
 
     def __init__(self, name: str, folder: Path):
         self.name, self.folder, self.dense = name, folder, name in models.DENSE
-        model = models.make(name, **({"head_dim": 4} if name == "mixtral" else {}))  # YaRN there fails without
+        model = models.make(name, **({"head_dim": 4} if name == "mixtral" else {}))  # YaRN fails there without it
         models.save(model, folder)
         self.cls, self.config_cls, self.state = type(model), type(model.config), model.state_dict()
         self.config = json.loads((folder / "config.json").read_text())
@@ -118,7 +118,7 @@ class Family:
             | self.config.keys()
             | self.config_cls().to_dict().keys()
         )
-        # the one says whose config it is, with the other changed transformers' own models fail
+        # the first says whose config it is, and changing the second breaks transformers' own models
         return sorted(names - {"model_type", "return_dict"})
 
     def changed(self, key: str) -> list[Change]:
@@ -147,7 +147,7 @@ class Family:
         return [{key: value} | others for value in (other, OUT) if value is other or key in self.config]
 
     def outcome(self, change: Change) -> str:
-        """followed, refused or told; AssertionError if none of them."""
+        """followed, refused or told (reported); AssertionError if none of them."""
         config = without(self.config | change)
         theirs = self.config_cls.from_dict(dict(config))
         names = set(change) | {f"model.{name}" for name, keys in self.hf.fields.items() if set(keys) & set(change)}

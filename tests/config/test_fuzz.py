@@ -15,8 +15,7 @@ from titanmoe.train.legal import refusals
 
 ROOT = Path(__file__).parents[2]
 CALLS = 1_000_000
-"""Of Python functions, lines of loops in them and steps of generators, that one config may take; the largest took a
-third."""
+"""The limit for one config, in Python function calls, loop lines and generator steps; the largest took a third."""
 WORLDS = (1, 2, 3, 8, 12, 64, 4096)
 NUMBERS = [0, 1, 2, 3, 4, 5, 7, 8, 16, 17, 64, 97, 128, 255, 1000, 4099, 65_537, 2**20, 2**31 - 1, 2**31, 10**9]
 NUMBERS += [-1, -2, 2**61 - 1, 2**62, 2**63 - 1, 2**63, -(2**63), 10**18, 10**30, 10**400]
@@ -31,14 +30,14 @@ def recipes() -> list[str]:
 
 
 def nested(rng: random.Random) -> str:
-    """A value in lists or tables in each other: some depths are too many for Python's recursion."""
+    """A value in nested lists or tables: some depths are too much for Python's recursion."""
     depth = rng.choice([2, 15, 18, 100, 400, 5000])
     opening, closing = rng.choice([("[", "]"), ("{a = ", "}"), ("[{a = ", "}]")])
     return opening * depth + rng.choice(["1", "", '"x"']) + closing * (depth - rng.choice([0, 0, 0, 1]))
 
 
 def value(rng: random.Random, field=None) -> object:
-    """One that is likely to fit the field, or any."""
+    """A value that is likely to fit the field, or any."""
     if field is not None and rng.random() < 0.8:
         if field.choices:
             return rng.choice(field.choices)
@@ -63,7 +62,7 @@ def written(rng: random.Random, given: object) -> str:
 
 
 def recipe(rng: random.Random) -> str:
-    """A recipe of the project or none, with fields changed, and now and then torn or stretched."""
+    """One of the project's recipes or none, with fields changed, and occasionally truncated or stretched."""
     if rng.random() < 0.3:
         text = rng.choice(recipes())
         lines = text.split("\n")
@@ -112,11 +111,12 @@ def overrides(rng: random.Random) -> list[str]:
 
 
 class TooMuch(BaseException):
-    """No handler of the program's takes it for a mistake of the user's."""
+    """None of the program's handlers takes it for a user's mistake."""
 
 
 class Counted:
-    """Ends what makes too many steps: calls of Python functions, lines they run, and elements that generators give."""
+    """Stops whatever takes too many steps: calls of Python functions, lines they run, and elements that generators
+    give."""
 
     def __init__(self, most: int):
         self.most, self.made = most, 0

@@ -11,7 +11,7 @@ CHATML = (
 
 @pytest.fixture(scope="session")
 def bpe(tmp_path_factory) -> Path:
-    """A folder as Hugging Face's: a byte-level BPE of 300 tokens and a chat template without {% generation %}."""
+    """A folder like Hugging Face's: a byte-level BPE of 300 tokens and a chat template without {% generation %}."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     marks = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]

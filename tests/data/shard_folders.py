@@ -27,7 +27,7 @@ def manifest(shards, **changes):
 
 
 def make(folder: Path, shards: list[list[list[int]]], counted=None, **changes) -> Path:
-    """shards: of each its documents' tokens."""
+    """shards: for each, its documents' tokens."""
     (folder / WORK).mkdir(parents=True)
     made = []
     for n, documents in enumerate(shards):

@@ -1,4 +1,4 @@
-"""Which document a token lies in, and some documents of a source as one of their own."""
+"""Which document a token is in, and some of a source's documents as a source of their own."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ LENGTHS = [3, 0, 5, 1, 0, 0, 7, 2, 4, 6, 0]
 
 
 class Elsewhere:
-    """Starts that are no array, as those of many shards."""
+    """Starts that are not an array, like those of many shards."""
 
     def __init__(self, starts):
         self.starts = starts

@@ -1,4 +1,4 @@
-"""Work of documents by the model's shapes, and its even shares."""
+"""Work of documents by the model's shapes, and distributing it evenly."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def test_one_document_of_a_whole_sequence_costs_what_the_model_costs(name):
     fields = {k.removeprefix("model."): v for k, v in MODELS[name].items() if k.startswith("model.")}
     model = Model(**({"vocab_size": 48, "dim": 16, "num_layers": 2, "expert_hidden": 16} | fields))
     work, length = Work(model), 4096
-    norms = 0.02  # counted there as rows of matrices
+    norms = 0.02  # counted there as matrix rows
     assert work(np.array([length])) == pytest.approx(length * forward_flops_per_token(model, length), rel=norms)
     halves = work(np.array([length // 2] * 2))
     assert halves < work(np.array([length]))
@@ -41,7 +41,7 @@ def spread(work_MR: np.ndarray) -> tuple[float, float]:
 def test_every_sample_has_one_place_and_work_is_more_even(microbatches, ranks, size):
     draw = np.random.default_rng(0)
     for _ in range(5):
-        # As a sequence of seq_len tokens costs at most so many times the cheapest.
+        # A sequence of seq_len tokens costs at most that many times the cheapest.
         work_N = np.minimum(draw.pareto(1.0, microbatches * ranks * size) + 1, 6)
         out_MRB = assign(work_N, microbatches, ranks, size)
         assert out_MRB.shape == (microbatches, ranks, size)

@@ -1,4 +1,4 @@
-"""`titanmoe fold`: the picture, the groups, the list, and what an illegal wish is answered."""
+"""`titanmoe fold`: the picture, the groups, the list, and the answer to an illegal wish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rank groups: the reference groups, and what holds of the groups of every mapping."""
+"""Rank groups: the reference groups, and what is true of the groups of every mapping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups: as few as somebody sends in, and none shared by two who may send at the same time."""
+"""Process groups: only those that something is sent in, and none shared by two senders that may be active together."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sharding(meshes: Meshes) -> set[str]:
         (8, FIVE, -1, {"waited": 4, "rows": 1, "shards": 1, "stages": 1}),
         (16, FIVE, -1, {"waited": 5, "rows": 1, "shards": 2, "stages": 1}),
         (1024, LARGE, -1, {"waited": 5, "rows": 1, "shards": 2, "replicas": 1, "stages": 1}),
-        # Nobody sends to the whole of a dispatch group that is cut at nodes.
+        # Nothing is sent to the whole of a dispatch group that is split at nodes.
         (1024, LARGE, 4, {"waited": 5, "rows": 2, "shards": 2, "replicas": 1, "stages": 1}),
     ],
 )
@@ -125,7 +125,7 @@ def threads() -> int:
 
 
 def of_a_trainer(folder: str) -> tuple[int, int, int, bool]:
-    """Groups that it made, threads for each, those of a group made by hand, and whether saving has one of its own."""
+    """How many groups it made, threads per group, those of a group made by hand, and whether saving has its own."""
     before, threads_before = set(living()), threads()
     dist.new_group([0, 1])
     by_hand, threads_then = set(living()), threads()
@@ -140,7 +140,7 @@ def of_a_trainer(folder: str) -> tuple[int, int, int, bool]:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="threads are counted where Linux lists them")
 def test_a_trainer_makes_no_group_and_no_thread_but_those(tmp_path: Path) -> None:
-    world.restart(2)  # ranks that have kept no groups
+    world.restart(2)  # ranks without groups from before
     for made, more, each, own in world.run(2, of_a_trainer, str(tmp_path)):
         assert made == 1  # rows: tp is the world, and nothing is sharded
         assert each > 0 and more == made * each

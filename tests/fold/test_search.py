@@ -1,4 +1,4 @@
-"""Every legal mapping, against an enumeration that shares nothing with it, and the nearest to an illegal wish."""
+"""Every legal mapping, against an independent enumeration, and the nearest to an illegal wish."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_nearest_changes_little():
         {"tp": (3, 2), "ep": (3, 4)},
     ]
     assert all(fold in set(legal_folds(16, config)) for fold in found)
-    # what the changed recipe would derive is the very mapping that is named
+    # the changed recipe derives exactly the mapping that is named
     assert all(fold.edp_replicate == gcd(fold.dp_replicate, fold.edp_replicate * fold.edp) for fold in found)
 
 

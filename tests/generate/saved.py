@@ -15,7 +15,7 @@ from titanmoe.checkpoint.folder import Lazy, write_checkpoint
 from titanmoe.config.schema import Config
 from titanmoe.ops import counted
 
-# What training adds to routing and must not come into play.
+# What training adds to routing and must not have an effect here.
 TRAINED_WITH = {"moe.capacity_factor": 0.5, "moe.jitter": 0.3, "moe.aux_loss": 0.1}
 
 
@@ -38,7 +38,7 @@ def write(path: Path, changes: dict[str, Any]) -> tuple[Config, dict[str, Tensor
 
 
 def plain_logits(config: Config, weights: dict[str, Tensor], bias: dict[str, Tensor], ids: list[int]) -> Tensor:
-    """(S, V), of the whole sequence at once, without a cache."""
+    """(S, V), for the whole sequence at once, without a cache."""
     config = dataclasses.replace(config, moe=dataclasses.replace(config.moe, capacity_factor=0.0, jitter=0.0))
     ids_1S = torch.tensor([ids])
     tokens = reference.Tokens.of([[reference.Batch(ids_1S, ids_1S, torch.ones_like(ids_1S, dtype=torch.bool))]])
@@ -59,7 +59,7 @@ def generator(path: Path, degrees: dict[str, int], eos: int | None = None) -> An
 
 
 def forced(path: Path, degrees: dict[str, int], rows: list[list[int]], prompts: list[int]) -> dict[int, Tensor]:
-    """On a rank: by number of its rows, the logits after a prompt of so many tokens and after each that follows."""
+    """On a rank: by row number, the logits after a prompt of that many tokens and after each following token."""
     made = generator(path, degrees)
     data = made.meshes.data
     mine = list(range(len(rows)))[data.rank :: data.size]

@@ -1,4 +1,5 @@
-"""With a cache, a token at a time, rows of any lengths side by side: the logits of the whole sequence without one."""
+"""With a cache, a token at a time, for rows of any lengths together: the same logits as for whole sequences without
+one."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from tests.features import MODELS
 from tests.generate import saved
 from titanmoe.ops import counted
 
-PROMPTS = [1, 5, 13, 2, 17]  # of gpt_oss's windows of 3, the longest has many
+PROMPTS = [1, 5, 13, 2, 17]  # the longest spans many of gpt_oss's windows of 3
 FURTHER = 6
 FOLDS = {
     "tp2-ep4": dict(tp=2, ep=4),
@@ -21,7 +22,7 @@ FOLDS = {
     "dp4-ep2-etp2": dict(ep=2, etp=2),
     "tp4": dict(tp=4),
 }
-# Every family on its own rank; folded, each in one way, and each way with some family.
+# Every family on one rank; folded, each in one way, and each way with some family.
 CASES = [(name, "alone") for name in MODELS] + [
     ("mixtral", "dp4-ep2-etp2"),
     ("qwen2_moe", "tp4"),

@@ -1,4 +1,4 @@
-"""Whose tokens a checkpoint's model speaks."""
+"""Which tokenizer belongs to a checkpoint's model."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_runs_own(found: Found, tmp_path: Path) -> None:
     assert of(found) == 259
     assert of(found, tokenizer=str(named)) == 10
     assert of(found, str(given), tokenizer=str(named)) == 20
-    words(found.path / "hf", 30)  # came along from a Hugging Face model
+    words(found.path / "hf", 30)  # copied along from a Hugging Face model
     assert of(found) == 30
     assert of(found, tokenizer=str(named)) == 10
     assert of(found, "bytes") == 259

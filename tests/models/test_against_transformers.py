@@ -50,7 +50,7 @@ def logits(model: Model, theirs: nn.Module, ids_BS: Tensor, router: str, experts
 
 
 def random_weights(theirs: nn.Module) -> None:
-    """Biases, norms and sinks too, and activations large enough to meet a clamp."""
+    """Biases, norms and sinks too, and activations large enough to be clamped."""
     generator = torch.Generator().manual_seed(0)
     for name, parameter in theirs.named_parameters():
         if name.endswith("norm.weight"):
@@ -60,7 +60,7 @@ def random_weights(theirs: nn.Module) -> None:
 
 
 def close(got: Tensor, want: Tensor, model: Model) -> None:
-    """Their angles, norms and softmax are of float32: in each layer two of up to S, and some 20 roundings."""
+    """Their angles, norms and softmax are in float32: in each layer two of up to S, and some 20 roundings."""
     near.close(got, want, roundings=model.num_layers * (2 * S**2 + 20), dtype=torch.float32)
 
 

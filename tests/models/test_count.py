@@ -52,7 +52,7 @@ def test_total_is_the_published_checkpoints(family, size, total):
 @pytest.mark.parametrize(
     "family, size, total, active, unit",
     [
-        # Billions as announced; cards round or cut the last digit, so within one unit of it.
+        # Billions as announced; cards round or truncate the last digit, so within one unit of it.
         ("mixtral", "8x7b", 46.7, 12.9, 0.1),
         ("mixtral", "8x22b", 141, 39, 1),
         ("qwen2_moe", "57b_a14b", 57.4, 14.2, 0.1),
@@ -77,7 +77,7 @@ def test_moonlight_is_announced_without_embedding_and_head():
 
 @pytest.mark.parametrize("size, total, active", [("20b", 20.91, 3.61), ("120b", 116.83, 5.13)])
 def test_gpt_oss_is_its_card(size, total, active):
-    """Which does not count the embedding among what is active (arXiv 2508.10925, table 1)."""
+    """The card does not count the embedding as active (arXiv 2508.10925, table 1)."""
     m = model("gpt_oss", size)
     count = parameters(m)
     assert abs(count.total / 1e9 - total) < 0.01
@@ -205,7 +205,7 @@ def test_flops_by_hand():
     attention = 2 * (2 * 2) * 6  # 2 (scores, values) x 2 FLOPs x 4 wide x half of 6 positions
     assert forward_flops_per_token(m, 6) == 2 * weights + attention == 392
     assert flops_per_token(m, 6) == 3 * 392
-    # A tied head is multiplied all the same.
+    # A tied head is multiplied too.
     assert flops_per_token(replace(m, tie_embeddings=True), 6) == 3 * 392
 
 
@@ -217,7 +217,7 @@ def test_flops_of_latent_attention_by_hand():
     attention = 2 * (2 * 6 + 2 * 8) * 6 // 2  # 2 FLOPs x (scores 12 wide, values 16 wide) x half of 6 positions
     assert forward_flops_per_token(m, 6) == 2 * weights + attention
     assert layer_flops(m, 6) == ([2 * (weights - 40 - 12 - 3) + attention], 2 * 40)
-    # A query latent of 7: 7x4, its norm, 12x7 in the place of 12x4.
+    # A query latent of 7: 7x4, its norm, 12x7 instead of 12x4.
     assert forward_flops_per_token(replace(m, q_lora_rank=7), 6) == 2 * (weights - 48 + 28 + 7 + 84) + attention
 
 
@@ -225,11 +225,11 @@ def test_multi_token_prediction_costs_a_block_a_projection_and_a_head():
     m = model("deepseek_v3", "671b")
     more = replace(m, mtp_depth=1)
     (*_, block), head = layer_flops(m, 4096)
-    norms = 2 * (2 * 7168 + 1536 + 512 + 3 * 7168)  # priced like matrix rows; layer_flops leaves them out
+    norms = 2 * (2 * 7168 + 1536 + 512 + 3 * 7168)  # counted like matrix rows; layer_flops leaves them out
     layers, behind = layer_flops(more, 4096)
     assert (len(layers), behind - head) == (61, block + head + 2 * 2 * 7168 * 7168)
     assert forward_flops_per_token(more, 4096) - forward_flops_per_token(m, 4096) == behind - head + norms
-    # README_WEIGHTS.md of the checkpoint: 11.5 billion beside the shared embedding and head.
+    # README_WEIGHTS.md of the checkpoint: 11.5 billion in addition to the shared embedding and head.
     assert abs((parameters(more).total - parameters(m).total) / 1e9 - 11.5) < 0.15
 
 

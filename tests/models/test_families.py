@@ -23,7 +23,7 @@ DOCS = Path(__file__).parents[2] / "docs" / "models.md"
 SIZES = [(family, size) for family, sizes in names().items() for size in sizes]
 PUBLISHED = [(family, size) for family, size in SIZES if size != "debug"]
 
-# What a family means by its name: alike in all its sizes.
+# What a family's name stands for: the same in all its sizes.
 SWITCHES = [
     "qkv_bias",
     "qk_norm",
@@ -34,9 +34,9 @@ SWITCHES = [
     "score_function",
     "norm_topk",
 ]
-# Moonlight has DeepSeek-V3's architecture and constants of its own.
+# Moonlight has DeepSeek-V3's architecture and its own constants.
 OWN = {("deepseek_v3", "16b"): {"rope_theta", "rope_scaling", "norm_eps"}}
-# Said only by the families that have them; a published model without them keeps the schema's default, which is none.
+# Only set by families that have them; a published model without them keeps the schema's default, which is none.
 RARE = [
     "out_bias",
     "attention_sinks",
@@ -47,7 +47,7 @@ RARE = [
     "expert_biases",
     "expert_activation",
 ]
-# What a size must say itself, so that a changed default cannot change a published model.
+# What a size must set itself, so that a changed default cannot change a published model.
 SHAPES = [
     "vocab_size",
     "dim",

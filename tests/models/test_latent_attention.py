@@ -1,4 +1,4 @@
-"""Latent attention is transformers' DeepSeek-V3, its neighbouring RoPE pairs moved to two halves."""
+"""Latent attention equals transformers' DeepSeek-V3, with its neighbouring RoPE pairs moved to two halves."""
 
 from __future__ import annotations
 
@@ -82,4 +82,4 @@ def test_equals_transformers(model: Model) -> None:
     mask = torch.full((24, 24), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     want, _ = theirs(x_BSD, turn(x_BSD, position_BS), mask)
     got = ours(x_BSD, rope_angles(position_BS, model, model.qk_rope_head_dim, torch.float64), None)
-    near.close(got, want, roundings=24**2, dtype=torch.float32)  # their angles, of up to 24, are of float32
+    near.close(got, want, roundings=24**2, dtype=torch.float32)  # their angles, of up to 24, are in float32

@@ -53,7 +53,7 @@ def test_frequencies_are_the_plain_models(case: str) -> None:
 
 
 def test_by_hand() -> None:
-    """Of width 8 and theta 100, pair i turns 64 / (2 pi) * 100^(-i/4) times in 64: 10.2, 3.2, 1.02, 0.32."""
+    """With width 8 and theta 100, pair i turns 64 / (2 pi) * 100^(-i/4) times in 64: 10.2, 3.2, 1.02, 0.32."""
     m = model("short")
     frequency = rope_frequencies(m, 8, torch.float64, torch.device("cpu"))
     # 4 times at pair 0.81, once at 2.02; rounded outward: the ramp runs from pair 0 to pair 3.
@@ -74,7 +74,7 @@ def test_none_is_plain_rope() -> None:
 
 @pytest.mark.parametrize("case", ["none", *YARN])
 def test_angles_are_wide_whatever_the_activations(case: str) -> None:
-    """Late positions have large angles, of which 16 bits keep the turns alone."""
+    """Late positions have large angles, of which 16 bits only keep the full turns."""
     m = Model() if case == "none" else model(case)
     position = torch.tensor([[0, 1, 1001, 131071]])
     for narrow in (torch.bfloat16, torch.float16):

@@ -1,7 +1,7 @@
-"""The kernels compile to machine code of a Hopper GPU, at real models' shapes. It takes Triton's compiler and no GPU.
+"""The kernels compile to Hopper machine code at real models' shapes. This needs Triton's compiler but no GPU.
 
-The interpreter of tests/ops/test_interpreter.py forgives what the compiler does not: a loop that changes a variable's
-type, for one.
+The interpreter of tests/ops/test_interpreter.py accepts what the compiler does not, such as a loop that changes a
+variable's type.
 """
 
 from __future__ import annotations

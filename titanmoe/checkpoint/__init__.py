@@ -1,1 +1,1 @@
-"""Runs that survive: saving, loading under any mapping, and what a person asks of a checkpoint."""
+"""Saving, loading under any mapping, and the commands that look at checkpoints."""

@@ -1,4 +1,4 @@
-"""Whether numbers are numbers: what holds a NaN or an infinity is not worth keeping."""
+"""Whether numbers are finite: what contains a NaN or an infinity is not worth keeping."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 
 @torch.no_grad()
 def first_nonfinite(tensors: Mapping[str, Tensor]) -> str:
-    """The first that holds a NaN or an infinity, and how many; empty if none does.
+    """The first that contains a NaN or an infinity, and how many; empty if none does.
 
-    All norms in one fused pass, which are finite only where every number is. One can overflow of finite numbers too, so
-    what it casts doubt on is looked at number by number.
+    All norms come from one fused pass, and are finite only where every number is. A norm of finite numbers can overflow
+    too, so whatever has an infinite norm is checked number by number.
     """
     looked_at = {name: t for name, t in tensors.items() if t.is_floating_point() and t.numel()}
     if not looked_at:

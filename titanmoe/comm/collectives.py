@@ -1,4 +1,4 @@
-"""Collectives of the forward and backward pass: differentiable, over a named group, nothing at all on a group of one.
+"""Collectives of the forward and backward pass: differentiable, over a named group, no-ops on a group of one.
 
 Every one waits for its result before it returns: a collective still in flight that enters a compiled region gives
 silently wrong gradients in torch 2.13. The one exception is `start`, whose result nothing can touch before `arrive`.
@@ -36,7 +36,7 @@ ALONE = Group("", 1, 0)
 
 
 def local(parameter: nn.Parameter) -> Tensor:
-    """This rank's piece of a parameter, for plain tensor code; its gradient is that of just this piece.
+    """This rank's piece of a parameter, for plain tensor code; its gradient is that of this piece alone.
 
     A piece that is replicated over tp is only ever applied to tokens or heads that this rank alone owns, so its
     gradient is one summand of the whole: `titanmoe.parallel.tensor.sum_replicated` adds them up once per step.
@@ -64,7 +64,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def _send(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    """In flight: `_ops.wait_tensor` before anything else."""
+    """Still in flight: call `_ops.wait_tensor` before anything else."""
     return _ops.all_to_all_single(x.contiguous(), receive, send, group.name)
 
 
@@ -117,7 +117,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Wire:
-    """One all-to-all between two computations: what flies along it, forward or, later, backward."""
+    """One all-to-all between two computations: what is in flight, forward or, later, backward."""
 
     def __init__(self, send: list[int], receive: list[int], group: Group):
         self.send, self.receive, self.group = send, receive, group
@@ -128,7 +128,7 @@ class _Wire:
         turns.sent()
 
     def land(self) -> Tensor:
-        turns.hand_over()  # what is computed meanwhile may be another microbatch's
+        turns.hand_over()  # meanwhile another microbatch may compute
         flying, self.flying = self.flying, None
         return _ops.wait_tensor(flying)
 
@@ -159,7 +159,7 @@ class _Arrive(torch.autograd.Function):
 
 
 class _Depart(torch.autograd.Function):
-    """`_Start` while it is traced, where nothing is under way yet and mark can be the rows."""
+    """`_Start` while it is traced, when nothing is in flight yet and mark can be the rows."""
 
     @staticmethod
     def forward(ctx, x, send, receive, group):
@@ -182,7 +182,7 @@ class _Land(torch.autograd.Function):
 
 
 class InFlight(NamedTuple):
-    """Rows under way, for `arrive` alone. `mark` stands for them in the graph: empty, but with a gradient to pass on.
+    """Rows in flight, for `arrive` alone. `mark` stands for them in the graph: empty, but with a gradient to pass on.
 
     So autograd knows the order, and so do the hooks of a module that takes them. On a group of one, mark is the rows.
     """
@@ -192,10 +192,10 @@ class InFlight(NamedTuple):
 
 
 def start(x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None) -> InFlight:
-    """`all_to_all` up to the wait. What is computed between this and `arrive` overlaps it, and so does in backward.
+    """`all_to_all` up to the wait. What is computed between this and `arrive` overlaps with it, in backward too.
 
-    Autograd runs the newest ready node first. So it comes to `arrive`, which sends the gradients, then to all that was
-    computed between, and last to this, which waits for them.
+    Autograd runs the newest ready node first. So it reaches `arrive`, which sends the gradients, then everything that
+    was computed in between, and finally this, which waits for them.
     """
     if group.size == 1:
         return InFlight(x, None)
@@ -220,17 +220,17 @@ def gather(x: Tensor, dim: int, group: Group) -> Tensor:
 
 
 def scatter_sum(x: Tensor, dim: int, group: Group) -> Tensor:
-    """A summand of the whole on every rank -> the sum's own piece along dim. Backward gathers the pieces' gradients."""
+    """A summand on every rank -> each rank's piece of the sum along dim. Backward gathers the pieces' gradients."""
     return x if group.size == 1 else _ScatterSum.apply(x, dim, group)
 
 
 def sum_over(x: Tensor, group: Group) -> Tensor:
-    """A summand on every rank -> the sum on every rank, which each uses otherwise: backward sums what comes back."""
+    """A summand on every rank -> the sum on every rank, where each uses it differently: backward sums the gradients."""
     return x if group.size == 1 else _SumOver.apply(x, group)
 
 
 def all_to_all(x: Tensor, group: Group, send: list[int] | None = None, receive: list[int] | None = None) -> Tensor:
-    """Rows of x to the group's ranks, send[r] of them to rank r; even pieces when no sizes are given."""
+    """Rows of x to the group's ranks, send[r] of them to rank r; equal pieces if no sizes are given."""
     if group.size == 1:
         return x
     return _AllToAll.apply(x, *_splits(x, group, send, receive), group)

@@ -1,9 +1,9 @@
 """Two computations that take turns on one device: while one waits for what it has sent, the other computes.
 
-Each has its own stack, in a thread of its own, and one of them runs at a time. It hands over where it would wait for
-rows that it has sent since it last did. So the order of everything the two launch follows from what they are, and ranks
-that run the same pair launch the same collectives in the same order. Whoever runs has the turn: threads tell nothing,
-because on GPUs autograd runs backward in one of its own.
+Each has its own stack, in a thread of its own, and one of them runs at a time. It yields where it would wait for rows
+that it has sent since its turn began. So the order of everything the two launch follows from the two programs, and
+ranks that run the same pair launch the same collectives in the same order. Whoever runs has the turn: the thread does
+not identify it, because on GPUs autograd runs backward in a thread of its own.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from contextvars import copy_context
 from threading import Lock
 
 _running: Turns | None = None
-"""The pair that runs now. A global, because a collective inside autograd has no caller that could pass it on, and a
-context variable stays behind where autograd runs backward in a thread of its own."""
+"""The pair that is running now. A global, because a collective inside autograd has no caller that could pass it on, and
+a context variable stays behind where autograd runs backward in a thread of its own."""
 
 
 class Abandoned(Exception):
-    """Raised in the side that waited when the other failed; what `take` raises is that failure."""
+    """Raised in the waiting side when the other failed; `take` raises the original failure."""
 
 
 def sent() -> None:
-    """Whoever has the turn has put something under way."""
+    """Whoever has the turn has sent something."""
     if _running is not None:
         _running.under_way[_running.turn] = True
 
 
 def hand_over() -> None:
-    """Whoever has the turn would now wait for what is under way."""
+    """Whoever has the turn would now wait for what it has sent."""
     if _running is not None:
         _running.hand_over()
 
@@ -43,7 +43,7 @@ class Turns:
         self.thread = ThreadPoolExecutor(1, "turns")
 
     def take(self, first: Callable[[], None], second: Callable[[], None]) -> None:
-        """Both, beginning with the first, which stays in this thread; the error of the one that fails, if one does."""
+        """Runs both, starting with the first, which stays in this thread; raises the error of one that fails."""
         global _running
         self.turn = 0
         self.under_way, self.over = [False, False], [False, False]
@@ -72,7 +72,7 @@ class Turns:
             if self.error is None:
                 self.error = error
         self.over[me] = True
-        if self.turn == me:  # an interrupt may come to the one that waits
+        if self.turn == me:  # an interrupt may reach the one that waits
             self._give(me)
 
     def _give(self, me: int) -> None:

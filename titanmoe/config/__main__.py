@@ -1,4 +1,4 @@
-"""python -m titanmoe.config docs/config.md: write the tables of all fields anew, between the page's two markers."""
+"""python -m titanmoe.config docs/config.md: rewrite the tables of all fields, between the page's two markers."""
 
 import sys
 from pathlib import Path

@@ -6,14 +6,14 @@ from titanmoe.config.schema import Model
 
 
 def has_experts(model: Model, layer: int) -> bool:
-    """Whether a block has experts rather than a dense feed-forward network. That of multi-token prediction, which comes
-    after the last layer, is as the last."""
+    """Whether a block has experts rather than a dense feed-forward network. The block of multi-token prediction, which
+    comes after the last layer, is like the last."""
     layer = min(layer, model.num_layers - 1)
     return layer >= model.num_dense_layers and (layer - model.num_dense_layers + 1) % model.moe_every == 0
 
 
 def moe_blocks(model: Model) -> list[int]:
-    """Numbers of all blocks with experts, that of multi-token prediction among them."""
+    """Numbers of all blocks with experts, including that of multi-token prediction."""
     return [layer for layer in range(model.num_layers + model.mtp_depth) if has_experts(model, layer)]
 
 
@@ -23,6 +23,6 @@ def moe_layers(model: Model) -> int:
 
 
 def window(model: Model, layer: int) -> int:
-    """Positions that a token of the block sees, its own counted; 0: all before it. What follows the last is like it."""
+    """Positions that a token of the block sees, including its own; 0: all. A block after the last is like the last."""
     every, layer = model.full_attention_every, min(layer, model.num_layers - 1)
     return 0 if every and (layer + 1) % every == 0 else model.sliding_window

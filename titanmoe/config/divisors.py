@@ -1,4 +1,4 @@
-"""Divisors, and the few values that a message offers in place of one that does not fit."""
+"""Divisors, and the few values that a message suggests instead of one that does not fit."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from math import isqrt
 
 
 def divisors(n: int) -> list[int]:
-    """Ascending; of 0 and less, none."""
+    """Ascending; none for 0 and less."""
     low = [d for d in range(1, isqrt(max(0, n)) + 1) if n % d == 0]
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
 def nearest(values: list[int], near: int) -> str:
-    """The values, or of many the eight nearest, as in "1, 2, 4"."""
+    """The values, or the eight nearest if there are many, as in "1, 2, 4"."""
     return ", ".join(map(str, sorted(sorted(values, key=lambda value: abs(value - near))[:8])))
 
 

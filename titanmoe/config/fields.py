@@ -1,4 +1,4 @@
-"""The schema as a flat list of fields ("parallelism.experts.ep"), and what is written of it: TOML, --help, docs."""
+"""The schema as a flat list of fields ("parallelism.experts.ep"), and what is printed from it: TOML, --help, docs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Field(NamedTuple):
 
 @cache
 def tables() -> dict[str, type]:
-    """Every table by its path, in the schema's order, an outer table before those in it."""
+    """Every table by its path, in the schema's order, outer tables before nested ones."""
 
     def walk(cls: type, prefix: str) -> dict[str, type]:
         found = {}
@@ -79,7 +79,7 @@ def flat(config: Config) -> dict[str, Any]:
 
 
 def build(values: Mapping[str, Any]) -> Config:
-    """The config of those values; a field left out keeps its default."""
+    """The config with those values; a field left out keeps its default."""
 
     def table(cls: type, prefix: str) -> Any:
         given = {}
@@ -99,7 +99,7 @@ def toml_value(value: Any) -> str:
     if isinstance(value, str):
         import json
 
-        # JSON's escapes are TOML's too, but JSON lets DEL stand as it is.
+        # JSON's escapes are TOML's too, but JSON leaves DEL unescaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return "[" + ", ".join(map(toml_value, value)) + "]"

@@ -12,12 +12,12 @@ from typing import Literal
 from titanmoe.config.dispatchers import DISPATCHERS
 
 Dtype = Literal["float32", "bfloat16", "float64"]
-"""No float16: its small range needs loss scaling, which there is none of."""
+"""No float16: its small range needs loss scaling, which is not implemented."""
 
 
 @dataclass
 class Job:
-    """Where the run lives."""
+    """Where the run is stored."""
 
     dump_folder: str = "runs"
     """Folder that holds one sub-folder per run."""
@@ -34,7 +34,7 @@ class Model:
     size: str = "debug"
     """A size of that family, e.g. debug, 8x7b, 30b_a3b. Sets the shapes."""
     vocab_size: int = 320
-    """Rows of the embedding. At least the tokenizer's; a multiple of tp."""
+    """Rows of the embedding. At least the tokenizer's vocabulary; a multiple of tp."""
     dim: int = 64
     """Width of the residual stream."""
     num_layers: int = 4
@@ -50,27 +50,27 @@ class Model:
     out_bias: bool = False
     """Bias on attention's output projection (gpt-oss)."""
     attention_sinks: bool = False
-    """One learned logit per head beside the keys' in the softmax, so that a head may attend to nothing (gpt-oss)."""
+    """One learned logit per head next to the keys' in the softmax, so that a head may attend to nothing (gpt-oss)."""
     sliding_window: int = 0
-    """Positions that a block of narrow attention sees, its own counted (gpt-oss: 128); 0: no block is narrow. Which are: full_attention_every."""
+    """Positions that a block with a window sees, including its own (gpt-oss: 128); 0: no block has a window. full_attention_every says which blocks have one."""
     full_attention_every: int = 1
-    """With sliding_window: every n-th block sees the whole sequence, the others before it the window (gpt-oss: 2). 0: all blocks are narrow."""
+    """With sliding_window: every n-th block sees the whole sequence, the others before it the window (gpt-oss: 2). 0: all blocks have the window."""
     qk_norm: Literal["none", "head", "full"] = "none"
-    """RMSNorm on queries and keys before RoPE, to steady their products. head: each head for itself (Qwen3). full: over all heads together (OLMoE), which under tp takes two small messages more."""
+    """RMSNorm on queries and keys before RoPE, which stabilises their products. head: each head by itself (Qwen3). full: over all heads together (OLMoE), which under tp takes two more small messages."""
     kv_lora_rank: int = 0
-    """Above 0: latent attention (MLA, arXiv 2405.04434). Keys and values of all heads come from one latent vector of this width (DeepSeek-V3: 512). Set num_kv_heads to num_heads, head_dim to the sum of the two widths below."""
+    """Above 0: latent attention (MLA, arXiv 2405.04434). Keys and values of all heads come from one latent vector of this width (DeepSeek-V3: 512). Set num_kv_heads to num_heads, and head_dim to the sum of qk_nope_head_dim and qk_rope_head_dim."""
     q_lora_rank: int = 0
     """Latent attention: queries come from a latent vector of this width too (DeepSeek-V3: 1536). 0: straight from the residual stream (Moonlight)."""
     qk_nope_head_dim: int = 0
     """Latent attention: width of the part of a head's query and key that RoPE leaves alone."""
     qk_rope_head_dim: int = 0
-    """Latent attention: width of the part that RoPE turns; its key is one for all heads."""
+    """Latent attention: width of the part that RoPE turns; all heads share its key."""
     v_head_dim: int = 0
     """Latent attention: width of a head's value."""
     rope_theta: float = 1e6
     """RoPE base. Larger for longer contexts."""
     rope_scaling: Literal["none", "yarn"] = "none"
-    """yarn (arXiv 2309.00071) stretches the slow frequencies: to go on with a checkpoint of a shorter context, or with one that was published stretched."""
+    """yarn (arXiv 2309.00071) stretches the slow frequencies: to extend the context of a checkpoint, or for a checkpoint that was published stretched."""
     rope_factor: float = 1.0
     """yarn: how many times longer the context becomes (DeepSeek-V3: 40). Above 1 with yarn, else 1."""
     rope_original_len: int = 4096
@@ -78,21 +78,21 @@ class Model:
     rope_beta_fast: float = 32.0
     """yarn: a pair that turns more often than this in the original context keeps its frequency."""
     rope_beta_slow: float = 1.0
-    """yarn: a pair that turns less often than this is slowed by the whole factor; those between, by a part of it."""
+    """yarn: a pair that turns less often than this is slowed by the whole factor; those in between, by a part of it."""
     rope_truncate: bool = True
-    """yarn: round the ends of that ramp outward to whole pairs. false only for checkpoints made so (gpt-oss)."""
+    """yarn: round the ends of that ramp outward to whole pairs. false only for checkpoints that were made that way (gpt-oss)."""
     rope_mscale: float = 0.0
-    """yarn: queries and keys are scaled by m(rope_mscale) / m(rope_mscale_all_dim) each, m(s) = 1 + 0.1 * s * ln(rope_factor). 0 for both: by m(1). DeepSeek-V3: 1 for both."""
+    """yarn: queries and keys are each scaled by m(rope_mscale) / m(rope_mscale_all_dim), m(s) = 1 + 0.1 * s * ln(rope_factor). 0 for both: by m(1). DeepSeek-V3: 1 for both."""
     rope_mscale_all_dim: float = 0.0
     """yarn: the divisor above. Latent attention multiplies its scores by m(rope_mscale_all_dim)^2."""
     norm_eps: float = 1e-5
-    """Epsilon of every RMSNorm but those of latent attention's latents, which is 1e-6 in all published models."""
+    """Epsilon of every RMSNorm except those of latent attention's latents, which is 1e-6 in all published models."""
     tie_embeddings: bool = False
     """One matrix for embedding and head. Saves vocab_size * dim weights; usual below about 2B parameters."""
     num_dense_layers: int = 0
-    """Leading blocks with a dense FFN in place of experts."""
+    """Leading blocks with a dense FFN instead of experts."""
     dense_hidden: int = 0
-    """Hidden width of the dense FFN blocks; needed when num_dense_layers or moe_every make any."""
+    """Hidden width of the dense FFN blocks; needed when num_dense_layers or moe_every lead to any."""
     moe_every: int = 1
     """Of the blocks after the dense ones, every n-th has experts; 1 means all."""
     num_experts: int = 8
@@ -104,7 +104,7 @@ class Model:
     expert_biases: bool = False
     """Biases on the three projections of every routed expert (gpt-oss). Then dim must be a multiple of etp too."""
     expert_activation: Literal["swiglu", "clamped_swiglu"] = "swiglu"
-    """Of routed experts. swiglu: silu(gate) * up. clamped_swiglu: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within 7 of 0 (gpt-oss)."""
+    """Activation of routed experts. swiglu: silu(gate) * up. clamped_swiglu: gate * sigmoid(1.702 gate) * (up + 1), gate at most 7 and up within 7 of 0 (gpt-oss)."""
     shared_hidden: int = 0
     """Hidden width of the shared expert that every token visits; 0 for none."""
     shared_gate: bool = False
@@ -112,7 +112,7 @@ class Model:
     score_function: Literal["softmax", "softmax_after_topk", "sigmoid"] = "softmax"
     """softmax over all experts and then top-k, softmax over the chosen ones only, or independent sigmoids (DeepSeek-V3)."""
     router_bias: bool = False
-    """A learned bias on the router's logits (gpt-oss). Unlike bias_update_rate's, it has a gradient and enters the weights."""
+    """A learned bias on the router's logits (gpt-oss). Unlike bias_update_rate's, it has a gradient and affects the weights."""
     norm_topk: bool = True
     """Scale the chosen weights of a token to sum to one."""
     route_scale: float = 1.0
@@ -122,7 +122,7 @@ class Model:
     top_groups: int = 1
     """Groups a token may choose its experts from."""
     mtp_depth: int = 0
-    """1: a further block predicts the token after next (multi-token prediction, DeepSeek-V3), for a denser training signal and to draft from when decoding. It costs about a block and a head. 0 for none."""
+    """1: an extra block predicts the token after next (multi-token prediction, DeepSeek-V3), for a denser training signal and to draft from when decoding. It costs about a block and a head. 0 for none."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; projections back into the residual stream use init_std / sqrt(2 * num_layers)."""
 
@@ -134,45 +134,45 @@ class Data:
     source: Literal["stdlib", "files", "synthetic"] = "stdlib"
     """stdlib: the Python standard library's own source, found on this machine. files: what `paths` names. synthetic: counted random tokens, for benchmarks."""
     paths: list[str] = field(default_factory=list)
-    """For source = "files": files, folders of them, globs, or folders of token shards (`titanmoe tokenize`, for real runs). Each entry is one source of the mix."""
+    """For source = "files": files, folders, globs, or folders of token shards (`titanmoe tokenize`, for real runs). Each entry is one source of the mix."""
     weights: list[float] = field(default_factory=list)
     """Share of the samples that each entry of `paths` gives, in any unit. Empty: by number of tokens, so that all end an epoch together."""
     format: Literal["auto", "text", "jsonl", "parquet", "chat", "tokens"] = "auto"
-    """Of the paths. auto: by extension, and token shards by their manifest. chat: JSONL or Parquet with messages, loss on the assistant's alone. The others: where extensions mislead."""
+    """Format of the paths. auto: by extension, and token shards by their manifest. chat: JSONL or Parquet with messages, loss only on the assistant's. The others: where extensions mislead."""
     tokenizer: str = "bytes"
-    """bytes needs no file. Else a Hugging Face tokenizer.json or its folder. Token shards bring their own."""
+    """bytes needs no file. Otherwise a Hugging Face tokenizer.json or its folder. Token shards bring their own."""
     chat_template: str = ""
     """For chats, a Jinja file. Empty: the tokenizer folder's own."""
     bad_lines: Literal["error", "skip"] = "error"
-    """What is no UTF-8, no JSON or lacks the field. error: names the line and ends. skip: leaves it out and says how many."""
+    """What to do with a line that is not UTF-8, not JSON or lacks the field. error: name the line and end. skip: leave it out and say how many there were."""
     max_document_mb: int = 128
-    """Most MiB, unpacked, of a text file, a line of JSONL or a value of Parquet; anything longer ends the reading. It keeps a small packed file from filling the memory. Raise it for longer documents: reading one takes several times its size."""
+    """Maximum size in MiB, uncompressed, of a text file, a line of JSONL or a value of Parquet; anything longer ends the reading. It keeps a small compressed file from filling the memory. Raise it for longer documents: reading one takes several times its size."""
     cache: str = "cache"
-    """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. Large sets: `titanmoe tokenize` beforehand."""
+    """Folder for the token shards that a run makes of text, JSONL and Parquet at its first start; below job.dump_folder unless absolute. For large sets run `titanmoe tokenize` beforehand."""
     packing: Literal["stream", "documents", "best_fit"] = "stream"
-    """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: so too, and whole documents are packed into few sequences, only longer ones cut, at the price of some padding: for fine-tuning and where cut documents hurt."""
+    """How documents fill seq_len positions. stream: cut anywhere, and tokens see the documents before their own: fastest, usual in pre-training. documents: the same cuts, but each document attends, counts positions and predicts within itself. best_fit: the same, but whole documents are packed into few sequences and only longer ones are cut, at the price of some padding: for fine-tuning and where cut documents hurt."""
     balance_work: bool = False
-    """Share a step's samples out so that attention's work, which grows with the squares of documents' lengths, is even over data ranks and microbatches. For packing = "documents" or "best_fit" with few long documents among many short ones."""
+    """Distribute a step's samples so that attention's work, which grows with the squares of documents' lengths, is even over data ranks and microbatches. For packing = "documents" or "best_fit" with few long documents among many short ones."""
     workers: int = 0
-    """Processes per rank that read samples. 0: a thread of the rank does it, enough while data_wait_s (docs/metrics.md) is near 0."""
+    """Processes per rank that read samples. 0: a thread of the rank does it, which is enough while data_wait_s (docs/metrics.md) is near 0."""
     prefetch: int = 2
-    """Steps read ahead, by each worker where there are any. More where reading is uneven, at the price of memory."""
+    """Steps to read ahead, for each worker if there are any. More where reading is uneven, at the price of memory."""
     field: str = "text"
-    """Of each JSONL or Parquet record, the one that holds the text; chats have theirs in "messages" unless this says otherwise."""
+    """The field of each JSONL or Parquet record that holds the text; chats have theirs in "messages" unless this says otherwise."""
 
 
 @dataclass
 class Validation:
-    """Loss on data that is not trained on, under the run's own mapping. It leaves no trace in training."""
+    """Loss on data that is not trained on, under the run's own mapping. It does not affect training."""
 
     interval: int = 0
     """Steps between validations; the last step has one too. 0: none."""
     steps: int = 10
-    """Batches of global_batch_size samples of a validation, the same ones each time. 0: the whole set."""
+    """Batches of global_batch_size samples per validation, the same ones each time. 0: the whole set."""
     paths: list[str] = field(default_factory=list)
-    """What to validate on, as in data.paths; each entry has equal parts in `steps`."""
+    """What to validate on, as in data.paths; each entry has an equal share of `steps`."""
     held_out: int = 0
-    """Every so many-th document of the training data, such as 100, is kept from training to validate on, also while interval = 0. 0: none is; give paths."""
+    """Keep every n-th document of the training data, such as every 100th, out of training and validate on it, even while interval = 0. 0: keep none; give paths."""
 
 
 @dataclass
@@ -188,27 +188,27 @@ class Training:
     global_batch_size: int = -1
     """Samples per optimizer step over all data ranks; the number of microbatches follows. -1: one microbatch per data rank."""
     dtype: Dtype = "float32"
-    """Parameters as stored and stepped. float32 for training, float64 to compare mappings."""
+    """Dtype that parameters are stored and updated in. float32 for training, float64 to compare mappings."""
     mixed_precision_param: Dtype = "bfloat16"
-    """Parameters as computed with, never wider than dtype. bfloat16 for speed; equal to dtype to switch mixed precision off."""
+    """Dtype that parameters are computed with, never wider than dtype. bfloat16 for speed; equal to dtype to switch mixed precision off."""
     mixed_precision_reduce: Dtype = "float32"
-    """Gradients as reduced over data ranks. bfloat16 halves the traffic and loses bits."""
+    """Dtype that gradients are reduced in over data ranks. bfloat16 halves the traffic and loses bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes a GPU when there is one."""
+    """auto uses a GPU if there is one."""
     mtp_weight: float = 0.3
     """Factor on the loss of multi-token prediction, where model.mtp_depth is 1 (DeepSeek-V3: 0.3, late in training 0.1)."""
     loss_chunks: int = -1
-    """Slices of the vocabulary that the loss goes through, so that the logits are never whole. -1: as many as keep a slice's logits within 32 MiB on CPUs, 1 GiB on GPUs. More for less memory; 0 keeps the logits, which spares backward one product with the head."""
+    """Slices of the vocabulary that the loss goes through, so that the logits are never whole. -1: as many as keep a slice's logits within 32 MiB on CPUs, 1 GiB on GPUs. More to save memory; 0 keeps the logits, which saves backward one product with the head."""
     seed: int = 0
-    """Weights, data order and router noise are functions of it, alike under every mapping."""
+    """Weights, data order and router noise are functions of it, the same under every mapping."""
     deterministic: bool = False
     """Two runs of one mapping give the same bits. Slower on GPUs."""
     gc_every: int = 50
-    """Steps between garbage collections, made by all ranks together so that none stalls the others."""
+    """Steps between garbage collections, which all ranks make together so that none stalls the others."""
     first_step_timeout_s: int = 600
     """How long a collective may take until the first step is done (start-up, compilation)."""
     timeout_s: int = 120
-    """How long a collective may take afterwards, before the run is called hung."""
+    """How long a collective may take after that, before the run is considered hung."""
 
 
 @dataclass
@@ -218,17 +218,17 @@ class Optimizer:
     lr: float = 3e-4
     """Peak learning rate. Smaller for larger models."""
     beta1: float = 0.9
-    """Decay of the first moment, in AdamW's running mean of gradients. 0.9 nearly always."""
+    """Decay of the first moment, AdamW's running mean of gradients. Nearly always 0.9."""
     beta2: float = 0.95
     """Decay of the second moment. 0.95 for large batches, 0.999 for small ones."""
     eps: float = 1e-8
-    """Added to the root of the second moment. Larger steadies steps where gradients are tiny."""
+    """Added to the root of the second moment. A larger one stabilises steps where gradients are tiny."""
     weight_decay: float = 0.1
     """Decoupled weight decay. 0.1 is usual; 0 for none."""
     decay_all: bool = False
-    """Also decay norms, biases and router weights. They are spared by default, as is usual."""
+    """Also decay norms, biases and router weights. By default they are not decayed, as is usual."""
     max_grad_norm: float = 1.0
-    """Clip the global gradient norm to this; 0 measures the norm and clips nothing."""
+    """Clip the global gradient norm to this; 0 measures the norm without clipping."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """fused is fastest; for_loop needs the least extra memory."""
 
@@ -240,7 +240,7 @@ class LRSchedule:
     warmup_steps: int = 10
     """Steps of linear warm-up from 0. More for larger rates."""
     decay: Literal["cosine", "linear", "wsd", "none"] = "cosine"
-    """cosine or linear over all steps after warm-up; wsd stays at the peak and decays linearly at the end; none stays."""
+    """cosine or linear: over all steps after warm-up; wsd: stay at the peak and decay linearly at the end; none: stay at the peak."""
     decay_fraction: float = 0.2
     """wsd only: the last part of the steps, in which the rate decays."""
     min_ratio: float = 0.1
@@ -249,42 +249,42 @@ class LRSchedule:
 
 @dataclass
 class Experts:
-    """How the experts lie on the ranks of a pipeline stage. edp = stage ranks / (ep * etp) data ranks hold equal experts."""
+    """How the experts are mapped onto the ranks of a pipeline stage. edp = stage ranks / (ep * etp) data ranks hold the same experts."""
 
     ep: int = 1
-    """Expert parallel: ranks that share the experts out. May span tp, cp and dp. Raise first when expert weights do not fit."""
+    """Expert parallel: ranks that divide up the experts. May span tp, cp and dp. Raise it first when expert weights do not fit."""
     etp: int = 1
     """Expert tensor parallel: ranks that split each expert's hidden dim. Only for few, large experts; need not divide tp."""
     edp: int = -1
-    """Ranks that shard equal experts' state. -1: derived; a given value is checked, and gives way as dp_shard does."""
+    """Ranks that shard the state of the same experts. -1: derived; a given value is checked, and adapts as dp_shard does."""
     edp_replicate: int = -1
-    """Groups of them that replicate it (HSDP). -1: the greatest common divisor of dp_replicate and what ep * etp leaves."""
+    """Groups of those that replicate it (HSDP). -1: the greatest common divisor of dp_replicate and what ep * etp leaves."""
 
 
 @dataclass
 class Parallelism:
-    """How attention, dense layers and the vocabulary lie on the ranks: pp x dp_replicate x dp_shard x cp x tp = world size."""
+    """How attention, dense layers and the vocabulary are mapped onto the ranks: pp x dp_replicate x dp_shard x cp x tp = world size."""
 
     dp_replicate: int = 1
-    """Groups of ranks that replicate the sharded state (HSDP). Pick when one replica fits a node or a few. A run started again on other ranks lowers it where it must (docs/multi_node.md)."""
+    """Groups of ranks that replicate the sharded state (HSDP). Use it when one replica fits a node or a few. A run restarted on other ranks lowers it if it has to (docs/multi_node.md)."""
     dp_shard: int = -1
-    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: derived; a given value is checked, and gives way when a run is started again on other ranks."""
+    """Ranks that shard parameters, gradients and optimizer state (FSDP2). -1: derived; a given value is checked, and adapts when a run is restarted on other ranks."""
     cp: int = 1
-    """Context parallel: ranks that share one sequence out. For long sequences."""
+    """Context parallel: ranks that split each sequence. For long sequences."""
     tp: int = 1
-    """Tensor parallel with sequence parallel. Inside a node."""
+    """Tensor parallel with sequence parallel. Keep it inside a node."""
     pp: int = 1
-    """Pipeline stages' ranks. For models that do not fit otherwise."""
+    """Ranks of a pipeline. For models that do not fit otherwise."""
     reshard_after_forward: Literal["auto", "always", "never"] = "auto"
-    """Free gathered weights between forward and backward: always for the lowest memory, never to save an all-gather. auto: always without a pipeline, never with one (each microbatch would gather again)."""
+    """Free gathered weights between forward and backward: always for the least memory, never to save an all-gather. auto: always without a pipeline, never with one (each microbatch would gather again)."""
     cp_kind: Literal["ring", "ulysses", "allgather"] = "ring"
-    """How context parallel attends. ring: least memory, any number of heads. ulysses: fewest bytes while cp <= heads / tp. allgather: simplest, keys and values whole on every rank."""
+    """How context parallel attention works. ring: least memory, any number of heads. ulysses: fewest bytes while cp <= heads / tp. allgather: simplest, keys and values whole on every rank."""
     cp_placement: Literal["zigzag", "contiguous"] = "zigzag"
-    """zigzag gives each cp rank an early and a late piece of the sequence, so that causal attention is even work."""
+    """zigzag gives each cp rank an early and a late piece of the sequence, so that the work of causal attention is even."""
     attention_backend: Literal["auto", "torch", "plain"] = "auto"
-    """Whose attention runs, with cp or without. auto: on GPUs torch's wherever it can do what is asked (its ring, flex_attention for documents, windows and sinks), ours elsewhere. torch: that or a refusal; on CPUs only the ring. plain: ours throughout, to compare or where torch's fails."""
+    """Whose attention runs, with cp or without. auto: on GPUs torch's wherever it supports what is asked for (its ring, flex_attention for documents, windows and sinks), ours elsewhere. torch: torch's or a refusal; on CPUs only the ring. plain: always ours, to compare or where torch's fails."""
     node: int = -1
-    """Ranks of one node, which ranks fill in order; moe.dispatcher = "hierarchical" asks for it. Fewer than a machine has where some of its ranks are closer to each other. -1: as many as torchrun started on this machine."""
+    """Ranks per node, in rank order; used by moe.dispatcher = "hierarchical". Fewer than a machine has if some of its ranks are closer to each other. -1: as many as torchrun started on this machine."""
     experts: Experts = field(default_factory=Experts)
 
 
@@ -297,11 +297,11 @@ class Pipeline:
     ] = "1F1B"
     """1F1B: the usual. Interleaved1F1B: smaller bubble for more messages. The zero-bubble kinds and DualPipeV split backward and fill the bubble, for more memory. The bubble is printed at start."""
     schedule_csv: str = ""
-    """A file with one row of actions per pipeline rank (0F0, 0B0, ...), in place of `schedule`."""
+    """A file with one row of actions per pipeline rank (0F0, 0B0, ...), instead of `schedule`."""
     virtual_stages: int = -1
     """Stages per rank. -1: 1 for GPipe and 1F1B, 2 for the others."""
     layers_per_stage: list[int] = field(default_factory=list)
-    """Layers of each stage, first to last. Empty: split by cost, embedding and head counted."""
+    """Layers of each stage, first to last. Empty: split by cost, including embedding and head."""
     overlap_pairs: bool = False
     """DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows on their way to experts and back travel while the other half computes. Where experts lie over a wire that is slow beside their products; no number changes. Needs ep x etp > 1 and dispatcher {dispatchers in pieces}."""
 
@@ -313,19 +313,19 @@ class MoE:
     dispatcher: Literal[tuple(DISPATCHERS)] = "alltoall"
     """{dispatchers}"""
     symm_mem_factor: float = 2.0
-    """symm_mem only: rows that a rank has room for, by what arrives under even routing. A step in which a rank would receive more is made again by alltoall, exactly (metric overflow_reruns): raise it if that happens often, lower it for memory. From ep on it never happens."""
+    """symm_mem only: rows that a rank has room for, as a multiple of what arrives under even routing. A step in which a rank would receive more is rerun exactly, by alltoall (metric overflow_reruns): raise it if that happens often, lower it to save memory. From ep on it never happens."""
     overlap_chunks: int = 1
-    """Above 1: each expert's rows travel in so many all-to-alls, so that a chunk is under way while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. -1: before the first step the ranks time both and choose; the header names the choice, which another start may not repeat, so give the number where runs must agree to the last bit. 1: off."""
+    """Above 1: each expert's rows travel in that many all-to-alls, so that a chunk is in flight while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. -1: before the first step the ranks time both and choose; the header reports the choice, which another start may not repeat, so give the number if runs must agree to the last bit. 1: off."""
     capacity_factor: float = 0.0
     """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
     drop_policy: Literal["probability", "position"] = "probability"
-    """Over capacity, drop the least probable tokens (weights compared in bfloat16, of equals the last) or strictly the last ones."""
+    """Over capacity, drop the least probable tokens (weights compared in bfloat16, the last of equals first) or simply the last ones."""
     capacity_scope: Literal["sub_sequence", "full_sequence"] = "sub_sequence"
-    """sub_sequence: each rank drops among its own tokens, no extra communication. full_sequence: per sample, the same under every mapping."""
+    """sub_sequence: each rank drops among its own tokens, without extra communication. full_sequence: per sample, the same under every mapping."""
     pad_to_capacity: bool = False
     """Fill every expert's bin up to capacity: static shapes, even splits, no host sync."""
     router_dtype: Literal["float32", "float64"] = "float32"
-    """Precision of the gating product and scores; only ever a promotion."""
+    """Precision of the gating product and scores; it can only widen them."""
     jitter: float = 0.0
     """Multiply the router's input by uniform noise of 1 +- jitter (exploration; 0.01 is usual)."""
     force_balance: bool = False
@@ -341,11 +341,11 @@ class MoE:
     bias_update_rate: float = 0.0
     """Aux-loss-free balance: after each step an expert's selection bias moves by this much against its load (DeepSeek-V3: 0.001)."""
     grouped_mm: Literal["auto", "grouped", "loop"] = "auto"
-    """How experts multiply. auto takes torch's grouped product where dtype and sizes allow, else the plain loop."""
+    """How experts multiply. auto uses torch's grouped product where dtype and sizes allow, else the plain loop."""
     expert_dtype: Literal["compute", "fp8", "fp8_emulated"] = "compute"
-    """In what experts multiply. compute: training.mixed_precision_param. fp8: in 8 bits with a scale per row, on Hopper GPUs, for large experts; gradients of the weights, router and everything else stay as they are. fp8_emulated: the same roundings on any device, slowly, to see what they do to a loss."""
+    """Precision that experts multiply in. compute: training.mixed_precision_param. fp8: in 8 bits with a scale per row, on Hopper GPUs, for large experts; gradients of the weights, router and everything else are unchanged. fp8_emulated: the same roundings on any device, slowly, to see what they do to a loss."""
     kernels: Literal["auto", "triton", "torch"] = "auto"
-    """How routing, rows and activations are computed. auto takes Triton kernels on GPUs where Triton is installed, else torch's operations. torch to compare with them or to rule them out."""
+    """How routing, rows and activations are computed. auto uses Triton kernels on GPUs if Triton is installed, else torch's operations. torch to compare with them or to rule them out."""
 
 
 @dataclass
@@ -353,31 +353,31 @@ class ActivationCheckpoint:
     """What backward recomputes instead of keeping. It never changes a number."""
 
     mode: Literal["none", "full", "selective", "moe"] = "none"
-    """none: fastest. full: whole blocks, lowest memory. selective: keeps matrix products (but latent attention's out of its latents), attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half, where most activations are."""
+    """none: fastest. full: whole blocks, least memory. selective: keeps matrix products (except those that expand latent attention's latents), attention and what came over the network, recomputes the cheap rest. moe: recomputes only the MoE half, where most activations are."""
     every: int = 1
     """Apply to every n-th block."""
 
 
 @dataclass
 class Compile:
-    """torch.compile, per part of a block: attention, norms, dense layer, head, and a MoE layer as a whole where moe.pad_to_capacity makes its sizes static, else its experts and shared expert apart."""
+    """torch.compile, per part of a block: attention, norms, dense layer, head, and a MoE layer as a whole if moe.pad_to_capacity makes its sizes static, else its experts and shared expert separately."""
 
     enable: bool = False
-    """Worth its start-up (a minute or more) on long runs. The header says what becomes of the MoE layers."""
+    """Worth its start-up (a minute or more) on long runs. The header says how the MoE layers are compiled."""
     backend: str = "inductor"
     """inductor for speed; aot_eager to look for graph breaks."""
 
 
 @dataclass
 class Metrics:
-    """What a run tells. The console line and metrics.jsonl hold the same numbers."""
+    """What a run reports. The console line and metrics.jsonl have the same numbers."""
 
     log_every: int = 1
     """Steps between console lines."""
     console: Literal["auto", "live", "lines"] = "auto"
     """live: one panel that stays in place. lines: one line per report, for files and log collectors. auto: live on a terminal."""
     experts_every: int = -1
-    """Steps between lines of experts.jsonl, which hold the load of every expert of every layer. -1: about 500 lines in a whole run. 0: none, where even that is too much."""
+    """Steps between lines of experts.jsonl, which hold the load of every expert of every layer. -1: about 500 lines in a whole run. 0: none, if even that is too much."""
     tensorboard: bool = True
     """Write TensorBoard event files into the run's folder."""
     wandb: str = ""
@@ -391,39 +391,39 @@ class Profile:
     """A closer look at single steps (docs/watching.md). Files go to profile/ in the run's folder."""
 
     steps: list[int] = field(default_factory=list)
-    """Steps to trace with torch's profiler, such as [10, 11]; one file each. Take some after the first few, which are unlike the others. Empty: none."""
+    """Steps to trace with torch's profiler, such as [10, 11]; one file each. Skip the first few, which are not typical. Empty: none."""
     ranks: list[int] = field(default_factory=lambda: [0])
-    """Ranks that trace. One of each pipeline stage shows a pipeline; all of them is a lot of files."""
+    """Ranks that trace. One of each pipeline stage shows a pipeline; all of them make a lot of files."""
     memory: Literal["none", "oom", "steps"] = "none"
     """GPUs only: every allocation with its stack, as a snapshot when memory runs out (oom), or then and after each of `steps`. Costs a few percent of speed while it is on."""
 
 
 @dataclass
 class Checkpoint:
-    """Saving a run and going on with it, under the same mapping or any other (docs/checkpoint.md)."""
+    """Saving and resuming a run, under the same mapping or any other (docs/checkpoint.md)."""
 
     enable: bool = False
-    """Save into the run's folder: every `interval` steps, at the end, and on SIGTERM or SIGINT. A run of the same name then goes on where it stopped."""
+    """Save into the run's folder: every `interval` steps, at the end, and on SIGTERM or SIGINT. A run of the same name then resumes where it stopped."""
     folder: str = "checkpoints"
-    """Where they lie: a folder within the run's own, or an absolute path in which every run gets one of its name."""
+    """Where checkpoints go: a folder within the run's own, or an absolute path in which every run gets a folder of its own name."""
     interval: int = 500
-    """Steps between checkpoints; 0 saves only at the end and on a signal. As many as you can bear to compute again."""
+    """Steps between checkpoints; 0 saves only at the end and on a signal. As many as you can afford to repeat."""
     save: Literal["async", "sync"] = "async"
-    """async copies the state to CPU memory and writes it beside the next steps. sync waits for the disk and needs no copy."""
+    """async copies the state to CPU memory and writes it while training continues. sync waits for the disk and needs no copy."""
     keep_last: int = 3
-    """How many to keep, the last ones made; 0 keeps all."""
+    """How many of the latest to keep; 0 keeps all."""
     keep_every: int = 0
-    """Also keep those of every so many steps, e.g. 10000, for evaluation later; 0 for none."""
+    """Also keep those of every n-th step, e.g. 10000, for evaluation later; 0 for none."""
     load: str = "auto"
-    """auto: the last whole checkpoint of this run, if it has any; if it has some and none can be used, that is refused. none: begin anew, in a folder of its own. A step such as 1200: that one of this run. A path: that checkpoint, or the latest of that run, unless this run has one of its own."""
+    """auto: the last complete checkpoint of this run, if it has any; if it has some and none can be used, the run is refused. none: start from scratch, in a folder of its own. A step such as 1200: that one of this run. A path: that checkpoint, or the latest of that run, unless this run has one of its own."""
     model_only: bool = False
-    """Take only the weights from a checkpoint that `load` names by path; optimizer, step and data begin anew."""
+    """Take only the weights from a checkpoint that `load` names by path; optimizer, step and data start from scratch."""
     initial_hf: str = ""
     """A folder of Hugging Face safetensors to take the first weights from, while the run has no checkpoint of its own."""
     verify: bool = True
     """Compare every file's checksum before loading. false only where reading twice costs too much."""
     timeout_s: int = 1800
-    """How long a save may take, on the slowest rank. After that the run ends, and names the rank and the file that it is still writing. Several times what a save usually takes."""
+    """How long a save may take, on the slowest rank. After that the run ends, naming the rank and the file that it is still writing. Set it to several times what a save usually takes."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What fits a field; and for what does not, what was perhaps meant."""
+"""What fits a field; and for what does not, what was probably meant."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from titanmoe.config.recipe import parsed
 
 
 class Misfit(NamedTuple):
-    """Stands where a value of another type was given."""
+    """Takes the place of a value of the wrong type."""
 
     correction: str
 
 
 def fit(value: Any, target: Field) -> Any:
-    """The value as the field holds it, or a misfit."""
+    """The value as the field stores it, or a misfit."""
     if target.item:
         if isinstance(value, list) and target.item is float:
             value = [float(item) if type(item) is int and abs(item) < ranges.LIMIT else item for item in value]
@@ -36,7 +36,7 @@ def fit(value: Any, target: Field) -> Any:
 
 
 def fit_texts(texts: list[str], target: Field) -> Any:
-    """The same for words of a command line."""
+    """The same for words on a command line."""
     if not target.item:
         value = parse(texts[0], target.kind)
         return fit(texts[0] if value is None else value, target)
@@ -52,7 +52,7 @@ def fit_texts(texts: list[str], target: Field) -> Any:
 
 
 def parse(text: str, kind: Any) -> Any:
-    """A value of that kind from its text; None if it is none."""
+    """A value of that kind from its text; None if it is not one."""
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower())
     try:
@@ -89,7 +89,7 @@ def _correction(value: Any, target: Field) -> str:
 
 
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The known name most like it; empty if none is much like it."""
+    """The known name most like it; empty if none is similar enough."""
     from difflib import get_close_matches
 
     return next(iter(get_close_matches(name.lower(), known, n=1, cutoff=cutoff)), "")
@@ -101,7 +101,8 @@ def _names() -> dict[str, tuple[str, str, str]]:
 
 
 def nearest(path: str) -> str:
-    """The field or table perhaps meant: the same name elsewhere, a like one in the same table, a like one; or empty."""
+    """The field or table probably meant: the same name elsewhere, a similar one in the same table, any similar one; or
+    empty."""
     table, _, name = path.replace("-", "_").rpartition(".")
     known = _names()
     same = [other for other, (_, _, its) in known.items() if its == name]

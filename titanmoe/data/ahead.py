@@ -1,6 +1,6 @@
 """Items read before they are asked for: by a thread of this process, or by worker processes (torchdata).
 
-torchdata's own state counts by worker, so that a run could resume only with as many; ours rides with each item.
+torchdata's own state counts per worker, so a run could only resume with the same number; ours travels with each item.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 class Ahead:
     def __init__(self, reader: Any, plans: Any, workers: int, depth: int):
-        """reader[plan] makes an item; depth: so many are read ahead, by each worker."""
+        """reader[plan] makes an item; depth: how many are read ahead, by each worker."""
         self._items: queue.SimpleQueue = queue.SimpleQueue()
         self._room = threading.Semaphore(1 if workers else depth)
         self._stop = threading.Event()
@@ -43,7 +43,7 @@ class Ahead:
         return item
 
     def close(self) -> None:
-        """Ends workers too."""
+        """Also ends the workers."""
         self._stop.set()
         self._room.release()
         self._thread.join()
@@ -54,7 +54,7 @@ def _by_workers(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[A
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
-        # Forked, so that what is in memory is shared and memory-mapped files stay open.
+        # Forked, so that memory is shared and memory-mapped files stay open.
         loader = StatefulDataLoader(
             reader,
             batch_size=None,
@@ -69,7 +69,8 @@ def _by_workers(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[A
 
 
 def _apart(_: int) -> None:
-    """Ctrl-C and torchrun ask the rank's whole group to end; the rank saves first, and for that keeps its workers."""
+    """Ctrl-C and torchrun signal the rank's whole process group; the rank saves first, and needs its workers for
+    that."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not the rank's own handler
@@ -80,7 +81,7 @@ def _as_it_is(item: Any) -> Any:
 
 
 def _feed(box: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Semaphore, stop: threading.Event) -> None:
-    source = box.pop()  # the only reference to it: workers end with this function
+    source = box.pop()  # the only reference: workers end with this function
     try:
         while True:
             room.acquire()
@@ -88,5 +89,5 @@ def _feed(box: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Se
                 return
             items.put(next(source))
     except BaseException as error:
-        # A worker's error tells its traceback in words; this one's frames would keep the workers alive.
+        # A worker's error carries its traceback as text; this one's frames would keep the workers alive.
         items.put(error if isinstance(source, Generator) else error.with_traceback(None))

@@ -1,7 +1,7 @@
-"""What training reads, whatever the source: documents, one after the other in one long row of tokens.
+"""What training reads, whatever the source: documents, concatenated into one long sequence of tokens.
 
-A document's tokens include its end mark, and its begin mark where the tokenizer has one. Where the tokens lie, in
-memory or in shards on a disk, is the source's affair: nobody asks for more than a few thousand of them at a time.
+A document's tokens include its end mark, and its begin mark if the tokenizer has one. Where the tokens are stored, in
+memory or in shards on a disk, is up to the source: nobody asks for more than a few thousand of them at a time.
 
 Shapes: N positions asked for.
 """
@@ -16,7 +16,7 @@ import numpy as np
 
 class Documents(Protocol):
     name: str
-    """As told in logs and metrics."""
+    """As shown in logs and metrics."""
     fingerprint: str
     """Of the content; a resumed run compares it."""
     vocab_size: int
@@ -27,14 +27,15 @@ class Documents(Protocol):
 
     @property
     def starts(self) -> Any:
-        """len + 1 integers: document i is tokens starts[i]:starts[i + 1]. An array, perhaps memory-mapped, or what has
-        a length and takes an integer, a slice or an array of integers like one."""
+        """len + 1 integers: document i is tokens starts[i]:starts[i + 1]. An array, possibly memory-mapped, or anything
+        that has a length and can be indexed by an integer, a slice or an array of integers."""
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of the whole row, as int64 or narrower."""
+        """Tokens [start, stop) of the whole sequence, as int64 or narrower."""
 
     def counted(self, start: int, stop: int) -> np.ndarray | None:
-        """bool: which of these tokens carry loss as labels, as in a chat the answers alone; None: all."""
+        """bool: which of these tokens count towards the loss as labels, such as only the answers in a chat; None:
+        all."""
 
 
 class MemoryDocuments:
@@ -58,10 +59,10 @@ class MemoryDocuments:
 
 
 def document_of(documents: Documents, token_N: np.ndarray) -> np.ndarray:
-    """The document that each token of the row lies in; an empty one holds none."""
+    """The document that each token of the sequence is in; an empty document has none."""
     starts = documents.starts
     if isinstance(starts, np.ndarray):
-        # Of one type with the array, or numpy would first convert the whole of it.
+        # Of the array's own type, or numpy would first convert all of it.
         return np.searchsorted(starts, token_N.astype(starts.dtype), side="right") - 1
     low_N, high_N = np.zeros_like(token_N), np.full_like(token_N, len(documents))
     while (high_N - low_N > 1).any():  # starts[low] <= token < starts[high]

@@ -1,6 +1,6 @@
 """Some documents of a source as a source of their own: what is trained on, and what is kept for validation.
 
-Neither tokens nor starts are copied; what it keeps is three integers per run of neighbouring documents.
+Neither tokens nor starts are copied; it stores three integers per run of neighbouring documents.
 
 Shapes: R runs, N documents asked for.
 """
@@ -28,7 +28,7 @@ class Part:
     """Documents [first, end) of each run."""
 
     def __init__(self, whole: Documents, first_R: np.ndarray, end_R: np.ndarray, which: str):
-        if not len(first_R):  # no document: one run of none
+        if not len(first_R):  # no documents: one empty run
             first_R = end_R = np.zeros(1, np.int64)
         self.whole, self.first_R = whole, first_R
         self.name, self.vocab_size = whole.name, whole.vocab_size
@@ -53,7 +53,7 @@ class Part:
         return None if parts[0] is None else np.concatenate(parts)
 
     def _ranges(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Where these tokens lie in the whole row."""
+        """Where these tokens are in the whole sequence."""
         run = int(np.searchsorted(self.token_R, start, side="right")) - 1
         out = []
         while start < stop:

@@ -1,4 +1,4 @@
-"""Several sources in one run: whose turn it is, and how far each has come.
+"""Several sources in one run: which one is next, and how far each has got.
 
 Which source gives sample n of the run is a function of (seed, n); which of its sequences, of how many it has given.
 
@@ -35,7 +35,7 @@ class Mix:
         self._until_K = np.cumsum(weight_K / weight_K.sum())[:-1]
 
     def take(self, first: int, count: int) -> list[Sample]:
-        """Samples first, first + 1, ... of the run; they are taken in this order once."""
+        """Samples first, first + 1, ... of the run; each is taken once, in this order."""
         if len(self.sources) == 1:
             return [Sample(0, pieces) for pieces in self.sources[0].packer.take(count)]
         # The top 53 bits: a weight may be small.
@@ -46,7 +46,7 @@ class Mix:
         return [Sample(turn, next(queues[turn])) for turn in turn_N.tolist()]
 
     def read(self, samples: list[Sample | None], seq_len: int, apart: bool) -> Arrays:
-        """None is a sequence of nothing but padding."""
+        """None stands for a sequence of padding only."""
         out = empty(len(samples), seq_len, apart)
         for n, sample in enumerate(samples):
             if sample is not None:
@@ -54,7 +54,7 @@ class Mix:
         return out
 
     def lengths(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Of the documents of each sample, as far as they attend."""
+        """Of the documents in each sample, as far as they attend."""
         found = [
             iter(source.packer.lengths([sample.pieces for sample in samples if sample.source == k]))
             for k, source in enumerate(self.sources)
@@ -63,7 +63,7 @@ class Mix:
 
     @property
     def epochs(self) -> dict[str, float]:
-        """How often each source has been gone through; one without end is not there."""
+        """How many times each source has been read; endless sources are left out."""
         return {s.name: s.packer.epochs for s in self.sources if s.packer.epochs is not None}
 
     @property

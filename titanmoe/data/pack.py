@@ -1,13 +1,13 @@
 """From documents to sequences of S positions, in a shuffled order that needs no index.
 
-stream      the row of all tokens is cut every S tokens, wherever that is, and the windows come in a counted order. In
-            an epoch every token but the rest is a label once; the cuts begin elsewhere in every epoch.
-documents   the same windows, each document in them apart from its neighbours.
+stream      the sequence of all tokens is cut every S tokens, wherever that is, and the windows come in a counted order.
+            In an epoch every token but the remainder is a label once; every epoch cuts at other places.
+documents   the same windows, with the documents in them kept apart.
 best_fit    documents come in a counted order, BUFFER at a time; those of one buffer are packed into as few sequences as
-            greedy best fit finds, longest first, and these come in a counted order. The buffer is what bounds memory.
+            greedy best fit finds, longest first, and these come in a counted order. The buffer bounds the memory.
 
-A packer hands out pieces, which cost no reading; `fill` reads those of one sequence. What a packer hands out next is a
-function of the seed and of its state, a few integers. A document of n tokens gives n - 1 pairs of a token and its
+A packer hands out pieces without reading anything; `fill` reads those of one sequence. What a packer hands out next is
+a function of the seed and of its state, a few integers. A document of n tokens gives n - 1 pairs of a token and its
 label: its end mark is a label and, where documents are packed whole, never an input.
 
 Shapes: P pieces of one sequence, Q sequences of one buffer, S positions.
@@ -27,18 +27,18 @@ from titanmoe.ops.counted import key
 from titanmoe.tokens import IGNORE
 
 BUFFER = 1024
-"""Documents that best fit looks at together."""
+"""Documents that best fit packs together."""
 
 
 class Pieces(NamedTuple):
-    """One sequence: where its pieces begin in the row of tokens, and how many pairs each has."""
+    """One sequence: where its pieces begin in the sequence of all tokens, and how many pairs each has."""
 
     start_P: np.ndarray
     pairs_P: np.ndarray
 
 
 class Arrays(NamedTuple):
-    """Sequences under way to a Batch, with N of them."""
+    """N sequences on their way to a Batch."""
 
     tokens_NS: np.ndarray
     labels_NS: np.ndarray
@@ -82,7 +82,7 @@ class Stream:
         return permuted(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
 
     def once(self) -> Iterator[Pieces]:
-        """The first epoch, whole."""
+        """The whole first epoch."""
         self.taken = 0
         while self.taken < self.per_epoch:
             yield from self.take(min(BUFFER, self.per_epoch - self.taken))
@@ -100,14 +100,14 @@ class Stream:
         (self.taken,) = state
 
     def _begins(self, start_N: np.ndarray) -> Iterator[np.ndarray]:
-        """Where further documents begin in the windows that start there, up to the last label."""
+        """Where other documents begin in the windows that start there, up to the last label."""
         first_N, last_N = (document_of(self.documents, start_N + more) + 1 for more in (0, self.seq_len))
         starts = self.documents.starts
         for start, first, last in zip(start_N.tolist(), first_N.tolist(), last_N.tolist(), strict=True):
             yield np.unique(np.asarray(starts[first:last]).astype(np.int64)) - start
 
     def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
-        """Of what attends within itself."""
+        """Of whatever attends within itself."""
         if not self.apart:
             return [pieces.pairs_P for pieces in sequences]
         windows = self._begins(np.array([pieces.start_P[0] for pieces in sequences], np.int64))
@@ -122,14 +122,14 @@ class Stream:
             out.labels_NS[n][~counted[1:]] = IGNORE
         if self.apart:
             (begins,) = self._begins(pieces.start_P)
-            out.labels_NS[n, begins - 1] = IGNORE  # the token after a document's end is another's first
+            out.labels_NS[n, begins - 1] = IGNORE  # the token after a document's end belongs to the next
             begins = np.append(0, begins[begins < self.seq_len])
             document_S = np.searchsorted(begins, np.arange(self.seq_len), side="right") - 1
             out.document_NS[n], out.position_NS[n] = document_S, np.arange(self.seq_len) - begins[document_S]
 
 
 class _Packed:
-    """The sequences of one buffer, in their order. Full pieces, of which long documents make many, are mere numbers."""
+    """The sequences of one buffer, in order. Full pieces, of which long documents make many, are stored as numbers."""
 
     def __init__(self, begin_Q: np.ndarray, whole_1: np.ndarray, bins: list[Pieces], order_Q: np.ndarray):
         self.begin_Q, self.whole_1, self.bins, self.order_Q = begin_Q, whole_1, bins, order_Q
@@ -154,7 +154,7 @@ class BestFit:
 
     @property
     def per_epoch(self) -> int:
-        """At least so many sequences: were there no padding."""
+        """At least this many sequences: the number without padding."""
         return -(-self.pairs // self.seq_len)
 
     @property
@@ -186,7 +186,7 @@ class BestFit:
         return out
 
     def once(self) -> Iterator[Pieces]:
-        """The first epoch, whole."""
+        """The whole first epoch."""
         for buffer in range(self.buffers):
             self.state = [0, buffer, 0]
             yield from self._pack()[:]
@@ -225,9 +225,9 @@ class BestFit:
 
 
 def best_fit(sizes: list[int], room: int) -> list[list[int]]:
-    """Bins of the numbers of these sizes, each size into the fullest bin that still has room for it."""
+    """Bins of the numbers of these sizes, with each size in the fullest bin that still has room for it."""
     bins: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # of each bin that is not full: its room, its number
+    left: list[tuple[int, int]] = []  # for each bin that is not full: its room, its number
     for i, size in enumerate(sizes):
         at = bisect_left(left, (size, -1))
         if at < len(left):

@@ -1,8 +1,8 @@
-"""Order without an index: a permutation of any size that is computed number by number, in no memory.
+"""Order without an index: a permutation of any size, computed number by number, without memory.
 
-A balanced Feistel network permutes 0 ... 4^h - 1 whatever its round function; a number it throws outside of the wanted
+A balanced Feistel network permutes 0 ... 4^h - 1 whatever its round function; a number that lands outside the wanted
 range is sent through again until it falls inside, which makes a permutation of that range (Black and Rogaway, "Ciphers
-with arbitrary finite domains", 2002). 4^h is less than 4 times the size, so that few go through more than twice.
+with arbitrary finite domains", 2002). 4^h is less than 4 times the size, so few go through more than twice.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROUNDS = 4
 
 
 def permuted(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
-    """Where each of these numbers below size stands in the order that the key names."""
+    """The positions of these numbers, all below size, in the order given by the key."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     out_N = torch.as_tensor(number_N, dtype=torch.int64).clone()
     left = torch.arange(len(out_N))

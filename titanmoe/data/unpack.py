@@ -1,4 +1,4 @@
-"""Files packed as .gz or .zst, as the bytes that were packed: in pieces, however much a piece unpacks to."""
+"""Files compressed as .gz or .zst, as the original bytes: in pieces, however much a piece expands to."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from titanmoe.config import ConfigError
 
 PACKED = (".gz", ".zst")
 PIECE = 1 << 11
-"""Bytes of .zst that are unpacked at once: at most 64 MiB come of them, at 32,768 to 1."""
+"""Bytes of .zst to decompress at one time: at most 64 MiB come out, at 32,768 to 1."""
 
 
 class opened:
-    """A file's bytes, unpacked, and the file as it lies on the disk."""
+    """A file's bytes, decompressed, and the file as it is on the disk."""
 
     def __init__(self, file: str):
         self.file = file
@@ -37,7 +37,7 @@ class opened:
 
 
 class _Zstd(io.RawIOBase):
-    """Frame after frame. The packages' own readers take a file that was cut off for one that ended."""
+    """Frame after frame. The packages' own readers take a truncated file for one that ended."""
 
     def __init__(self, raw: io.BufferedIOBase, file: str):
         self.raw, self.new = raw, _unpacker(file)

@@ -1,8 +1,8 @@
-"""Even work: which data rank and microbatch takes which samples of a step.
+"""Balanced work: which data rank and microbatch takes which samples of a step.
 
 A microbatch takes as long as its busiest data rank, since experts are shared, and a pipeline waits for its longest
-microbatch. Attention's share of a sample's work grows with the squares of its documents' lengths, so of samples equally
-long in tokens one may cost many times another.
+microbatch. Attention's share of a sample's work grows with the squares of its documents' lengths, so one of two samples
+with the same number of tokens may cost many times the other.
 
 Shapes: N samples of a step, M microbatches, R data ranks, B samples of a microbatch on a data rank; N = M * R * B.
 """
@@ -23,10 +23,10 @@ class Work:
 
     def __init__(self, model: Model):
         blocks = [window(model, i) for i in range(model.num_layers + model.mtp_depth)]
-        # Of a query and a key: a product each for the score and for the weighted value.
+        # For a query and a key: one product for the score and one for the weighted value.
         per_pair = 2 * model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim))
         self.per_pair = {width: per_pair * blocks.count(width) for width in set(blocks)}
-        layers, rest = layer_flops(model, 1)  # in which a token sees half a pair
+        layers, rest = layer_flops(model, 1)  # where a token sees half a pair
         self.per_token = sum(layers) + rest - per_pair // 2 * len(blocks)
 
     def __call__(self, length_P: np.ndarray) -> float:
@@ -42,8 +42,8 @@ class Work:
 def assign(work_N: np.ndarray, microbatches: int, ranks: int, size: int) -> np.ndarray:
     """(M, R, B): the samples of each microbatch of each data rank.
 
-    Heaviest first into the lightest of M * R groups that has room; R groups of like weight form a microbatch; in it,
-    the rank that has done least so far takes the heaviest. Ties go by number, so that all ranks find the same.
+    Heaviest first into the lightest of M * R groups that has room; R groups of similar weight form a microbatch; in it,
+    the rank that has done least so far takes the heaviest. Ties are broken by number, so that all ranks agree.
     """
     groups: list[list[int]] = [[] for _ in range(microbatches * ranks)]
     weight = np.zeros(len(groups))

@@ -1,4 +1,4 @@
-"""The fold: attention and experts laid differently over the same ranks.
+"""The fold: attention and experts mapped differently onto the same ranks.
 
 degrees -> two views -> legality -> rank groups -> device meshes. All but `meshes` is plain arithmetic, without torch.
 """

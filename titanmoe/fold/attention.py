@@ -14,7 +14,7 @@ Backend = Literal["plain", "ring", "flex"]
 def pick_backend(
     asked: str, kind: str, cp: int, device: str, float64: bool, masked: bool, sinks: bool, ring_lacks: str = ""
 ) -> tuple[Backend, str]:
-    """And, where that is plain, why torch's would not do.
+    """Returns also why torch's cannot be used, if the answer is plain.
 
     masked: there are documents or a window. ring_lacks: why this torch's ring cannot run, if it cannot.
     """
@@ -38,7 +38,8 @@ def pick_backend(
 
 
 def attention_violations(config: Config, cp: int) -> Iterator[str]:
-    """What attention_backend = "torch" asks of the device, the model and the documents; "auto" takes ours instead."""
+    """What attention_backend = "torch" requires of the device, the model and the documents; "auto" uses ours
+    instead."""
     options, model, training = config.parallelism, config.model, config.training
     if options.attention_backend != "torch":
         return

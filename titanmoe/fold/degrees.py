@@ -74,9 +74,9 @@ class Fold:
 
 
 def nodes_of_a_group(world: int, ep: int, etp: int, node: int) -> int | None:
-    """Over how many nodes each group of ep x etp lies, evenly and with whole experts on each; None if it does not.
+    """How many nodes each group of ep x etp spans, evenly and with whole experts on each; None if it does not.
 
-    The ranks of a group follow each other, and the first is a multiple of its size.
+    The ranks of a group are consecutive, and the first is a multiple of its size.
     """
     size = ep * etp
     if node >= world or node % size == 0:
@@ -92,7 +92,7 @@ def asked_degrees(parallelism: Parallelism) -> dict[str, int]:
 
 
 def default_edp_replicate(dp_replicate: int, left: int) -> int:
-    """Experts are replicated as attention is, as far as the ranks that ep * etp leaves divide that way."""
+    """Experts are replicated like attention, as far as the ranks that ep * etp leaves can be divided that way."""
     return gcd(dp_replicate, left)
 
 
@@ -104,7 +104,7 @@ def derive(world: int, parallelism: Parallelism) -> Fold:
 
 
 def resolve(world: int, parallelism: Parallelism) -> tuple[dict[str, int], list[str]]:
-    """The degrees as far as they are sound, with `stage` and `dp` among them, and what is wrong with the others."""
+    """The degrees that are sound, including `stage` and `dp`, and what is wrong with the others."""
     asked = asked_degrees(parallelism)
     degrees = {name: n for name, n in asked.items() if n > 0}
     problems = [_not_a_count(name, n) for name, n in asked.items() if n < 1 and not (n == -1 and name in DERIVED)]

@@ -23,7 +23,7 @@ def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[in
 
 
 def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-    """The same one at a time, for those who want the first few of a large world."""
+    """The same, one at a time, for callers that need only the first few of a large world."""
     chosen = _chosen(fold, view, axes)
     spans = _sizes_and_strides(fold, view)
     members = list(_ranks([spans[name] for name in spans if name in chosen]))
@@ -32,7 +32,7 @@ def iter_groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> Iterator
 
 
 def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> tuple[int, ...]:
-    """The group that `rank` is in. Costs its size, whatever the world's."""
+    """The group that `rank` is in. The cost is its size, whatever the world's."""
     chosen = _chosen(fold, view, axes)
     mine = coordinates(fold, view, rank)
     spans = _sizes_and_strides(fold, view)
@@ -50,9 +50,9 @@ def coordinates(fold: Fold, view: View, rank: int) -> dict[str, int]:
 def crossing(fold: Fold, view: View, axes: str | tuple[str, ...], node: int) -> Literal["none", "some", "all"]:
     """How many groups of some adjacent axes have ranks on more than one node, ranks filling the nodes in order.
 
-    The groups tile blocks of size * stride ranks, from rank 0. If such blocks tile a node, no group leaves it. Else
-    some block has a node's edge inside, and some group of that block crosses it; rank 0's group does not if it ends
-    before the first edge.
+    The groups tile blocks of size * stride ranks, from rank 0. If such blocks tile a node, no group leaves it.
+    Otherwise some block has a node boundary inside, and some group of that block crosses it; rank 0's group does not if
+    it ends before the first boundary.
     """
     chosen = _chosen(fold, view, axes)
     spans = [span for name, span in _sizes_and_strides(fold, view).items() if name in chosen]

@@ -1,7 +1,7 @@
-"""The fold as process groups and DeviceMeshes: a group for each axis on which somebody sends, and no other.
+"""The fold as process groups and DeviceMeshes: a group for each axis that something is sent along, and no other.
 
 A group costs every rank threads and sockets, and on GPUs a communicator with its buffers. So axes over the same ranks
-share one, but only within a lane: what may be under way at the same time never shares.
+share one, but only within a lane: messages that may be in flight at the same time never share a group.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Lane = Literal["waited", "rows", "shards", "replicas", "stages"]
 """Who sends: docs/parallelism.md has the table.
 
     waited    what computation waits for: tp, cp, sums of counts, losses and norms; the world's own group too
-    rows      the dispatchers, whose rows travel beside computation
+    rows      the dispatchers, whose rows travel while the device computes
     shards    FSDP's all-gathers and reduce-scatters, of either view
     replicas  HSDP's all-reduces, of either view
     stages    the pipeline
 
-Saving has a group of its own, which is none of these (`titanmoe.checkpoint.saver`).
+Saving has a group of its own, outside these lanes (`titanmoe.checkpoint.saver`).
 """
 
 SILENT = "(nobody sends along this axis)"
-"""Stands for the name of a group that was not made; torch repeats it when it is asked for the group."""
+"""The name given to a group that was not made; torch repeats it when the group is asked for."""
 
 
 class Lanes:
@@ -50,7 +50,7 @@ class Lanes:
         }
 
     def group(self, lane: Lane, parts: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
-        """That of the part which this rank is in, if any. No rank is in two parts, and all are equally large."""
+        """The group of this rank's part, if it is in one. No rank is in two parts, and all have the same size."""
         key = lane, tuple(parts)
         if len(key[1][0]) == 1:
             return self.alone
@@ -59,7 +59,7 @@ class Lanes:
         return self.made[key]
 
     def _make(self, lane: str, parts: tuple[tuple[int, ...], ...]) -> dist.ProcessGroup | None:
-        if dist.group.WORLD.bound_device_id is not None:  # NCCL: else every group would be a split of the whole world
+        if dist.group.WORLD.bound_device_id is not None:  # NCCL: else each group would split the whole world
             return dist.split_group(split_ranks=[list(part) for part in parts], timeout=self.timeout, group_desc=lane)
         made = [dist.new_group(list(part), self.timeout, group_desc=lane) for part in parts]
         mine = [group for part, group in zip(parts, made, strict=True) if dist.get_rank() in part]
@@ -67,7 +67,7 @@ class Lanes:
 
     @cached_property
     def alone(self) -> dist.ProcessGroup:
-        """For meshes, whose every axis wants a group: no thread, socket or communicator, because nothing is sent."""
+        """For meshes, which need a group for every axis: no thread, socket or communicator, because nothing is sent."""
         if dist.get_world_size() == 1:
             return dist.group.WORLD
         return dist.new_group([dist.get_rank()], backend="fake", use_local_synchronization=True, group_desc="alone")
@@ -97,9 +97,9 @@ def build_meshes(
 ) -> Meshes:
     """Collective over the world.
 
-    node: how many ranks a node has, where dispatch is to be cut at nodes; else -1.
-    timeout: of the groups made here; by default torch's own.
-    trains: False where weights lie whole on every data rank and nothing is learnt, so that FSDP sends nothing.
+    node: how many ranks a node has, if dispatch is to be split at nodes; else -1.
+    timeout: for the groups made here; by default torch's own.
+    trains: False if weights are whole on every data rank and nothing is trained, so that FSDP sends nothing.
     """
     lanes = Lanes(timeout)
 
@@ -107,7 +107,7 @@ def build_meshes(
         return lanes.group(lane, groups(fold, view, axes))
 
     def mesh(view: View, **axes: tuple[Lane | None, tuple[str, ...]]) -> DeviceMesh:
-        """Of this rank's stage. Under each axis its lane, None where nobody sends, and what it is made of."""
+        """A mesh of this rank's stage. For each axis, its lane (None if nothing is sent) and what it is made of."""
         sizes = [len(group_of(fold, view, parts, 0)) for _, parts in axes.values()]
         stage = coordinates(fold, view, dist.get_rank())["pp"] * fold.stage
         ranks = torch.arange(stage, stage + fold.stage).view(sizes)
@@ -160,7 +160,7 @@ def build_meshes(
 
 
 def _dispatch(fold: Fold, lanes: Lanes, node: int) -> tuple[Group, Group, Group]:
-    """ep x etp, and its ranks within and across nodes. Where it is cut at nodes, nobody sends to the whole of it."""
+    """ep x etp, and its ranks within and across nodes. If it is split at nodes, nothing is sent to the whole of it."""
     axes, rank = ("ep", "etp"), dist.get_rank()
     if node == -1 or fold.nodes(node) == 1:
         whole = Group.of(lanes.group("rows", groups(fold, "experts", axes)))

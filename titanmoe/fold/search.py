@@ -21,7 +21,7 @@ from titanmoe.fold.legality import broken_laws
 
 @dataclass(frozen=True)
 class Stage:
-    """The legal views of a pipeline stage; any of one goes with any of the other."""
+    """The legal views of a pipeline stage; any attention view goes with any expert view."""
 
     world: int
     pp: int
@@ -36,7 +36,7 @@ class Stage:
 
 
 def legal_stages(world: int, config: Config | None = None) -> Iterator[Stage]:
-    """By pp. Without a config only the ranks have laws, with one all of it but the degrees it gives."""
+    """By pp. Without a config only the laws of the ranks apply; with one, all of its laws, but not its degrees."""
 
     def legal(pp: int, view: dict[str, int]) -> bool:
         degrees = {"pp": pp, "stage": world // pp, **view}
@@ -64,11 +64,11 @@ def legal_folds(world: int, config: Config | None = None) -> Iterator[Fold]:
 
 
 def nearest(world: int, asked: Parallelism, config: Config | None = None, count: int = 3) -> list[Fold]:
-    """The legal mappings that change the fewest degrees of a wish, and those the least.
+    """The legal mappings that change the fewest degrees of a wish, and change them the least.
 
-    A changed degree costs 1 and the powers of two between old and new. Degrees left to be derived are free, but for an
-    edp_replicate that is not its default: it has to be written down. A mapping that changes more where less would do is
-    left out.
+    A changed degree costs 1 plus the powers of two between old and new. Derived degrees are free, except an
+    edp_replicate that is not its default: it has to be written down. A mapping that changes more than necessary is left
+    out.
     """
     wish, pool = asked_degrees(asked), 10 * count
 
@@ -103,7 +103,7 @@ def nearest(world: int, asked: Parallelism, config: Config | None = None, count:
 
 
 def changes(asked: Parallelism, fold: Fold) -> dict[str, tuple[int, int]]:
-    """Which degrees of a wish are others in a mapping: from, to. What is derived anyway needs no change."""
+    """Which degrees of a wish differ in a mapping: from, to. What is derived anyway needs no change."""
     names = {
         name: (old, getattr(fold, name))
         for name, old in asked_degrees(asked).items()

@@ -1,9 +1,10 @@
-"""What attention remembers of the tokens before, and the head where a row ends.
+"""What attention remembers of earlier tokens, and the head at the end of each row.
 
-A forward's tokens lie one after the other in one row, as if they were one sample: first all prompts, later one token
-of each. So no prompt is padded to the length of another, tp shares the tokens out as it does a sequence, and the MoE
-layers see the tokens there are. Only attention knows which tokens belong together. It is cached where it is called with
-keys and values, behind RoPE and norms, so that all kinds of attention are cached alike.
+A forward's tokens are concatenated into one row, as if they were one sample: first all prompts, later one token of
+each.
+So no prompt is padded to the length of another, tp splits the tokens as it does a sequence, and the MoE layers see only
+real tokens. Only attention knows which tokens belong together. It is cached where it is called with keys and values,
+after RoPE and norms, so that all kinds of attention are cached the same way.
 
 Shapes: T tokens of a forward, B rows (prompts) of this rank, L positions, H query heads and G key heads of this rank,
 g query heads of each key head, h head width, v value width, D model.
@@ -25,18 +26,18 @@ from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import Head
 
 UNIT = 16
-"""Prompts are padded to so many positions within attention: its kernels on GPUs read masks in aligned rows."""
+"""Within attention, prompts are padded to multiples of this: its kernels on GPUs read masks in aligned rows."""
 
 
 class Rows:
-    """How many positions of each row are known, and how many the running forward adds."""
+    """How many positions of each row are known, and how many the current forward adds."""
 
     def __init__(self, device: torch.device):
         self.device, self.capacity = device, 0
         self.known: list[int] = []
         self.added: list[int] = []
         self.row_B = self.place_B = self.numbers([])
-        """Of the token that a forward adds to each row: its row and position. Here, so that layers make no copies."""
+        """Row and position of the token that a forward adds to each row. Kept here, so that layers make no copies."""
 
     def begin(self, lengths: list[int], most: int) -> None:
         """The forward of all prompts comes next. most: tokens that may follow a prompt."""
@@ -75,7 +76,7 @@ class Rows:
 
 
 class Cached:
-    """Stands in an attention's `attend`, whose own still attends within prompts."""
+    """Replaces an attention's `attend`; the original still attends within prompts."""
 
     def __init__(self, attend: Callable[..., Tensor], rows: Rows):
         self.attend, self.rows = attend, rows
@@ -120,7 +121,7 @@ class Cached:
 def last_attention(
     q_BHh: Tensor, k_BGLh: Tensor, v_BGLv: Tensor, seen_B: Tensor, window: int = 0, sinks_H: Tensor | None = None
 ) -> Tensor:
-    """(B, H, v): each row's last token to its first seen_B keys, of which a window leaves the last."""
+    """(B, H, v): each row's last token to its first seen_B keys, of which a window keeps the last."""
     q_BGgh = q_BHh.unflatten(1, (k_BGLh.shape[1], -1))
     scores_BGgL = promote(q_BGgh @ k_BGLh.transpose(-1, -2)) / math.sqrt(q_BHh.shape[-1])
     place_L, seen_B1 = torch.arange(k_BGLh.shape[2], device=q_BHh.device), seen_B.unsqueeze(1)

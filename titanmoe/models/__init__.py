@@ -1,1 +1,1 @@
-"""The transformer, its families' shapes, and what they count to."""
+"""The transformer, its families' shapes, and their parameter and FLOP counts."""

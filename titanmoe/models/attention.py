@@ -28,10 +28,10 @@ def causal_attention(
     window: int = 0,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Every position sees itself and those before it of its own document; query head i uses key head i // (H / G).
+    """Every position sees itself and earlier ones of its own document; query head i uses key head i // (H / G).
 
-    window: of those only the last so many, its own counted. sinks_H: the logit of one more key, whose value is zero.
-    Windows and sinks are here in plain operations; `titanmoe.parallel.attend` puts faster ones in their place.
+    window: only that many of them, including its own. sinks_H: the logit of one more key, whose value is zero.
+    Windows and sinks are in plain operations here; `titanmoe.parallel.attend` replaces them with faster ones.
     """
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BSGh, v_BSGh))
     if device.kind(q) == "cpu" and not window and sinks_H is None:
@@ -85,5 +85,5 @@ class Attention(nn.Module):
         sinks_H = None if self.sinks is None else local(self.sinks)
         out_BSHh = self.attend(rotate(q, rope), rotate(k, rope), v, document_BL, self.window, sinks_H)
         y_BsD = scatter_sum(F.linear(out_BSHh.flatten(2), local(self.wo.weight)), 1, self.tp)
-        # Once, to the tokens this rank owns: in the product every tp rank would add it.
+        # Once, to the tokens this rank owns: inside the product, every tp rank would add it.
         return y_BsD if self.wo.bias is None else y_BsD + local(self.wo.bias)

@@ -1,18 +1,18 @@
 """Parameters and FLOPs of a model, by arithmetic on its shape.
 
 Parameters: everything an optimizer steps, each logical weight once whatever the mapping; routers, shared-expert gates,
-biases and norms are in. The router's expert bias is a buffer and is not. "Active" is the part one token meets: all but
-the routed experts it does not visit. Like the published model cards, both figures hold the embedding and the head.
+biases and norms are included. The router's expert bias is a buffer and is not. "Active" is the part one token uses: all
+but the routed experts it does not visit. As in the published model cards, both figures include embedding and head.
 
-FLOPs, per token, a multiplication and an addition being two:
+FLOPs per token, where a multiplication and an addition count as two:
 
-    forward  = 2 * N + L * H * (h + v) * S        training = 3 * forward, the backward pass being two forwards
+    forward  = 2 * N + L * H * (h + v) * S        training = 3 * forward, since backward costs two forwards
 
 N is the active parameters with the head but without the embedding, which is looked up and not multiplied (a tied matrix
-counts once, as the head). L layers, H query heads, h the width of their queries and v of their values (the same but in
-latent attention), S the sequence length. The second term is causal attention: scores and weighted values cost 2 * H *
-(h + v) per token and position, and a token sees S/2 positions on average; W - W^2 / 2S in a block with a sliding window
-of W. In N, norms and biases (less than 0.1 % of a real model) are priced like matrix rows. Softmax, RoPE and
+counts once, as the head). L layers, H query heads, h the width of their queries and v of their values (the same except
+in latent attention), S the sequence length. The second term is causal attention: scores and weighted values cost 2 * H
+* (h + v) per token and position, and a token sees S/2 positions on average; W - W^2 / 2S in a block with a sliding
+window of W. In N, norms and biases (less than 0.1 % of a real model) are counted like matrix rows. Softmax, RoPE and
 activations are not counted, nor is recomputation: this is the work of the model (MFU), not of the hardware (HFU). With
 multi-token prediction L counts its block too, and the head is multiplied twice. Tokens that a capacity factor drops are
 counted as if they were computed.
@@ -42,7 +42,7 @@ class Parameters:
     shared: int
     """Shared experts and their gates."""
     norms: int
-    """Of the blocks, of queries and keys or their latents, and the final ones."""
+    """Those of the blocks, of queries and keys or their latents, and the final ones."""
     mtp: int
     """The projection of multi-token prediction. Its block is counted like the others, and is active in training."""
 
@@ -68,9 +68,9 @@ def _projections(model: Model) -> int:
 
 
 def _scores_and_values(model: Model, layer: int, seq_len: int) -> int:
-    """Forward FLOPs per token of one block's attention but its projections."""
+    """Forward FLOPs per token of one block's attention without its projections."""
     width = min(window(model, layer) or seq_len, seq_len)
-    twice_seen = 2 * width - width * width // seq_len  # positions, on average: a triangle's, its far corner cut off
+    twice_seen = 2 * width - width * width // seq_len  # average positions: a triangle without a corner
     return model.num_heads * (model.head_dim + (model.v_head_dim or model.head_dim)) * twice_seen
 
 

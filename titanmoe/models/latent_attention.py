@@ -1,10 +1,10 @@
-"""Multi-head latent attention: keys and values of all heads are made of one narrow latent vector per token.
+"""Multi-head latent attention: keys and values of all heads come from one narrow latent vector per token.
 
-arXiv 2405.04434, section 2.1, and arXiv 2412.19437. A head's query and key have a part without positions, made of the
-latents, and a part that RoPE turns; the turned key is made straight of the residual stream, one for all heads.
+arXiv 2405.04434, section 2.1, and arXiv 2412.19437. A head's query and key have a part without positions, computed from
+the latents, and a part that RoPE turns; the turned key comes straight from the residual stream, one for all heads.
 
     wq_a, q_norm, wq_b      residual stream -> query latent -> queries, (num_heads, nope + rope) rows
-    wq                      in their place, where there is no query latent
+    wq                      instead of these, if there is no query latent
     wkv_a, kv_norm          residual stream -> key-value latent (normalised), then rope rows: the turned key
     wkv_b                   key-value latent -> keys without positions and values, (num_heads, nope + v) rows
 
@@ -27,7 +27,7 @@ from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import Linear, RMSNorm, rotate, yarn_mscale
 
 LATENT_EPS = 1e-6
-"""The published code leaves the latents' norms at this whatever the model's own epsilon (Moonlight: 1e-5)."""
+"""The published code uses this for the latents' norms whatever the model's own epsilon (Moonlight: 1e-5)."""
 
 
 class LatentAttention(nn.Module):
@@ -49,13 +49,14 @@ class LatentAttention(nn.Module):
         self.latent = [latent, model.qk_rope_head_dim]
         self.query = [model.qk_nope_head_dim, model.qk_rope_head_dim]
         self.key_value = [model.qk_nope_head_dim, model.v_head_dim]
-        # On queries alone: attention itself divides by sqrt(h), however it is done.
+        # On queries alone: every attention kernel divides by sqrt(h) itself.
         self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim) ** 2
         self.tp = ALONE
         self.attend = causal_attention
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
-        # Latents are made of the rank's own tokens and gathered over tp: they are narrower than the residual stream.
+        # Latents are computed from the rank's own tokens and gathered over tp: they are narrower than the residual
+        # stream.
         latent_Bsr, key_Bsp = self.wkv_a(x_BsD).split(self.latent, -1)
         both_BSr = gather(torch.cat((self.kv_norm(latent_Bsr), key_Bsp), -1), 1, self.tp)
         latent_BSr, key_BSp = both_BSr.split(self.latent, -1)
@@ -64,7 +65,7 @@ class LatentAttention(nn.Module):
         out_BSHv = self.core(source_BSr, latent_BSr, key_BSp, rope, document_BL)
         return scatter_sum(self.wo(out_BSHv.flatten(2)), 1, self.tp)
 
-    # A method, so that recomputation can stand in for it.
+    # A method, so that recomputation can replace it.
     def core(
         self,
         source_BSr: Tensor,

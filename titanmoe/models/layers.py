@@ -18,7 +18,7 @@ from titanmoe.ops import rowwise
 
 
 def promote(x: Tensor) -> Tensor:
-    """At least float32: for norms, RoPE, softmax and loss. Never a demotion."""
+    """At least float32: for norms, RoPE, softmax and loss. It never narrows."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -53,7 +53,7 @@ class RMSNorm(nn.Module):
 
 
 class SplitRMSNorm(RMSNorm):
-    """Over a width that is shared out over tp, as the heads are."""
+    """Over a width that is split over tp, as the heads are."""
 
     def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None):
         super().__init__(dim, eps, dtype)
@@ -89,7 +89,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class SharedExpert(FeedForward):
-    """The expert every token visits, scaled by a learned gate where the family has one."""
+    """The expert that every token visits, scaled by a learned gate if the family has one."""
 
     def __init__(self, dim: int, hidden: int, gated: bool, dtype: torch.dtype | None = None):
         super().__init__(dim, hidden, dtype)
@@ -108,7 +108,7 @@ def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch
         return frequency
 
     def pair_that_turns(times: float) -> float:
-        """The pair, a fraction perhaps, that turns so often in the original context (arXiv 2309.00071, section 3.2)."""
+        """The pair, or fraction, with that many turns in the original context (arXiv 2309.00071, section 3.2)."""
         return width * math.log(model.rope_original_len / (times * 2 * math.pi)) / (2 * math.log(model.rope_theta))
 
     low, high = pair_that_turns(model.rope_beta_fast), pair_that_turns(model.rope_beta_slow)
@@ -121,12 +121,12 @@ def rope_frequencies(model: Model, width: int, dtype: torch.dtype, device: torch
 
 
 def yarn_mscale(model: Model, scale: float) -> float:
-    """m(s) = 1 + 0.1 s ln(factor): how much sharper attention is made over a longer context."""
+    """m(s) = 1 + 0.1 s ln(factor): how much attention is sharpened for a longer context."""
     return 1 + 0.1 * scale * math.log(model.rope_factor)
 
 
 def rope_scale(model: Model) -> float:
-    """The factor on cos and sin, so on queries and keys each."""
+    """The factor on cos and sin, and so on both queries and keys."""
     if model.rope_scaling == "none":
         return 1.0
     if model.rope_mscale and model.rope_mscale_all_dim:

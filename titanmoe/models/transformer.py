@@ -88,7 +88,7 @@ class Transformer(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens, labels_BS: Tensor | None = None) -> Tensor:
         """x: ids (B, S) on the first stage, else the previous stage's (B, s, D). Returns (B, s, D), loss or logits."""
         with_mtp = self.mtp is not None and labels_BS is not None and torch.is_grad_enabled()
-        if self.embed is not None and with_mtp:  # at once, as the weights are gathered for each call
+        if self.embed is not None and with_mtp:  # at once, because the weights are gathered for each call
             x, next_BsD = self.embed(torch.cat((x, tokens.next_BS))).chunk(2)
         elif self.embed is not None:
             x = self.embed(x)
@@ -110,12 +110,12 @@ class Transformer(nn.Module):
         return mtp.beside(loss, own, tokens.microbatch)
 
     def tie(self) -> None:
-        """One parameter where embedding and head of one stage are one matrix."""
+        """One parameter if a stage's embedding and head are one matrix."""
         if self.shape.tie_embeddings and self.embed is not None and self.head is not None:
             self.head.weight = self.embed.weight
 
     def blocks(self) -> dict[int, Block]:
-        """By number; that of multi-token prediction comes after the last layer."""
+        """By number; the block of multi-token prediction comes after the last layer."""
         found = {int(i): block for i, block in self.layers.items()}
         return found if self.mtp is None else found | {self.shape.num_layers: self.mtp[0].block}
 

@@ -1,4 +1,4 @@
-"""Both ends of the model: embedding, head and the loss, with the vocabulary shared out over tp.
+"""Both ends of the model: embedding, head and the loss, with the vocabulary split over tp.
 
 Shapes: B samples, S positions of the attention slice, s owned positions (S over tp), T = B * S tokens, D model, V this
 rank's vocabulary, v a slice of it.
@@ -19,7 +19,7 @@ from titanmoe.tokens import IGNORE
 
 
 def _own(ids: Tensor, size: int, tp: Group) -> tuple[Tensor, Tensor]:
-    """Row numbers within this rank's piece of the vocabulary (0 where foreign), and which ids are its own."""
+    """Row numbers within this rank's piece of the vocabulary (0 for ids of other ranks), and which ids are its own."""
     row = ids - tp.rank * size
     mine = (row >= 0) & (row < size)
     return row.where(mine, 0), mine
@@ -66,26 +66,26 @@ def cross_entropy_sum(logits_TV: Tensor, label_T: Tensor, tp: Group) -> Tensor:
 
 
 CHUNK_BYTES, CHUNK_BYTES_GPU = 32 * 2**20, 2**30
-"""Of logits at a time, as wide as the loss computes in, where the recipe leaves the number of chunks open. A CPU keeps
-them in its caches. On a GPU every slice adds to the gradient of all hidden states, in its memory: wide slices are few.
+"""Of logits at a time, in the dtype that the loss computes in, if the recipe leaves the number of chunks open. A CPU
+keeps them in its caches. On a GPU every slice adds to the gradient of all hidden states in memory, so slices are wide.
 """
 
 
 def chunk_count(tokens: int, vocabulary: int, width: int, asked_for: int, most: int = CHUNK_BYTES) -> int:
-    """How many slices of the vocabulary: as asked for, -1 for what keeps within `most` bytes, 0 for the whole."""
+    """How many slices of the vocabulary: as asked for, -1 for as many as stay within `most` bytes, 0 for the whole."""
     count = -(-tokens * vocabulary * width // most) if asked_for == -1 else asked_for
     return min(max(count, 1), vocabulary)
 
 
 def _slices(weight_VD: Tensor, chunks: int) -> tuple[Tensor, ...]:
-    """At most so many. Wide ones in whole units: products on GPUs are slow where rows of logits begin anywhere."""
+    """At most that many. Wide ones in whole units: products on GPUs are slow if rows of logits are not aligned."""
     width = -(-weight_VD.shape[0] // chunks)
     return weight_VD.split(width if width < 1024 else width + -width % 128)
 
 
 def _slice(logits_Tv: Tensor, row_T: Tensor, begin: int, top_T: Tensor, total_T: Tensor, label_logit_T: Tensor) -> None:
-    """One slice more, whose first column is number `begin`, into each token's largest logit, the sum of
-    exp(logit - largest), and the logit of its label. The logits are used up.
+    """Adds a slice, whose first column is number `begin`, to each token's largest logit, the sum of exp(logit -
+    largest), and the logit of its label. The logits are overwritten.
     """
     logits_Tv = promote(logits_Tv)
     place_T = (row_T - begin).clamp(0, logits_Tv.shape[1] - 1)
@@ -98,7 +98,7 @@ def _slice(logits_Tv: Tensor, row_T: Tensor, begin: int, top_T: Tensor, total_T:
 
 
 def _slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> Tensor:
-    """The gradients of a slice's logits, which are used up."""
+    """The gradients of a slice's logits, which are overwritten."""
     grad_Tv = promote(logits_Tv).sub_(log_total_T.unsqueeze(1)).exp_()
     place_T = (row_T - begin).clamp(0, grad_Tv.shape[1] - 1)
     grad_Tv.scatter_add_(1, place_T.unsqueeze(1), -(place_T == row_T - begin).unsqueeze(1).to(grad_Tv.dtype))
@@ -106,10 +106,10 @@ def _slice_backward(logits_Tv: Tensor, row_T: Tensor, begin: int, log_total_T: T
 
 
 class _ChunkedCrossEntropySum(torch.autograd.Function):
-    """cross_entropy_sum of x times the head's weight, of which at no time there are more logits than a slice's.
+    """cross_entropy_sum of x times the head's weight, with never more logits in memory than one slice's.
 
     The chunks are slices of the vocabulary for all tokens: so every row of the weight's gradient is one product,
-    rounded once, and products stay large. The log-sum-exp runs along; backward makes each slice's logits again.
+    rounded once, and products stay large. Forward keeps a running log-sum-exp; backward computes the logits again.
     """
 
     @staticmethod
@@ -158,7 +158,7 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
         return None if grad_x_TD is None else grad_x_TD.to(x_TD.dtype), grad_w_VD, None, None, None, None
 
 
-@torch.compiler.disable  # a graph of its own would hold every chunk's operations in a row
+@torch.compiler.disable  # its graph would repeat the operations for every chunk
 def chunked_cross_entropy_sum(
     x_TD: Tensor, weight_VD: Tensor, label_T: Tensor, tp: Group, chunks: int, kernels: str = "auto"
 ) -> Tensor:

@@ -1,15 +1,15 @@
-"""Causal attention for CPUs: block by block, each block a few matrix products; no scores are kept for backward.
+"""Causal attention for CPUs: block by block, a few matrix products each; no scores are kept for backward.
 
-torch's own kernel for CPUs reaches a fifth of the machine's bf16 products, and where values are narrower than keys
-(latent attention) there is none: it computes in float32 and keeps all scores. Here a block of QUERIES queries meets the
-keys up to its end at once, so that its softmax is whole; backward makes it again. As many heads go together as keep
-SCORES scores in the cache. Where there are several documents, a block meets no more than those that reach into it, so
-that short ones cost little.
+torch's own kernel for CPUs reaches a fifth of the machine's bf16 peak, and does not support values narrower than keys
+(latent attention): there torch computes in float32 and keeps all scores. Here a block of QUERIES sees all keys up to
+its end at once, so its softmax is complete; backward computes it again. As many heads are processed together as keep
+SCORES scores in the cache. If there are several documents, a block only sees those that reach into it, so short ones
+cost little.
 
-As in any attention of plain bf16 products, scores and their shares are rounded to bf16; softmax and all sums are wide.
+As in any attention with plain bf16 products, scores and weights are rounded to bf16; softmax and all sums are wide.
 
-Shapes: B samples, G key heads, g query heads for each of them, S positions, n key heads that go together, c a block,
-k the keys that it meets, h key width, v value width.
+Shapes: B samples, G key heads, g query heads for each of them, S positions, n key heads processed together, c a
+block, k the keys that it sees, h key width, v value width.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SCORES = 1 << 21
 
 
 def _begins(document_S: Tensor) -> list[int]:
-    """Of each block: where the document of its first position begins."""
+    """For each block: where the document of its first position begins."""
     place = torch.arange(len(document_S))
     begins = torch.ones_like(place, dtype=torch.bool)
     begins[1:] = document_S[1:] != document_S[:-1]
@@ -43,7 +43,7 @@ Block = tuple[slice, slice, Tensor]
 
 
 def _blocks(S: int, document_S: Tensor | None, dtype: torch.dtype) -> Iterator[Block]:
-    """Queries, the keys that they meet, and what is hidden of those."""
+    """Queries, the keys that they see, and which of those are hidden."""
     known = document_S is not None and not torch.compiler.is_compiling()  # a graph cannot depend on values
     begins = _begins(document_S) if known else [0] * -(-S // QUERIES)
     for first, low in zip(range(0, S, QUERIES), begins, strict=True):
@@ -52,7 +52,7 @@ def _blocks(S: int, document_S: Tensor | None, dtype: torch.dtype) -> Iterator[B
 
 
 def _work(q_BGgSh: Tensor, document_BS: Tensor | None) -> Iterator[tuple[slice, slice, list[Block]]]:
-    """Samples, key heads, blocks. Where there are documents, a sample's blocks are its own."""
+    """Samples, key heads, blocks. With documents, each sample has its own blocks."""
     B, G, g, S, _ = q_BGgSh.shape
     together = max(SCORES // max(g * min(QUERIES, S) * S, 1), 1)
     samples = 1 if document_BS is not None else max(together // G, 1)
@@ -65,7 +65,7 @@ def _work(q_BGgSh: Tensor, document_BS: Tensor | None) -> Iterator[tuple[slice, 
 
 
 def _shares(q_nRh: Tensor, k_nkh: Tensor, hidden: Tensor) -> Tensor:
-    """(n, R, k), R the g * c queries under each other: softmax of the scores."""
+    """(n, R, k), R the g * c queries stacked: softmax of the scores."""
     hidden = hidden.repeat(q_nRh.shape[1] // hidden.shape[0], 1)
     return torch.baddbmm(hidden, q_nRh, k_nkh.transpose(1, 2), alpha=q_nRh.shape[-1] ** -0.5).softmax(-1)
 
@@ -74,7 +74,7 @@ class _Blocked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_BGgSh, k_BGSh, v_BGSv, document_BS):
         B, G, g, S, _ = q_BGgSh.shape
-        # As the output projection wants it: positions before heads.
+        # As the output projection needs it: positions before heads.
         out = q_BGgSh.new_empty(B, S, G, g, v_BGSv.shape[-1]).permute(0, 2, 3, 1, 4)
         for samples, heads, blocks in _work(q_BGgSh, document_BS):
             q, k, v = (x[samples, heads].flatten(0, 1).contiguous() for x in (q_BGgSh, k_BGSh, v_BGSv))
@@ -112,6 +112,6 @@ class _Blocked(torch.autograd.Function):
 
 
 def blocked_attention(q_BHSh: Tensor, k_BGSh: Tensor, v_BGSv: Tensor, document_BS: Tensor | None = None) -> Tensor:
-    """(B, H, S, v). Every position sees itself and those before it, of its own document where documents are given."""
+    """(B, H, S, v). Every position sees itself and those before it, within its own document if documents are given."""
     q_BGgSh = q_BHSh.unflatten(1, (k_BGSh.shape[1], -1))
     return _Blocked.apply(q_BGgSh, k_BGSh, v_BGSv, document_BS).flatten(1, 2)

@@ -42,7 +42,7 @@ def uniform(key: int | Tensor, index: Tensor, dtype: torch.dtype = torch.float32
 
 
 def normal(key: int, index: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal by Box-Muller from two 32-bit halves, cut at 3 standard deviations by folding the radius."""
+    """Standard normal by Box-Muller from two 32-bit halves, truncated at 3 standard deviations by its radius."""
     out = torch.empty(index.shape, dtype=dtype, device=index.device)
     flat_index, flat_out = index.reshape(-1), out.view(-1)
     for start in range(0, flat_index.numel(), _CHUNK):

@@ -1,9 +1,9 @@
 """Element-wise chains on CPUs, a block of rows at a time: norm, rotary positions, SwiGLU.
 
-A chain of torch operations over a large tensor passes over memory once per operation, and autograd keeps what lies
-between them. Here a block of rows goes through the whole chain while it is in the cache, forward and backward, and
-inputs alone are kept. The plain formulas stand beside the callers (`titanmoe.models.layers`, `titanmoe.moe.experts`),
-which come here where `pays` says so. Everything inside a block is computed at least in float32.
+A chain of torch operations over a large tensor passes over memory once per operation, and autograd keeps every
+intermediate. Here a block of rows goes through the whole chain while it is in the cache, forward and backward, and only
+the inputs are kept. The plain formulas are with the callers (`titanmoe.models.layers`, `titanmoe.moe.experts`), which
+call this if `pays` says so. Everything inside a block is computed in at least float32.
 
 Shapes: R rows, D width of a row, N positions, H heads, h head, F hidden.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from titanmoe.ops import device
 
 BLOCK_NUMBERS = 1 << 18
-"""Numbers in a block. Fewer would fit the second-level cache, but then calls cost more than what they do."""
+"""Numbers in a block. Fewer would fit the second-level cache, but then the calls cost more than the work."""
 
 
 def pays(x: Tensor) -> bool:
@@ -37,8 +37,8 @@ def _empty(x: Tensor) -> Tensor:
 
 
 def _blocks(x: Tensor, scratch: int) -> Iterator[tuple[Any, ...]]:
-    """The rows of a block, x's first dim, and so many wide tensors of its shape, the same memory for every block: the
-    heap of a long run is slow to give and take a megabyte.
+    """The rows of a block, along x's first dim, and `scratch` wide tensors of its shape, in the same memory for every
+    block: in a long run, allocating and freeing a megabyte is slow.
     """
     step = max(BLOCK_NUMBERS // max(x[:1].numel(), 1), 1)
     buffers = torch.empty(scratch, min(step, x.shape[0]), *x.shape[1:], dtype=_wide(x))
@@ -104,12 +104,12 @@ class _Rotate(torch.autograd.Function):
 
 
 def rotate(x_BSHh: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """cos and sin are at least float32 and ask for no gradient."""
+    """cos and sin are at least float32 and need no gradient."""
     return _Rotate.apply(x_BSHh, cos, sin)
 
 
 def swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor | None = None) -> Tensor:
-    """silu(gate) * up * weight. Without a gradient of its own: `swiglu_backward` has it."""
+    """silu(gate) * up * weight. Not differentiable by itself: `swiglu_backward` has the gradients."""
     h_RF = _empty(gate_RF)
     for rows, h, up in _blocks(gate_RF, 2):
         F.silu(h.copy_(gate_RF[rows]), inplace=True).mul_(up.copy_(up_RF[rows]))

@@ -1,4 +1,4 @@
-"""What a backward pass asks of an autograd function with inputs and weights in one node.
+"""Which gradients a backward pass wants from an autograd function with inputs and weights in one node.
 
 Pipeline schedules that split backward run such a node twice: once for the gradients of its inputs, once for those of
 its weights. `ctx.needs_input_grad` does not tell them apart; the engine's plan for the running pass does.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def with_own_node(x: Tensor) -> Tensor:
-    """The same tensor behind a node of its own: the engine does not say whether it will visit a leaf."""
+    """The same tensor behind a node of its own: the engine cannot say whether it will visit a leaf."""
     return x.view_as(x)
 
 

@@ -1,1 +1,1 @@
-"""A run, or several beside each other, on one page."""
+"""One run, or several side by side, on one page."""

@@ -1,6 +1,6 @@
-"""Marks on a sheet, as SVG for the page and as PNG: one drawing, two ways out.
+"""Marks on a sheet, as SVG for the page and as PNG: one drawing, two outputs.
 
-A role is a colour by its meaning: the page's style sheet knows it for light and dark, PNGs are light.
+A role is a colour with a meaning: the page's style sheet has it in light and dark; PNGs are light.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DARK = {
 MOST = 8
 """Colours of runs that can still be told apart."""
 SHARP = 2
-"""PNGs are drawn so many times larger and scaled down, which smooths every edge."""
+"""PNGs are drawn this many times larger and scaled down, which smooths every edge."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a run's folder tells: metrics, experts' load, events, config."""
+"""What is in a run's folder: metrics, experts' load, events, config."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titanmoe.train.folder import CONFIG, EVENTS, EXPERTS, METRICS
 
 EVENT_TEXTS = ("kind", "text", "time")
 LARGE = 1e15
-"""Nothing that is counted or measured comes near; text may hold a number of any size."""
+"""Far above anything counted or measured; text may hold a number of any size."""
 
 
 @dataclass
@@ -28,26 +28,26 @@ class Run:
     name: str
     folder: Path
     lines: list[dict[str, Any]]
-    """Of metrics.jsonl."""
+    """Lines of metrics.jsonl."""
     events: list[dict[str, Any]] = field(default_factory=list)
     load_steps: list[int] = field(default_factory=list)
     load: dict[int, np.ndarray] = field(default_factory=dict)
     """By layer: tokens of expert e at load_steps[c], (E, C)."""
     config_text: str = ""
     config: Config | None = None
-    """None where the folder's is of another version of titanmoe."""
+    """None if it was written by another version of titanmoe."""
     table: dict[str, Any] = field(default_factory=dict)
-    """What config.toml says, as it stands."""
+    """The contents of config.toml, unchecked."""
     said: list[str] = field(default_factory=list)
     """What was left out, and why."""
 
     def series(self, name: str) -> tuple[list[float], list[float]]:
-        """Steps and values, where there is one that is a number."""
+        """Steps and values, where the value is a number."""
         pairs = [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
         return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
 
     def median(self, name: str) -> float | None:
-        """Without the first line, which has start-up in it."""
+        """Without the first line, which includes start-up."""
         _, values = self.series(name)
         return float(np.median(values[1:] or values)) if values else None
 
@@ -92,7 +92,7 @@ def read_runs(folders: list[Path]) -> list[Run]:
         raise ConfigError(problems)
     names = [run.name for run in runs]
     for run in runs:
-        if names.count(run.name) > 1:  # runs of one name in different places
+        if names.count(run.name) > 1:  # runs with the same name in different places
             run.name = str(run.folder)
     return runs
 
@@ -124,7 +124,7 @@ def _read(folder: Path, lines: list[dict[str, Any]], said: list[str]) -> Run:
 def _lines(
     file: Path, known: Callable[[dict[str, Any]], dict[str, Any] | None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Those that known() takes, and what is to be said of the others: a line for each kind."""
+    """Those that known() accepts, and messages about the others: a line for each kind."""
     found, others = [], Counter()
     *whole, half = file.read_bytes().split(b"\n") if file.is_file() else [b""]
     for text in [*whole, half]:
@@ -138,7 +138,7 @@ def _lines(
         except TooDeep:
             others[f"nested more than {MOST_DEPTH} deep"] += 1
         except ValueError:
-            if text is not half and text.strip():  # a run may be going on, in the middle of its last line
+            if text is not half and text.strip():  # the run may still be writing its last line
                 others["not JSON"] += 1
     said = [f"{file}: {n} line{'s are' if n > 1 else ' is'} {what}: left out" for what, n in others.items()]
     return found, said
@@ -166,7 +166,7 @@ def _event(line: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _load(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any] | None:
-    """shapes: experts by layer, those of the first line that is one."""
+    """shapes: experts by layer, those of the first valid line."""
     load = line.get("load")
     if not isinstance(load, dict) or not all(
         layer.isdecimal() and len(layer) < 9 and isinstance(counts, list) and counts and all(map(_number, counts))

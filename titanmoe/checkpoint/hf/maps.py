@@ -1,7 +1,7 @@
-"""Which part of which of our tensors lies in which Hugging Face tensor, for one model; and moving blocks between them.
+"""Which part of which of our tensors is in which Hugging Face tensor, for one model; and moving blocks between them.
 
 Ours: names of titanmoe.models.transformer, experts stacked. Theirs: published names. Every element of theirs is one of
-ours and the other way round, so that both directions are plain copies, bit by bit.
+ours and vice versa, so both directions are plain copies, bit by bit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 Read = Callable[[str, Shape, Shape], Tensor]
 """A block of a tensor: name, offset, shape."""
 BIAS = ".expert_bias"
-"""Of a router: all zeros in families whose files have none."""
+"""Tensors of a router: all zeros in families whose files have none."""
 
 
 class Place(NamedTuple):
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 
 def our_shapes(model: Model) -> dict[str, Shape]:
-    """Parameters and expert biases by name; of a tied embedding, one end."""
+    """Parameters and expert biases by name; a tied embedding appears once."""
     with torch.device("meta"):
         whole = Transformer(Config(model=model), 1, torch.float32)
     shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
@@ -48,11 +48,11 @@ class Map:
         self.ours = our_shapes(model)
         self.theirs: dict[str, Shape] = {}
         self.places: dict[str, list[Place]] = {name: list(self._places(name)) for name in self.ours}
-        """Of each of our tensors; none for an expert bias that the family does not have."""
+        """Places of each of our tensors; none for an expert bias that the family does not have."""
         self.parts: dict[str, list[Place]] = {}
-        """Of each of theirs."""
+        """Places of each of theirs."""
         self.copies: dict[str, str] = {}
-        """Of theirs, those that repeat another."""
+        """Those of theirs that repeat another."""
         homeless = [name for name, places in self.places.items() if not places and not name.endswith(BIAS)]
         if homeless:
             raise ConfigError([f"{hf.model_type} models of transformers have no {name}" for name in homeless])
@@ -92,7 +92,7 @@ class Map:
     # ---- theirs to ours
 
     def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype, read: Read) -> Tensor:
-        """A block of one of our tensors, by reading no more than it needs of theirs."""
+        """A block of one of our tensors, reading no more than it needs of theirs."""
         places = self.places[name]
         if not places:
             return torch.zeros(shape, dtype=dtype)
@@ -120,7 +120,7 @@ class Map:
         return block.transpose(-1, -2) if home.transposed else block
 
     def _turned(self, home: Home, row: int) -> int:
-        """The row there of a row of ours."""
+        """The row in their tensor for a row of ours."""
         width, turned = home.turned(self.model)
         head, i = divmod(row, width)
         i -= width - turned

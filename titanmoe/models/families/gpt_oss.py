@@ -1,7 +1,8 @@
-"""gpt-oss: attention sinks, every other block narrow, biases on every projection, router and expert, a clamped SwiGLU.
+"""gpt-oss: attention sinks, windows in every other block, biases on every projection, router and expert, a clamped
+SwiGLU.
 
-The sizes are the published checkpoints' (arXiv 2508.10925), which YaRN takes from 4096 to 131072 positions. The softmax
-is over the chosen experts only, so their weights sum to one as they are.
+The sizes are the published checkpoints' (arXiv 2508.10925), which YaRN stretches from 4096 to 131072 positions. The
+softmax is over the chosen experts only, so their weights already sum to one.
 """
 
 from titanmoe.config.blocks import window
@@ -86,7 +87,7 @@ HF = hf.HuggingFace(
     architecture="GptOssForCausalLM",
     family="gpt_oss",
     switches=SWITCHES,
-    # Experts in one tensor, input dim first; gate and up take turns in its columns.
+    # Experts in one tensor, input dim first; its columns alternate between gate and up.
     homes=hf.ENDS
     | hf.layer(
         hf.NORMS

@@ -1,6 +1,6 @@
 """Qwen2-MoE: a shared expert scaled by a sigmoid gate, biased query, key and value, softmax scores used as they are.
 
-The debug size has a dense first block, so that dense and expert blocks meet in one model.
+The debug size has a dense first block, so that one model has both dense and expert blocks.
 """
 
 from titanmoe.models.families import huggingface as hf

@@ -17,11 +17,11 @@ from titanmoe.ops import device
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels on CPUs, line by line. Read at its import, so it takes a process of its own."""
+    """Whether Triton runs kernels on CPUs, line by line. It is decided at import, so it needs a process of its own."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-_INSTALLED = importlib.util.find_spec("triton") is not None  # looked up here, as a traced function cannot
+_INSTALLED = importlib.util.find_spec("triton") is not None  # looked up here, because a traced function cannot
 
 
 def installed() -> bool:
@@ -34,7 +34,7 @@ def fused(kernels: str, x: Tensor) -> bool:
 
 
 def missing(on_gpu: bool) -> str:
-    """Why the kernels cannot run; empty where they can."""
+    """Why the kernels cannot run; empty if they can."""
     if not installed():
         return "Triton is not installed"
     if not on_gpu and not interpreted():

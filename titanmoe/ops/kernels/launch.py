@@ -1,4 +1,4 @@
-"""What the launches share."""
+"""What all launches share."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton.language as tl
 
 
 def tile(width: int, numbers: int) -> tuple[int, int]:
-    """Rows and columns of a program that holds so many numbers at a time, of rows of that width."""
+    """Rows and columns of a program that holds that many numbers at a time, for rows of that width."""
     columns = min(triton.next_power_of_2(width), numbers)
     return numbers // columns, columns
 
 
 def wide(dtype: torch.dtype) -> tl.dtype:
-    """In what sums are taken."""
+    """The dtype of sums."""
     return tl.float64 if dtype == torch.float64 else tl.float32

@@ -1,12 +1,12 @@
-"""The loss over slices of the logits, each read once in forward, and in backward read and overwritten.
+"""The loss over slices of the logits: each is read once in forward, and read and overwritten in backward.
 
 Reference: `titanmoe.models.vocabulary`. With m the largest logit so far, s the sum of exp(l - m):
 
     forward     m' = max(m, max l)      s' = s exp(m - m') + sum exp(l - m')
-    backward    (exp(l - log-sum-exp) - 1 at the label) * scale, in the place of l
+    backward    (exp(l - log-sum-exp) - 1 at the label) * scale, overwriting l
 
-A program has a token, so no sum depends on the order of execution. All is float32 (or float64) up to the rounding of
-the gradient.
+A program has one token, so no sum depends on the order of execution. Everything is float32 (or float64) up to the
+rounding of the gradient.
 
 Shapes: T tokens, v a slice of the vocabulary.
 """
@@ -66,7 +66,7 @@ def _launch(kernel, logits_Tv: Tensor, *rest) -> None:
 def loss_slice(
     logits_Tv: Tensor, label_T: Tensor, begin: int, top_T: Tensor, total_T: Tensor, label_logit_T: Tensor
 ) -> None:
-    """One slice more, whose first column is number `begin`, into the three running numbers of each token."""
+    """Adds a slice, whose first column is number `begin`, to the three running numbers of each token."""
     _launch(_forward, logits_Tv, label_T, top_T, total_T, label_logit_T, begin)
 
 

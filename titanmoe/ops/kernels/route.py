@@ -1,10 +1,10 @@
 """From logits to routing in one pass: scores, choice, weights, and how often each expert of a sample was chosen.
 
-Reference: `titanmoe.moe.router.Router._plain`. A program has a few tokens and all experts of each. The choice is the
-largest key, top_k times over, the lower number among equals; a key is the score and the selection bias, and -inf
-outside a token's best groups. Counts are sums of integers, so that their order does not matter.
+Reference: `titanmoe.moe.router.Router._plain`. A program has a few tokens and all their experts. It picks the
+largest key top_k times, the lower number among equals; a key is score plus selection bias, and -inf outside a token's
+best groups. Counts are sums of integers, so their order does not matter.
 
-Backward, with m the chosen, r what a weight is before normalisation (the score, or the softmax over the chosen), g its
+Backward, with m the chosen experts, r a weight before normalisation (the score, or the softmax over the chosen), g its
 gradient, S the sum of r over the chosen:
 
     normalised   g = (g - sum g * r / S) / S
@@ -22,14 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 512
-"""Scores of a program. It is one warp, so that no sum or choice over the experts has to wait for another."""
+"""Scores per program. It is one warp, so that no sum or choice over the experts has to wait for another warp."""
 MODES = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
 _SIGMOID, _AFTER = tl.constexpr(MODES["sigmoid"]), tl.constexpr(MODES["softmax_after_topk"])
 
 
 @triton.jit
 def _softmax(x):
-    """Of rows in which -inf marks what has no part; zeros where nothing has."""
+    """Of rows in which -inf marks what is left out; zeros if everything is."""
     top = tl.max(x, 1)[:, None]
     e = tl.exp(x - tl.where(top == float("-inf"), 0.0, top))
     total = tl.sum(e, 1)[:, None]
@@ -44,7 +44,7 @@ def _largest(key, at):
 
 @triton.jit
 def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP: tl.constexpr, TWO: tl.constexpr):
-    """Where a token's best groups are; a group counts its two best keys, or its best."""
+    """Where a token's best groups are; a group is rated by its two best keys, or its best one."""
     SIZE: tl.constexpr = E // G
     group = tl.arange(0, GP)[None, :]
     value = tl.full([key.shape[0], GP], float("-inf"), key.dtype)
@@ -64,7 +64,7 @@ def _best_groups(key, e, E: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, TOP
 
 @triton.jit
 def _unnormalised(logits, scores, chosen, MODE: tl.constexpr):
-    """What the weights of the chosen are made of, 0 elsewhere."""
+    """The unnormalised weights of the chosen experts, 0 elsewhere."""
     return _softmax(tl.where(chosen, logits, float("-inf"))) if MODE == _AFTER else tl.where(chosen, scores, 0.0)
 
 
@@ -92,7 +92,7 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
             choice = tl.where(k == j, number, choice)
     else:
         key = s + tl.load(bias + e, mask=e < E, other=0.0).to(s.dtype)
-        # torch sorts what is not a number before all numbers; it must not leave the table here
+        # torch sorts NaN before all numbers; here its index must stay within the table
         key = tl.where(key != key, float("inf"), key)
         key = tl.where(e < E, key, float("-inf"))
         if G > 1:
@@ -118,7 +118,7 @@ def _forward(logits, bias, index, sample, valid, scores, weights, chosen, count,
     tl.store(weights + out, weight, mask=written)
     tl.store(chosen + out, tl.where(real, choice, E), mask=written)
 
-    # A program's tokens are mostly of one sample: one sum per sample that it touches.
+    # A program's tokens are mostly from one sample: one sum per sample that it touches.
     of = tl.load(sample + t, mask=there, other=-1)
     visits = taken & real & there[:, None]
     b, last = tl.min(tl.where(there, of, tl.max(of, 0)), 0), tl.max(of, 0)

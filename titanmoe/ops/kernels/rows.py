@@ -1,4 +1,4 @@
-"""Rows by index: fetched, and summed back, their routing weights in the same pass. References: `titanmoe.moe.permute`.
+"""Rows by index: fetched, and summed back, with their routing weights. References: `titanmoe.moe.permute`.
 
 Both read whole rows by an index and write each output once, so no sum depends on the order of execution. Sums are
 taken in at least float32 and rounded once. An index past the last row stands for a row of zeros.
@@ -16,7 +16,7 @@ from torch import Tensor
 from titanmoe.ops.kernels.launch import tile, wide
 
 TILE = 4096
-"""Numbers of a program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""
+"""Numbers per program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""
 
 
 @triton.jit(do_not_specialize=["R", "N"])

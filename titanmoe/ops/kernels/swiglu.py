@@ -1,7 +1,7 @@
-"""What enters the experts' down projection, in one pass: activation, product and routing weight; and its gradients.
+"""The input of the experts' down projection in one pass: activation, product and routing weight; and its gradients.
 
-Reference: `titanmoe.moe.experts.weighted`, which rounds after each of its operations; here all is float32 (or float64)
-until the one rounding at the end. With a = act(gate), u = up (clamped: min(gate, 7), up within 7, + 1) and weight w:
+Reference: `titanmoe.moe.experts.weighted`, which rounds after each operation; here everything is float32 (or float64)
+until a single rounding at the end. With a = act(gate), u = up (clamped: min(gate, 7), up within 7, + 1) and weight w:
 
     h = a * u * w     dw = sum_F dh * a * u     dup = dh * w * a     dgate = dh * w * u * act'(gate)
 
@@ -100,7 +100,7 @@ def _(gate_RF, up_RF, weight_R1, clamped):
 def weighted_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """h once more, and the gradients of gate, up and weight."""
+    """h again, and the gradients of gate, up and weight."""
     inputs = [x.contiguous() for x in (grad_RF, gate_RF, up_RF, weight_R1)]
     (R, F) = gate_RF.shape
     outputs = [*(torch.empty_like(inputs[1]) for _ in range(3)), torch.empty_like(inputs[3])]
