@@ -1,6 +1,7 @@
-"""Small bugs, each of which some test has to notice. `tests/mutations.py` plants them one by one.
+"""Small wrong changes of the code, each of which some test has to notice. `tests/mutations.py` plants them in turn.
 
-Faults between ranks are in tests/faults.py, for the oracle; this is what a single line can get wrong.
+Faults that only ranks can have against each other are in tests/faults.py, for the oracle; here is what one line can get
+wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ class Mutant(NamedTuple):
     """What to run, as words for pytest: the cheapest that should notice it."""
     breaks: str
     old: str
-    """Occurs exactly once in the file."""
+    """Stands exactly once in the file."""
     new: str
 
 
@@ -210,8 +211,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("models/multi_token.py", f"{PAIRS} -k yes-whole-mtp"): [
         (
             "no weight on the loss of further tokens",
-            "return _AddGradient.apply(loss, self.weight * own)",
-            "return _AddGradient.apply(loss, own)",
+            "return _Beside.apply(loss, self.weight * own)",
+            "return _Beside.apply(loss, own)",
         ),
     ],
     ("models/vocabulary.py", "tests/models/test_transformer.py"): [

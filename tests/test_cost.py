@@ -1,4 +1,4 @@
-"""What tests cost is counted by folder, and what is too much is reported."""
+"""What tests cost is counted by folder, and what is too much is told."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def report(nodeid: str, seconds: float, when: str = "teardown") -> Any:
     return SimpleNamespace(nodeid=nodeid, when=when, user_properties=[(cost.PROPERTY, seconds)])
 
 
-def test_costs_are_by_folder_and_report_what_exceeds_twice_its_budget() -> None:
+def test_a_bill_is_by_folder_and_tells_of_what_is_beyond_twice_its_budget() -> None:
     bill = cost.Bill()
     for one in (
         report("tests/moe/test_router.py::test_a", 30.0),
         report("tests/moe/test_experts.py::test_b[x/y]", 40.0),
-        report("tests/moe/test_experts.py::test_b[x/y]", 900.0, "call"),  # reported again at its end
+        report("tests/moe/test_experts.py::test_b[x/y]", 900.0, "call"),  # told again at its end
         report("tests/test_parity.py::test_c", 21.0),
     ):
         bill.add(one)

@@ -1,4 +1,4 @@
-"""The table of bugs follows the code, and the page says which test notices each. The runs are made by hand."""
+"""The table of wrong changes follows the code, and the page says which test notices each. The runs are by hand."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tests.mutants import MUTANTS, Mutant
 
 
 def test_every_change_can_be_planted_and_is_python() -> None:
-    """If this fails, the code has changed, and tests/mutants.py has to follow."""
+    """Not so: the code has moved on, and tests/mutants.py has to follow."""
     for mutant in MUTANTS:
         ast.parse(mutations.planted(mutant))
         assert mutant.old != mutant.new
 
 
-def test_no_change_is_listed_twice_and_every_part_has_one() -> None:
+def test_no_change_is_there_twice_and_all_parts_are_met() -> None:
     assert len({(mutant.file, mutant.old) for mutant in MUTANTS}) == len(MUTANTS) >= 40
     assert {mutant.file.split("/")[0] for mutant in MUTANTS} == {
         *("ops", "moe", "models", "parallel", "train", "checkpoint", "data"),
@@ -26,7 +26,7 @@ def test_no_change_is_listed_twice_and_every_part_has_one() -> None:
 
 
 def test_the_page_names_the_test_that_notices_each() -> None:
-    """If this fails: python -m tests.mutations"""
+    """Not so: python -m tests.mutations"""
     lines = mutations.PAGE.read_text().partition(mutations.BEGIN)[2].partition(mutations.END)[0].strip().splitlines()
     told = dict(line.removesuffix("` |").rsplit(" `", 1) for line in lines[2:])
     assert told.keys() == {mutations.row(mutant) for mutant in MUTANTS}
@@ -35,7 +35,7 @@ def test_the_page_names_the_test_that_notices_each() -> None:
         assert f"def {test}(" in (mutations.ROOT / file).read_text(), name
 
 
-def test_the_output_of_pytest_is_read_correctly() -> None:
+def test_what_pytest_says_is_read_right() -> None:
     failed = "FAILED tests/moe/test_router.py::test_ties[a - b] - assert 1 == 2\n1 failed in 0.1s\n"
     assert mutations.verdict(1, failed) == "tests/moe/test_router.py::test_ties"
     assert mutations.verdict(1, failed.replace("[a - b]", "")) == "tests/moe/test_router.py::test_ties"
@@ -45,7 +45,7 @@ def test_the_output_of_pytest_is_read_correctly() -> None:
             mutations.verdict(status, "ERROR tests/moe/test_router.py - SyntaxError")
 
 
-def test_it_resumes_where_it_stopped_and_repeats_survivors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_goes_on_where_it_stopped_with_what_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged = []
 
     def judge(mutant: Mutant, *_: object) -> str:

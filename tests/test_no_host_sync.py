@@ -1,5 +1,5 @@
-"""The host does not wait for a GPU unless it must: models on meta tensors take the GPU branches and have no values to
-read. Anything that a forward and backward would wait for fails here.
+"""Where the host need not wait for a GPU, it does not: models on meta tensors take the branches of GPUs and have no
+values to ask for. What a forward and backward would wait for fails here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def test_padded_bins_leave_the_host_alone(name: str) -> None:
     train(PADDED | CASES[name], name == "documents")
 
 
-def test_dropless_rows_make_the_host_wait() -> None:
+def test_dropless_rows_do_not() -> None:
     with pytest.raises((NotImplementedError, RuntimeError), match="meta tensor"):
         train({})
 

@@ -1,4 +1,4 @@
-"""The project as a whole: what a newcomer reads and runs exists and is true."""
+"""The frame of the project: what a newcomer reads and runs is there and true."""
 
 import ast
 import hashlib
@@ -41,7 +41,7 @@ def test_every_recipe_loads_and_is_in_the_readme(recipe):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-def test_links_to_files_exist(page):
+def test_links_to_files_lead_somewhere(page):
     links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", page.read_text())
     gone = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert not gone
@@ -62,7 +62,7 @@ def test_declared_python_versions_agree():
 # ---- rooms, and who may import whom
 
 ARROWS: dict[str, set[str]] = {"config": set(), "tokens": set(), "load_colours": set(), "comm": set(), "ops": set()}
-"""By room, or file next to the rooms: what it may import. Everything else in titanmoe/ is above all of these."""
+"""By room or file beside the rooms: what it may import. Everything else in titanmoe/ stands above all of these."""
 ARROWS["fold"] = {"config", "comm"}
 ARROWS["moe"] = {"config", "tokens", "comm", "ops", "fold"}
 ARROWS["models"] = ARROWS["moe"] | {"moe"}
@@ -73,7 +73,7 @@ ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
 
 
 def imports() -> Iterator[tuple[str, str]]:
-    """Modules and what they import, anywhere in the file."""
+    """Module and what it imports, wherever in the file."""
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "titanmoe").rglob("*.py")}
     for name, path in files.items():
         for node in ast.walk(ast.parse(path.read_text())):

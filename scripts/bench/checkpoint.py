@@ -1,4 +1,4 @@
-"""How long saving pauses training, asynchronous against synchronous, with about 1 GB of weights and moments.
+"""How long saving holds training up, asynchronous against synchronous, on about 1 GB of weights and moments.
 
     torchrun --standalone --nproc-per-node 2 scripts/bench/checkpoint.py [--rounds 3] [--config RECIPE] [--json FILE]
 
@@ -42,7 +42,7 @@ MODEL = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind")
-    parser.add_argument("--config", help="a recipe, instead of the model of 1 GB")
+    parser.add_argument("--config", help="a recipe, in place of the model of 1 GB")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     model = [*MODEL, f"--parallelism.experts.ep={world_size()}"]
@@ -56,7 +56,7 @@ def main() -> None:
     try:
         figures = measure(Trainer(config, runtime), folder, args.rounds)
         if runtime.rank == 0:
-            report(figures, args.json)
+            tell(figures, args.json)
     finally:
         stop()
         if runtime.rank == 0:
@@ -100,7 +100,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
 
 
 def busy(saver) -> bool:
-    """On any rank: all ranks take part in a step."""
+    """On any rank: a step is an affair of all of them."""
     alive = torch.tensor(float(saver._thread is not None and saver._thread.is_alive()))
     dist.all_reduce(alive)
     return bool(alive)
@@ -119,7 +119,7 @@ def timed(step) -> float:
     return time.monotonic() - began
 
 
-def report(figures: dict[str, dict[str, float]], file: Path | None) -> None:
+def tell(figures: dict[str, dict[str, float]], file: Path | None) -> None:
     every = figures["all"]
     machine = f"torch {torch.__version__}, {platform.machine()}"
     print(f"{every['gb']:.2f} GB, {every['ranks']:.0f} ranks, step {every['step']:.3f} s; {machine}")

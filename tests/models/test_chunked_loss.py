@@ -1,4 +1,4 @@
-"""The loss over slices of the vocabulary against the loss over whole logits, and the bytes it saves."""
+"""The loss over slices of the vocabulary against the loss over whole logits, and the bytes it spares."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def on_a_rank() -> list[Tensor]:
     return results(chunked_cross_entropy_sum(x_TD, mine_vD, label_T, tp, 4), x_TD, mine_vD)
 
 
-def test_a_vocabulary_split_over_ranks_and_sliced_there() -> None:
+def test_a_vocabulary_shared_out_over_ranks_and_sliced_there() -> None:
     x_TD, weight_VD, label_T = operands(torch.float64)
     loss, grad_x, grad_w = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, ALONE), x_TD, weight_VD)
     ranks = world.run(3, on_a_rank)
@@ -98,7 +98,7 @@ def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.
 
 @pytest.mark.parametrize("chunks", [4, 16])
 def test_the_peak_falls_by_the_number_of_slices(chunks: int) -> None:
-    """On top of what every variant needs: the gradients of hidden states and weight, and a few numbers per token."""
+    """Over what every way needs: the gradients of hidden states and weight, and a few numbers per token."""
     tokens, dim, vocabulary = 256, 8, 8192
     x_TD, weight_VD = torch.randn(tokens, dim), torch.randn(vocabulary, dim)
     label_T = torch.randint(vocabulary, (tokens,))
@@ -123,7 +123,7 @@ def test_wide_slices_are_whole_units() -> None:
 def test_slices_on_gpus_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(vocabulary_room, "chunked_cross_entropy_sum", lambda *a: given.append(a[4]))
-    for device in ("cpu", "meta"):  # anything but the CPU
+    for device in ("cpu", "meta"):  # what is not the CPU
         head = Head(131072, 2, 1e-5, -1, torch.bfloat16).to(device)
         head.loss(torch.empty(1, 4096, 2, dtype=torch.bfloat16, device=device), torch.empty(1, 4096, device=device))
     assert given == [64, 2]

@@ -1,4 +1,4 @@
-"""Chains block by block against the plain formulas next to their callers: values and gradients."""
+"""Chains block by block against the plain formulas beside their callers: values and gradients."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_swiglu(rows: int) -> None:
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_bfloat16_rounds_only_results() -> None:
+def test_bfloat16_rounds_results_alone() -> None:
     gate, up, grad = (random(65, 24, dtype=torch.bfloat16, seed=seed) for seed in range(3))
     weight = random(65, 1, dtype=torch.float32, seed=3)
     exact = differentiated(*(x.double() for x in (grad, gate, up, weight)), False)
@@ -98,7 +98,7 @@ def test_the_plain_norm_rounds_its_result_alone(kind: type[RMSNorm]) -> None:
     assert torch.equal(narrow.plain(x), wide.plain(x.float()).to(torch.bfloat16))
 
 
-def test_only_inputs_are_kept() -> None:
+def test_inputs_alone_are_kept() -> None:
     x = random(64, 8, dtype=torch.bfloat16).requires_grad_()
     norm = RMSNorm(8, 1e-6, torch.bfloat16)
     torch.nn.init.ones_(norm.weight)

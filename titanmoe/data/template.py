@@ -1,12 +1,11 @@
-"""How much a chat template may spend. A template comes with somebody else's model, and a page of Jinja can ask for
-10^10 of
-anything: so its loops, its calls and the text it makes are counted, and one that exceeds the limits below is stopped.
+"""What a chat template may spend. A template comes with somebody's model, and a page of Jinja can ask for 10^10 of
+anything: so its loops, its calls and the text it makes are counted, and one that goes on past a stated most is ended.
 
-    steps       nodes of the template executed, and items of lists and objects visited
+    steps       nodes of the template run through, and items of lists and objects gone through
     characters  of text made or read
 
-Python's own stack bounds recursion. What makes much out of little in one operation (`*`, `**`, `%`, `replace`, `join`,
-`indent`) is estimated before it is done; what only pads or wraps text is left out: no published template needs it.
+Python's own stack bounds recursion. What makes much of little in one operation (`*`, `**`, `%`, `replace`, `join`,
+`indent`) is reckoned before it is done; what only pads or wraps text is left out: no published template needs it.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ from jinja2.utils import Namespace
 STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 10_000, 1
 """A published template takes some hundred steps for a message."""
 CHARACTERS, CHARACTERS_PER_CHARACTER = 16_000_000, 100
-"""How many times the conversation's own characters may be read."""
+"""Those of the conversation may be gone through so many times."""
 BITS = 10_000
-"""Of an integer."""
+"""Of a whole number."""
 INDENT = 16
 
 _UNUSED_FILTERS = ("batch", "center", "filesizeformat", "format", "pprint", "random", "slice", "striptags")
@@ -35,7 +34,7 @@ _UNUSED_FILTERS += ("urlize", "wordwrap", "xmlattr")
 _SHALLOW = {"attr", "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr"}
 _SHALLOW |= {"reverse", "select", "selectattr"}
 _LETTERS = {"groupby", "join", "list", "map", "max", "min", "reject", "select", "sort", "sum", "unique"}
-"""Filters that treat a text as a list of its characters."""
+"""Filters that take a text for a list of its characters."""
 _PLAIN_TESTS = {"boolean", "callable", "defined", "escaped", "even", "false", "filter", "float", "integer", "iterable"}
 _PLAIN_TESTS |= {"mapping", "none", "number", "odd", "sameas", "sequence", "string", "test", "true", "undefined"}
 _OF_TEXT = {"capitalize", "casefold", "count", "endswith", "find", "format", "index", "join", "lower", "lstrip"}
@@ -43,15 +42,15 @@ _OF_TEXT |= {"partition", "removeprefix", "removesuffix", "replace", "rfind", "r
 _OF_TEXT |= {"rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper"}
 _MANY = (list, tuple, dict, set, range, KeysView, ValuesView, ItemsView)
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)|\{[^{}]*:[^{}]*(\d{4}|\{)")
-"""A format field that is 1,000 characters wide or more, or as wide as an argument says."""
+"""A field of a format that is 1,000 characters wide or more, or as wide as an argument says."""
 
 
 class OverBudget(Exception):
-    """Not an exception that Jinja's own filters swallow."""
+    """None of what Jinja's own filters pass over."""
 
 
 class _Counting(CodeGenerator):
-    """Makes the template's code report what it spends."""
+    """Has the code of a template say what it spends."""
 
     def blockvisit(self, nodes: Any, frame: Frame) -> None:
         self.writeline(f"environment.spend({1 + sum(map(_own, nodes))}, {sum(map(_text, nodes))})")
@@ -97,19 +96,19 @@ def _through(name: str, node: Any) -> Any:
 
 
 def _own(node: nodes.Node) -> int:
-    """Nodes, without those of inner blocks, which count themselves."""
+    """Nodes, but for those of blocks within, which count by themselves."""
     return 1 + sum(map(_own, node.iter_child_nodes(exclude=("body", "else_"))))
 
 
 def _text(node: nodes.Node) -> int:
-    """Characters of its own that the template writes."""
+    """Characters of the template's own that it writes."""
     if not isinstance(node, nodes.Output):
         return 0
     return sum(len(child.data) for child in node.nodes if isinstance(child, nodes.TemplateData))
 
 
 class Counted(ImmutableSandboxedEnvironment):
-    """An environment that stops its templates after a number of steps."""
+    """An environment whose templates end after so many steps."""
 
     code_generator_class = _Counting
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
@@ -129,7 +128,7 @@ class Counted(ImmutableSandboxedEnvironment):
     # ---- the account
 
     def begin(self, messages: list[Any]) -> None:
-        """Start rendering these messages."""
+        """A rendering of these messages begins."""
         self.steps = self.characters = 1 << 62
         self._walk(messages)
         items, read = (1 << 62) - self.steps, (1 << 62) - self.characters
@@ -147,11 +146,11 @@ class Counted(ImmutableSandboxedEnvironment):
     def _over(self) -> None:
         steps, characters = self.most
         if self.steps < 0:
-            raise OverBudget(f"takes more than {steps:,} steps, the limit for this conversation")
-        raise OverBudget(f"makes or reads more than {characters:,} characters, the limit for this conversation")
+            raise OverBudget(f"takes more than {steps:,} steps, the most for this conversation")
+        raise OverBudget(f"makes or reads more than {characters:,} characters, the most for this conversation")
 
     def _walk(self, value: Any, indent: int = 0) -> None:
-        """Charges for everything in the value, as often as it occurs."""
+        """Spends on all that the value holds, as often as it holds it."""
         stack = [(value, 0)]
         while stack:
             value, depth = stack.pop()
@@ -266,7 +265,7 @@ class Counted(ImmutableSandboxedEnvironment):
     # ---- filters and tests
 
     def _filter(self, name: str, do: Callable[..., Any]) -> Callable[..., Any]:
-        first = 1 if hasattr(do, "jinja_pass_arg") else 0  # the context or the like comes before it
+        first = 1 if hasattr(do, "jinja_pass_arg") else 0  # before it stands the context or the like
 
         @wraps(do)
         def counted(*args: Any, **named: Any) -> Any:
