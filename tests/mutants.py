@@ -284,8 +284,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("train/trainer.py", ALONE): [
         (
             "the loss is divided by tokens, with a label or not",
-            "[(b.labels_BS != IGNORE).sum(), b.valid_BS.sum()]",
-            "[b.valid_BS.sum(), b.valid_BS.sum()]",
+            "torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum()))",
+            "torch.stack((b.valid_BS.sum(), b.valid_BS.sum()))",
         ),
     ],
     ("train/optimizer.py", ALONE): [
