@@ -79,7 +79,7 @@ def smallest(recipe: Path) -> Config:
     argv = ["--config", str(recipe)]
     config = read(argv, world, "h100")
     fold, pp = config.parallelism, config.parallelism.pp
-    stages = len(stage_ranks(config, pp)) if pp > 1 else 1
+    stages = len(stage_ranks(config.pipeline, pp)) if pp > 1 else 1
     microbatches = 2 * pp if pp > 1 else 1
     samples = fold.dp_replicate * fold.dp_shard * config.training.local_batch_size * microbatches
     changes = {

@@ -159,7 +159,7 @@ class Exchange:
         made.set_groups(whole, fold.ep, fold.etp)
         if isinstance(made, Hierarchical) and like.across.size > 1:
             within, across = (self._members(name, rank) for name in ("within", "across"))
-            made.lay_nodes(
+            made.set_nodes(
                 Group("within", len(within), within.index(rank)), Group("across", len(across), across.index(rank))
             )
         return made
