@@ -107,13 +107,13 @@ def test_small_copies_are_looked_at_everywhere(tmp_path):
 # ---- a full disk
 
 
-def write_a_file_too_large(folder: str) -> str:
+def write_a_file_too_large(folder: str, tensors: int, numbers: int, name: str) -> str:
     """The real errors: of the kernel, and what torch makes of them."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
-    tensors = {f"model.{name}": Piece(torch.zeros(1 << 14), (0,), (1 << 14,)) for name in "ab"}
+    pieces = {f"model.{name}{n}": Piece(torch.zeros(numbers), (0,), (numbers,)) for n in range(tensors)}
     try:
-        write_checkpoint(f"{folder}/step-00000002", tensors, {"step": 2})
+        write_checkpoint(f"{folder}/step-00000002", pieces, {"step": 2})
     except CheckpointError as error:
         return str(error)
     finally:
@@ -122,10 +122,16 @@ def write_a_file_too_large(folder: str) -> str:
 
 
 def test_a_disk_that_fills_is_one_line_with_the_file_and_what_is_missing(tmp_path):
-    (told,) = world.run(1, write_a_file_too_large, str(tmp_path))
+    (told,) = world.run(1, write_a_file_too_large, str(tmp_path), 2, 1 << 14, "a")
     file = tmp_path / "step-00000002.writing/rank-00000-000.distcp"
     assert told.startswith(f"{file}: File too large: 65,536 bytes more are needed and ") and "\n" not in told
     assert told.endswith(" are free there") and "inline_container" not in told
+
+
+def test_a_disk_that_fills_with_the_last_small_files_is_one_line_too(tmp_path):
+    (told,) = world.run(1, write_a_file_too_large, str(tmp_path), 20, 1, "a" * 9999)
+    file = tmp_path / "step-00000002.writing/tensors.json"
+    assert told.startswith(f"{file}: File too large: ") and "bytes more are needed" in told and "\n" not in told
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import parity, processes, world
 from tests.features import MODELS
@@ -100,6 +101,27 @@ def test_a_nan_stops_every_rank_and_names_step_and_parameter() -> None:
     assert answers[0].startswith("step 1: loss nan")
     assert "first parameter with a non-finite gradient:" in answers[0]
     assert "The weights were not finite already after step 0: on rank 2 layers.1.moe.router.weight (" in answers[0]
+
+
+def _with_a_nan_in_a_buffer(changes: dict[str, Any]) -> str:
+    """Of the router's biases on rank 1, which no gradient and no weight show."""
+    import titanmoe.train.trainer as trainer_module
+
+    trainer = parity.make_trainer(changes)
+    trainer.train_step()
+    trainer.buffers["layers.1.moe.router.expert_bias"][3] = float("nan") if dist.get_rank() == 1 else 0.0
+    trainer.step, nothing = 2, torch.tensor(float("nan"))
+    try:
+        trainer.check_finite(nothing, nothing)
+    except trainer_module.NonFinite as error:
+        return str(error)
+    return ""
+
+
+def test_a_nan_in_a_buffer_is_no_sound_weight() -> None:
+    answers = world.run(2, _with_a_nan_in_a_buffer, {"parallelism.experts.ep": 2, "data.source": "synthetic"})
+    assert answers[0] == answers[1]
+    assert "were not finite already after step 1: on rank 1 layers.1.moe.router.expert_bias (1 of" in answers[0]
 
 
 def _with_a_nan_in_the_batch(changes: dict[str, Any]) -> str:
