@@ -1,0 +1,331 @@
+#!/usr/bin/env python
+"""Is this cluster fit to train on? Every kind of parallelism against one rank, and what each axis carries a second.
+
+    torchrun --nproc-per-node 8 scripts/check_cluster.py                        # one node
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 scripts/check_cluster.py
+    torchrun --nproc-per-node 8 scripts/check_cluster.py --config RECIPE.toml   # wires of that recipe's mapping
+    torchrun --nproc-per-node 8 scripts/check_cluster.py --only dispatcher --json cluster.json
+
+Two steps of a small model in float32 under each mapping, dispatcher and schedule; loss and gradient norm must be those
+of the same steps on one rank. Then every axis of a mapping sends messages of two sizes, all its groups at once as in
+training. Ends with "this cluster is fit" and exit status 0, or with what is not and 1. docs/multi_node.md reads the
+table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanmoe.comm.collectives import Group
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import derive
+from titanmoe.fold.meshes import Meshes
+from titanmoe.parallel.apply import lay_ranks
+from titanmoe.train.launch import read
+from titanmoe.train.runtime import Runtime, leave, say, start, stop, world_size
+from titanmoe.train.trainer import Trainer
+
+DEBUG = Path(__file__).resolve().parent.parent / "train_configs" / "debug.toml"
+STEPS = 2
+TOLERANCE = 1e-4
+"""Of loss and gradient norm, in float32: sums in another order are off by less than 1e-5, a wrong sum by over 1e-3."""
+SMALL, LARGE = 1 << 16, 1 << 26  # bytes of a message
+BASE: dict[str, Any] = {
+    "data.source": "synthetic", "model.num_layers": 4, "model.num_heads": 8, "model.num_kv_heads": 8,
+    "training.seq_len": 128, "training.local_batch_size": 1, "training.steps": 10, "training.dtype": "float32",
+    "training.mixed_precision_param": "float32", "training.mixed_precision_reduce": "float32",
+    "parallelism.tp": 1, "parallelism.experts.ep": 1, "metrics.tensorboard": False,
+}  # fmt: skip
+
+
+def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
+    """Changes of the base by the name of what they try. What a world or a machine cannot run is told as it is met.
+
+    node: ranks of a node.
+    """
+    everywhere = {"parallelism.experts.ep": world}
+    nodes = {"parallelism.node": node if node < world else max(1, world // 2)}
+    pipeline, pairs = {"parallelism.pp": 2}, {"parallelism.pp": 2, "parallelism.experts.ep": 2}
+    ring = {"parallelism.cp": 2}
+    return {
+        "data parallel": {},
+        "data parallel, replicated": {"parallelism.dp_replicate": 2},
+        "tensor parallel": {"parallelism.tp": 2},
+        "context parallel, ring": ring,
+        "context parallel, ring, plain attention": ring | {"parallelism.attention_backend": "plain"},
+        "context parallel, ulysses": ring | {"parallelism.cp_kind": "ulysses"},
+        "context parallel, allgather": ring | {"parallelism.cp_kind": "allgather"},
+        "pipeline, 1F1B": pipeline,
+        "pipeline, ZBVZeroBubble": pipeline | {"pipeline.schedule": "ZBVZeroBubble"},
+        "pipeline, DualPipeV": pairs | {"pipeline.schedule": "DualPipeV"},
+        "pipeline, DualPipeV in pairs": pairs | {"pipeline.schedule": "DualPipeV", "pipeline.overlap_pairs": True},
+        "dispatcher alltoall": everywhere,
+        "dispatcher alltoall, in chunks": everywhere | {"moe.overlap_chunks": 2},
+        "dispatcher allgather": everywhere | {"moe.dispatcher": "allgather"},
+        "dispatcher hierarchical": everywhere | nodes | {"moe.dispatcher": "hierarchical"},
+        "dispatcher symm_mem": everywhere | {"moe.dispatcher": "symm_mem", "moe.symm_mem_factor": 2.0},
+        "expert tensor parallel": {"parallelism.experts.etp": 2},
+        "folded: tp 2 with ep over all": everywhere | {"parallelism.tp": 2},
+        "folded: all five dimensions": {
+            "parallelism.pp": 2, "parallelism.cp": 2, "parallelism.tp": 2,
+            "parallelism.experts.ep": 2, "parallelism.experts.etp": 2,
+        },
+    }  # fmt: skip
+
+
+def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
+    """Of a world's ranks and of one rank alike, so that both see the same samples."""
+    sizes = {
+        "model.num_experts": world * math.ceil(8 / world),
+        "training.global_batch_size": 2 * world,
+        "training.device": device,
+    }
+    argv = ["--config", str(DEBUG)]
+    for key, value in (BASE | sizes | changes).items():
+        argv += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
+    return argv
+
+
+# ---- the same numbers as on one rank
+
+
+@dataclass
+class Row:
+    name: str
+    error: float = math.nan
+    """The largest relative difference from one rank, of losses and gradient norms."""
+    seconds: float = math.nan
+    """Of the second step."""
+    skipped: str = ""
+
+    @property
+    def fit(self) -> bool:
+        return bool(self.skipped) or self.error <= TOLERANCE
+
+    def line(self) -> str:
+        if self.skipped:
+            return f"  -     {self.name:<42} not run: {self.skipped}"
+        verdict = "ok   " if self.fit else "WRONG"
+        return f"  {verdict} {self.name:<42} off by {self.error:.1e}   {self.seconds:8.3f} s a step"
+
+
+def numbers(config: Config, runtime: Runtime) -> tuple[list[float], float]:
+    """Losses and gradient norms of the steps, and the seconds of the last one."""
+    trainer = Trainer(config, runtime)
+    try:
+        out: list[float] = []
+        for _ in range(STEPS):
+            began = time.perf_counter()
+            report = trainer.train_step()
+            out += [report["loss"], report["grad_norm"]]
+        return out, time.perf_counter() - began
+    finally:
+        trainer.loader.close()
+
+
+def of_one_rank(world: int, device: str) -> list[float]:
+    """In a process that no launcher started; on rank 0, while the others wait."""
+    taken = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
+    command = [sys.executable, __file__, "--alone", str(world), "--device", device]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"one rank alone failed:\n{run.stderr[-4000:]}")
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def compare(runtime: Runtime, chosen: list[str], node: int, expected: list[float]) -> list[Row]:
+    rows = []
+    for name, changes in cases(runtime.world, node).items():
+        if chosen and not any(word in name for word in chosen):
+            continue
+        try:
+            config = read(command_line(runtime.world, changes, runtime.device.type), runtime.world)
+        except ConfigError as error:
+            row = Row(name, skipped=error.problems[0])
+        else:
+            got, seconds = numbers(config, runtime)
+            apart = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=True)]
+            row = Row(name, max(apart, key=lambda x: math.inf if math.isnan(x) else x), seconds)
+        rows.append(row)
+        say(row.line())
+    return rows
+
+
+# ---- what each axis carries
+
+
+@dataclass
+class Wire:
+    axis: str
+    ranks: int
+    message: str
+    microseconds: float
+    """Of a small message."""
+    gigabytes: float
+    """A second, out of and into each rank, with a large message."""
+
+    def line(self) -> str:
+        return (
+            f"  {self.axis:<24} {self.ranks:>5} ranks   {self.message:<15} {self.microseconds:9.1f} us for "
+            f"{SMALL >> 10} KiB   {self.gigabytes:8.2f} GB/s"
+        )
+
+
+def timed(runtime: Runtime, send: Callable[[], Any], rounds: int) -> float:
+    def wait() -> None:
+        if runtime.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    for _ in range(2):
+        send()
+    wait()
+    dist.barrier()
+    began = time.perf_counter()
+    for _ in range(rounds):
+        send()
+    wait()
+    seconds = torch.tensor((time.perf_counter() - began) / rounds, device=runtime.device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)  # of the slowest group
+    return float(seconds)
+
+
+def senders(group: Group, size: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
+    """As training sends: of about that many bytes in and out of each rank."""
+    ops, name, ranks = torch.ops._c10d_functional, group.name, group.size
+    piece = max(1, size // 2 // ranks)
+    one = torch.zeros(piece, dtype=torch.bfloat16, device=device)
+    whole = torch.zeros(piece * ranks, dtype=torch.bfloat16, device=device)
+    return {
+        "all-gather": lambda: ops.wait_tensor(ops.all_gather_into_tensor(one, ranks, name)),
+        "reduce-scatter": lambda: ops.wait_tensor(ops.reduce_scatter_tensor(whole, "sum", ranks, name)),
+        "all-to-all": lambda: ops.wait_tensor(ops.all_to_all_single(whole, [piece] * ranks, [piece] * ranks, name)),
+    }
+
+
+def wires(meshes: Meshes, runtime: Runtime) -> list[Wire]:
+    """Which axis sends what is that of training; HSDP's all-reduces and the pipeline's messages go the same ways."""
+    axes = {
+        "tp": (meshes.tp, ("all-gather", "reduce-scatter")),
+        "cp": (meshes.cp, ("all-gather",)),
+        "ep x etp": (meshes.dispatch, ("all-to-all",)),
+        "FSDP of attention": (_data(meshes.dense_data), ("all-gather", "reduce-scatter")),
+        "FSDP of experts": (_data(meshes.expert_data), ("all-gather", "reduce-scatter")),
+    }
+    out, most = [], LARGE if runtime.device.type == "cuda" else LARGE >> 5
+    for axis, (group, messages) in axes.items():
+        if group.size == 1:
+            continue
+        small, large = (senders(group, size, runtime.device) for size in (SMALL, most))
+        for message in messages:
+            latency, seconds = timed(runtime, small[message], 20), timed(runtime, large[message], 5)
+            rate = most * (1 - 1 / group.size) / seconds
+            out.append(Wire(axis, group.size, message, latency * 1e6, rate / 1e9))
+            say(out[-1].line())
+    return out
+
+
+def _data(mesh: DeviceMesh) -> Group:
+    """What FSDP gathers and scatters over, without HSDP's copies."""
+    return Group.of(mesh.get_group(mesh.ndim - 1))
+
+
+# ---- the whole
+
+
+def versions(runtime: Runtime) -> list[str]:
+    lines = [f"torch {torch.__version__}, {runtime.world} ranks"]
+    if runtime.device.type == "cuda":
+        import torch.distributed._symmetric_memory as symm_mem
+
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        nvshmem = "found" if symm_mem.is_nvshmem_available() else "not found"
+        lines.append(f"CUDA {torch.version.cuda}, NCCL {nccl}, NVSHMEM {nvshmem}")
+    return lines
+
+
+def check(runtime: Runtime, chosen: list[str], recipe: str) -> dict[str, Any]:
+    """On every rank; what was found, on all of them."""
+    node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world))
+    device = f"{runtime.device.type} {torch.cuda.get_device_name() if runtime.device.type == 'cuda' else ''}".strip()
+    places: list[Any] = [None] * runtime.world
+    dist.all_gather_object(places, (socket.gethostname(), device, torch.__version__))
+    hosts = sorted(set(places))
+    lines = [*versions(runtime), *(f"{host}: {kind}, torch {version}" for host, kind, version in hosts), ""]
+    say("\n".join(lines))
+    problems = [] if len({place[1:] for place in places}) == 1 else ["the ranks' devices or versions of torch differ"]
+
+    box: list[Any] = [None]
+    if runtime.rank == 0:
+        try:
+            box[0] = of_one_rank(runtime.world, runtime.device.type)
+        except RuntimeError as error:
+            box[0] = str(error)
+    dist.broadcast_object_list(box, 0)
+    if isinstance(box[0], str):
+        return {"rows": [], "wires": [], "problems": [box[0]]}
+    say(f"two steps in float32 against one rank (allowed: {TOLERANCE:.0e})")
+    rows = compare(runtime, chosen, node, box[0])
+    problems += [f"{row.name} is off by {row.error:.1e}" for row in rows if not row.fit]
+
+    widest = math.gcd(node, 8)
+    mapping = ["--parallelism.tp", str(widest), "--parallelism.experts.ep", str(runtime.world)]
+    default = [*command_line(runtime.world, {}, runtime.device.type), *mapping]
+    config = read(["--config", recipe] if recipe else default, runtime.world)
+    say(f"\nmessages along {recipe or f'tp {widest} and ep {runtime.world}'}; the slowest group counts")
+    meshes = lay_ranks(
+        derive(runtime.world, config.parallelism), config.parallelism, config.moe, config.training, runtime.device
+    )
+    return {"rows": rows, "wires": wires(meshes, runtime), "problems": problems}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="", help="a recipe, whose mapping's axes are measured")
+    parser.add_argument("--only", nargs="+", default=[], help="run the cases whose names hold one of these words")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--json", help="write what was found to this file")
+    parser.add_argument("--alone", type=int, default=0, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.alone:
+        config = read([*command_line(options.alone, {}, options.device)], 1)
+        print(json.dumps(numbers(config, start(config))[0]))
+        return 0
+    try:
+        runtime = start(read(command_line(world_size(), {}, options.device), world_size()))
+        found = check(runtime, options.only, options.config)
+    except ConfigError as error:
+        say("\n".join(f"error: {problem}" for problem in error.problems))
+        return 2
+    finally:
+        stop()
+    if options.json and runtime.rank == 0:
+        rows = [asdict(row) for row in found["rows"]]
+        Path(options.json).write_text(
+            json.dumps({"rows": rows, "wires": [asdict(w) for w in found["wires"]], "problems": found["problems"]})
+        )
+    say("\n" + "\n".join(found["problems"] or ["this cluster is fit"]))
+    return bool(found["problems"])
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,81 @@
+"""scripts/check_cluster.py: what is right is fit, what is wrong is named, and what cannot run is told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from tests import faults, processes, world
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+
+def alone(ranks: int) -> list[float]:
+    import check_cluster
+
+    from tests.parity import runtime_here
+
+    return check_cluster.numbers(check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1), runtime_here())[0]
+
+
+def checked(expected: list[float], chosen: list[str], fault: str = "") -> dict[str, Any]:
+    sys.path.insert(0, str(SCRIPTS))
+    import check_cluster
+
+    from tests.parity import runtime_here
+
+    undo = faults.FAULTS[fault]() if fault else lambda: None
+    known = mock.patch.object(check_cluster, "of_one_rank", lambda world, device: expected)
+    try:
+        with known if expected else nullcontext():
+            return check_cluster.check(runtime_here(), chosen, "")
+    finally:
+        undo()
+
+
+def test_a_fit_cluster_and_one_whose_sums_are_wrong() -> None:
+    expected = world.run(1, alone, 2)[0]
+    found = world.run(2, checked, expected, ["tensor parallel", "pairs", "symm_mem"])[0]
+    assert found["problems"] == []
+    rows = {row.name: row for row in found["rows"]}
+    assert rows.keys() == {
+        "tensor parallel",
+        "expert tensor parallel",
+        "pipeline, DualPipeV in pairs",
+        "dispatcher symm_mem",
+    }
+    assert rows["tensor parallel"].error < 1e-5 and rows["expert tensor parallel"].error < 1e-5
+    assert (
+        "overlap_pairs" in rows["pipeline, DualPipeV in pairs"].skipped
+        or "ep" in rows["pipeline, DualPipeV in pairs"].skipped
+    )
+    assert "cannot run here" in rows["dispatcher symm_mem"].skipped
+    axes = {(wire.axis, wire.message) for wire in found["wires"]}
+    assert axes == {("tp", "all-gather"), ("tp", "reduce-scatter"), ("ep x etp", "all-to-all")}
+    assert all(wire.microseconds > 0 and wire.gigabytes > 0 for wire in found["wires"])
+
+    found = world.run(2, checked, expected, ["tensor parallel"], "router_not_reduced_over_tp")[0]
+    (problem,) = found["problems"]
+    assert problem.startswith("tensor parallel is off by ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_every_case_under_torchrun(ranks: int, tmp_path: Path) -> None:
+    """One rank's numbers come from a process of its own."""
+    out = tmp_path / "found.json"
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    run = processes.run([*command, str(SCRIPTS / "check_cluster.py"), "--json", str(out)], timeout=900)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.rstrip().endswith("this cluster is fit")
+    found = json.loads(out.read_text())
+    skipped = {row["name"] for row in found["rows"] if row["skipped"]}
+    assert found["problems"] == [] and len(found["rows"]) == 19
+    assert skipped <= {"dispatcher symm_mem"} if ranks == 8 else "dispatcher symm_mem" in skipped
