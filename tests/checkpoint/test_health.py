@@ -1,4 +1,4 @@
-"""What is saved is finite, fits on the disk and gets there in time; else the run ends with one line."""
+"""What is saved is finite, fits on the disk and gets there in time; otherwise the run ends with one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_first_tensor_that_is_not_finite_is_named_and_large_numbers_are_no_f
 
 
 def train_with_a_nan(folder: str, save: str) -> tuple[str, int]:
-    """In step 2 one rank's copy of a bias, which another rank would write, is no number."""
+    """In step 2 one rank's copy of a bias, which another rank would write, is NaN."""
     options = {"job.dump_folder": folder, "checkpoint.save": save, "checkpoint.keep_last": 1}
 
     def poison(step: int, parameters: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ def test_small_copies_are_looked_at_everywhere(tmp_path):
 
 
 def write_a_file_too_large(folder: str) -> str:
-    """The real errors: of the kernel, and what torch makes of them."""
+    """The real errors: the kernel's, and what torch turns them into."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     tensors = {f"model.{name}": Piece(torch.zeros(1 << 14), (0,), (1 << 14,)) for name in "ab"}
@@ -124,12 +124,12 @@ def write_a_file_too_large(folder: str) -> str:
 def test_a_disk_that_fills_is_one_line_with_the_file_and_what_is_missing(tmp_path):
     (told,) = world.run(1, write_a_file_too_large, str(tmp_path))
     file = tmp_path / "step-00000002.writing/rank-00000-000.distcp"
-    assert told.startswith(f"{file}: File too large: 65,536 bytes more are needed and ") and "\n" not in told
+    assert told.startswith(f"{file}: File too large: 65,536 more bytes are needed and ") and "\n" not in told
     assert told.endswith(" are free there") and "inline_container" not in told
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_an_error_that_torch_hides_is_told(tmp_path, monkeypatch, code):
+def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
     write = folder_module._Summing.write
 
     def fail(self: Any, data: bytes) -> int:
@@ -144,13 +144,13 @@ def test_an_error_that_torch_hides_is_told(tmp_path, monkeypatch, code):
     monkeypatch.setattr(folder_module._Summing, "write", fail)
     with pytest.raises(CheckpointError, match=f"rank-00000-000.distcp: {os.strerror(code)}") as told:
         write_checkpoint(tmp_path / "c", {"model.a": Piece(torch.zeros(999), (0,), (999,))}, {})
-    assert ("bytes more are needed" in str(told.value)) == (code == errno.ENOSPC)
+    assert ("more bytes are needed" in str(told.value)) == (code == errno.ENOSPC)
 
 
 def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
     file = tmp_path / "latest.new"
     file.symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match=f"{file}: No space left on device: 14 bytes more are needed and "):
+    with pytest.raises(CheckpointError, match=f"{file}: No space left on device: 14 more bytes are needed and "):
         layout.write(file, "step-00000002\n")
 
 
@@ -158,7 +158,7 @@ def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
 
 
 def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
-    """Rank 1's disk takes no byte of step 4. The clock stands still until that has begun, and then jumps."""
+    """Rank 1's disk accepts no byte of step 4. The clock stands still until that has begun, and then jumps."""
     options = {"job.dump_folder": folder, "checkpoint.interval": 2, "parallelism.experts.ep": 2}
     write, held, go = folder_module._Summing.write, threading.Event(), threading.Event()
 
@@ -239,7 +239,7 @@ def hang_in(folder: str, where: str) -> str:
 
 
 @pytest.mark.parametrize(("where", "told"), PHASES.items())
-def test_whatever_a_rank_is_at_has_a_name(tmp_path, where, told):
+def test_whatever_a_rank_is_doing_has_a_name(tmp_path, where, told):
     (end,) = world.run(1, hang_in, str(tmp_path), where)
     assert "step-00000002 is not saved after checkpoint.timeout_s = 1800 s: rank 0 is still " in end and told in end
 

@@ -1,4 +1,4 @@
-"""manifest.json: every flip is noticed, and no type in it is taken on trust."""
+"""manifest.json: every bit flip is noticed, and no type in it is trusted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_every_flip_of_every_bit_is_noticed() -> None:
     assert unnoticed == []
 
 
-def test_a_manifest_without_its_sum_is_of_an_older_format_or_damaged() -> None:
+def test_a_manifest_without_its_checksum_is_of_an_older_format_or_damaged() -> None:
     text = folders.told(folders.OLD)
     assert text["format"] == 1 and layout.read_manifest(folders.OLD).record["made"] == "by hand"
     body = (folders.OLD / layout.MANIFEST).read_bytes().replace(b'"format": 1', b'"format": 2')

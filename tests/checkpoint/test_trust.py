@@ -1,4 +1,4 @@
-"""Folders that someone made to do harm: nothing in them runs, nothing outside them is read, sizes are bounded."""
+"""Folders made to do harm: nothing in them runs, nothing outside them is read, sizes are bounded."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_folder_of_format_1_reads_as_it_did(tmp_path: Path) -> None:
 
 
 def hostile(path: Path, mark: Path, record: dict[str, Any]) -> Path:
-    """A checkpoint whole in every sum, whose pickle leaves a mark when it runs."""
+    """A checkpoint with correct checksums, whose pickle leaves a mark when it runs."""
     folders.spoil(path, ".metadata", pickle.dumps(Calls(os.system, f"touch {mark}")))
     files = {name: entry for name, entry in folders.told(path)["files"].items() if name != tensors.TENSORS}
     folders.rewrite(path, format=1, files=files, record=record)
@@ -186,7 +186,7 @@ LIES = {
 }
 
 
-def test_an_honest_description_is_taken() -> None:
+def test_an_honest_description_is_accepted() -> None:
     (tensor,) = tensors.from_json(json.dumps(described()).encode(), FILES).values()
     assert tensor.shape == (4, 3) and tensors.from_json(tensors.to_json({"x": tensor}), FILES) == {"x": tensor}
 
@@ -271,7 +271,7 @@ def test_only_regular_files_of_the_folder_are_opened(tmp_path: Path, kind: str) 
         file.symlink_to(secret / "config.json" if kind == "link" else "/dev/zero")
     folders.rewrite(path, files=folders.told(path)["files"] | {"hf/config.json": {"bytes": 2, "crc32": "00000000"}})
     (line,) = layout.damage(path)
-    assert ("is no regular file" if kind in ("pipe", "folder") else "is a link to") in line
+    assert ("is not a regular file" if kind in ("pipe", "folder") else "is a link to") in line
     with pytest.raises(CheckpointError):
         layout.carried(path)
 

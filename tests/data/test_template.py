@@ -1,4 +1,4 @@
-"""A template that asks for 10^10 of anything is ended after a stated number of steps; published ones are not."""
+"""A template that asks for 10^10 of anything is stopped after a stated number of steps; published ones are not."""
 
 import io
 
@@ -102,7 +102,7 @@ def test_steps_end(name, small):
 def test_texts_end(name, small):
     said = refused(TEXTS[name])
     assert (
-        "characters, the most for this conversation: use another (chat_template)" in said or "takes more than" in said
+        "characters, the limit for this conversation: use another (chat_template)" in said or "takes more than" in said
     )
 
 
@@ -123,7 +123,7 @@ def test_methods_that_widen_a_text_are_not_there(name):
 
 @pytest.mark.parametrize("name", ["center(10 ** 10)", "batch(10 ** 10, 1)", "slice(10 ** 10)", "wordwrap", "pprint"])
 def test_filters_that_no_template_needs_are_not_there(name):
-    with pytest.raises(ConfigError, match="no Jinja: No filter named"):
+    with pytest.raises(ConfigError, match="not Jinja: No filter named"):
         Chat(f"{{{{ 'a' | {name} }}}}", "t", ByteTokenizer())
 
 
@@ -192,7 +192,7 @@ def test_an_error_is_told_in_a_short_line():
 
 
 def test_long_conversations_have_more_to_spend(small):
-    """What is spent grows with the messages, as what a template needs does."""
+    """The budget grows with the messages, as a template's needs do."""
     talk = [{"role": "assistant", "content": "word " * 10_000}, *TALK[1:]]
     trimmed = "{% for m in messages %}{{ m.content | trim | replace('word', 'work') | trim }}{% endfor %}"
     assert len(Chat(trimmed, "t", ByteTokenizer()).encode(talk)[0]) > 49_000

@@ -194,7 +194,7 @@ def test_cells_are_read_as_torch_reads_them(text: str) -> None:
 
 @pytest.mark.parametrize("text", ["F0", "0F", "0G1", "0F0 1", "(0F0)OVERLAP_F_B", "(0F0;1UNSHARD)OVERLAP_F_B"])
 def test_what_is_no_cell_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no action|does not overlap"):
+    with pytest.raises(ValueError, match=r"not an action|does not overlap"):
         parse_cell(text)
 
 

@@ -26,7 +26,7 @@ def _mix(config: Config) -> Iterator[Law]:
             "none, which weighs sources by their tokens",
         )
     elif weights and not sum(weights):
-        yield fields, f"data.weights = {weights} sums to 0, and no source would have a turn: make one positive"
+        yield fields, f"data.weights = {weights} sums to 0, so no source would be read: make one positive"
     else:
         for path, weight in zip(paths, weights, strict=False):
             if not weight:

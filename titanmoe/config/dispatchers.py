@@ -18,13 +18,13 @@ class Facts:
     one"; "" if they do. Without pieces nothing is computed meanwhile: no other chunk, and no other microbatch.
     """
     nodes: bool = False
-    """It wants to know which ranks of its group share a node."""
+    """Whether it needs to know which ranks of its group share a node."""
     unused_rows: bool = False
-    """Experts are given rows after the last one that is theirs, and what they make of those may be no number."""
+    """Whether experts get rows beyond the last one that is theirs, and may make NaN of them."""
     asks_machine: bool = False
-    """The class's `missing` says what a machine lacks that it needs beside torch.distributed."""
+    """Whether the class's `missing` says what the machine lacks that it needs besides torch.distributed."""
     most: int = 0
-    """The most ranks of ep x etp, and the most experts of a rank; 0: any number."""
+    """The maximum number of ranks of ep x etp, and of experts on a rank; 0: any number."""
 
 
 DISPATCHERS = {
@@ -49,7 +49,7 @@ DISPATCHERS = {
     "symm_mem": Facts(
         "symmetric.Symmetric",
         "symm_mem is alltoall through symmetric memory (NVSHMEM), in which the host never waits for sizes: for GPUs of "
-        "one NVLink domain that wait for the host.",
+        "one NVLink domain that often idle waiting for the host.",
         host_syncs=0,
         whole="leaves them on the device",
         unused_rows=True,
@@ -60,10 +60,10 @@ DISPATCHERS = {
 
 
 def in_pieces() -> list[str]:
-    """Those whose rows can be under way while something else is computed."""
+    """Those whose rows can travel while something else is computed."""
     return [name for name, facts in DISPATCHERS.items() if not facts.whole]
 
 
 def in_pieces_quoted() -> str:
-    """As a message proposes them."""
+    """The same as a message suggests them."""
     return " or ".join(f'"{name}"' for name in in_pieces())

@@ -1,6 +1,6 @@
 """Which fields of a config contradict each other on any machine; each number's range is in `titanmoe.config.ranges`.
 
-What depends on the world size is the mapping's affair (`titanmoe.fold`).
+What depends on the world size is checked with the mapping (`titanmoe.fold`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def contradictions(config: Config) -> list[Violation]:
-    """Fields that do not fit each other; every number is taken to be in its range."""
+    """Fields that do not fit each other; every number is assumed to be in its range."""
     return [
         *_job(config.job),
         *_shape(config.model),
@@ -42,8 +42,8 @@ def _job(job: Job) -> Iterator[Violation]:
     if job.name in (".", "..") or "/" in job.name or "\\" in job.name:
         yield Violation(
             ("job.name",),
-            f"job.name = {job.name!r} is no name of a folder: leave out . .. / and \\ "
-            "(job.dump_folder says where the run's folder lies)",
+            f"job.name = {job.name!r} is not a folder name: leave out . .. / and \\ "
+            "(job.dump_folder says where the run's folder goes)",
         )
 
 
@@ -99,7 +99,7 @@ def _latent(model: Model) -> Iterator[Violation]:
     if not rope or rope % 2:
         yield Violation(
             ("model.qk_rope_head_dim", "model.kv_lora_rank"),
-            f"model.qk_rope_head_dim = {rope} gives latent attention no whole pairs for RoPE to turn: "
+            f"model.qk_rope_head_dim = {rope} does not give latent attention whole pairs for RoPE to turn: "
             f"use an even number, such as {rope + 1 if rope else 64}",
         )
     if model.head_dim != nope + rope:
@@ -119,7 +119,7 @@ def _latent(model: Model) -> Iterator[Violation]:
         if value != without:
             yield Violation(
                 (f"model.{name}", "model.kv_lora_rank"),
-                f"model.{name} = {value} is of grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
+                f"model.{name} = {value} is for grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
                 f"asks for latent attention: set {name} = {without}, or kv_lora_rank = 0",
             )
 
@@ -129,7 +129,7 @@ def _not_latent(model: Model) -> Iterator[Violation]:
         if value := getattr(model, name):
             yield Violation(
                 (f"model.{name}", "model.kv_lora_rank"),
-                f"model.{name} = {value} is of latent attention, and model.kv_lora_rank = 0 asks for grouped-query "
+                f"model.{name} = {value} is for latent attention, and model.kv_lora_rank = 0 asks for grouped-query "
                 f"attention: set kv_lora_rank, such as 512, or {name} = 0",
             )
 
@@ -146,7 +146,7 @@ def _window(model: Model) -> Iterator[Violation]:
     if not window and every != 1:
         yield Violation(
             ("model.full_attention_every", "model.sliding_window"),
-            f"model.full_attention_every = {every} makes blocks narrow, but model.sliding_window = 0 is no width: "
+            f"model.full_attention_every = {every} makes blocks narrow, but model.sliding_window = 0 is not a width: "
             "give it, such as sliding_window = 128, or set full_attention_every = 1",
         )
 
@@ -156,7 +156,7 @@ def _rope(model: Model) -> Iterator[Violation]:
     if yarn and factor == 1:
         yield Violation(
             ("model.rope_scaling", "model.rope_factor"),
-            'model.rope_scaling = "yarn" stretches by model.rope_factor = 1, which is not at all: give it, such as '
+            'model.rope_scaling = "yarn" stretches by model.rope_factor = 1, which does nothing: give it, such as '
             'rope_factor = 4.0, or set rope_scaling = "none"',
         )
     if not yarn and factor != 1:
@@ -279,7 +279,7 @@ def _dispatcher(moe: MoE) -> Iterator[Violation]:
 
 
 def _products(config: Config) -> Iterator[Violation]:
-    """The experts' products: their kernel, and what numbers it takes."""
+    """The experts' products: their kernel, and the dtypes it supports."""
     moe, dtype = config.moe, config.training.mixed_precision_param
     if moe.grouped_mm == "grouped" and dtype == "float64":
         yield Violation(
@@ -321,7 +321,7 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[Violation]:
     elif checkpoint.model_only and (load in ("auto", "none") or load.isdecimal()):
         yield Violation(
             ("checkpoint.model_only", "checkpoint.load"),
-            f'checkpoint.model_only = true takes weights from a path, and checkpoint.load = "{load}" is none: '
+            f'checkpoint.model_only = true takes weights from a path, and checkpoint.load = "{load}" is not one: '
             "name another run's checkpoint, or set model_only = false",
         )
     if checkpoint.keep_every and not checkpoint.keep_last:

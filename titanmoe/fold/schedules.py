@@ -1,7 +1,7 @@
-"""Pipeline schedules without torch: where stages lie, the actions of a file, and what a schedule demands.
+"""Pipeline schedules without torch: where stages are, the actions in a file, and what a schedule requires.
 
-A schedule is a row of cells for each pipeline rank. A cell is what the rank computes at one time: nothing in a pause,
-one action, or two that overlap.
+A schedule is a row of cells for each pipeline rank. A cell is what the rank computes at one time: nothing, one
+action, or two that overlap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titanmoe.config.schema import Config, Pipeline
 @dataclass(frozen=True)
 class Schedule:
     stages_per_rank: int  # unless [pipeline] virtual_stages says otherwise
-    v_shape: bool = False  # the second half of the stages lies on the ranks in reverse
+    v_shape: bool = False  # the second half of the stages is on the ranks in reverse
     zero_bubble: bool = False  # backward is split into input and weight gradients
 
 
@@ -35,7 +35,7 @@ SCHEDULES = {
 SINGLE = ("GPipe", "1F1B")
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}  # forward; backward, whole, of inputs, of weights
 _ACTION = re.compile(r"(\d+)(F|I|B|W)(\d+)")
-_MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")  # torch adds its own
+_MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")  # torch adds these itself
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -62,12 +62,12 @@ def parse_cell(text: str) -> Cell:
     if action := _ACTION.fullmatch(text):
         return (Action(int(action[1]), action[2], int(action[3])),)
     if text and not _MESSAGE.fullmatch(text):
-        raise ValueError(f"{text!r:.60} is no action, such as 0F0, 1B3 or (0F4;3B1)OVERLAP_F_B")
+        raise ValueError(f"{text!r:.60} is not an action, such as 0F0, 1B3 or (0F4;3B1)OVERLAP_F_B")
     return ()
 
 
 def read_csv(path: str) -> list[list[Cell]]:
-    """One row for each rank. ValueError where the file is not a schedule."""
+    """One row for each rank. ValueError if the file is not a schedule."""
     with open(path, newline="") as file:
         return [[parse_cell(text) for text in row] for row in csv.reader(file) if row]
 
@@ -91,7 +91,7 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
 
 
 def splits_backward(options: Pipeline, pp: int) -> bool:
-    """Whether the schedule, where there is one, computes gradients of inputs and of weights apart."""
+    """Whether the schedule, if there is one, computes gradients of inputs and of weights separately."""
     if pp == 1:
         return False
     if not options.schedule_csv:
@@ -100,7 +100,7 @@ def splits_backward(options: Pipeline, pp: int) -> bool:
 
 
 def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
-    """The rows of GPipe and 1F1B, which torch runs without any (those that it offers for 1F1B are shifted)."""
+    """The rows of GPipe and 1F1B, for which torch has none (those that it offers for 1F1B are shifted)."""
     rows = []
     for rank in range(pp):
         ahead = microbatches if schedule == "GPipe" else min(microbatches, pp - rank)
@@ -112,9 +112,9 @@ def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
 
 
 def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
-    """Idle share of all ranks' time, by playing the rows: forward 1, backward 2 (input 1, weight 1).
+    """Idle share of all ranks' time, found by playing the rows: forward 1, backward 2 (input 1, weight 1).
 
-    torch begins a pair when both its halves can run, and sends what they made when both are done.
+    torch starts a pair when both its halves can run, and sends their results when both are done.
     """
     queues = [[cell for cell in row if cell] for row in rows]
     done: dict[tuple[int, str, int], float] = {}
@@ -155,7 +155,7 @@ def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
 
 
 def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> list[str]:
-    """What the pipeline cannot run, with numbers and fix. Whose rows go to which experts does not matter here."""
+    """What the pipeline cannot run, with numbers and fix. The experts' mapping does not matter here."""
     options = config.pipeline
     if pp == 1:
         return []
@@ -255,7 +255,7 @@ PAIRS = "pipeline.overlap_pairs = true"
 
 
 def _pairs(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
-    """rows: of the file, where a file gives the schedule."""
+    """rows: those of the file, if a file gives the schedule."""
     options = config.pipeline
     name = options.schedule_csv or options.schedule
     pairs = [cell for row in rows for cell in row if len(cell) == 2]
