@@ -65,7 +65,7 @@ class Outcome:
     def __str__(self) -> str:
         if self.failure and not self.equal:
             return f"FAILED: {self.failure}"
-        return f"equal, {self.lost} saved steps lost, {self.again} made again, went on in {self.seconds:.1f} s"
+        return f"equal, {self.lost} saved steps lost, {self.again} repeated, resumed in {self.seconds:.1f} s"
 
     @property
     def command(self) -> str:
@@ -141,8 +141,8 @@ def compare(run: Run, calm: Run) -> None:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    head = ("what happened", "trials", "equal to the last bit", "saved steps lost", "steps made again, at most",
-            "seconds to go on: median", "max")  # fmt: skip
+    head = ("what happened", "trials", "equal to the last bit", "saved steps lost", "steps repeated, at most",
+            "seconds to resume: median", "max")  # fmt: skip
     rows = [head, ("---",) * len(head)]
     for kind in [kind for kind in KINDS if any(each.kind == kind for each in outcomes)] + ["all"]:
         some = [each for each in outcomes if kind in (each.kind, "all")]
@@ -175,7 +175,7 @@ def torture(args: argparse.Namespace, folder: Path) -> int:
     asked = [(kinds[seed % len(kinds)], seed) for seed in range(args.first, args.first + args.trials)]
     left = [each for each in asked if each not in done]
     if len(left) < len(asked):
-        print(f"{len(asked) - len(left)} of {len(asked)} trials are in {results} already", flush=True)
+        print(f"{len(asked) - len(left)} of {len(asked)} trials are already in {results}", flush=True)
     try:
         if left:
             calm = Run(folder / "calm")
@@ -250,7 +250,7 @@ def workplace() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        print(f"what the runs said: {folder}/*.log")
+        print(f"the runs' output: {folder}/*.log")
         for entry in folder.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
@@ -259,13 +259,15 @@ def workplace() -> Iterator[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=200, metavar="N", help="how many (default 200)")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first trial's seed; the next have +1")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="SEED", help="seed of the first trial; each further trial adds 1"
+    )
     parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
     parser.add_argument(
-        "--results", metavar="FILE", help="a line for each finished trial; trials it has are not made again"
+        "--results", metavar="FILE", help="one line per finished trial; trials already in it are skipped"
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="write the table there too, in docs/reliability.md between its marks"
+        "--out", metavar="FILE", help="also write the table there; in docs/reliability.md, between its marks"
     )
     parser.add_argument("--soak", type=int, metavar="STEPS", help="one long run instead")
     args = parser.parse_args()

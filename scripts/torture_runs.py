@@ -227,7 +227,7 @@ def flipped_bit(run: Run) -> None:
     run.kill_launcher()
     there = layout.steps(run.checkpoints)
     if len(there) < 2:  # a save is behind: there would be none to go back to
-        raise Missed(f"only {len(there)} checkpoints are there")
+        raise Missed(f"there are only {len(there)} checkpoints")
     newest = there.pop(max(there))
     run.committed = max(there)
     file = run.draw.choice(sorted(path for path in newest.rglob("*") if path.is_file()))

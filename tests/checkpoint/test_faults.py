@@ -158,7 +158,7 @@ def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at
     assert not any(path.suffix for path in folder.iterdir())
     assert len(said) == (whole and at < (3 if step == 40 else 4))
     if said:
-        assert "lacked only its name" in said[0]
+        assert "complete but for its name" in said[0]
 
 
 def test_a_complete_but_damaged_checkpoint_is_kept_and_reported(folder):

@@ -49,7 +49,7 @@ def test_auto_takes_the_last_one_made(run):
 def test_a_kill_before_latest_was_renamed_hides_nothing(run):
     layout.point(run / "checkpoints", "step-00000020")
     name, said = taken(run)
-    assert name == "step-00000030" and "latest names step-00000020, which was made before it" in said[0]
+    assert name == "step-00000030" and "latest names step-00000020, which is older" in said[0]
 
 
 def test_runs_do_not_share_an_absolute_folder(tmp_path):
@@ -120,7 +120,7 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(run):
 def test_latest_that_names_nothing_is_passed_over(run):
     layout.point(run / "checkpoints", "step-00000099")
     name, said = taken(run)
-    assert name == "step-00000030" and "step-00000099, which is not there" in said[0]
+    assert name == "step-00000030" and "step-00000099, which does not exist" in said[0]
 
 
 def test_a_path_is_a_checkpoint_a_run_or_its_folder(run, tmp_path):
@@ -137,7 +137,7 @@ def test_other_folders_are_refused_by_what_they_are(tmp_path, what):
         (tmp_path / what).mkdir()
     if what == "bare":
         (tmp_path / what / ".metadata").touch()
-    words = {"nowhere": "no such folder", "empty": "holds no checkpoint", "bare": "titanmoe did not write it"}[what]
+    words = {"nowhere": "no such folder", "empty": "contains no checkpoint", "bare": "titanmoe did not write it"}[what]
     with pytest.raises(CheckpointError, match=words):
         taken(tmp_path / "run", str(tmp_path / what))
 

@@ -130,4 +130,4 @@ def test_scales_without_weights_are_reported(tmp_path, capsys):
     name = "model.layers.0.self_attn.q_proj.weight_scale_inv"
     save_file(tensors | {name: torch.ones(1, 1)}, folder / "model.safetensors")
     assert main(["convert", "--from-hf", str(folder), str(tmp_path / "out")]) == 2
-    assert f"{name}: not of this model" in capsys.readouterr().err
+    assert f"{name}: not part of this model" in capsys.readouterr().err

@@ -71,7 +71,7 @@ def told(capsys, folder, *options):
         (
             "qwen3_moe",
             {"num_experts": 7, "num_local_experts": 8},
-            "num_experts = 7 and num_local_experts = 8: they mean the same",
+            "num_experts = 7 and num_local_experts = 8: they must agree",
         ),
         (
             "mixtral",
@@ -178,8 +178,8 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed(copy, capsys):
         "5 problems",
         "model.norm.weight: missing",
         "model.layers.{0-1}.block_sparse_moe.experts.{0-3}.w3.weight: missing",
-        "model.layers.2.self_attn.q_proj.weight: not of this model",
-        "stray: not of this model",
+        "model.layers.2.self_attn.q_proj.weight: not part of this model",
+        "stray: not part of this model",
         "model.layers.1.self_attn.q_proj.weight: shape (3, 32) in the files, (32, 32) in this model",
     ):
         assert line in lines
@@ -232,7 +232,7 @@ def test_a_tied_embedding_stored_twice(tmp_path, capsys):
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, folder / "model.safetensors")
     assert main(["convert", "--upcycle", str(folder), str(tmp_path / "out"), "--overwrite"]) == 2
-    assert "lm_head.weight: not of this model" in capsys.readouterr().err
+    assert "lm_head.weight: not part of this model" in capsys.readouterr().err
 
 
 # ---- files
@@ -250,7 +250,7 @@ def test_folders_that_are_not_models(mixtral, tmp_path, capsys):
     )
     (tmp_path / "bin" / "config.json").write_text("{")
     assert "is not JSON" in told(capsys, tmp_path / "bin")
-    assert "holds no checkpoint" in told(capsys, mixtral, "--to-hf")
+    assert "contains no checkpoint" in told(capsys, mixtral, "--to-hf")
 
 
 @pytest.mark.parametrize("left", [0, 5, 300, -1])

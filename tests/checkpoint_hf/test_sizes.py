@@ -54,7 +54,7 @@ def test_a_size_that_no_model_has(monkeypatch, key, field, number):
 
 def test_a_size_that_several_keys_give():
     (said,) = why(rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**400})
-    assert said.startswith("config.json gives model.rope_original_len = 0x") and "the most is 2,147,483,648" in said
+    assert said.startswith("config.json gives model.rope_original_len = 0x") and "the limit is 2,147,483,648" in said
 
 
 def test_floats_that_are_not_numbers():

@@ -131,7 +131,7 @@ def test_out_of_range(path, value):
         ({"model.top_groups": 2}, "model.top_groups = 2 exceeds model.num_groups = 1: use at most 1"),
         (
             {"model.num_groups": 8, "model.top_groups": 1},
-            "model.top_groups = 1 of 8 groups of 1 experts hold 1, fewer than model.top_k = 2: use at least 2",
+            "model.top_groups = 1 of 8 groups of 1 experts have 1, fewer than model.top_k = 2: use at least 2",
         ),
         (LATENT | {"model.num_kv_heads": 4}, "num_kv_heads = 4 is not model.num_heads = 8, .* use num_kv_heads = 8"),
         (
@@ -155,14 +155,14 @@ def test_out_of_range(path, value):
         ),
         (
             {"model.full_attention_every": 0},
-            "full_attention_every = 0 makes blocks narrow, but .* such as sliding_window = 128, or set full_attention_",
+            "full_attention_every = 0 gives blocks a sliding window, but .* such as sliding_window = 128, or set full_",
         ),
         (
             {"model.q_lora_rank": 16},
             "q_lora_rank = 16 is for latent .* set kv_lora_rank, such as 512, or q_lora_rank = 0",
         ),
         ({"model.v_head_dim": 16}, "v_head_dim = 16 is for latent attention"),
-        ({"model.rope_scaling": "yarn"}, "rope_factor = 1, which does nothing: give it, such as rope_factor = 4.0"),
+        ({"model.rope_scaling": "yarn"}, "rope_factor = 1, which does nothing: set it, such as rope_factor = 4.0"),
         (
             {"model.rope_factor": 4.0},
             'rope_factor = 4.0 is not used .* set rope_scaling = "yarn", or rope_factor = 1.0',
@@ -180,15 +180,15 @@ def test_out_of_range(path, value):
         ({"moe.pad_to_capacity": True}, "moe.pad_to_capacity = true .*capacity_factor = 0 .* such as cap"),
         (
             {"moe.overlap_chunks": 2, "moe.dispatcher": "allgather"},
-            'overlap_chunks = 2 .*dispatcher = "allgather" makes none: use dispatcher = "alltoall" or "hierarchical"',
+            'overlap_chunks = 2 .*dispatcher = "allgather" has none: use dispatcher = "alltoall" or "hierarchical"',
         ),
         (
             {"moe.overlap_chunks": -1, "moe.dispatcher": "allgather"},
-            'overlap_chunks = -1 .*dispatcher = "allgather" makes none: use dispatcher = "alltoall"',
+            'overlap_chunks = -1 .*dispatcher = "allgather" has none: use dispatcher = "alltoall"',
         ),
         (
             {"moe.overlap_chunks": 2, "moe.dispatcher": "symm_mem"},
-            'overlap_chunks = 2 cuts .*dispatcher = "symm_mem" leaves them on the device: use dispatcher = "alltoall"',
+            'overlap_chunks = 2 splits .*dispatcher = "symm_mem" leaves those counts on the device: use ',
         ),
         (
             {"moe.pad_to_capacity": True, "moe.capacity_factor": 1.0, "moe.dispatcher": "symm_mem"},
@@ -199,18 +199,18 @@ def test_out_of_range(path, value):
         (FILES | {"data.weights": [1.0]}, "data.weights has 1 numbers for 2 entries of data.paths"),
         ({"data.weights": [1.0]}, "has 1 numbers for 0 entries"),
         (FILES | {"data.weights": [0.0, 0.0]}, r"data.weights = \[0.0, 0.0\] sums to 0"),
-        (FILES | {"data.weights": [1.0, 0.0]}, "gives 'b' the weight 0: leave both out"),
+        (FILES | {"data.weights": [1.0, 0.0]}, "gives 'b' the weight 0: remove both"),
         (FILES | {"data.balance_work": True}, 'with data.packing = "stream" all cost the same'),
         ({"data.source": "synthetic", "data.packing": "best_fit"}, 'data.packing = "best_fit" is about documents'),
         ({"validation.interval": 5}, "has nothing to validate on: name validation.paths, or set"),
         ({"validation.paths": ["a"]}, "validation.interval = 0 never reads it"),
         ({"validation.paths": ["a"], "validation.held_out": 9, "validation.interval": 1}, "held_out = 9 keeps"),
         ({"moe.grouped_mm": "grouped", **WIDE}, 'moe.grouped_mm = "grouped" has no float64: use "auto"'),
-        ({"moe.expert_dtype": "fp8", **WIDE}, 'gives results in bfloat16, and .* = "float64": use "bfloat16"'),
+        ({"moe.expert_dtype": "fp8", **WIDE}, 'gives results in bfloat16, but .* = "float64": use "bfloat16"'),
         ({"moe.expert_dtype": "fp8", "moe.grouped_mm": "loop"}, 'moe.grouped_mm = "loop" asks for none'),
         ({"profile.steps": [3, 99], "training.steps": 98}, "profile.steps has 99, and training.steps is 98"),
-        ({"profile.memory": "steps"}, 'needs profile.steps: list some, or take "oom"'),
-        ({"validation.held_out": 1}, "keeps every document, and none is left"),
+        ({"profile.memory": "steps"}, 'needs profile.steps: list some, or use "oom"'),
+        ({"validation.held_out": 1}, "holds out every document and leaves none"),
         (
             {"data.source": "synthetic", "validation.interval": 1, "validation.held_out": 9, "validation.steps": 0},
             "never ends: set steps = 10",

@@ -274,7 +274,7 @@ def test_missing_recipe(recipe):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[training]\nsteps = ten\n", "my.toml:2:9: is not TOML: Invalid value (text stands in double quotes; "),
+        ("[training]\nsteps = ten\n", "my.toml:2:9: is not TOML: Invalid value (strings need double quotes; "),
         ("[training]\nsteps = 1\nsteps = 2\n", "my.toml:3:10: is not TOML: Cannot overwrite a value"),
         ("[training\n", "my.toml:1:10: is not TOML: "),
         ('a = "', "my.toml: is not TOML: "),

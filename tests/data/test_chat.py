@@ -81,12 +81,12 @@ def test_a_template_that_shows_no_answers_is_refused(bpe):
     with pytest.raises(ConfigError) as error:
         Chat(forgets, "templates/t", tokenizer).encode(TALK)
     (said,) = error.value.problems
-    assert "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered otherwise" in said
+    assert "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered differ" in said
     assert "Write {% generation %}" in said
     other = (
         each.replace("%}%{", "%}<{{ m.role }}>{{ m.content }}{") + "{% if add_generation_prompt %}[answer]{% endif %}"
     )
-    with pytest.raises(ConfigError, match="message 3, the assistant's, is rendered with another beginning"):
+    with pytest.raises(ConfigError, match="message 3, the assistant's, is rendered differently up to where it begins"):
         Chat(other, "t", tokenizer).encode(TALK)
 
 

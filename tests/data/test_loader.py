@@ -329,7 +329,7 @@ def test_sources_too_small_to_hold_out_from(config):
     (source,) = ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out).mix.sources
     assert source.name == "short"  # 60 documents; the other has 40
     config.validation.held_out = 70
-    with pytest.raises(ConfigError, match="keeps every 70th document, and no source has that many"):
+    with pytest.raises(ConfigError, match="holds out every 70th document, but no source has that many"):
         ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out)
 
 
@@ -383,7 +383,7 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
     short = config.data.paths[0]
     config.data.paths = [str(tmp_path / "gone"), str(tmp_path / "empty"), short]
     gone, empty = problems()
-    assert "gone' does not exist" in gone and "empty' holds no files" in empty
+    assert "gone' does not exist" in gone and "empty' contains no files" in empty
 
     config.data.paths, config.training.seq_len = [short], 5000
     tokens = sum(file.stat().st_size + 2 for file in Path(short).glob("*.txt"))
@@ -404,7 +404,7 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
     monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [none, marks])
     config.data.packing = "best_fit"
     first, second = problems()
-    assert "none (data.source) holds no documents" in first and "two tokens are the least" in second
+    assert "none (data.source) has no documents" in first and "two tokens are the least" in second
 
 
 def test_a_loader_that_is_dropped_ends_its_thread(config):

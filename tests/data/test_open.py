@@ -89,7 +89,7 @@ def test_shards_are_known_by_their_manifest_and_share_a_tokenizer(config, tmp_pa
     assert "another tokenizer (bytes)" in problem(config, config.data.paths[-1])
     config.data.format = "tokens"
     assert len(open_documents(config, str(same))) == 1
-    assert "holds no token shards: there is no" in problem(config, tmp_path)
+    assert "contains no token shards: there is no" in problem(config, tmp_path)
 
 
 def test_a_folder_that_was_not_finished_is_no_text(config, tmp_path):

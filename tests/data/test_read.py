@@ -99,7 +99,7 @@ def test_paths_that_hold_nothing_are_told_together(tmp_path):
     with pytest.raises(ConfigError) as error:
         find([str(tmp_path / name) for name in ("gone", "empty", "a.jsonl", "*.txt", "shards")], "auto")
     gone, empty, glob, shards, zero = error.value.problems
-    assert "gone' does not exist" in gone and "empty' holds no files" in empty and "*.txt' does not exist" in glob
+    assert "gone' does not exist" in gone and "empty' contains no files" in empty and "*.txt' does not exist" in glob
     assert "a.jsonl is empty" in zero and "holds token shards" in shards
 
 

@@ -103,7 +103,7 @@ def test_damage_is_told_when_opened(tmp_path):
     (folder / "00001-000.tokens").write_bytes(b"1")
     (folder / "00000-000.starts").unlink()
     said = problems(folder)
-    assert "00001-000.tokens has 1 bytes and had 4 as its manifest has it" in said
+    assert "00001-000.tokens has 1 bytes, but 4 in its manifest" in said
     assert "00000-000.starts: No such file" in said
 
 
@@ -123,7 +123,7 @@ def test_manifests_that_cannot_be_believed(tmp_path):
     (folder / MANIFEST).write_text('{"format": "titan')
     assert f"{folder / MANIFEST} cannot be read" in problems(folder)
     (folder / MANIFEST).unlink()
-    assert "holds no token shards: there is no" in problems(folder)
+    assert "contains no token shards: there is no" in problems(folder)
     (folder / WORK).mkdir()
     assert "unfinished token shards: give the titanmoe tokenize command again" in problems(folder)
 
@@ -135,7 +135,7 @@ def test_changed_contents_are_found_by_reading_them(tmp_path):
     (folder / "00000-000.tokens").write_bytes(np.array([1, 2, 2000], "<u2").tobytes())
     ShardDocuments(folder)
     (_, [beyond, sums]), (_, [counted]) = verify(folder)
-    assert "holds token 2000, beyond the vocabulary of 1000" in beyond
+    assert "contains token 2000, beyond the vocabulary of 1000" in beyond
     assert "00000-000.tokens has changed since it was written: checksum" in sums and "00001-000.counted" in counted
 
 

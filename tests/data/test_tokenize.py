@@ -235,14 +235,14 @@ def test_mistakes_are_told_before_any_work(tmp_path):
     assert len(error.value.problems) == 2
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
-    assert "other holds other files: name a folder that is new or empty" in problems(tmp_path, "other", source)
+    assert "other has other files in it: name a folder that is new or empty" in problems(tmp_path, "other", source)
     (tmp_path / "only.jsonl").write_bytes(lines(["", ""]))
-    assert "no documents in there (0 bad lines and 2 empty" in problems(tmp_path, "x", tmp_path / "only.jsonl")
+    assert "there are no documents (0 bad lines and 2 empty" in problems(tmp_path, "x", tmp_path / "only.jsonl")
     assert "in/x is inside " in problems(tmp_path, "in/x", source)
     run(tmp_path, "x", source)
     (source / "0.jsonl").write_bytes(lines(["changed"]))
     said = problems(tmp_path, "x", source)
-    assert "was made, from something else: bytes was" in said and "Name another --out" in said
+    assert "was made, in another way: bytes was" in said and "Name another --out" in said
     assert "field was 'text' and is 'body'" in problems(tmp_path, "x", source, field="body")
     with (tmp_path / "x" / ".lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

@@ -110,7 +110,7 @@ def test_plain_and_streamed_output(run: Path) -> None:
     code, out, err = ask(*words)
     assert (code, out) == (0, f"ab{line['text']}\n")
     assert f"{run} (step 1): {len(line['tokens'])} tokens after 1 prompt in" in err
-    assert "note: up to 19 tokens in a row; the model was trained on 16" in err
+    assert "note: sequences get up to 19 tokens; the model was trained on 16" in err
     assert ask(*words, "--stream")[:2] == (0, out)
     _, out, _ = ask(*words, "--prompt", "c")
     assert out.startswith(f"--- 1, {len(line['tokens'])} tokens, ended by {line['end']}\nab{line['text']}\n--- 2, ")
@@ -128,7 +128,7 @@ def test_mistakes_are_reported_at_once(run: Path, tmp_path: Path) -> None:
         assert told in err
     assert ask("--checkpoint", run)[2].startswith("error: no prompt: give --prompt TEXT")
     assert "no such folder" in ask("--checkpoint", tmp_path / "none", "--prompt", "a")[2]
-    assert "holds no checkpoint" in ask("--checkpoint", tmp_path, "--prompt", "a")[2]
+    assert "contains no checkpoint" in ask("--checkpoint", tmp_path, "--prompt", "a")[2]
     # A folder of weights that was truncated by a copy.
     broken = tmp_path / "step-00000001"
     broken.mkdir()

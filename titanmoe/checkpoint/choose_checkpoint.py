@@ -86,13 +86,13 @@ def _best(folder: Path, damage: Callable[[Path], list[str]], own: bool = True) -
         if not broken:
             said = [f"passing over {other.name}: {why}" for other, why in passed.items()]
             if named not in ("", path.name, *(other.name for other in passed)):
-                why = "which was made before it" if inside.there(folder / named) else "which is not there"
+                why = "which is older" if inside.there(folder / named) else "which does not exist"
                 said.append(f"{folder / layout.LATEST} names {named}, {why}: taking {path.name}")
             return Beginning(path, said=said, passed=list(passed))
         passed[path] = "; ".join(broken)
     why = [f"{path.name}: {reason}" for path, reason in passed.items()]
     if not why:
-        why = [f"{layout.LATEST} names {named or 'nothing'}, and no checkpoint is there"]
+        why = [f"{layout.LATEST} names {named or 'nothing'}, and there is no checkpoint"]
     fix = f"repair them or move them away; {FROM_SCRATCH}"
     raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(why)}: {fix if own else 'name another'}")
 
@@ -119,7 +119,7 @@ def _given(path: Path, damage: Callable[[Path], list[str]]) -> Beginning:
         if layout.steps(folder):
             return _best(folder, damage, own=False)
     layout.read_manifest(path)  # says what the folder is instead
-    raise CheckpointError(f"checkpoint.load = {path} holds no checkpoint")
+    raise CheckpointError(f"checkpoint.load = {path} contains no checkpoint")
 
 
 def _sound(path: Path, damage: Callable[[Path], list[str]]) -> None:

@@ -36,9 +36,7 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
         return action
 
     add("ls", _list, "steps, sizes and mappings of a run's checkpoints", {"RUN": WHERE})
-    inspect = add(
-        "inspect", _inspect, "the run and the tensors that a checkpoint holds", {"RUN": f"{WHERE}: the latest"}
-    )
+    inspect = add("inspect", _inspect, "what run made a checkpoint, and its tensors", {"RUN": f"{WHERE}: the latest"})
     inspect.add_argument(
         "--match", metavar="GLOB", default="*", help='only tensors with matching names, e.g. "model.*router*"'
     )
@@ -143,7 +141,7 @@ def _verify(args: argparse.Namespace) -> int:
             read = size(sum(s.bytes for s in layout.read_manifest(path).files.values()))
         except CheckpointError as error:
             broken, read = [str(error)], ""
-        print(f"{path}  {'; '.join(broken) if broken else f'whole, {read} read'}")
+        print(f"{path}  {'; '.join(broken) if broken else f'intact, {read} read'}")
         damaged += bool(broken)
     return 1 if damaged else 0
 
@@ -158,7 +156,7 @@ def _diff(args: argparse.Namespace) -> int:
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             differ = True
-            print(f"{key}: {before.get(key, 'not there')} -> {after.get(key, 'not there')}")
+            print(f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}")
     rows = [("tensor", "largest difference", "relative to the largest value")]
     names = {name for name in a.tensors.keys() | b.tensors.keys() if fnmatch.fnmatch(name, args.match)}
     equal = 0

@@ -435,10 +435,10 @@ def together(group: Group, work: Callable[[], T]) -> list[T]:
 def _of(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
     errors = [error for error, _ in failure.failures.values()]
     if found := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NotFinite)}:
-        others = f", and {len(found) - 1} ranks more hold such" if len(found) > 1 else ""
+        others = f", and {len(found) - 1} more ranks have some" if len(found) > 1 else ""
         return CheckpointError(
-            f"{target} is not saved: on rank {min(found)} {found[min(found)]}{others}. The checkpoints before stay as "
-            "they are; start again to go on from the latest, with a lower optimizer.lr if it comes again"
+            f"{target} is not saved: on rank {min(found)} {found[min(found)]}{others}. Earlier checkpoints are "
+            "untouched; start again to resume from the latest, with a lower optimizer.lr if it happens again"
         )
     return CheckpointError(
         "; ".join(dict.fromkeys(inside.told(e) if isinstance(e, OSError) else str(e) for e in errors))

@@ -82,7 +82,7 @@ def located(folder: Path, name: str) -> Path:
     """
     shown, parts = folder / name, name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise CheckpointError(f"{folder} names {name!r}, which is not in it: only files of the folder itself are read")
+        raise CheckpointError(f"{folder} names {name!r}, which is not in it: only files in the folder itself are read")
     root = Path(os.path.realpath(folder))
     file, cache = root.joinpath(*parts), root.parent.parent / "blobs"
     real = Path(os.path.realpath(file))

@@ -59,7 +59,7 @@ def _absent(folder: Path) -> str:
         return f"{folder} is a bare torch.distributed.checkpoint without {MANIFEST}: titanmoe did not write it"
     if folder.name.endswith((WRITING, REMOVING)):
         return f"{folder} was left by a writer that was interrupted: it is not complete"
-    return f"{folder} holds no checkpoint: it has no {MANIFEST}"
+    return f"{folder} contains no checkpoint: it has no {MANIFEST}"
 
 
 # ---- finding
@@ -123,9 +123,9 @@ def _damaged(folder: Path, name: str, want: Sum, contents: bool) -> str:
     try:
         size = patiently(file, lambda: os.lstat(inside.located(folder, name)).st_size)
         if size != want.bytes:
-            return f"{file} has {size:,} bytes and was written with {want.bytes:,}"
+            return f"{file} has {size:,} bytes but was written with {want.bytes:,}"
         if contents and (crc := patiently(file, lambda: crc32(folder, name, size))) != want.crc32:
-            return f"{file} has CRC-32 {crc:08x} and was written with {want.crc32:08x}: its contents have changed"
+            return f"{file} has CRC-32 {crc:08x} but was written with {want.crc32:08x}: its contents have changed"
     except ABSENT:
         return f"{file} is missing"
     except Unreadable:
@@ -187,7 +187,9 @@ def sweep(folder: Path) -> list[str]:
                 said.append(f"{aside} was completely written but is damaged, {broken}: kept as {set_aside(aside).name}")
             else:
                 said += _take_place(aside, target)
-                said.append(f"{target} lacked only its name when its writer was interrupted: it has it now")
+                said.append(
+                    f"{target} was complete but for its name when its writer was interrupted: it has been renamed"
+                )
         elif _LEFT.search(name) or name.startswith(LATEST + "."):
             said += erase(aside)
     return said

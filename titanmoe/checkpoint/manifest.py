@@ -63,7 +63,7 @@ def parse(data: bytes, source: Path) -> Manifest:
     """CheckpointError with one line, whatever the bytes are."""
     try:
         if data.startswith(HEAD) and data[AT:END] != _sum(data[:AT] + data[END:]):
-            raise ValueError("its SHA-256 is not the one in it: its contents have changed")
+            raise ValueError("its SHA-256 does not match the one in it: its contents have changed")
         found = parse_json(data)
         version = found["format"]
         if type(version) is not int:

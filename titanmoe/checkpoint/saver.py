@@ -103,7 +103,7 @@ class Saver:
         more = f" (and {len(busy) - NAMED} more ranks)" if len(busy) > NAMED else ""
         return (
             f"{self.folder / layout.name_of(self.saved_step)} is not saved after checkpoint.timeout_s = "
-            f"{self.options.timeout_s} s: {named}{more}. Look at that disk, or raise checkpoint.timeout_s"
+            f"{self.options.timeout_s} s: {named}{more}. Check that disk, or raise checkpoint.timeout_s"
         )
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class Saver:
         def copy() -> None:
             home = self.folder / layout.CARRIED
             if home.is_symlink():
-                raise CheckpointError(f"{home} is a link, and files are copied into it: put a folder there")
+                raise CheckpointError(f"{home} is a link, and files would be copied into it: put a folder there")
             for name, file in find().items():
                 home.mkdir(exist_ok=True)
                 (home / name).unlink(missing_ok=True)  # writing would follow a link

@@ -14,7 +14,7 @@ class Facts:
     host_syncs: int
     """How often the forward of a layer waits to learn how many rows go where. With padded bins none does."""
     whole: str = ""
-    """Why its rows do not travel in pieces, after "overlap_chunks cuts an all-to-all by its numbers of rows, and this
+    """Why its rows do not travel in pieces, after "overlap_chunks splits an all-to-all by its row counts, but this
     one"; "" if they do. Without pieces nothing is computed meanwhile: no other chunk, and no other microbatch.
     """
     nodes: bool = False
@@ -37,11 +37,11 @@ DISPATCHERS = {
         "dispatch.AllGather",
         "allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep.",
         host_syncs=1,
-        whole="makes none",
+        whole="has none",
     ),
     "hierarchical": Facts(
         "dispatch.Hierarchical",
-        "hierarchical is an all-to-all in which a token crosses to each node once, and is copied inside it: where "
+        "hierarchical is an all-to-all in which a token is sent to each node once, and copied inside it: if "
         "ep x etp spans nodes and a token has several experts on one.",
         host_syncs=2,
         nodes=True,
@@ -51,7 +51,7 @@ DISPATCHERS = {
         "symm_mem is alltoall through symmetric memory (NVSHMEM), in which the host never waits for sizes: for GPUs of "
         "one NVLink domain that often idle waiting for the host.",
         host_syncs=0,
-        whole="leaves them on the device",
+        whole="leaves those counts on the device",
         unused_rows=True,
         asks_machine=True,
         most=16,  # warps in a thread block (512 threads) of the operations' kernels

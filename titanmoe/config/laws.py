@@ -76,14 +76,14 @@ def _shape(model: Model) -> Iterator[Violation]:
         yield Violation(
             ("model.dense_hidden", "model.num_dense_layers", "model.moe_every"),
             f"model.dense_hidden = 0, yet model.num_dense_layers = {model.num_dense_layers} and model.moe_every = "
-            f"{model.moe_every} make {layers - moe_layers(model)} of {layers} blocks dense: give it, such as "
+            f"{model.moe_every} make {layers - moe_layers(model)} of {layers} blocks dense: set it, such as "
             f"dense_hidden = {4 * model.dim}",
         )
     if model.shared_gate and not model.shared_hidden:
         yield Violation(
             ("model.shared_gate", "model.shared_hidden"),
             "model.shared_gate = true gates a shared expert, but model.shared_hidden = 0 makes none: "
-            f"give its width, such as shared_hidden = {model.expert_hidden}, or set shared_gate = false",
+            f"set its width, such as shared_hidden = {model.expert_hidden}, or set shared_gate = false",
         )
 
 
@@ -139,15 +139,15 @@ def _window(model: Model) -> Iterator[Violation]:
     if window and every == 1:
         yield Violation(
             ("model.sliding_window", "model.full_attention_every"),
-            f"model.sliding_window = {window} is not used with model.full_attention_every = 1, by which every block "
+            f"model.sliding_window = {window} is not used with model.full_attention_every = 1, with which every block "
             "sees the whole sequence: set full_attention_every = 2 for every other block or 0 for none, "
             "or sliding_window = 0",
         )
     if not window and every != 1:
         yield Violation(
             ("model.full_attention_every", "model.sliding_window"),
-            f"model.full_attention_every = {every} makes blocks narrow, but model.sliding_window = 0 is not a width: "
-            "give it, such as sliding_window = 128, or set full_attention_every = 1",
+            f"model.full_attention_every = {every} gives blocks a sliding window, but model.sliding_window = 0 is not "
+            "a width: set it, such as sliding_window = 128, or set full_attention_every = 1",
         )
 
 
@@ -156,7 +156,7 @@ def _rope(model: Model) -> Iterator[Violation]:
     if yarn and factor == 1:
         yield Violation(
             ("model.rope_scaling", "model.rope_factor"),
-            'model.rope_scaling = "yarn" stretches by model.rope_factor = 1, which does nothing: give it, such as '
+            'model.rope_scaling = "yarn" stretches by model.rope_factor = 1, which does nothing: set it, such as '
             'rope_factor = 4.0, or set rope_scaling = "none"',
         )
     if not yarn and factor != 1:
@@ -218,7 +218,7 @@ def _routing(model: Model) -> Iterator[Violation]:
         size = experts // groups
         yield Violation(
             ("model.top_groups", "model.num_groups", "model.num_experts", "model.top_k"),
-            f"model.top_groups = {model.top_groups} of {groups} groups of {size} experts hold "
+            f"model.top_groups = {model.top_groups} of {groups} groups of {size} experts have "
             f"{model.top_groups * size}, fewer than model.top_k = {top_k}: use at least {-(-top_k // size)}",
         )
 
@@ -258,7 +258,7 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
         yield Violation(
             ("moe.pad_to_capacity", "moe.capacity_factor"),
             "moe.pad_to_capacity = true fills bins up to a capacity, but moe.capacity_factor = 0 sets none: "
-            "give one, such as capacity_factor = 1.25, or set pad_to_capacity = false",
+            "set one, such as capacity_factor = 1.25, or set pad_to_capacity = false",
         )
 
 
@@ -267,14 +267,14 @@ def _dispatcher(moe: MoE) -> Iterator[Violation]:
     if moe.overlap_chunks != 1 and facts.whole:
         yield Violation(
             ("moe.overlap_chunks", "moe.dispatcher"),
-            f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all by its numbers of rows, and moe.dispatcher "
+            f"moe.overlap_chunks = {moe.overlap_chunks} splits an all-to-all by its row counts, but moe.dispatcher "
             f'= "{name}" {facts.whole}: use dispatcher = {in_pieces_quoted()}, or overlap_chunks = 1',
         )
     if moe.pad_to_capacity and not facts.host_syncs:
         yield Violation(
             ("moe.pad_to_capacity", "moe.dispatcher"),
-            f'moe.pad_to_capacity = true makes every size static, so that moe.dispatcher = "{name}" has nothing to '
-            'spare the host: use dispatcher = "alltoall", which then does not wait either, or pad_to_capacity = false',
+            f'moe.pad_to_capacity = true makes every size static, so that moe.dispatcher = "{name}" saves the '
+            'host nothing: use dispatcher = "alltoall", which then does not wait either, or pad_to_capacity = false',
         )
 
 
@@ -289,7 +289,7 @@ def _products(config: Config) -> Iterator[Violation]:
     if moe.expert_dtype == "fp8" and dtype != "bfloat16":
         yield Violation(
             ("moe.expert_dtype", "training.mixed_precision_param"),
-            f'moe.expert_dtype = "fp8" gives results in bfloat16, and training.mixed_precision_param = "{dtype}": use '
+            f'moe.expert_dtype = "fp8" gives results in bfloat16, but training.mixed_precision_param = "{dtype}": use '
             '"bfloat16" there, or expert_dtype = "compute"',
         )
     if moe.expert_dtype == "fp8" and moe.grouped_mm == "loop":
@@ -310,7 +310,7 @@ def _profile(config: Config) -> Iterator[Violation]:
     if profile.memory == "steps" and not profile.steps:
         yield Violation(
             ("profile.memory", "profile.steps"),
-            'profile.memory = "steps" needs profile.steps: list some, or take "oom"',
+            'profile.memory = "steps" needs profile.steps: list some, or use "oom"',
         )
 
 
@@ -328,5 +328,5 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[Violation]:
         yield Violation(
             ("checkpoint.keep_every", "checkpoint.keep_last"),
             f"checkpoint.keep_every = {checkpoint.keep_every} adds to what keep_last keeps, and keep_last = 0 keeps "
-            "all: give keep_last, or set keep_every = 0",
+            "all: set keep_last, or keep_every = 0",
         )

@@ -133,7 +133,7 @@ def _not_toml(name: str, text: str, why: str) -> str:
     if not place:
         return f"{name}: is not TOML: {why}"
     line, column = map(int, place.groups())
-    hint = " (text stands in double quotes; true and false are lower case)" if why.startswith("Invalid value") else ""
+    hint = " (strings need double quotes; true and false are lower case)" if why.startswith("Invalid value") else ""
     quoted = text.split("\n")[line - 1].strip()
     quoted = quoted if len(quoted) <= 120 else f"{quoted[:117]}..."
     return f"{name}:{line}:{column}: is not TOML: {why[: place.start()]}{hint}" + (f", in: {quoted}" if quoted else "")

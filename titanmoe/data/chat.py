@@ -41,7 +41,7 @@ class Chat:
             raise ConfigError([f"{origin}: chat templates need the package jinja2: pip install jinja2"]) from None
         if len(template) > MOST_TEMPLATE:
             raise ConfigError(
-                [f"{origin}: the chat template has more than {MOST_TEMPLATE:,} characters: it is not one"]
+                [f"{origin}: the chat template has more than {MOST_TEMPLATE:,} characters, the limit for a template"]
             )
         environment = self._environment = _environment()
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -104,9 +104,9 @@ class Chat:
                 (
                     asked,
                     answered,
-                    f"message {n + 1}, the assistant's, is rendered with another beginning than its prompt",
+                    f"message {n + 1}, the assistant's, is rendered differently up to where it begins",
                 ),
-                (answered, whole, f"the first {n + 1} of {len(messages)} messages are rendered otherwise alone"),
+                (answered, whole, f"the first {n + 1} of {len(messages)} messages are rendered differently alone"),
             ):
                 if not longer.startswith(shorter):
                     at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
@@ -149,7 +149,9 @@ def _tags(lexed: Iterable[tuple[int, str, str]], origin: str) -> set[str]:
     for _, kind, value in lexed:
         tokens += kind != "whitespace"
         if tokens > MOST_TOKENS:
-            raise ConfigError([f"{origin}: the chat template has more than {MOST_TOKENS:,} tokens: it is none"])
+            raise ConfigError(
+                [f"{origin}: the chat template has more than {MOST_TOKENS:,} tokens, the limit for a template"]
+            )
         if kind == "name":
             found.add(value)
     return found

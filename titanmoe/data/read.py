@@ -80,7 +80,7 @@ def find(paths: list[str], format: str) -> list[InputFile]:
         elif path.is_dir():
             files = [file for file in _walk(path) if _fits(file, format)]
             if not files:
-                problems.append(f"{name!r} holds no files" + (f" of format {format}" if format != "auto" else ""))
+                problems.append(f"{name!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
         else:
             named = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
             files = [file for match in named for file in (_walk(match) if match.is_dir() else [match])]

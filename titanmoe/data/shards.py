@@ -41,7 +41,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ConfigError(
                 [f"{folder} holds unfinished token shards: give the titanmoe tokenize command again"]
             ) from None
-        raise ConfigError([f"{folder} holds no token shards: there is no {file.absolute()}"]) from None
+        raise ConfigError([f"{folder} contains no token shards: there is no {file.absolute()}"]) from None
     except (OSError, ValueError) as error:
         raise ConfigError([f"{file} cannot be read: {error}"]) from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
@@ -72,7 +72,7 @@ def misfits(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterator[st
             yield f"{file}: {error.strerror}"
             continue
         if found != expected:
-            yield f"{file} has {found} bytes and had {expected} as its manifest has it: it was truncated or changed"
+            yield f"{file} has {found} bytes, but {expected} in its manifest: it was truncated or changed"
 
 
 class ShardDocuments:
@@ -92,7 +92,7 @@ class ShardDocuments:
             documents, tokens = ([shard[what] for shard in shards] for what in ("documents", "tokens"))
             sums = json.dumps([manifest["dtype"], [(shard["tokens"], shard["crc32"]) for shard in shards]])
         except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError([f"{folder / MANIFEST} was changed: {error!r} is not as it was written"]) from None
+            raise ConfigError([f"{folder / MANIFEST} was changed: it cannot be read ({error!r})"]) from None
         if (sum(documents), sum(tokens)) != (manifest["documents"], manifest["tokens"]):
             problems.append(f"{folder / MANIFEST} was changed: its shards do not add up to its documents and tokens")
         if problems:
@@ -274,7 +274,7 @@ def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
                         extension == "tokens"
                         and (top := int(np.frombuffer(block, documents.dtype).max())) >= documents.vocab_size
                     ):
-                        problems.append(f"{file} holds token {top}, beyond the vocabulary of {documents.vocab_size}")
+                        problems.append(f"{file} contains token {top}, beyond the vocabulary of {documents.vocab_size}")
             if found != crc32:
                 problems.append(f"{file} has changed since it was written: checksum {found:08x}, not {crc32:08x}")
         yield shard["name"], problems

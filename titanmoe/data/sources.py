@@ -82,7 +82,7 @@ def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
     held_out: Sequence[Documents] = ()
     if every:
         documents, held_out = zip(*(split(its, every) for its in documents), strict=True)
-        where = f"{where}, without what validation.held_out = {every} keeps"
+        where = f"{where} minus validation.held_out = {every}"
     return _mix(config, documents, data.weights, where, training.global_batch_size), held_out
 
 
@@ -97,11 +97,11 @@ def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
     if not some:
         raise ConfigError(
             [
-                f"validation.held_out = {validation.held_out} keeps every {validation.held_out}th document, and no "
+                f"validation.held_out = {validation.held_out} holds out every {validation.held_out}th document, but no "
                 "source has that many: lower it, or name validation.paths"
             ]
         )
-    return _mix(config, some, [], f"what validation.held_out = {validation.held_out} keeps", 1)
+    return _mix(config, some, [], f"validation.held_out = {validation.held_out}", 1)
 
 
 def _mix(config: Config, documents: Sequence[Documents], weights: list[float], where: str, least: int) -> Mix:
@@ -119,13 +119,13 @@ def _mix(config: Config, documents: Sequence[Documents], weights: list[float], w
             packer = Stream(its, seq_len, own, apart(config))
         tokens = int(its.starts[len(its)])
         if not len(its):
-            problems.append(f"{name} ({where}) holds no documents: leave it out, or give it some")
+            problems.append(f"{name} ({where}) has no documents: leave it out, or add some")
         elif not packer.per_epoch:
             problems.append(
-                f"training.seq_len = {seq_len} needs {seq_len + 1} tokens per sample, {name} ({where}) has {tokens}: "
-                "lower seq_len or add text"
+                f"training.seq_len = {seq_len} needs {seq_len + 1} tokens per sample, but {name} ({where}) has "
+                f"{tokens}: lower seq_len or add text"
                 if config.data.packing != "best_fit"
-                else f"{name} ({where}) holds {len(its)} documents but only {tokens} tokens, and two tokens are "
+                else f"{name} ({where}) has {len(its)} documents but only {tokens} tokens, and two tokens are "
                 "the least that can be learned from: give it longer ones"
             )
         weight = weights[k] if weights else float(tokens)
@@ -133,7 +133,7 @@ def _mix(config: Config, documents: Sequence[Documents], weights: list[float], w
     there = sum(source.packer.per_epoch for source in sources)
     if not problems and there < least:
         problems.append(
-            f"{where} hold{'s' * (len(sources) == 1)} {there} samples of training.seq_len = {seq_len}, fewer than "
+            f"{where} gives {there} samples of training.seq_len = {seq_len}, fewer than "
             f"training.global_batch_size = {least}: lower either, or add text"
         )
     if problems:

@@ -108,7 +108,7 @@ def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[s
     try:
         foreign = out.is_dir() and not (out / WORK).is_dir() and any(p.name != LOCK for p in out.iterdir())
         if foreign and not is_shards(out):
-            raise ConfigError([f"{out} holds other files: name a folder that is new or empty"])
+            raise ConfigError([f"{out} has other files in it: name a folder that is new or empty"])
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out, wait):
             if is_shards(out):
@@ -145,7 +145,7 @@ def _same(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> None:
     changes = [f"{key} was {was.get(key)!r} and is {now[key]!r}" for key in now if was.get(key) != now[key]]
     what = ", ".join(changes) or "a file of the input has changed"
     raise ConfigError(
-        [f"{file} says that {file.parent} is being made, or was made, from something else: {what}. Name another --out"]
+        [f"{file} says that {file.parent} is being made, or was made, in another way: {what}. Name another --out"]
     )
 
 
@@ -181,7 +181,7 @@ def _make(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) 
     if not manifest["documents"]:
         left_out = f" ({manifest['skipped']} bad lines and {manifest['empty']} empty documents were left out)"
         shutil.rmtree(work)
-        raise ConfigError([f"{', '.join(plan.job.paths)}: no documents in there{left_out}"])
+        raise ConfigError([f"{', '.join(plan.job.paths)}: there are no documents{left_out}"])
     write_json(out / MANIFEST, manifest, scratch=work)
     shutil.rmtree(work)
     return manifest

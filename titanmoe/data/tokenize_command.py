@@ -38,11 +38,13 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--field", default="text", help='the field with the text (default "text"; for chats "messages")'
     )
-    parser.add_argument("--chat-template", metavar="FILE", default="", help="Jinja; default the tokenizer folder's own")
     parser.add_argument(
-        "--bad-lines", choices=["error", "skip"], default="error", help="skip: leave them out and say how many"
+        "--chat-template", metavar="FILE", default="", help="a Jinja file (default: the tokenizer folder's own)"
     )
-    parser.add_argument("--workers", type=int, metavar="N", default=cores(), help="processes (default one per core)")
+    parser.add_argument(
+        "--bad-lines", choices=["error", "skip"], default="error", help="skip: leave bad lines out and count them"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", default=cores(), help="processes (default: one per core)")
     parser.add_argument(
         "--shard-tokens",
         type=int,

@@ -22,9 +22,9 @@ def pick_backend(
         return "plain", "it was asked for"
     if cp > 1 and kind == "ring":
         if masked:
-            return "plain", "torch's ring knows neither documents nor windows"
+            return "plain", "torch's ring supports neither documents nor windows"
         if device == "cpu" and asked == "auto":
-            return "plain", "on CPUs auto takes ours, which knows masks too"
+            return "plain", "on CPUs auto uses ours, which supports masks too"
         if device != "cpu" and float64:
             return "plain", "torch's attention on GPUs has no float64"
         return ("plain", ring_lacks) if ring_lacks else ("ring", "")

@@ -92,8 +92,8 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
         fix = choices("edp_replicate", fits, degrees["edp_replicate"])
         yield (
             f"{KEYS['edp']} = {edp} ranks cannot share the weights of {held} experts (model.num_experts "
-            f"{model.num_experts} / ep {ep}) evenly, neither whole experts ({held} % {edp} = {held % edp}) nor "
-            f"{' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
+            f"{model.num_experts} / ep {ep}) evenly, neither as whole experts ({held} % {edp} = {held % edp}) nor "
+            f"along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
         )
 
 
@@ -101,7 +101,7 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
     heads, remainder = divmod(config.model.num_heads, tp)
     if cp > 1 and config.parallelism.cp_kind == "ulysses" and not remainder and heads % cp:
         yield (
-            f'parallelism.cp_kind = "ulysses" shares {heads} heads (model.num_heads {config.model.num_heads} / '
+            f'parallelism.cp_kind = "ulysses" divides {heads} heads (model.num_heads {config.model.num_heads} / '
             f"tp {tp}) over cp = {cp}, {heads} % {cp} = {heads % cp}: use another cp, or cp_kind ring or allgather"
         )
 
@@ -146,12 +146,12 @@ def _products(config: Config, etp: int) -> Iterator[str]:
         unit = ROW_BYTES // WIDTHS[dtype]
         if moe.grouped_mm == "grouped" and width % unit:
             yield (
-                f'moe.grouped_mm = "grouped" wants rows of whole 16-byte units, {unit} elements of {dtype}; {name} is '
+                f'moe.grouped_mm = "grouped" needs rows of whole 16-byte units, {unit} elements of {dtype}; {name} is '
                 f'{width}: use "auto", or a multiple of {unit}'
             )
         if moe.expert_dtype != "compute" and width % ROW_BYTES:
             yield (
-                f'moe.expert_dtype = "{moe.expert_dtype}" wants rows of whole 16-byte units; {name} is {width}: use a '
+                f'moe.expert_dtype = "{moe.expert_dtype}" needs rows of whole 16-byte units; {name} is {width}: use a '
                 f'multiple of {ROW_BYTES}, or expert_dtype = "compute"'
             )
 
@@ -167,7 +167,7 @@ def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
 
 def _profiled(config: Config, world: int) -> Iterator[str]:
     if absent := [rank for rank in config.profile.ranks if rank >= world > 0]:
-        yield f"profile.ranks has {absent[0]}, and the ranks are 0 to {world - 1}: choose among them"
+        yield f"profile.ranks has {absent[0]}, but the ranks are 0 to {world - 1}: choose among them"
 
 
 def divided_fields(model: Model) -> dict[str, dict[str, int]]:

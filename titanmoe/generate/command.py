@@ -43,10 +43,14 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
         "--checkpoint", type=Path, required=True, metavar="RUN",
         help="a run's folder (its latest checkpoint), a checkpoint, or the folder of a Hugging Face model",
     )  # fmt: skip
-    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="can be given several times")
+    generate.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; can be given several times"
+    )
     generate.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
     generate.add_argument("--tokenizer", metavar="T", help="tokenizer.json or its folder, or bytes (default the run's)")
-    generate.add_argument("--max-tokens", type=int, default=128, metavar="N", help="after each prompt (default 128)")
+    generate.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="tokens after each prompt (default 128)"
+    )
     generate.add_argument(
         "--batch-size", type=int, default=16, metavar="N", help="prompts at a time on a data rank (default 16)"
     )
@@ -55,9 +59,11 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
         "--temperature", type=float, default=0.8, metavar="X",
         help="1: the model's own distribution; lower: sharper; 0: always the likeliest (default 0.8)",
     )  # fmt: skip
-    choice.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest")
-    choice.add_argument("--top-p", type=float, metavar="X", help="only the likeliest that together have this share")
-    choice.add_argument("--seed", type=int, metavar="N", help="of the sampling (default 0)")
+    choice.add_argument("--top-k", type=int, metavar="N", help="choose among the N likeliest tokens")
+    choice.add_argument(
+        "--top-p", type=float, metavar="X", help="choose among the likeliest tokens whose probabilities add up to X"
+    )
+    choice.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default 0)")
     output = generate.add_argument_group("output").add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="a line of JSON for each prompt")
     output.add_argument("--stream", action="store_true", help="for a single prompt, show each token as it comes")
@@ -69,7 +75,7 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
         where.add_argument(f"--parallelism.{name}", dest=name, type=int, default=1, help=argparse.SUPPRESS)
     where.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     where.add_argument(
-        "--dtype", choices=["float64", "float32", "bfloat16"], help="to compute in (default as in training)"
+        "--dtype", choices=["float64", "float32", "bfloat16"], help="dtype to compute in (default: as in training)"
     )
 
 
@@ -177,7 +183,7 @@ def _generate(
     first = runtime.rank == 0
     longest, trained = max(len(prompt.ids) for prompt in prompts) + args.max_tokens, found.config.training.seq_len
     if first and longest > trained:
-        print(f"note: up to {longest} tokens in a row; the model was trained on {trained}", file=sys.stderr)
+        print(f"note: sequences get up to {longest} tokens; the model was trained on {trained}", file=sys.stderr)
     meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
     model = build(config, meshes, found, runtime.device)
     generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, tokenizer.eos)
@@ -198,7 +204,7 @@ def _generate(
         seconds, at = time.monotonic() - began, f" (step {found.step})" if found.step else ""
         print(
             f"{args.checkpoint}{at}: {count} tokens after {len(texts)} prompt{'s' * (len(texts) > 1)} in "
-            f"{seconds:.1f} s, reading prompts included ({count / seconds:,.0f} tokens/s), {config.training.dtype} on "
+            f"{seconds:.1f} s, including the prompts ({count / seconds:,.0f} tokens/s), {config.training.dtype} on "
             f"{runtime.world} x {runtime.device.type}",
             file=sys.stderr,
         )

@@ -130,7 +130,7 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
         for cells in rows:
             yield "<tr>" + "".join(f"<td>{cells[name]}</td>" for name in names) + "</tr>"
         yield "</table></div>"
-    yield '<p class="note">Speed, MFU and imbalance are medians without the first line, which has start-up in it.</p>'
+    yield '<p class="note">Speed, MFU and imbalance are medians without the first line, which includes start-up.</p>'
 
 
 def _known(value: Any, form: Any) -> str:
@@ -153,7 +153,7 @@ def _loads(runs: list[Run]) -> Iterator[str]:
         yield f"<h2>Load of every expert{f': {escape(run.name)}' if len(runs) > 1 else ''}</h2>"
         yield (
             '<p class="note">A row per expert, steps from left to right. <b class="under"></b> a quarter of the '
-            f'layer\'s mean and less, clear at the mean, <b class="over"></b> four times the mean and more. '
+            f'layer\'s mean or less, clear at the mean, <b class="over"></b> four times the mean or more. '
             f"Steps {run.load_steps[0]:,} to {run.load_steps[-1]:,}.</p>"
         )
         yield '<div class="loads">'

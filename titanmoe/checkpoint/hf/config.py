@@ -30,7 +30,7 @@ ASIDE = {
     *("output_hidden_states", "output_attentions"),
 }
 TOLD = {
-    "attention_dropout": "titanmoe drops no attention weights in training",
+    "attention_dropout": "titanmoe has no attention dropout",
     "router_jitter_noise": "transformers multiplies the input of the router and of the experts by noise in training; "
     "moe.jitter does it for the router alone",
     "output_router_logits": "transformers adds router_aux_loss_coef times a balance term to the loss; "
@@ -104,7 +104,7 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
             said = {keys[0]: hf.absent[keys[0]]}
         first = next(iter(said.values()), None)
         if any(value != first for value in said.values()):
-            problems.append(f"{source} has {' and '.join(f'{k} = {v!r}' for k, v in said.items())}: they mean the same")
+            problems.append(f"{source} has {' and '.join(f'{k} = {v!r}' for k, v in said.items())}: they must agree")
         elif first is not None:
             values[name] = first
         elif name not in FOLLOWS:
@@ -169,7 +169,7 @@ def _mistyped(values: dict[str, Any], source: str) -> list[str]:
     kinds = {f.name: type(getattr(Model(), f.name)) for f in fields(Model)}
     values |= {n: float(v) for n, v in values.items() if kinds[n] is float and type(v) is int}
     return [
-        f"{source} gives model.{name} = {value!r}, which is not {kinds[name].__name__}"
+        f"{source} gives model.{name} = {value!r}, which is not of type {kinds[name].__name__}"
         for name, value in values.items()
         if type(value) is not kinds[name]
     ]

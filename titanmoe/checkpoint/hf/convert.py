@@ -200,7 +200,7 @@ def plan_folder(
     if tokenizer is not None:
         found = {n: file for n, file in companions(tokenizer).items() if n not in (configs.CONFIG, GENERATION)}
         if not found:
-            raise ConfigError([f"--tokenizer {tokenizer} holds no tokenizer files: name a folder with tokenizer.json"])
+            raise ConfigError([f"--tokenizer {tokenizer} has no tokenizer files: name a folder with tokenizer.json"])
         others = {name: file for name, file in others.items() if name == GENERATION} | found
     return FolderPlan(export, shards(export.sizes, shard_bytes), export.config(), others)
 

@@ -74,7 +74,7 @@ class Folder:
             others = sorted(file.name for file in self.path.glob("*.bin")) + sorted(
                 file.name for file in self.path.glob("*.safetensors")
             )
-            seen = f": it holds {', '.join(others[:4])}, which cannot be read without an index" if others else ""
+            seen = f": it has {', '.join(others[:4])}, which cannot be read without an index" if others else ""
             raise ConfigError([f"{self.path} has neither {SINGLE} nor {INDEX}{seen}"])
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
@@ -86,7 +86,7 @@ class Folder:
             for name in handle.keys():  # noqa: SIM118 (not a mapping)
                 view = handle.get_slice(name)
                 if (dtype := view.get_dtype()) not in DTYPES:
-                    problems.append(f"{file} has {name} of dtype {dtype}, known are {', '.join(DTYPES)}")
+                    problems.append(f"{file} has {name} of dtype {dtype}; supported are {', '.join(DTYPES)}")
                 elif name in self.tensors:
                     problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
                 else:

@@ -61,9 +61,10 @@ class HuggingFaceSource:
             notes.append(f"{self.path} has no multi-token prediction to drop")
         notes += self.described.notes
         stored = {str(dtype).removeprefix("torch.") for _, dtype in self.weights.tensors.values()}
-        wished = self.described.json.get("dtype") or self.described.json.get("torch_dtype")
-        if wished and wished not in stored:
-            notes.append(f"{file} has dtype = {wished}: weights keep that of their files, {', '.join(sorted(stored))}")
+        declared = self.described.json.get("dtype") or self.described.json.get("torch_dtype")
+        if declared and declared not in stored:
+            kept = ", ".join(sorted(stored))
+            notes.append(f"{file} has dtype = {declared}: weights keep the dtype of their files, {kept}")
         for name in configs.differences(self.model, said):
             notes.append(f"model.{name} = {getattr(self.model, name)!r}, {file} says {getattr(said, name)!r}")
         if quantised := self.weights.quantised:
@@ -98,7 +99,7 @@ class HuggingFaceSource:
         for copy, of in self.map.copies.items():
             if have.get(copy) == want[copy] and have.get(of) == want[of] and not self._equal(copy, of):
                 wrong.setdefault(f"not equal to {of}, which it repeats", []).append(copy)
-        hint = "not of this model"
+        hint = "not part of this model"
         if any(self._of_mtp(name) for name in extra):
             hint += " (drop mtp leaves multi-token prediction out, model.mtp_depth = 1 includes it)"
         kinds = {"missing": want.keys() - have.keys(), hint: extra, **wrong}
@@ -113,7 +114,7 @@ class HuggingFaceSource:
         reasons = {}
         for name in names:
             if self.described.hf.derived and name.endswith(self.described.hf.derived):
-                reasons[name] = "they follow from config.json"
+                reasons[name] = "they are derived from config.json"
             elif "mtp" in self.drop and self._of_mtp(name):
                 reasons[name] = "multi-token prediction, dropped"
             elif self.model.tie_embeddings and name == "lm_head.weight" and self._equal(name, EMBEDDING):

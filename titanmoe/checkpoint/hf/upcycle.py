@@ -117,7 +117,7 @@ def upcycled(dense: Model, experts: int, top_k: int, granularity: int) -> Model:
     if top_k % granularity:
         problems.append(
             f"--top-k = {top_k} is not a multiple of --granularity = {granularity}, so a token would visit some pieces "
-            f"of a copy and not the others, and the output would not be the dense one: use "
+            f"of a copy and not the others, and the output would not be the dense model's: use "
             f"{-(-top_k // granularity) * granularity}"
         )
     if problems:
