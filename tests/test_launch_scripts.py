@@ -179,7 +179,7 @@ def test_no_node_outlives_the_launcher(fake, how, send):
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         ([RECIPE], "--hosts is missing"),
         (["--hosts", "a", RECIPE], "--gpus = ''"),
@@ -190,9 +190,9 @@ def test_no_node_outlives_the_launcher(fake, how, send):
         (["--hosts"], "--hosts needs a value"),
     ],
 )
-def test_ssh_refuses(words, told):
+def test_ssh_refuses(words, message):
     done = launch(SSH, *words)
-    assert done.returncode == 2 and told in done.stderr
+    assert done.returncode == 2 and message in done.stderr
 
 
 # ---- Slurm
@@ -247,7 +247,7 @@ while true; do sleep 0.05; done
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "told", "asked"),
+    ("more", "code", "message", "asked"),
     [
         ({}, 0, "has saved: requeued", "requeue 7\n"),
         ({"SLURM_RESTART_COUNT": "1"}, 0, "has saved: requeued", "requeue 7\n"),
@@ -255,7 +255,7 @@ while true; do sleep 0.05; done
         ({"REFUSES": "yes"}, 1, "scontrol requeue 7 failed", "requeue 7\n"),
     ],
 )
-def test_slurm_requeues_a_job_whose_time_is_up(fake, more, code, told, asked):
+def test_slurm_requeues_a_job_whose_time_is_up(fake, more, code, message, asked):
     for name, text in {
         "srun": FAKE_LONG_SRUN,
         "scontrol": '#!/bin/bash\necho "$*" >> "$0.asked"; [[ -z ${REFUSES:-} ]]\n',
@@ -269,7 +269,7 @@ def test_slurm_requeues_a_job_whose_time_is_up(fake, more, code, told, asked):
         "PATH": f"{fake}:{os.environ['PATH']}",
     }
     done = launch(SLURM, RECIPE, **(job | more))
-    assert done.returncode == code and told in done.stdout + done.stderr, done.stderr
+    assert done.returncode == code and message in done.stdout + done.stderr, done.stderr
     seen = fake / "scontrol.asked"
     assert (seen.read_text() if seen.exists() else "") == asked
     logs = fake / f"logs{'-1' if 'SLURM_RESTART_COUNT' in more else ''}"
@@ -282,7 +282,7 @@ def test_slurm_asks_for_the_signal_and_the_requeue():
 
 
 def test_slurm_refuses(tmp_path):
-    for words, told, more in [
+    for words, message, more in [
         ([RECIPE], "no Slurm job: start with sbatch", {}),
         (["--dry-run"], "the recipe comes first", {}),
         (["--dry-run", "no.toml"], "there is no recipe no.toml", {}),
@@ -290,4 +290,4 @@ def test_slurm_refuses(tmp_path):
         ([RECIPE], "there is no /nowhere/bin/python", {"SLURM_JOB_ID": "1", "VENV": "/nowhere"}),
     ]:
         done = launch(SLURM, *words, **more)
-        assert done.returncode == 2 and told in done.stderr
+        assert done.returncode == 2 and message in done.stderr

@@ -64,8 +64,8 @@ def train_with_a_nan(folder: str, save: str) -> tuple[str, int]:
 def test_a_nan_is_never_published_and_names_tensor_rank_and_step(tmp_path, save):
     ends = world.run(2, train_with_a_nan, str(tmp_path), save)
     assert ends[0] == ends[1] and ends[0][1] < 9
-    told = "step-00000002 is not saved: on rank 1 model.layers.1.moe.router.expert_bias (1 of 8 numbers are NaN"
-    assert told in ends[0][0]
+    message = "step-00000002 is not saved: on rank 1 model.layers.1.moe.router.expert_bias (1 of 8 numbers are NaN"
+    assert message in ends[0][0]
     folder = tmp_path / "run/checkpoints"
     assert sorted(os.listdir(folder)) == ["latest", "step-00000001", "step-00000002.writing"]
     assert layout.damage(folder / "step-00000001") == []
@@ -73,7 +73,7 @@ def test_a_nan_is_never_published_and_names_tensor_rank_and_step(tmp_path, save)
 
 def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]:
     """Two tensors of which both ranks hold equal copies, but for a NaN in both on some."""
-    told, looked_at = "", []
+    message, looked_at = "", []
     look = folder_module.first_nonfinite
     folder_module.first_nonfinite = lambda tensors: (looked_at.extend(tensors), look(tensors))[1]
     saver = Saver(Path(folder), Checkpoint(enable=True, save="sync"))
@@ -84,10 +84,10 @@ def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]
     try:
         saver.save(2, {name: Piece(t, (0,), (numbers,)) for name, t in copies.items()}, {"step": 2})
     except CheckpointError as error:
-        told = str(error)
+        message = str(error)
     finally:
         folder_module.first_nonfinite = look
-    return told, len(looked_at)
+    return message, len(looked_at)
 
 
 @pytest.mark.parametrize(("broken", "others"), [([0], ""), ([1], ""), ([0, 1], ", and 1 more ranks have some")])
@@ -122,10 +122,10 @@ def write_a_file_too_large(folder: str) -> str:
 
 
 def test_a_disk_that_fills_is_one_line_with_the_file_and_what_is_missing(tmp_path):
-    (told,) = world.run(1, write_a_file_too_large, str(tmp_path))
+    (message,) = world.run(1, write_a_file_too_large, str(tmp_path))
     file = tmp_path / "step-00000002.writing/rank-00000-000.distcp"
-    assert told.startswith(f"{file}: File too large: 65,536 more bytes are needed and ") and "\n" not in told
-    assert told.endswith(" are free there") and "inline_container" not in told
+    assert message.startswith(f"{file}: File too large: 65,536 more bytes are needed and ") and "\n" not in message
+    assert message.endswith(" are free there") and "inline_container" not in message
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
@@ -142,9 +142,9 @@ def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
             raise RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos") from None
 
     monkeypatch.setattr(folder_module._Summing, "write", fail)
-    with pytest.raises(CheckpointError, match=f"rank-00000-000.distcp: {os.strerror(code)}") as told:
+    with pytest.raises(CheckpointError, match=f"rank-00000-000.distcp: {os.strerror(code)}") as error:
         write_checkpoint(tmp_path / "c", {"model.a": Piece(torch.zeros(999), (0,), (999,))}, {})
-    assert ("more bytes are needed" in str(told.value)) == (code == errno.ENOSPC)
+    assert ("more bytes are needed" in str(error.value)) == (code == errno.ENOSPC)
 
 
 def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
@@ -196,12 +196,12 @@ def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
 def test_a_save_that_hangs_ends_the_run_on_all_ranks_with_the_rank_and_the_file(tmp_path):
     ends = world.run(2, train_while_a_disk_hangs, str(tmp_path))
     assert ends[0] == ends[1]
-    told, step = ends[0]
+    message, step = ends[0]
     folder = tmp_path / "run/checkpoints"
     assert step == 5, "it does not wait for the next save"
-    assert f"{folder}/step-00000004 is not saved after checkpoint.timeout_s = 1800 s: " in told
-    assert f"rank 1 is still writing {folder}/step-00000004.writing/rank-00001-000.distcp" in told
-    assert "waiting for the other ranks" not in told
+    assert f"{folder}/step-00000004 is not saved after checkpoint.timeout_s = 1800 s: " in message
+    assert f"rank 1 is still writing {folder}/step-00000004.writing/rank-00001-000.distcp" in message
+    assert "waiting for the other ranks" not in message
 
 
 PHASES = {
@@ -238,10 +238,10 @@ def hang_in(folder: str, where: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("where", "told"), PHASES.items())
-def test_whatever_a_rank_is_doing_has_a_name(tmp_path, where, told):
+@pytest.mark.parametrize(("where", "message"), PHASES.items())
+def test_whatever_a_rank_is_doing_has_a_name(tmp_path, where, message):
     (end,) = world.run(1, hang_in, str(tmp_path), where)
-    assert "step-00000002 is not saved after checkpoint.timeout_s = 1800 s: rank 0 is still " in end and told in end
+    assert "step-00000002 is not saved after checkpoint.timeout_s = 1800 s: rank 0 is still " in end and message in end
 
 
 def test_a_thread_in_a_message_does_not_keep_the_process(monkeypatch):

@@ -69,7 +69,7 @@ def train_on_a_filling_disk(folder: str, save: str) -> tuple[str, int]:
 def test_a_save_that_fails_ends_the_run_on_all_ranks_with_the_file(tmp_path):
     for save in ("sync", "async"):
         ends = world.run(2, train_on_a_filling_disk, str(tmp_path / save), save)
-        assert ends[0] == ends[1], "told alike, and stopped at the same step"
+        assert ends[0] == ends[1], "the same message, and stopped at the same step"
         assert "step-00000004.writing/rank-00001-000.distcp: No space left on device" in ends[0][0]
         assert ends[0][1] < 10, "it does not train on unsaved"
         folder = tmp_path / save / "run/checkpoints"

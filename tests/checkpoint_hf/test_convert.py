@@ -58,7 +58,7 @@ def test_a_config_written_without_an_original_says_the_same(tmp_path, name):
     folder = models.save(model, tmp_path / "in")
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     (tmp_path / "ours" / "hf" / "config.json").unlink()
-    manifest = folders.told(tmp_path / "ours")
+    manifest = folders.manifest_of(tmp_path / "ours")
     del manifest["files"]["hf/config.json"]
     folders.rewrite(tmp_path / "ours", **manifest)
     assert convert("--to-hf", tmp_path / "ours", tmp_path / "out") == 0
@@ -128,9 +128,9 @@ def _on_ranks(folder, tmp):
 @pytest.mark.parametrize("part", ["plan_folder", "write_file"])
 def test_a_failing_rank_ends_all_and_leaves_nothing(qwen, tmp_path, part):
     assert convert("--from-hf", qwen, tmp_path / "two") == 0
-    codes, told = zip(*world.run(2, _failing, str(tmp_path), part), strict=True)
+    codes, printed = zip(*world.run(2, _failing, str(tmp_path), part), strict=True)
     assert codes == (2, 2)
-    assert told[0] == "error: No space left on device\n" and told[1] == ""
+    assert printed[0] == "error: No space left on device\n" and printed[1] == ""
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.partial"))
 
 

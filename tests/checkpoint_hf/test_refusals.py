@@ -40,7 +40,7 @@ def copy(mixtral, tmp_path):
     return spoil
 
 
-def told(capsys, folder, *options):
+def refused(capsys, folder, *options):
     """The lines with which a conversion is refused."""
     folder = Path(folder)
     before = sorted(folder.parent.rglob("*")) if folder.exists() else []
@@ -98,7 +98,7 @@ def test_all_that_is_wrong_with_a_config_at_once(copy, capsys):
         config |= {"hidden_act": "gelu", "sliding_window": 9}
         del config["hidden_size"]
 
-    lines = told(capsys, copy(spoil))
+    lines = refused(capsys, copy(spoil))
     assert "3 problems" in lines and "gelu" in lines and "sliding_window" in lines and "hidden_size" in lines
 
 
@@ -173,7 +173,7 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed(copy, capsys):
         tensors["model.layers.2.self_attn.q_proj.weight"] = torch.zeros(2)
         tensors["stray"] = torch.zeros(1)
 
-    lines = told(capsys, copy(spoil))
+    lines = refused(capsys, copy(spoil))
     for line in (
         "5 problems",
         "model.norm.weight: missing",
@@ -197,7 +197,7 @@ def test_experts_of_different_dtypes(copy, capsys):
         name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
         tensors[name] = tensors[name].bfloat16()
 
-    assert "layers.1.moe.experts.w1: experts of different dtypes, bfloat16, float32" in told(capsys, copy(spoil))
+    assert "layers.1.moe.experts.w1: experts of different dtypes, bfloat16, float32" in refused(capsys, copy(spoil))
 
 
 def test_another_model_than_asked_for(mixtral):
@@ -239,18 +239,18 @@ def test_a_tied_embedding_stored_twice(tmp_path, capsys):
 
 
 def test_folders_that_are_not_models(mixtral, tmp_path, capsys):
-    assert "is not a folder" in told(capsys, tmp_path / "nowhere")
+    assert "is not a folder" in refused(capsys, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert f"no config.json in {tmp_path / 'empty'}" in told(capsys, tmp_path / "empty")
+    assert f"no config.json in {tmp_path / 'empty'}" in refused(capsys, tmp_path / "empty")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "config.json").write_bytes((mixtral / "config.json").read_bytes())
     (tmp_path / "bin" / "pytorch_model.bin").write_text("pickled")
-    assert "neither model.safetensors nor model.safetensors.index.json: it holds pytorch_model.bin" in told(
+    assert "neither model.safetensors nor model.safetensors.index.json: it has pytorch_model.bin" in refused(
         capsys, tmp_path / "bin"
     )
     (tmp_path / "bin" / "config.json").write_text("{")
-    assert "is not JSON" in told(capsys, tmp_path / "bin")
-    assert "contains no checkpoint" in told(capsys, mixtral, "--to-hf")
+    assert "is not JSON" in refused(capsys, tmp_path / "bin")
+    assert "contains no checkpoint" in refused(capsys, mixtral, "--to-hf")
 
 
 @pytest.mark.parametrize("left", [0, 5, 300, -1])
@@ -258,7 +258,7 @@ def test_a_truncated_file(copy, capsys, left):
     folder = copy()
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:left])
-    lines = told(capsys, folder)
+    lines = refused(capsys, folder)
     assert "model.safetensors is damaged or truncated" in lines and lines.count("\n") == 1
 
 
@@ -266,14 +266,14 @@ def test_a_missing_shard(tmp_path, capsys):
     folder = models.save(models.make("mixtral"), tmp_path / "in", max_shard_size="30KB")
     files = sorted(folder.glob("*.safetensors"))
     files[1].unlink()
-    assert f"{files[1]} is missing, model.safetensors.index.json names it" in told(capsys, folder)
+    assert f"{files[1]} is missing, model.safetensors.index.json names it" in refused(capsys, folder)
 
 
 def test_dtypes_that_are_not_weights(copy, capsys):
     def spoil(config, tensors):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int64)
 
-    assert "model.norm.weight of dtype I64" in told(capsys, copy(spoil))
+    assert "model.norm.weight of dtype I64" in refused(capsys, copy(spoil))
 
 
 def test_only_folders_of_the_same_kind_are_overwritten_and_only_if_asked(mixtral, tmp_path, capsys):
@@ -298,17 +298,17 @@ def test_only_folders_of_the_same_kind_are_overwritten_and_only_if_asked(mixtral
 
 
 def test_options_of_something_else(mixtral, tmp_path, capsys):
-    lines = told(capsys, mixtral, "--from-hf", "--experts", "8", "--max-shard-gb", "1", "--seed", "0")
+    lines = refused(capsys, mixtral, "--from-hf", "--experts", "8", "--max-shard-gb", "1", "--seed", "0")
     assert "--experts is an option of --upcycle" in lines and "--max-shard-gb is an option of --to-hf" in lines
     assert "--seed" in lines
-    assert "--max-shard-gb = 0.0 is not a size" in told(capsys, mixtral, "--to-hf", "--max-shard-gb", "0")
+    assert "--max-shard-gb = 0.0 is not a size" in refused(capsys, mixtral, "--to-hf", "--max-shard-gb", "0")
 
 
 def test_a_model_that_transformers_cannot_express(mixtral, tmp_path, capsys):
     """A checkpoint whose routing is not Mixtral's."""
     ours = tmp_path / "ours"
     assert main(["convert", "--from-hf", str(mixtral), str(ours)]) == 0
-    record = folders.told(ours)["record"]
+    record = folders.manifest_of(ours)["record"]
     record["config"]["model"] |= {"route_scale": 2.0, "norm_topk": False}
     folders.rewrite(ours, record=record)
     assert main(["convert", "--to-hf", str(ours), str(tmp_path / "out")]) == 2

@@ -89,8 +89,8 @@ def test_bfloat16_is_split_and_scaled_without_rounding(tmp_path):
 )
 def test_settings_that_cannot_be_equal_are_refused(dense, tmp_path, capsys, setting, reasons):
     assert upcycle(dense("llama")[0], tmp_path / "out", *setting) == 2
-    told = capsys.readouterr().err
-    assert all(reason in told for reason in reasons), told
+    printed = capsys.readouterr().err
+    assert all(reason in printed for reason in reasons), printed
     assert not (tmp_path / "out").exists()
 
 

@@ -62,6 +62,6 @@ def test_lines_of_a_long_list_are_read_a_few_times(recipe, monkeypatch):
 
 def test_only_some_unknown_names_are_compared_with_every_field(recipe, monkeypatch):
     asked = []
-    monkeypatch.setattr(sys.modules["titanmoe.config.load"], "nearest", lambda name: asked.append(name) or "")
+    monkeypatch.setattr(sys.modules["titanmoe.config.load"], "nearest_field", lambda name: asked.append(name) or "")
     found = problems(*recipe("[training]\n" + "".join(f"unknown_{n} = 1\n" for n in range(100))))
     assert len(found) == 100 and len(asked) == 20

@@ -206,10 +206,10 @@ def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units
     gone, kept = tmp_path / "out" / "00001-001.starts", tmp_path / "out" / "00001-000.tokens"
     gone.unlink()
     before = kept.stat().st_mtime_ns
-    told = []
-    tokenize(planned, 1, log=told.append)
+    logged = []
+    tokenize(planned, 1, log=logged.append)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    assert kept.stat().st_mtime_ns == before and told == ["resuming: 7 of 8 units are made"]
+    assert kept.stat().st_mtime_ns == before and logged == ["resuming: 7 of 8 units are made"]
 
 
 def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
@@ -327,13 +327,13 @@ def test_units_depend_on_sizes_alone(monkeypatch):
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
-    clock, told = [0.0], []
+    clock, logged = [0.0], []
     monkeypatch.setattr(tokenize_module.time, "monotonic", lambda: clock[0])
-    with tokenize_module.Meter(10**9, 2 * 10**8, told.append) as meter:  # a fifth was made before
+    with tokenize_module.Meter(10**9, 2 * 10**8, logged.append) as meter:  # a fifth was made before
         for _ in range(8):
             clock[0] += 10
             meter.add(5 * 10**7, 10**8)
-    assert told == [
+    assert logged == [
         "35.0% of 1.00 GB, 10.00 M tokens/s, about 2 min to go",
         "50.0% of 1.00 GB, 10.00 M tokens/s, about 2 min to go",
     ]

@@ -17,7 +17,7 @@ def asked(**degrees: int) -> Parallelism:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "world", "now", "told"),
+    ("recipe", "world", "now", "change"),
     [
         # what is derived or fits anyway does not change
         (dict(tp=2, ep=2), 4, dict(dp_shard=2, edp=2), ""),
@@ -40,13 +40,13 @@ def asked(**degrees: int) -> Parallelism:
         (dict(pp=2, dp_shard=4, edp=4), 4, dict(dp_shard=2, edp=2), "dp_shard 4 -> 2"),
     ],
 )
-def test_only_data_parallel_changes(recipe, world, now, told):
+def test_only_data_parallel_changes(recipe, world, now, change):
     fitted, line = refit(world, asked(**recipe))
     fold = derive(world, fitted)
     assert {name: getattr(fold, name) for name in now} == now
     for name in ("pp", "cp", "tp", "ep", "etp"):
         assert getattr(fold, name) == recipe.get(name, 1), "only data parallel gives"
-    assert told in line and bool(line) == bool(told)
+    assert change in line and bool(line) == bool(change)
     assert not line or ("started again on" in line and line.endswith("the global batch stays"))
 
 

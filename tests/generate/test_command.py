@@ -120,12 +120,12 @@ def test_mistakes_are_reported_at_once(run: Path, tmp_path: Path) -> None:
     words = ["--checkpoint", run, "--prompt", "a", "--prompt", "b"]
     code, out, err = ask(*words, "--temperature", 0, "--top-k", 3, "--max-tokens", 0, "--top-p", 2, "--stream")
     assert (code, out) == (2, "") and err.startswith("error: 4 problems")
-    for told in ("--max-tokens = 0", "--top-p = 2.0", "--top-k, --top-p would have no effect", "there are 2: give one"):
-        assert told in err
+    for part in ("--max-tokens = 0", "--top-p = 2.0", "--top-k, --top-p would have no effect", "there are 2: give one"):
+        assert part in err
     code, _, err = ask(*words, "--parallelism.cp", 2, "--parallelism.pp", 2, "--tp", 3, "--ep", 16)
     assert code == 2
-    for told in ("pp = 1", "cp = 1", "parallelism.tp = 3 does not divide model.num_heads = 8", "experts.ep = 16 does"):
-        assert told in err
+    for part in ("pp = 1", "cp = 1", "parallelism.tp = 3 does not divide model.num_heads = 8", "experts.ep = 16 does"):
+        assert part in err
     assert ask("--checkpoint", run)[2].startswith("error: no prompt: give --prompt TEXT")
     assert "no such folder" in ask("--checkpoint", tmp_path / "none", "--prompt", "a")[2]
     assert "contains no checkpoint" in ask("--checkpoint", tmp_path, "--prompt", "a")[2]

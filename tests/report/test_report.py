@@ -148,8 +148,8 @@ def test_folders_that_are_not_runs_are_reported_at_once(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
     assert main(["report", str(tmp_path / "gone"), str(tmp_path / "empty")]) == 2
-    told = capsys.readouterr().err
-    assert "2 problems" in told and "gone has no metrics.jsonl" in told and "has no lines yet" in told
+    printed = capsys.readouterr().err
+    assert "2 problems" in printed and "gone has no metrics.jsonl" in printed and "has no lines yet" in printed
     assert main(["report", *["x"] * 9]) == 2
     assert "name 8 or fewer" in capsys.readouterr().err
 

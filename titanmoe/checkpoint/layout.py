@@ -46,7 +46,7 @@ def name_of(step: int) -> str:
 
 def read_manifest(folder: Path) -> Manifest:
     try:
-        data = inside.read(folder, MANIFEST, manifest.MOST)
+        data = inside.read(folder, MANIFEST, manifest.MOST_BYTES)
     except ABSENT:
         raise CheckpointError(_absent(folder)) from None
     return manifest.parse(data, folder / MANIFEST)

@@ -17,7 +17,7 @@ from titanmoe.config.values import Misfit, fit, shown
 
 FORMAT = 2
 """1: tensors are described by torch's .metadata, a pickle, and the manifest has no checksum. 2: by tensors.json."""
-MOST = 1 << 28
+MOST_BYTES = 1 << 28
 """Bytes of a manifest: one for 100,000 files has a tenth of it."""
 DEEPEST = 16
 OPEN = "{\n"
@@ -75,7 +75,7 @@ def parse(data: bytes, source: Path) -> Manifest:
             )
         if version > 1 and not data.startswith(HEAD):
             raise ValueError("it does not begin with its SHA-256")
-        if wrong := next(misfits(found, KIND), ""):
+        if wrong := next(misfits(found, ENTRIES), ""):
             raise ValueError(wrong)
         files = {name: Sum(s["bytes"], int(s["crc32"], 16)) for name, s in found["files"].items()}
         return Manifest(found["step"], found["number"], files, found["record"], version)
@@ -91,7 +91,7 @@ def parse(data: bytes, source: Path) -> Manifest:
 COUNT, NUMBER, ANY = "a count", "a number", "anything"
 CRC = "8 hexadecimal digits"
 AXES = {"*": COUNT}
-KIND: dict[str, Any] = {
+ENTRIES: dict[str, Any] = {
     "step": COUNT,
     "number": COUNT,
     "files": {"*": {"bytes": COUNT, "crc32": CRC}},

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.data_laws import of_samples
 from titanmoe.config.dispatchers import DISPATCHERS, in_pieces_quoted
-from titanmoe.config.divisors import divisors, nearest
+from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
 
@@ -53,7 +53,8 @@ def _shape(model: Model) -> Iterator[Violation]:
         yield Violation(
             ("model.num_heads", "model.num_kv_heads"),
             f"model.num_heads = {heads} is not a multiple of model.num_kv_heads = {kv_heads} "
-            f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads {nearest(divisors(heads), kv_heads)}",
+            f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads "
+            f"{nearest_values(divisors(heads), kv_heads)}",
         )
     if model.head_dim % 2 and not model.kv_lora_rank:
         yield Violation(
@@ -207,7 +208,8 @@ def _routing(model: Model) -> Iterator[Violation]:
         yield Violation(
             ("model.num_experts", "model.num_groups"),
             f"model.num_experts = {experts} does not split into model.num_groups = {groups} equal groups "
-            f"({experts} % {groups} = {experts % groups}): use num_groups {nearest(divisors(experts), groups)}",
+            f"({experts} % {groups} = {experts % groups}): use num_groups "
+            f"{nearest_values(divisors(experts), groups)}",
         )
     if model.top_groups > groups:
         yield Violation(

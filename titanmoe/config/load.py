@@ -16,7 +16,7 @@ from titanmoe.config import laws, ranges
 from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
 from titanmoe.config.schema import Config
-from titanmoe.config.values import Misfit, fit, fit_texts, nearest, shortened, shown
+from titanmoe.config.values import Misfit, fit, fit_texts, nearest_field, shortened, shown
 
 Preset = Callable[[str, str], dict[str, object]]
 HINTS = 20
@@ -199,7 +199,7 @@ def _split(argv: Sequence[str]) -> _Asked:
             members = ", ".join(f"--{path}" for path, it in fields().items() if it.table == name)
             asked.problems.append(f"command line: --{name} is a table, not a field: its fields are {members}")
         else:
-            near = nearest(name) if len(asked.problems) < HINTS else ""
+            near = nearest_field(name) if len(asked.problems) < HINTS else ""
             hint = f"did you mean --{near}?" if near else "--help lists them all"
             asked.problems.append(f"command line: unknown option --{shortened(name)}: {hint}")
     return asked
@@ -224,7 +224,7 @@ def _take(data: dict[str, Any], prefix: str, given: _Given) -> None:
 
 
 def _hint(path: str) -> str:
-    near, table = nearest(path), path.rpartition(".")[0]
+    near, table = nearest_field(path), path.rpartition(".")[0]
     if near:
         return f"did you mean {near}?"
     if table in tables():

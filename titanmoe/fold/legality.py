@@ -172,7 +172,7 @@ def _profiled(config: Config, world: int) -> Iterator[str]:
 
 def divided_fields(model: Model) -> dict[str, dict[str, int]]:
     """What each degree splits into equal parts."""
-    cut = {
+    divided = {
         "tp": {
             "model.num_heads": model.num_heads,
             "model.num_kv_heads": 0 if model.kv_lora_rank else model.num_kv_heads,  # latent: that is num_heads
@@ -181,12 +181,13 @@ def divided_fields(model: Model) -> dict[str, dict[str, int]]:
     }
     moe = moe_layers(model)
     if moe < model.num_layers:
-        cut["tp"]["model.dense_hidden"] = model.dense_hidden
+        divided["tp"]["model.dense_hidden"] = model.dense_hidden
     if moe > 0:
-        cut["tp"]["model.shared_hidden"] = model.shared_hidden
-        cut["ep"] = {"model.num_experts": model.num_experts}
-        cut["etp"] = {"model.expert_hidden": model.expert_hidden, "model.dim": model.dim if model.expert_biases else 0}
-    return cut
+        divided["tp"]["model.shared_hidden"] = model.shared_hidden
+        divided["ep"] = {"model.num_experts": model.num_experts}
+        dim = model.dim if model.expert_biases else 0
+        divided["etp"] = {"model.expert_hidden": model.expert_hidden, "model.dim": dim}
+    return divided
 
 
 def _held(degrees: Mapping[str, int]) -> tuple[int, int, int]:

@@ -94,13 +94,13 @@ def _title(fold: Fold, node: int, model: Model | None) -> Iterator[Text]:
 def _stages(fold: Fold, node: int, model: Model | None, rows: list[Row]) -> Iterator[Text]:
     strip = _Strip(fold, node, model, rows)
     stages = [range(first, first + fold.stage) for first in range(0, fold.world, fold.stage)]
-    lines = len(strip.cut(stages[0]))
+    lines = len(strip.split(stages[0]))
     most = STRIPS if fold.pp * lines <= STRIPS else FEW
     shown = stages[: max(1, most // lines)]
     for number, stage in enumerate(shown):
         if fold.pp > 1:
             yield Text(f"STAGE {number}: {count(fold.stage, 'rank')}, {span(stage)}", "bold")
-        parts = strip.cut(stage)
+        parts = strip.split(stage)
         for ranks in parts[:most]:
             yield from strip.draw(ranks, stage)
             yield Text()
@@ -126,7 +126,7 @@ class _Strip:
         nodes = (WIDTH - self.head + GAP) // (node * self.cell + GAP)
         self.length = nodes * node or max(d for d in divisors(node) if d == 1 or d * self.cell <= WIDTH - self.head)
 
-    def cut(self, stage: range) -> list[range]:
+    def split(self, stage: range) -> list[range]:
         """A stage's ranks, line by line; lines end where nodes do."""
         lines = range(stage.start // self.length, -(-stage.stop // self.length))
         return [

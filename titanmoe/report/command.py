@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from titanmoe.config import ConfigError
-from titanmoe.report.draw import MOST
+from titanmoe.report.draw import MOST_RUNS
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:
@@ -26,8 +26,8 @@ def run_report(args: argparse.Namespace) -> int:
     from titanmoe.report.page import write
     from titanmoe.report.read import read_runs
 
-    if len(args.RUN) > MOST:
-        problem = f"{len(args.RUN)} runs are too many for distinct colours: name {MOST} or fewer"
+    if len(args.RUN) > MOST_RUNS:
+        problem = f"{len(args.RUN)} runs are too many for distinct colours: name {MOST_RUNS} or fewer"
         print(f"error: {problem}", file=sys.stderr)
         return 2
     folder = args.out or args.RUN[0] / "report"
