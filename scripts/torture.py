@@ -2,7 +2,7 @@
 """Disturbs runs under the real torchrun in every way a cluster does, and compares each with an undisturbed run.
 
     python scripts/torture.py                                   # 200 trials, unattended; a table at the end
-    python scripts/torture.py --results runs/torture.jsonl      # the same; given again after an end, it goes on
+    python scripts/torture.py --results runs/torture.jsonl      # the same, but the same command resumes it
     python scripts/torture.py --only "full disk" --first 17 --trials 1     # repeat one trial, as a failure prints it
     python scripts/torture.py --soak 10000                      # one long run: memory, open files and threads
 
@@ -51,7 +51,7 @@ SOAK = {
 
 @dataclass
 class Outcome:
-    """Of one trial; a line of the file of --results."""
+    """The result of one trial, a line in the --results file."""
 
     kind: str
     seed: int
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def read(results: Path) -> list[Outcome]:
-    """The last line may be a part of one."""
+    """The last line may be incomplete."""
     names = {each.name for each in fields(Outcome)}
     found = []
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else []:

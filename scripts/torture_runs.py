@@ -126,7 +126,7 @@ class Run:
         if len(ranks := self.ranks()) < RANKS:
             raise Missed("the run is ending")
         for pid in self.draw.sample(ranks, number):
-            with contextlib.suppress(ProcessLookupError):  # it has just ended: what follows tells
+            with contextlib.suppress(ProcessLookupError):  # it has just ended: what follows will show it
                 os.kill(pid, signal.SIGKILL)
         self.struck()
 
@@ -226,7 +226,7 @@ def flipped_bit(run: Run) -> None:
     run.wait_for_a_moment(2 * INTERVAL + 1)
     run.kill_launcher()
     there = layout.steps(run.checkpoints)
-    if len(there) < 2:  # a save is behind: there would be none to go back to
+    if len(there) < 2:  # a save is late: there would be none to go back to
         raise Missed(f"there are only {len(there)} checkpoints")
     newest = there.pop(max(there))
     run.committed = max(there)

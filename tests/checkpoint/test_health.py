@@ -72,7 +72,7 @@ def test_a_nan_is_never_published_and_names_tensor_rank_and_step(tmp_path, save)
 
 
 def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]:
-    """Two tensors of which both ranks hold equal copies, but for a NaN in both on some."""
+    """Two tensors of which both ranks have equal copies, except for a NaN in each on the broken ranks."""
     message, looked_at = "", []
     look = folder_module.first_nonfinite
     folder_module.first_nonfinite = lambda tensors: (looked_at.extend(tensors), look(tensors))[1]
@@ -91,7 +91,7 @@ def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]
 
 
 @pytest.mark.parametrize(("broken", "others"), [([0], ""), ([1], ""), ([0, 1], ", and 1 more ranks have some")])
-def test_of_copies_each_rank_looks_at_those_it_writes(tmp_path, broken, others):
+def test_each_rank_checks_the_copies_that_it_writes(tmp_path, broken, others):
     size = folder_module.SMALL + 1
     ends = world.run(2, save_copies, str(tmp_path), broken, size)
     assert ends[0] == ends[1] and ends[0][1] == 1, "each rank writes one of two tensors, and looks at that"
@@ -99,7 +99,7 @@ def test_of_copies_each_rank_looks_at_those_it_writes(tmp_path, broken, others):
     assert layout.steps(tmp_path) == {}
 
 
-def test_small_copies_are_looked_at_everywhere(tmp_path):
+def test_small_copies_are_checked_everywhere(tmp_path):
     ends = world.run(2, save_copies, str(tmp_path), [1], 8)
     assert ends[0] == ends[1] and ends[0][1] == 2 and "on rank 1 model.a (1 of 8 numbers" in ends[0][0]
 

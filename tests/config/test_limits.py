@@ -30,7 +30,7 @@ def test_deep_nesting_in_a_recipe_is_one_problem(recipe, text):
 
 
 def test_a_key_of_many_parts_is_refused_before_it_is_parsed(recipe, monkeypatch):
-    """Its parser takes the square of their number."""
+    """The parser's time grows with the square of their number."""
     monkeypatch.setattr(recipes, "toml", lambda: pytest.fail("it was parsed"))
     assert "more than 16 deep" in problems(*recipe(".".join(["a"] * 500) + " = 1"))[0]
 

@@ -36,7 +36,9 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
         return action
 
     add("ls", _list, "steps, sizes and mappings of a run's checkpoints", {"RUN": WHERE})
-    inspect = add("inspect", _inspect, "what run made a checkpoint, and its tensors", {"RUN": f"{WHERE}: the latest"})
+    inspect = add(
+        "inspect", _inspect, "the run that made a checkpoint, and its tensors", {"RUN": f"{WHERE}: the latest"}
+    )
     inspect.add_argument(
         "--match", metavar="GLOB", default="*", help='only tensors with matching names, e.g. "model.*router*"'
     )

@@ -48,7 +48,7 @@ from titanmoe.checkpoint.tensors import (
 )
 
 SMALL = 4096
-"""Numbers: copies that another rank writes are looked at too up to here, a router's bias among them."""
+"""Up to this many numbers, a rank also checks copies that another rank writes, such as a router's bias."""
 FILE_BYTES = 4 << 30
 """A rank starts a new file past this: what is read back to verify, or lost to one bad byte, stays small."""
 
@@ -218,7 +218,7 @@ class _Writer(StorageWriter):
         return future
 
     def _look(self, plan: SavePlan, planner: _Planner) -> None:
-        """Here, where each rank knows what it is to write: copies are looked at once, and no message is needed."""
+        """Done here, where each rank knows what it will write: copies are checked once, without any messages."""
         mine = {item.index.fqn for item in plan.items}
         pieces = {name: piece for name, piece in planner.pieces.items() if name in mine or prod(piece.sizes) <= SMALL}
         if bad := first_nonfinite({name: piece.get() for name, piece in pieces.items()}):

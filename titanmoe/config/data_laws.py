@@ -60,7 +60,7 @@ def _validation(config: Config) -> Iterator[Law]:
     if validation.paths and validation.held_out:
         yield (
             ("validation.paths", "validation.held_out"),
-            f"validation.held_out = {validation.held_out} sets documents aside that nothing reads, as validation.paths "
+            f"validation.held_out = {validation.held_out} holds out documents that nothing reads, as validation.paths "
             "is given: drop one of them",
         )
     if validation.paths and not validation.interval:

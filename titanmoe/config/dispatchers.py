@@ -1,4 +1,4 @@
-"""What is known of each dispatcher without torch. A new one is a class in a file of its own and an entry here."""
+"""Facts about each dispatcher that need no torch. A new one is a class in its own file and an entry here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Facts:
     where: str
     """The module under titanmoe.moe, and the class in it: torch is imported where a layer is made, not here."""
     what: str
-    """What it does and when to choose it, for --help."""
+    """What it does and when to choose it, as --help says it."""
     host_syncs: int
     """How often the forward of a layer waits to learn how many rows go where. With padded bins none does."""
     whole: str = ""
@@ -41,8 +41,8 @@ DISPATCHERS = {
     ),
     "hierarchical": Facts(
         "dispatch.Hierarchical",
-        "hierarchical is an all-to-all in which a token is sent to each node once, and copied inside it: if "
-        "ep x etp spans nodes and a token has several experts on one.",
+        "hierarchical is an all-to-all in which a token is sent to each node once, and copied inside it: for "
+        "ep x etp that spans nodes, if a token has several experts on one.",
         host_syncs=2,
         nodes=True,
     ),

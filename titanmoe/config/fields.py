@@ -119,7 +119,7 @@ def to_toml(config: Config) -> str:
 
 
 def _lists() -> dict[str, str]:
-    """What the schema's docstrings name in braces."""
+    """What replaces the names in braces in the schema's docstrings."""
     return {
         "{families}": ", ".join(families.NAMES),
         "{dispatchers}": " ".join(facts.what for facts in DISPATCHERS.values()),

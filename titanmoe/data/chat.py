@@ -144,7 +144,7 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
 
 
 def _tags(lexed: Iterable[tuple[int, str, str]], origin: str) -> set[str]:
-    """All names that stand in a template."""
+    """All names in a template."""
     found, tokens = set(), 0
     for _, kind, value in lexed:
         tokens += kind != "whitespace"

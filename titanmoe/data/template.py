@@ -64,7 +64,7 @@ class _Counting(CodeGenerator):
         super().visit_For(node, frame)
 
     def macro_body(self, node: Any, frame: Frame) -> Any:
-        if node.defaults:  # they are worked out at each call
+        if node.defaults:  # they are evaluated at each call
             spent = nodes.EnvironmentAttribute(f"spend({sum(map(_own, node.defaults))})")
             node.body = [nodes.ExprStmt(spent, lineno=node.lineno), *node.body]
         return super().macro_body(node, frame)
