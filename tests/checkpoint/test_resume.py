@@ -35,7 +35,7 @@ def go(size: int, folder: Path, changes: dict[str, Any], until: int = LAST) -> r
     [(mapping(tp=2, ep=4), "async"), (mapping(pp=2, cp=2, etp=2), "sync")],
     ids=["tp2-ep4-async", "pp2-cp2-etp2-sync"],
 )
-def test_the_same_mapping_goes_on_to_the_last_bit(tmp_path: Path, shape: dict[str, Any], save: str) -> None:
+def test_the_same_mapping_resumes_to_the_last_bit(tmp_path: Path, shape: dict[str, Any], save: str) -> None:
     shape = shape | {"checkpoint.save": save, "training.dtype": "float32", "training.mixed_precision_param": "float32"}
     straight = go(4, tmp_path / "straight", shape)
     go(4, tmp_path / "twice", shape, until=SAVED)

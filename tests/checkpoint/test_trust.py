@@ -106,7 +106,7 @@ def hostile(path: Path, mark: Path, record: dict[str, Any]) -> Path:
     return path
 
 
-def test_no_command_runs_what_a_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_no_command_runs_code_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     mark = tmp_path / "mark"
     config = Config(model=preset("mixtral", "debug"))
     path = hostile(folders.old(tmp_path), mark, {"step": 7, "tokens": 1.0, "config": asdict(config)})
@@ -137,7 +137,7 @@ def begin(folder: str, changes: dict[str, Any]) -> list[str]:
     return []
 
 
-def test_no_start_runs_what_a_folder_holds(tmp_path: Path) -> None:
+def test_no_start_runs_code_from_a_folder(tmp_path: Path) -> None:
     mark, path = tmp_path / "mark", tmp_path / "run/checkpoints/step-00000001"
     world.run(1, runs.go, str(tmp_path), {}, 1)
     hostile(path, mark, folders.manifest_of(path)["record"])
@@ -294,7 +294,7 @@ def test_a_folder_may_itself_be_a_link(tmp_path: Path) -> None:
     assert layout.damage(tmp_path / "here") == [] and open_checkpoint(tmp_path / "here").read("model.b") == 2
 
 
-def test_files_are_read_no_further_than_the_manifest_says(tmp_path: Path) -> None:
+def test_files_are_read_only_as_far_as_the_manifest_says(tmp_path: Path) -> None:
     path = folders.make(tmp_path, 1)
     with open(path / tensors.TENSORS, "ab") as stream:
         stream.truncate(1 << 40)  # sparse

@@ -130,8 +130,8 @@ def test_values_of_a_line_are_counted_before_they_are_parsed(tmp_path, monkeypat
     file.write_text(talk + "\n" + json.dumps({"text": "a", "n": [[]] * 60}) + "\n" + '{"text": ' + '"",' * 90 + "\n")
     fine, many, texts = read(file, most_mb=1000)
     assert fine.value == json.loads(talk)["text"]
-    assert many == Bad(f"{file}:2: holds more than 100 values, the limit for a line")
-    assert texts == Bad(f"{file}:3: holds more than 100 values, the limit for a line")
+    assert many == Bad(f"{file}:2: has more than 100 values, the limit for a line")
+    assert texts == Bad(f"{file}:3: has more than 100 values, the limit for a line")
 
 
 @pytest.mark.parametrize("depth", [900, 990, 1010, 50_000])

@@ -179,7 +179,7 @@ def test_shares_are_those_of_the_weights_and_epochs_are_reported(config):
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_what_a_sequence_holds(config, packing):
+def test_the_contents_of_a_sequence(config, packing):
     config.data.packing = packing
     decode = ByteTokenizer().decode
     loader = Loader(config, 0, 1)

@@ -68,7 +68,7 @@ assert "torch" not in sys.modules
     assert len(list((tmp_path / "runs" / "cache").iterdir())) == 1
 
 
-def test_a_vocabulary_that_does_not_fit_is_told_before_the_work(config, tmp_path, monkeypatch, bpe):
+def test_a_vocabulary_that_does_not_fit_is_reported_before_the_work(config, tmp_path, monkeypatch, bpe):
     monkeypatch.setattr(open_module, "tokenize", None)
     config.model.vocab_size = 258
     said = problem(config, config.data.paths[0])
@@ -92,7 +92,7 @@ def test_shards_are_known_by_their_manifest_and_share_a_tokenizer(config, tmp_pa
     assert "contains no token shards: there is no" in problem(config, tmp_path)
 
 
-def test_a_folder_that_was_not_finished_is_no_text(config, tmp_path):
+def test_an_unfinished_folder_is_not_read_as_text(config, tmp_path):
     (tmp_path / "half" / "work").mkdir(parents=True)
     (tmp_path / "half" / "work" / "plan.json").write_text("{}")
     assert "holds unfinished token shards: give the titanmoe tokenize command again" in problem(

@@ -91,7 +91,7 @@ def test_folders_and_globs(tmp_path):
     assert names(["README.md"], "jsonl") == ["README.md"]
 
 
-def test_paths_that_hold_nothing_are_told_together(tmp_path):
+def test_paths_without_files_are_reported_together(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.jsonl").write_bytes(b"")
     (tmp_path / "shards").mkdir()
@@ -108,8 +108,8 @@ def test_paths_that_hold_nothing_are_told_together(tmp_path):
     [
         (b'{"text": "a', r"is not JSON \(Unterminated string"),
         (b'{"text": "a"} {"text": "b"}', "one whole object per line"),
-        (b'["a"]', "holds a list, not an object"),
-        (b'"a"', "holds a text, not an object"),
+        (b'["a"]', "is a list, not an object"),
+        (b'"a"', "is a text, not an object"),
         (b'{"body": "a", "id": 3}', "has no field 'text', it has 'body', 'id'"),
         (b'{"messages": []}', "a chat is read with format chat"),
         (b'{"text": "\xff"}', "byte 10 of the line is not UTF-8"),
@@ -117,7 +117,7 @@ def test_paths_that_hold_nothing_are_told_together(tmp_path):
         (b"[" * 20_000, "nested too deeply"),
     ],
 )
-def test_a_bad_line_is_told_by_file_and_number(tmp_path, line, says):
+def test_a_bad_line_is_reported_by_file_and_number(tmp_path, line, says):
     file = tmp_path / "a.jsonl"
     file.write_bytes(lines(["one", "two"]) + b"\n" + line + b"\n" + lines(["three"]))
     for size in (1 << 20, 7 + len(line) // 20):

@@ -98,7 +98,7 @@ def problems(folder) -> str:
     return "\n".join(error.value.problems)
 
 
-def test_damage_is_told_when_opened(tmp_path):
+def test_damage_is_reported_when_opened(tmp_path):
     folder = make(tmp_path / "x", [[[1, 2], [3]], [[4, 5]]])
     (folder / "00001-000.tokens").write_bytes(b"1")
     (folder / "00000-000.starts").unlink()

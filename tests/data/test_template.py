@@ -112,7 +112,7 @@ def test_what_is_refused_before_it_is_done(text):
 
 
 @pytest.mark.parametrize("name", ["center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode"])
-def test_methods_that_widen_a_text_are_not_there(name):
+def test_methods_that_widen_a_text_do_not_exist(name):
     with pytest.raises(ChatError, match=f"access to attribute '{name}' of 'str' object is unsafe"):
         Chat(f"{{{{ 'a'.{name}(10 ** 9) }}}}", "t", ByteTokenizer()).encode(TALK)
     with pytest.raises(ChatError, match="unsafe"):
@@ -122,7 +122,7 @@ def test_methods_that_widen_a_text_are_not_there(name):
 
 
 @pytest.mark.parametrize("name", ["center(10 ** 10)", "batch(10 ** 10, 1)", "slice(10 ** 10)", "wordwrap", "pprint"])
-def test_filters_that_no_template_needs_are_not_there(name):
+def test_filters_that_no_template_needs_do_not_exist(name):
     with pytest.raises(ConfigError, match="not Jinja: No filter named"):
         Chat(f"{{{{ 'a' | {name} }}}}", "t", ByteTokenizer())
 
@@ -185,7 +185,7 @@ def test_recursion_without_an_end_is_the_conversations_fault():
         Chat(ANSWER, "t", ByteTokenizer()).encode([*TALK, {"role": "assistant", "content": deep}])
 
 
-def test_an_error_is_told_in_a_short_line():
+def test_an_error_is_reported_in_a_short_line():
     with pytest.raises(ChatError) as error:
         Chat("{{ raise_exception('long\n' * 9999) }}", "t", ByteTokenizer()).encode(TALK)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400

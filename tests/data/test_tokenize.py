@@ -228,7 +228,7 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
     assert ByteTokenizer().decode(documents(tmp_path / "out")[-2 - len(TEXTS) // 3]) == "fine"
 
 
-def test_mistakes_are_told_before_any_work(tmp_path):
+def test_mistakes_are_reported_before_any_work(tmp_path):
     source = corpus(tmp_path / "in")
     with pytest.raises(ConfigError) as error:
         plan_shards(Job([str(tmp_path / "gone")], "out", tokenizer="nowhere"))

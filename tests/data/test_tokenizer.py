@@ -53,7 +53,7 @@ def test_every_token_knows_its_characters(kind, bpe):
         assert tokenizer.decode(inside.tolist()).strip() in text
 
 
-def test_long_texts_are_cut_where_no_token_lies(bpe, monkeypatch):
+def test_long_texts_are_cut_between_tokens(bpe, monkeypatch):
     tokenizer = open_tokenizer(str(bpe))
     text = "the fox\n\n  said the\nlazy dog\n" * 20 + "no line ends here at all" * 3
     whole = tokenizer.encode_all([text])[0]

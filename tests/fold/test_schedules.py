@@ -92,7 +92,7 @@ def test_what_a_pair_makes_is_there_when_both_halves_are_done() -> None:
         ("DualPipeV", 2, [0, 1, 2, 2, 1, 0]),
     ],
 )
-def test_stages_lie_in_loops_or_in_a_v(schedule: str, virtual: int, ranks: list[int]) -> None:
+def test_stages_form_loops_or_a_v(schedule: str, virtual: int, ranks: list[int]) -> None:
     assert stage_ranks(Pipeline(schedule=schedule, virtual_stages=virtual), 3) == ranks
 
 
@@ -135,7 +135,9 @@ def test_a_file_says_where_its_stages_lie(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_each_law_is_told_with_numbers_and_a_fix(options: dict[str, Any], microbatches: int, message: str) -> None:
+def test_each_broken_law_is_reported_with_numbers_and_a_fix(
+    options: dict[str, Any], microbatches: int, message: str
+) -> None:
     (problem,) = schedule_violations(config(pipeline=options), 2, 3, microbatches)
     assert message in problem
 
@@ -197,7 +199,7 @@ def test_cells_are_read_as_torch_reads_them(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["F0", "0F", "0G1", "0F0 1", "(0F0)OVERLAP_F_B", "(0F0;1UNSHARD)OVERLAP_F_B"])
-def test_what_is_no_cell_is_refused(text: str) -> None:
+def test_a_text_that_is_not_a_cell_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"not an action|does not overlap"):
         parse_cell(text)
 

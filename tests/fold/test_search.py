@@ -109,7 +109,7 @@ def test_nearest_leaves_out_needless_changes():
     assert found == [{"tp": (4, 1)}]
 
 
-def test_none_is_near_when_none_is_legal():
+def test_nothing_is_nearest_if_nothing_is_legal():
     # 7 data ranks or 7 of anything: neither batch, heads nor experts divide by it
     config = Config(model=MODEL, training=Training(seq_len=48, global_batch_size=4))
     assert list(legal_folds(7, config)) == []

@@ -54,7 +54,7 @@ def _validation(config: Config) -> Iterator[Law]:
     if validation.interval and source != "synthetic" and not validation.paths and not validation.held_out:
         yield (
             ("validation.interval", "validation.paths", "validation.held_out"),
-            f"validation.interval = {validation.interval} has nothing to validate on: give validation.paths, or set "
+            f"validation.interval = {validation.interval} has nothing to validate on: name validation.paths, or set "
             "validation.held_out = 100 to keep every 100th document of the training data for it",
         )
     if validation.paths and validation.held_out:

@@ -178,7 +178,7 @@ def _check(messages: Any) -> None:
     except RecursionError:
         raise ChatError("it is nested too deeply") from None
     if OPEN in text or CLOSE in text:
-        raise ChatError("it holds U+FDD0 or U+FDD1, which are not characters")
+        raise ChatError("it contains U+FDD0 or U+FDD1, which are not characters")
     if all(message["role"] != "assistant" for message in messages):
         raise ChatError("the assistant says nothing in it, so there is nothing to learn from")
 

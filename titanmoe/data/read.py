@@ -154,8 +154,7 @@ class Reader:
     """The documents of a span. `at` is how far into its bytes the reading is.
 
     most_mb: of one document, uncompressed. A longer one ends the reading whatever is done about bad lines, since
-    skipping
-    it would mean uncompressing it.
+    skipping it would mean uncompressing it.
     """
 
     def __init__(self, span: Span, field: str, most_mb: int = 128):
@@ -268,17 +267,17 @@ def _record(line: bytes, where: Callable[[], str], field: str) -> Record | Bad:
     try:
         text = line.rstrip(b"\r\n").decode("utf-8")
         if len(line) > MOST_VALUES and _values(line) > MOST_VALUES:
-            return Bad(f"{where()}: holds more than {MOST_VALUES:,} values, the limit for a line")
+            return Bad(f"{where()}: has more than {MOST_VALUES:,} values, the limit for a line")
         record = json.loads(text)
     except UnicodeDecodeError as error:
         return Bad(f"{where()}: byte {error.start} of the line is not UTF-8 ({error.reason})")
     except ValueError as error:
         reason = getattr(error, "msg", str(error))
-        return Bad(f"{where()}: is not JSON ({reason}): JSONL holds one whole object per line")
+        return Bad(f"{where()}: is not JSON ({reason}): JSONL has one whole object per line")
     except RecursionError:
         return Bad(_too_deep(where()))
     if not isinstance(record, dict):
-        return Bad(f"{where()}: holds {named(record)}, not an object: JSONL holds one object per line")
+        return Bad(f"{where()}: is {named(record)}, not an object: JSONL has one object per line")
     if field not in record:
         return Bad(_no_field(where(), field, list(record)))
     value = record[field]

@@ -1,6 +1,6 @@
 """How much a chat template may spend. A template comes with somebody else's model, and a page of Jinja can ask for
-10^10 of
-anything: so its loops, its calls and the text it makes are counted, and one that exceeds the limits below is stopped.
+10^10 of anything: so its loops, its calls and the text it makes are counted, and one that exceeds the limits below is
+stopped.
 
     steps       nodes of the template executed, and items of lists and objects visited
     characters  of text made or read

@@ -90,7 +90,7 @@ class Generator:
             if len(stay) < len(going):
                 going, ids = [going[i] for i in stay], [ids[i] for i in stay]
                 self._keep(stay)
-            self.rows.go_on()
+            self.rows.advance()
 
     def forward(self, ids: list[int]) -> Tensor:
         """Logits (B, V) at the end of each row, from the ids that are added to all rows."""

@@ -57,7 +57,7 @@ def find(path: Path) -> Found:
         raise CheckpointError("; ".join(broken))
     record = layout.read_manifest(path).record
     if "model" not in record.get("config", {}):
-        raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it holds: it has no [model]")
+        raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
     return Found(path, build_config(config_of(record, path / layout.MANIFEST)), record.get("step", 0))
 
 
