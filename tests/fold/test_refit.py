@@ -45,7 +45,7 @@ def test_only_data_parallel_changes(recipe, world, now, change):
     fold = derive(world, fitted)
     assert {name: getattr(fold, name) for name in now} == now
     for name in ("pp", "cp", "tp", "ep", "etp"):
-        assert getattr(fold, name) == recipe.get(name, 1), "only data parallel gives"
+        assert getattr(fold, name) == recipe.get(name, 1), "only data parallel changes"
     assert change in line and bool(line) == bool(change)
     assert not line or ("started again on" in line and line.endswith("the global batch stays"))
 
