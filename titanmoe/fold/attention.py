@@ -52,4 +52,4 @@ def attention_violations(config: Config, cp: int) -> Iterator[str]:
     for why in sorted({why for _, why in picked if why}):
         other = "" if cp > 1 and options.cp_kind == "ring" else ', or cp > 1 with cp_kind = "ring"'
         fix = other if device == "cpu" else ', or cp_kind = "allgather" or "ulysses"' if masked != {False} else ""
-        yield f'parallelism.attention_backend = "torch" cannot hold here: {why}; use "auto"{fix}'
+        yield f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"{fix}'
