@@ -62,10 +62,10 @@ def test_inspect_shows_the_latest_in_the_order_of_layers(run, capsys):
 
 def test_verify_reads_every_file(run, capsys):
     code, out, _ = ask(capsys, "verify", run)
-    assert code == 0 and len(out) == 2 and all("whole" in line for line in out)
+    assert code == 0 and len(out) == 2 and all("intact" in line for line in out)
     flip_a_bit(run / "checkpoints/step-00000002/rank-00000-000.distcp")
     code, out, _ = ask(capsys, "verify", run)
-    assert code == 1 and "its contents have changed" in out[0] and "whole" in out[1]
+    assert code == 1 and "its contents have changed" in out[0] and "intact" in out[1]
     assert ask(capsys, "verify", run, "--latest")[0] == 0
 
 

@@ -67,7 +67,7 @@ def test_a_run_without_checkpoints_starts_from_scratch(tmp_path):
     ("harm", "words"),
     [
         (flip_a_bit, "its contents have changed"),
-        (lambda file: os.truncate(file, 100), "has 100 bytes and was written with"),
+        (lambda file: os.truncate(file, 100), "has 100 bytes but was written with"),
         (Path.unlink, "is missing"),
     ],
     ids=["bit", "truncated", "missing"],
@@ -101,7 +101,7 @@ def test_all_damaged_is_refused_with_each_reason_and_how_to_start_over(run, load
 def test_a_name_in_latest_alone_does_not_mean_a_new_run(run):
     for path in layout.steps(run / "checkpoints").values():
         shutil.rmtree(path)
-    with pytest.raises(CheckpointError, match="latest names step-00000030, and no checkpoint is there"):
+    with pytest.raises(CheckpointError, match="latest names step-00000030, but there is no checkpoint"):
         taken(run)
 
 

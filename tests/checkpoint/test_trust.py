@@ -298,6 +298,6 @@ def test_files_are_read_only_as_far_as_the_manifest_says(tmp_path: Path) -> None
     path = folders.make(tmp_path, 1)
     with open(path / tensors.TENSORS, "ab") as stream:
         stream.truncate(1 << 40)  # sparse
-    assert "has 1,099,511,627,776 bytes and was written with" in layout.damage(path)[0]
+    assert "has 1,099,511,627,776 bytes but was written with" in layout.damage(path)[0]
     with pytest.raises(CheckpointError, match=r"tensors.json has more than \d+ bytes"):
         open_checkpoint(path).read("model.a")

@@ -66,7 +66,7 @@ def refused(capsys, folder, *options):
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("mixtral", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8}}, "type 'llama3'"),
-        ("mixtral", {"rope_parameters": None, "rope_theta": None}, "rope_theta = None, which is not a number"),
+        ("mixtral", {"rope_parameters": None, "rope_theta": None}, "rope_theta = None, which is no"),
         ("mixtral", {"rope_parameters": {"rope_type": "yarn"}}, "of type 'yarn' without factor"),
         (
             "qwen3_moe",
@@ -79,7 +79,7 @@ def refused(capsys, folder, *options):
             "partial_rotary_factor = 0.5",
         ),
         ("mixtral", {"hidden_size": None}, "no hidden_size, which gives model.dim"),
-        ("mixtral", {"hidden_size": "32"}, "model.dim = '32', which is not int"),
+        ("mixtral", {"hidden_size": "32"}, "model.dim = '32', which is not of type int"),
         ("mixtral", {"num_experts_per_tok": 9}, "model.top_k = 9 exceeds model.num_experts = 4"),
         ("qwen2_moe", {"num_hidden_layers": 4, "mlp_only_layers": [2]}, "experts in the blocks [0, 1, 3] of 4"),
     ],

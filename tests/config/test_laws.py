@@ -204,7 +204,10 @@ def test_out_of_range(path, value):
         ({"data.source": "synthetic", "data.packing": "best_fit"}, 'data.packing = "best_fit" is about documents'),
         ({"validation.interval": 5}, "has nothing to validate on: name validation.paths, or set"),
         ({"validation.paths": ["a"]}, "validation.interval = 0 never reads it"),
-        ({"validation.paths": ["a"], "validation.held_out": 9, "validation.interval": 1}, "held_out = 9 keeps"),
+        (
+            {"validation.paths": ["a"], "validation.held_out": 9, "validation.interval": 1},
+            "held_out = 9 holds out documents that nothing reads",
+        ),
         ({"moe.grouped_mm": "grouped", **WIDE}, 'moe.grouped_mm = "grouped" has no float64: use "auto"'),
         ({"moe.expert_dtype": "fp8", **WIDE}, 'gives results in bfloat16, but .* = "float64": use "bfloat16"'),
         ({"moe.expert_dtype": "fp8", "moe.grouped_mm": "loop"}, 'moe.grouped_mm = "loop" asks for none'),

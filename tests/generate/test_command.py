@@ -134,7 +134,7 @@ def test_mistakes_are_reported_at_once(run: Path, tmp_path: Path) -> None:
     broken.mkdir()
     for file in (run / "checkpoints/step-00000001").iterdir():
         (broken / file.name).write_bytes(file.read_bytes()[: None if file.suffix == ".json" else 100])
-    assert "bytes and was written with" in ask("--checkpoint", broken, "--prompt", "a")[2]
+    assert "bytes but was written with" in ask("--checkpoint", broken, "--prompt", "a")[2]
 
 
 @pytest.fixture(scope="module")

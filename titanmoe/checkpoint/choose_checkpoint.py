@@ -92,7 +92,7 @@ def _best(folder: Path, damage: Callable[[Path], list[str]], own: bool = True) -
         passed[path] = "; ".join(broken)
     why = [f"{path.name}: {reason}" for path, reason in passed.items()]
     if not why:
-        why = [f"{layout.LATEST} names {named or 'nothing'}, and there is no checkpoint"]
+        why = [f"{layout.LATEST} names {named or 'nothing'}, but there is no checkpoint"]
     fix = f"repair them or move them away; {FROM_SCRATCH}"
     raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(why)}: {fix if own else 'name another'}")
 
