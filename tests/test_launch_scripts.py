@@ -247,7 +247,7 @@ while true; do sleep 0.05; done
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "message", "asked"),
+    ("more", "code", "message", "requeued"),
     [
         ({}, 0, "has saved: requeued", "requeue 7\n"),
         ({"SLURM_RESTART_COUNT": "1"}, 0, "has saved: requeued", "requeue 7\n"),
@@ -255,10 +255,10 @@ while true; do sleep 0.05; done
         ({"REFUSES": "yes"}, 1, "scontrol requeue 7 failed", "requeue 7\n"),
     ],
 )
-def test_slurm_requeues_a_job_whose_time_is_up(fake, more, code, message, asked):
+def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, message, requeued):
     for name, text in {
         "srun": FAKE_LONG_SRUN,
-        "scontrol": '#!/bin/bash\necho "$*" >> "$0.asked"; [[ -z ${REFUSES:-} ]]\n',
+        "scontrol": '#!/bin/bash\necho "$*" >> "$0.requeued"; [[ -z ${REFUSES:-} ]]\n',
     }.items():
         (fake / name).write_text(text)
         (fake / name).chmod(0o755)
@@ -270,15 +270,15 @@ def test_slurm_requeues_a_job_whose_time_is_up(fake, more, code, message, asked)
     }
     done = launch(SLURM, RECIPE, **(job | more))
     assert done.returncode == code and message in done.stdout + done.stderr, done.stderr
-    seen = fake / "scontrol.asked"
-    assert (seen.read_text() if seen.exists() else "") == asked
+    seen = fake / "scontrol.requeued"
+    assert (seen.read_text() if seen.exists() else "") == requeued
     logs = fake / f"logs{'-1' if 'SLURM_RESTART_COUNT' in more else ''}"
     assert (logs / "node0.log").exists(), "each time its own logs"
 
 
-def test_slurm_asks_for_the_signal_and_the_requeue():
-    asked = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert {"--requeue", "--signal=B:USR1@120", "--open-mode=append"} <= set(asked)
+def test_slurm_asks_for_the_signal_and_the_queue():
+    requeued = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=B:USR1@120", "--open-mode=append"} <= set(requeued)
 
 
 def test_slurm_refuses(tmp_path):

@@ -73,12 +73,12 @@ FULL = {"do": "fail", "errno": errno.ENOSPC}
         (1, {"do": "kill", "rank": 1, "on": ["rename"], "path": "step"}, -signal.SIGKILL, "rename"),
     ],
 )
-def test_a_fault_strikes_where_it_should(tmp_path, rank, fault, code, changed):
+def test_a_fault_strikes_where_it_is_set(tmp_path, rank, fault, code, changed):
     expected = ALL | changed if isinstance(changed, dict) else dict(list(ALL.items())[: list(ALL).index(changed)])
     assert said(tmp_path, rank, fault) == (code, expected)
 
 
-def test_a_slow_disk_takes_as_long_as_it_should(tmp_path):
+def test_a_slow_disk_takes_as_long_as_set(tmp_path):
     assert said(tmp_path, 0, {"do": "slow", "seconds": 0.2, "on": ["rename"]}, slow=0.19)[1]["rename"] == "slow"
 
 
