@@ -159,7 +159,7 @@ def _failing(tmp, part):
 
 MEASURE = """
 import threading
-from titanmoe.checkpoint.hf import convert, source  # what the conversion imports is no part of it
+from titanmoe.checkpoint.hf import convert, source  # what the conversion imports does not count
 from titanmoe.cli import main
 
 def anonymous():

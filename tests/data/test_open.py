@@ -1,4 +1,4 @@
-"""An entry of data.paths becomes documents once, whoever asks first."""
+"""An entry of data.paths becomes documents once, whichever run or rank asks first."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Schedules without torch: where stages lie, the bubble, what a schedule demands; files read as torch reads them."""
+"""Schedules without torch: which ranks have which stages, the bubble, the laws; files are read as torch reads them."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_every_mapping_of_a_model(world, batch):
             and 96 % fold.etp == 0
             and edp_fits
             and (batch == -1 or batch % fold.dp == 0)
-            and (fold.pp == 1 or (1 if batch == -1 else batch // fold.dp) >= fold.pp)  # 1F1B has so many microbatches
+            and (fold.pp == 1 or (1 if batch == -1 else batch // fold.dp) >= fold.pp)  # as 1F1B requires
         )
 
     config = Config(model=MODEL, training=Training(seq_len=48, global_batch_size=batch))
