@@ -11,8 +11,8 @@ from typing import Any
 from titanmoe.config.load import ConfigError, format_problems
 
 EPILOG = """\
-If it is killed at any moment, the same command resumes from the last finished shard and ends with the same bytes. What
-is in the shards depends neither on --workers nor on interruptions. docs/data.md says more.
+If the command is killed, giving it again resumes from the last finished shard and ends with the same bytes. What is in
+the shards depends neither on --workers nor on interruptions. docs/data.md says more.
 """
 
 
@@ -20,7 +20,7 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "tokenize",
         help="text, JSONL, Parquet and chats to token shards",
-        description="Makes token shards, which a run can read at once, from files, folders and globs.",
+        description="Makes token shards, which a run reads without any preparation, from files, folders and globs.",
         epilog=EPILOG,
     )
     parser.set_defaults(run=run_tokenize)

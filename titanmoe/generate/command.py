@@ -47,7 +47,9 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
         "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; can be given several times"
     )
     generate.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
-    generate.add_argument("--tokenizer", metavar="T", help="tokenizer.json or its folder, or bytes (default the run's)")
+    generate.add_argument(
+        "--tokenizer", metavar="T", help="tokenizer.json or its folder, or bytes (default: the run's)"
+    )
     generate.add_argument(
         "--max-tokens", type=int, default=128, metavar="N", help="tokens after each prompt (default 128)"
     )
