@@ -2,7 +2,7 @@
 """Disturbs runs under the real torchrun in every way a cluster does, and compares each with an undisturbed run.
 
     python scripts/torture.py                                   # 200 trials, unattended; a table at the end
-    python scripts/torture.py --results runs/torture.jsonl      # the same, but the same command resumes it
+    python scripts/torture.py --results runs/torture.jsonl      # the same; the same command again resumes it
     python scripts/torture.py --only "full disk" --first 17 --trials 1     # repeat one trial, as a failure prints it
     python scripts/torture.py --soak 10000                      # one long run: memory, open files and threads
 
