@@ -167,7 +167,7 @@ def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
 
 def _profiled(config: Config, world: int) -> Iterator[str]:
     if absent := [rank for rank in config.profile.ranks if rank >= world > 0]:
-        yield f"profile.ranks has {absent[0]}, but the ranks are 0 to {world - 1}: choose among them"
+        yield f"profile.ranks has {absent[0]}, and the ranks are 0 to {world - 1}: choose among them"
 
 
 def divided_fields(model: Model) -> dict[str, dict[str, int]]:

@@ -262,7 +262,7 @@ def _pairs(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
     pairs = [cell for row in rows for cell in row if len(cell) == 2]
     if not pairs and name != "DualPipeV":
         yield (
-            f"{PAIRS} runs pairs of a forward and a backward, but {name} has none: set pipeline.schedule = DualPipeV, "
+            f"{PAIRS} runs pairs of a forward and a backward, and {name} has none: set pipeline.schedule = DualPipeV, "
             'name a pipeline.schedule_csv that has actions such as "(0F4;3B1)OVERLAP_F_B", or set overlap_pairs = false'
         )
     for pair in pairs:
