@@ -1,4 +1,4 @@
-"""Every legal mapping, against an independent enumeration, and the nearest to an illegal wish."""
+"""Every legal mapping, against an independent enumeration, and the nearest to an illegal one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_nearest_changes_little():
     assert all(fold.edp_replicate == gcd(fold.dp_replicate, fold.edp_replicate * fold.edp) for fold in found)
 
 
-def test_nearest_to_a_legal_wish_is_itself():
+def test_nearest_to_a_legal_mapping_is_itself():
     asked = Parallelism(tp=2, dp_replicate=2, experts=Experts(ep=2))
     (fold,) = nearest(8, asked)
     assert changes(asked, fold) == {}
