@@ -3,7 +3,7 @@
 import gc
 import sys
 
-gc.disable()  # imports make much that lives on and hardly any garbage: a fifth of their time
+gc.disable()  # imports make much that stays and hardly any garbage: collecting takes a fifth of their time
 
 from titanmoe.train.launch import main  # noqa: E402
 from titanmoe.train.runtime import leave  # noqa: E402

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Hurts runs under the real torchrun in every way a cluster does, and compares each with a run never disturbed.
+"""Disturbs runs under the real torchrun in every way a cluster does, and compares each with an undisturbed run.
 
     python scripts/torture.py                                   # 200 trials, unattended; a table at the end
-    python scripts/torture.py --results runs/torture.jsonl      # the same; given again after an end, it goes on
-    python scripts/torture.py --only "full disk" --first 17 --trials 1     # one trial again, as a failure names it
+    python scripts/torture.py --results runs/torture.jsonl      # the same; the same command again resumes it
+    python scripts/torture.py --only "full disk" --first 17 --trials 1     # repeat one trial, as a failure prints it
     python scripts/torture.py --soak 10000                      # one long run: memory, open files and threads
 
 A trial trains a small model on 2 CPU ranks, strikes at a moment drawn from its seed, lets torchrun start the ranks
@@ -11,7 +11,7 @@ again (--max-restarts) or gives the same command again, and waits for the end. L
 moments must then be those of the undisturbed run, to the last bit. docs/reliability.md has the results.
 
 The first process imports torch once and each torchrun is a fork of it, which saves seconds; the ranks are started by
-torchrun as ever.
+torchrun as usual.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SOAK = {
 
 @dataclass
 class Outcome:
-    """Of one trial; a line of the file of --results."""
+    """The result of one trial, a line in the --results file."""
 
     kind: str
     seed: int
@@ -65,7 +65,7 @@ class Outcome:
     def __str__(self) -> str:
         if self.failure and not self.equal:
             return f"FAILED: {self.failure}"
-        return f"equal, {self.lost} saved steps lost, {self.again} made again, went on in {self.seconds:.1f} s"
+        return f"equal, {self.lost} saved steps lost, {self.again} repeated, resumed in {self.seconds:.1f} s"
 
     @property
     def command(self) -> str:
@@ -73,7 +73,7 @@ class Outcome:
 
 
 def read(results: Path) -> list[Outcome]:
-    """The last line may be a part of one."""
+    """The last line may be incomplete."""
     names = {each.name for each in fields(Outcome)}
     found = []
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else []:
@@ -120,7 +120,7 @@ def trial(kind: str, seed: int, folder: Path, calm: Run) -> Run:
             shutil.copy(run.log, folder / f"{seed}.log")
             if os.path.ismount(run.folder):
                 subprocess.run(["umount", str(run.folder)], check=False)
-    raise Wrong("five times the run had ended before the fault came")
+    raise Wrong("five times the run ended before the fault struck")
 
 
 def losses(run: Run) -> list[tuple[int, float, float]]:
@@ -132,17 +132,17 @@ def compare(run: Run, calm: Run) -> None:
 
     if (ours := losses(run)) != (theirs := losses(calm)):
         first = next((a for a, b in zip(ours, theirs, strict=False) if a != b), None)
-        raise Wrong(f"another loss or norm: {first or f'{len(ours)} lines for {len(theirs)} steps'}")
+        raise Wrong(f"a different loss or norm: {first or f'{len(ours)} lines for {len(theirs)} steps'}")
     ours, theirs = (open_checkpoint(each.checkpoints / layout.name_of(STEPS)) for each in (run, calm))
     if ours.tensors != theirs.tensors:
-        raise Wrong("the last checkpoint has other tensors")
+        raise Wrong("the last checkpoint has different tensors")
     if odd := [name for name in theirs.tensors if not ours.read(name).equal(theirs.read(name))]:
         raise Wrong(f"{len(odd)} tensors differ in bits, among them {odd[0]}")
 
 
 def table(outcomes: list[Outcome]) -> str:
-    head = ("what happened", "trials", "equal to the last bit", "saved steps lost", "steps made again, at most",
-            "seconds to go on: median", "max")  # fmt: skip
+    head = ("what happened", "trials", "equal to the last bit", "saved steps lost", "steps repeated, at most",
+            "seconds to resume: median", "max")  # fmt: skip
     rows = [head, ("---",) * len(head)]
     for kind in [kind for kind in KINDS if any(each.kind == kind for each in outcomes)] + ["all"]:
         some = [each for each in outcomes if kind in (each.kind, "all")]
@@ -155,7 +155,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def write(file: Path, name: str, text: str) -> None:
-    """Between the page's marks of that name, if it has them; else a file of its own."""
+    """Between the page's marks of that name, if it has them; else as a file of its own."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     page = file.read_text(encoding="utf-8") if file.exists() else ""
     if begin in page:
@@ -175,7 +175,7 @@ def torture(args: argparse.Namespace, folder: Path) -> int:
     asked = [(kinds[seed % len(kinds)], seed) for seed in range(args.first, args.first + args.trials)]
     left = [each for each in asked if each not in done]
     if len(left) < len(asked):
-        print(f"{len(asked) - len(left)} of {len(asked)} trials are in {results} already", flush=True)
+        print(f"{len(asked) - len(left)} of {len(asked)} trials are already in {results}", flush=True)
     try:
         if left:
             calm = Run(folder / "calm")
@@ -237,7 +237,7 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
 
 
 def run_step(metrics: Path) -> int:
-    """Of the last whole line; reading all of a long file each time would slow what is watched."""
+    """From the last complete line; reading all of a long file each time would slow the run being watched."""
     with metrics.open("rb") as stream:
         stream.seek(max(0, metrics.stat().st_size - 65536))
         whole = stream.read().rpartition(b"\n")[0]
@@ -250,7 +250,7 @@ def workplace() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        print(f"what the runs said: {folder}/*.log")
+        print(f"the runs' output: {folder}/*.log")
         for entry in folder.iterdir():
             if entry.is_dir():
                 shutil.rmtree(entry, ignore_errors=True)
@@ -259,19 +259,21 @@ def workplace() -> Iterator[Path]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=200, metavar="N", help="how many (default 200)")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first trial's seed; the next have +1")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="SEED", help="seed of the first trial; each further trial adds 1"
+    )
     parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
     parser.add_argument(
-        "--results", metavar="FILE", help="a line for each finished trial; trials it has are not made again"
+        "--results", metavar="FILE", help="one line per finished trial; trials already in it are skipped"
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="write the table there too, in docs/reliability.md between its marks"
+        "--out", metavar="FILE", help="also write the table there; in docs/reliability.md, between its marks"
     )
     parser.add_argument("--soak", type=int, metavar="STEPS", help="one long run instead")
     args = parser.parse_args()
     if not sys.platform.startswith("linux"):
         parser.error("this needs Linux: it reads /proc")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what unmounts and tells
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the code that unmounts and reports
     with workplace() as folder:
         return soak(args, folder) if args.soak else torture(args, folder)
 

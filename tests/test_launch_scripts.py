@@ -26,7 +26,7 @@ for ((node = 0; node < tasks; node++)); do
     SLURM_NODEID=$node "$@" > "${out/\\%n/$node}" 2>&1 || { echo "task $node failed" >&2; exit 1; }
 done
 """
-# In place of a node's Python: node 1 ends as FAILS tells, the others stay until they are told to go.
+# Replaces a node's Python: node 1 ends as FAILS says, the others stay until they are stopped.
 FAKE_PYTHON = """\
 #!/bin/bash
 echo "here are $*"
@@ -39,7 +39,7 @@ exit 0
 
 @pytest.fixture
 def fake(tmp_path):
-    """A folder with ssh, srun and venv/bin/python that pretend."""
+    """A folder with a fake ssh, srun and venv/bin/python."""
     (tmp_path / "ssh").write_text(FAKE_SSH)
     (tmp_path / "srun").write_text("#!/bin/bash\n" + FAKE_SRUN)
     python = tmp_path / "venv" / "bin" / "python"
@@ -69,7 +69,7 @@ def over_ssh(fake: Path, *words: object) -> list[str]:
 
 
 def running(fake: Path) -> list[int]:
-    """The pretended nodes that still run."""
+    """The fake nodes that are still running."""
     pids = [int(file.read_text() or 0) for file in (fake / "venv" / "bin").glob("pid.*")]
     return [pid for pid in pids if pid and Path(f"/proc/{pid}/cmdline").exists() and not zombie(pid)]
 
@@ -89,7 +89,7 @@ def wait_for(condition, seconds: float = 120) -> bool:
 
 
 def heed_interrupts() -> None:
-    """A shell's background job ignores SIGINT, and so would all that it starts, these tests among them."""
+    """A shell's background job ignores SIGINT, and so would everything that it starts, including these tests."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -125,7 +125,7 @@ def test_two_nodes_train(fake):
     assert sorted((fake / "ssh.hosts").read_text().split()) == ["a", "b"]
     steps = [json.loads(line) for line in (fake / "runs" / "it's two nodes" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
-    assert "2 ranks" in logs[0] and "loss" in logs[0]  # rank 0 speaks, and node 0's log is shown as it comes
+    assert "2 ranks" in logs[0] and "loss" in logs[0]  # rank 0 prints, and node 0's log is shown as it comes
     assert "loss" in done.stdout and "loss" not in logs[1]
 
 
@@ -179,7 +179,7 @@ def test_no_node_outlives_the_launcher(fake, how, send):
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         ([RECIPE], "--hosts is missing"),
         (["--hosts", "a", RECIPE], "--gpus = ''"),
@@ -190,9 +190,9 @@ def test_no_node_outlives_the_launcher(fake, how, send):
         (["--hosts"], "--hosts needs a value"),
     ],
 )
-def test_ssh_refuses(words, told):
+def test_ssh_refuses(words, message):
     done = launch(SSH, *words)
-    assert done.returncode == 2 and told in done.stderr
+    assert done.returncode == 2 and message in done.stderr
 
 
 # ---- Slurm
@@ -231,11 +231,11 @@ def test_slurm_starts_a_torchrun_per_node(fake):
         )
     done = launch(SLURM, RECIPE, FAILS="3", **job)
     assert done.returncode == 1
-    assert "a node failed (exit code 1) and the others were ended" in done.stderr
+    assert "a node failed (exit code 1) and the others were stopped" in done.stderr
     assert f"the logs are {fake}/logs/node*.log" in done.stderr
 
 
-# In place of srun where the job's time runs out: the run trains, saves when it is told to, and ends as torchrun does.
+# Replaces srun when the job's time runs out: the run trains, saves when signalled, and ends like torchrun.
 FAKE_LONG_SRUN = """\
 #!/bin/bash
 for word in "$@"; do case $word in --output=*) out=${word#*=} ;; esac; done
@@ -247,18 +247,18 @@ while true; do sleep 0.05; done
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "told", "asked"),
+    ("more", "code", "message", "requeued"),
     [
-        ({}, 0, "has saved: queued again", "requeue 7\n"),
-        ({"SLURM_RESTART_COUNT": "1"}, 0, "has saved: queued again", "requeue 7\n"),
-        ({"SAVES": "no"}, 143, "the run did not save: not queued again", ""),
+        ({}, 0, "has saved: requeued", "requeue 7\n"),
+        ({"SLURM_RESTART_COUNT": "1"}, 0, "has saved: requeued", "requeue 7\n"),
+        ({"SAVES": "no"}, 143, "the run did not save: not requeued", ""),
         ({"REFUSES": "yes"}, 1, "scontrol requeue 7 failed", "requeue 7\n"),
     ],
 )
-def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, told, asked):
+def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, message, requeued):
     for name, text in {
         "srun": FAKE_LONG_SRUN,
-        "scontrol": '#!/bin/bash\necho "$*" >> "$0.asked"; [[ -z ${REFUSES:-} ]]\n',
+        "scontrol": '#!/bin/bash\necho "$*" >> "$0.requeued"; [[ -z ${REFUSES:-} ]]\n',
     }.items():
         (fake / name).write_text(text)
         (fake / name).chmod(0o755)
@@ -269,20 +269,20 @@ def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, told, asked
         "PATH": f"{fake}:{os.environ['PATH']}",
     }
     done = launch(SLURM, RECIPE, **(job | more))
-    assert done.returncode == code and told in done.stdout + done.stderr, done.stderr
-    seen = fake / "scontrol.asked"
-    assert (seen.read_text() if seen.exists() else "") == asked
+    assert done.returncode == code and message in done.stdout + done.stderr, done.stderr
+    seen = fake / "scontrol.requeued"
+    assert (seen.read_text() if seen.exists() else "") == requeued
     logs = fake / f"logs{'-1' if 'SLURM_RESTART_COUNT' in more else ''}"
     assert (logs / "node0.log").exists(), "each time its own logs"
 
 
 def test_slurm_asks_for_the_signal_and_the_queue():
-    asked = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert {"--requeue", "--signal=B:USR1@120", "--open-mode=append"} <= set(asked)
+    requeued = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=B:USR1@120", "--open-mode=append"} <= set(requeued)
 
 
 def test_slurm_refuses(tmp_path):
-    for words, told, more in [
+    for words, message, more in [
         ([RECIPE], "no Slurm job: start with sbatch", {}),
         (["--dry-run"], "the recipe comes first", {}),
         (["--dry-run", "no.toml"], "there is no recipe no.toml", {}),
@@ -290,4 +290,4 @@ def test_slurm_refuses(tmp_path):
         ([RECIPE], "there is no /nowhere/bin/python", {"SLURM_JOB_ID": "1", "VENV": "/nowhere"}),
     ]:
         done = launch(SLURM, *words, **more)
-        assert done.returncode == 2 and told in done.stderr
+        assert done.returncode == 2 and message in done.stderr

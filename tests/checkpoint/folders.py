@@ -28,14 +28,14 @@ def make(folder: Path, step: int, number: int | None = None) -> Path:
     return path
 
 
-def told(path: Path) -> dict[str, Any]:
+def manifest_of(path: Path) -> dict[str, Any]:
     """The contents of a manifest."""
     return json.loads((path / layout.MANIFEST).read_text())
 
 
 def rewrite(path: Path, **entries: Any) -> None:
     """Other entries in a manifest, with a new checksum, as an attacker would do."""
-    found = told(path) | entries
+    found = manifest_of(path) | entries
     found.pop("sha256", None)
     text = json.dumps(found, indent=1)
     (path / layout.MANIFEST).write_text(text if found["format"] == 1 else sealed(text))
@@ -44,7 +44,7 @@ def rewrite(path: Path, **entries: Any) -> None:
 def spoil(path: Path, name: str, data: bytes) -> None:
     """Other bytes in a file, with the checksum that the manifest then needs."""
     (path / name).write_bytes(data)
-    files = told(path)["files"] | {name: {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}}
+    files = manifest_of(path)["files"] | {name: {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}}
     rewrite(path, files=files)
 
 

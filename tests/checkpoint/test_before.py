@@ -37,7 +37,7 @@ def test_every_key_of_the_recipe_is_a_field() -> None:
     assert len(given) > 150 and given <= fields().keys()
 
 
-def test_a_run_goes_on_from_the_checkpoint_as_it_did(tmp_path: Path) -> None:
+def test_a_run_resumes_from_the_checkpoint_as_it_did_then(tmp_path: Path) -> None:
     shutil.copytree(BEFORE / "checkpoints", tmp_path / "run/checkpoints")
     options = ["--job.dump_folder", str(tmp_path), "--checkpoint.interval", "1"]
     world.run(2, parity.train, ["--config", str(BEFORE / "recipe.toml"), *options])

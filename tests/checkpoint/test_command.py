@@ -1,4 +1,4 @@
-"""titanmoe checkpoint, as a person calls it."""
+"""titanmoe checkpoint, as a user calls it."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def test_inspect_shows_the_latest_in_the_order_of_layers(run, capsys):
 
 def test_verify_reads_every_file(run, capsys):
     code, out, _ = ask(capsys, "verify", run)
-    assert code == 0 and len(out) == 2 and all("whole" in line for line in out)
+    assert code == 0 and len(out) == 2 and all("intact" in line for line in out)
     flip_a_bit(run / "checkpoints/step-00000002/rank-00000-000.distcp")
     code, out, _ = ask(capsys, "verify", run)
-    assert code == 1 and "its contents have changed" in out[0] and "whole" in out[1]
+    assert code == 1 and "its contents have changed" in out[0] and "intact" in out[1]
     assert ask(capsys, "verify", run, "--latest")[0] == 0
 
 
@@ -78,12 +78,12 @@ def test_diff(run, capsys):
 
 
 @pytest.mark.parametrize("action", ["ls", "inspect", "verify"])
-def test_what_is_no_checkpoint_is_one_line_and_code_2(tmp_path, capsys, action):
+def test_other_folders_are_one_line_and_code_2(tmp_path, capsys, action):
     code, out, err = ask(capsys, action, tmp_path / "nothing")
     assert (code, out) == (2, []) and err == f"error: {tmp_path / 'nothing'}: no such folder\n"
 
 
-def test_a_damaged_manifest_is_told_beside_the_others(run, capsys):
+def test_a_damaged_manifest_is_listed_with_the_others(run, capsys):
     (run / "checkpoints/step-00000002" / layout.MANIFEST).write_text("{")
     code, out, _ = ask(capsys, "ls", run)
     assert code == 0 and "manifest.json is damaged" in out[1] and out[2].startswith("10")

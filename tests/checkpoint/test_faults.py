@@ -1,4 +1,5 @@
-"""Disks that do not answer, kills between two renames, links: nothing is lost, and nothing begins anew by itself."""
+"""Disks that do not answer, kills between two renames, links: nothing is lost, and nothing starts from scratch by
+itself."""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ def taken(folder: Path) -> choose_checkpoint.Beginning:
 
 
 class Faults:
-    """What lies under a path answers with an error, as often as it is told to for each operation on each file."""
+    """Everything below a path answers with an error, a given number of times for each operation on each file."""
 
     def __init__(self, patch: pytest.MonkeyPatch, path: Path, times: float, number: int = errno.ESTALE):
         self.path, self.times, self.number, self.seen = str(path), times, number, Counter[Any]()
@@ -67,14 +68,14 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.ETIMEDOUT])
-def test_errors_that_pass_are_waited_for(folder, monkeypatch, waits, number):
+def test_transient_errors_are_retried(folder, monkeypatch, waits, number):
     faults = Faults(monkeypatch, folder, times=4, number=number)
     found = taken(folder)
     assert (found.path, found.said) == (folder / "step-00000030", [])
     assert {name for name, _ in faults.seen} == {"open", "listdir", "lstat"} and set(waits) == set(inside.WAITS)
 
 
-def test_waiting_has_an_end(folder, monkeypatch, waits):
+def test_retrying_has_an_end(folder, monkeypatch, waits):
     Faults(monkeypatch, folder / "latest", times=1e9)
     with pytest.raises(Unreadable, match="latest: Stale file handle"):
         inside.read(folder, "latest", 100)
@@ -86,7 +87,7 @@ def test_waiting_has_an_end(folder, monkeypatch, waits):
     assert waits == [], "what does not pass is not waited for"
 
 
-def test_a_folder_that_stays_unreadable_is_passed_over_and_told(folder, monkeypatch, waits):
+def test_a_folder_that_stays_unreadable_is_passed_over_and_reported(folder, monkeypatch, waits):
     Faults(monkeypatch, folder / "step-00000030", times=1e9)
     found = taken(folder)
     assert found.path == folder / "step-00000020" and found.passed == [folder / "step-00000030"]
@@ -95,7 +96,7 @@ def test_a_folder_that_stays_unreadable_is_passed_over_and_told(folder, monkeypa
 
 @pytest.mark.parametrize("what", ["", "step-"])
 def test_unreadable_checkpoints_never_mean_a_new_run(folder, monkeypatch, waits, what):
-    """Neither where their folder gives no answer, nor where each of them gives none."""
+    """Neither if their folder gives no answer, nor if each of them gives none."""
     Faults(monkeypatch, folder / what if what else folder, times=1e9)
     with pytest.raises(CheckpointError) as refused:
         taken(folder)
@@ -139,7 +140,7 @@ def kill_before_rename(patch: pytest.MonkeyPatch, at: int) -> None:
 
 @pytest.mark.parametrize(
     ("step", "at", "whole"),
-    # manifest, name, latest; and where the name is taken: manifest, its loss, name, latest
+    # manifest, name, latest; and if the name is taken: manifest, removing the old name, name, latest
     [(40, 1, False), (40, 2, True), (40, 3, True), (30, 1, False), (30, 2, True), (30, 3, True), (30, 4, True)],
 )
 def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at, whole):
@@ -157,10 +158,10 @@ def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at
     assert not any(path.suffix for path in folder.iterdir())
     assert len(said) == (whole and at < (3 if step == 40 else 4))
     if said:
-        assert "lacked only its name" in said[0]
+        assert "complete but for its name" in said[0]
 
 
-def test_one_written_to_its_end_that_is_damaged_is_kept_and_told(folder):
+def test_a_complete_but_damaged_checkpoint_is_kept_and_reported(folder):
     os.rename(folder / "step-00000030", folder / "step-00000030.writing")
     os.truncate(folder / "step-00000030.writing/rank-00000-000.distcp", 5)
     (said,) = layout.sweep(folder)
@@ -184,12 +185,12 @@ def test_retention_leaves_what_it_cannot_read_and_what_is_newer(folder):
     assert list(layout.steps(folder)) == [10, 30]
 
 
-def test_a_link_is_removed_and_what_it_names_is_not(folder, tmp_path):
+def test_a_link_is_removed_and_its_target_is_not(folder, tmp_path):
     archived = tmp_path / "archive"
     os.rename(folder / "step-00000010", archived)
     (folder / "step-00000010").symlink_to(archived)
     (said,) = layout.retain(folder, folder / "step-00000030", 2, 0)
-    assert said == f"{folder / 'step-00000010'} was a link: it is removed, and {archived} is not"
+    assert said == f"{folder / 'step-00000010'} was a link: it has been removed, and {archived} has not"
     assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.damage(archived) == []
     for left in ("step-00000010.removing", "step-00000050.writing"):  # as an earlier titanmoe left it
         (folder / left).symlink_to(archived)
@@ -197,7 +198,7 @@ def test_a_link_is_removed_and_what_it_names_is_not(folder, tmp_path):
     assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.damage(archived) == []
 
 
-def test_what_cannot_be_removed_is_told_and_ends_nothing(folder, monkeypatch):
+def test_what_cannot_be_removed_is_reported_and_ends_nothing(folder, monkeypatch):
     def busy(path: Any, *_: Any) -> None:
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
@@ -222,7 +223,7 @@ def go_on_past(folder: str, passed: list[str]) -> list[str]:
 
 
 def test_what_was_passed_over_is_never_removed(folder):
-    """Not by retention, and not by the same step made again."""
+    """Neither by retention nor when the same step is repeated."""
     (said,) = world.run(1, go_on_past, str(folder), ["step-00000030", "step-00000010"])
     assert names(folder) == ["hf", "latest", "step-00000010.passed-over", "step-00000030.passed-over", "step-00000040"]
     assert bool((open_checkpoint(folder / "step-00000030.passed-over").read("model.a") == 30).all())

@@ -1,4 +1,4 @@
-"""What is saved is finite, fits on the disk and gets there in time; else the run ends with one line."""
+"""What is saved is finite, fits on the disk and gets there in time; otherwise the run ends with one line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_the_first_tensor_that_is_not_finite_is_named_and_large_numbers_are_no_f
 
 
 def train_with_a_nan(folder: str, save: str) -> tuple[str, int]:
-    """In step 2 one rank's copy of a bias, which another rank would write, is no number."""
+    """In step 2 one rank's copy of a bias, which another rank would write, is NaN."""
     options = {"job.dump_folder": folder, "checkpoint.save": save, "checkpoint.keep_last": 1}
 
     def poison(step: int, parameters: dict[str, Any]) -> None:
@@ -64,16 +64,16 @@ def train_with_a_nan(folder: str, save: str) -> tuple[str, int]:
 def test_a_nan_is_never_published_and_names_tensor_rank_and_step(tmp_path, save):
     ends = world.run(2, train_with_a_nan, str(tmp_path), save)
     assert ends[0] == ends[1] and ends[0][1] < 9
-    told = "step-00000002 is not saved: on rank 1 model.layers.1.moe.router.expert_bias (1 of 8 numbers are NaN"
-    assert told in ends[0][0]
+    message = "step-00000002 is not saved: on rank 1 model.layers.1.moe.router.expert_bias (1 of 8 numbers are NaN"
+    assert message in ends[0][0]
     folder = tmp_path / "run/checkpoints"
     assert sorted(os.listdir(folder)) == ["latest", "step-00000001", "step-00000002.writing"]
     assert layout.damage(folder / "step-00000001") == []
 
 
 def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]:
-    """Two tensors of which both ranks hold equal copies, but for a NaN in both on some."""
-    told, looked_at = "", []
+    """Two tensors of which both ranks have equal copies, except for a NaN in each on the broken ranks."""
+    message, looked_at = "", []
     look = folder_module.first_nonfinite
     folder_module.first_nonfinite = lambda tensors: (looked_at.extend(tensors), look(tensors))[1]
     saver = Saver(Path(folder), Checkpoint(enable=True, save="sync"))
@@ -84,22 +84,22 @@ def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]
     try:
         saver.save(2, {name: Piece(t, (0,), (numbers,)) for name, t in copies.items()}, {"step": 2})
     except CheckpointError as error:
-        told = str(error)
+        message = str(error)
     finally:
         folder_module.first_nonfinite = look
-    return told, len(looked_at)
+    return message, len(looked_at)
 
 
-@pytest.mark.parametrize(("broken", "others"), [([0], ""), ([1], ""), ([0, 1], ", and 1 ranks more hold such")])
-def test_of_copies_each_rank_looks_at_those_it_writes(tmp_path, broken, others):
+@pytest.mark.parametrize(("broken", "others"), [([0], ""), ([1], ""), ([0, 1], ", and 1 more ranks have some")])
+def test_each_rank_checks_the_copies_that_it_writes(tmp_path, broken, others):
     size = folder_module.SMALL + 1
     ends = world.run(2, save_copies, str(tmp_path), broken, size)
     assert ends[0] == ends[1] and ends[0][1] == 1, "each rank writes one of two tensors, and looks at that"
-    assert f"is not saved: on rank {broken[0]} model." in ends[0][0] and f"infinite){others}. The" in ends[0][0]
+    assert f"is not saved: on rank {broken[0]} model." in ends[0][0] and f"infinite){others}. Earlier" in ends[0][0]
     assert layout.steps(tmp_path) == {}
 
 
-def test_small_copies_are_looked_at_everywhere(tmp_path):
+def test_small_copies_are_checked_everywhere(tmp_path):
     ends = world.run(2, save_copies, str(tmp_path), [1], 8)
     assert ends[0] == ends[1] and ends[0][1] == 2 and "on rank 1 model.a (1 of 8 numbers" in ends[0][0]
 
@@ -108,7 +108,7 @@ def test_small_copies_are_looked_at_everywhere(tmp_path):
 
 
 def write_a_file_too_large(folder: str, tensors: int, numbers: int, name: str) -> str:
-    """The real errors: of the kernel, and what torch makes of them."""
+    """The real errors: the kernel's, and what torch turns them into."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, limits[1]))
     pieces = {f"model.{name}{n}": Piece(torch.zeros(numbers), (0,), (numbers,)) for n in range(tensors)}
@@ -122,20 +122,21 @@ def write_a_file_too_large(folder: str, tensors: int, numbers: int, name: str) -
 
 
 def test_a_disk_that_fills_is_one_line_with_the_file_and_what_is_missing(tmp_path):
-    (told,) = world.run(1, write_a_file_too_large, str(tmp_path), 2, 1 << 14, "a")
+    (message,) = world.run(1, write_a_file_too_large, str(tmp_path), 2, 1 << 14, "a")
     file = tmp_path / "step-00000002.writing/rank-00000-000.distcp"
-    assert told.startswith(f"{file}: File too large: 65,536 bytes more are needed and ") and "\n" not in told
-    assert told.endswith(" are free there") and "inline_container" not in told
+    assert message.startswith(f"{file}: File too large: 65,536 more bytes are needed and ") and "\n" not in message
+    assert message.endswith(" are free there") and "inline_container" not in message
 
 
 def test_a_disk_that_fills_with_the_last_small_files_is_one_line_too(tmp_path):
-    (told,) = world.run(1, write_a_file_too_large, str(tmp_path), 20, 1, "a" * 9999)
+    (message,) = world.run(1, write_a_file_too_large, str(tmp_path), 20, 1, "a" * 9999)
     file = tmp_path / "step-00000002.writing/tensors.json"
-    assert told.startswith(f"{file}: File too large: ") and "bytes more are needed" in told and "\n" not in told
+    assert message.startswith(f"{file}: File too large: ") and "more bytes are needed" in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_an_error_that_torch_hides_is_told(tmp_path, monkeypatch, code):
+def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
     write = folder_module._Summing.write
 
     def fail(self: Any, data: bytes) -> int:
@@ -148,15 +149,15 @@ def test_an_error_that_torch_hides_is_told(tmp_path, monkeypatch, code):
             raise RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos") from None
 
     monkeypatch.setattr(folder_module._Summing, "write", fail)
-    with pytest.raises(CheckpointError, match=f"rank-00000-000.distcp: {os.strerror(code)}") as told:
+    with pytest.raises(CheckpointError, match=f"rank-00000-000.distcp: {os.strerror(code)}") as error:
         write_checkpoint(tmp_path / "c", {"model.a": Piece(torch.zeros(999), (0,), (999,))}, {})
-    assert ("bytes more are needed" in str(told.value)) == (code == errno.ENOSPC)
+    assert ("more bytes are needed" in str(error.value)) == (code == errno.ENOSPC)
 
 
 def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
     file = tmp_path / "latest.new"
     file.symlink_to("/dev/full")
-    with pytest.raises(CheckpointError, match=f"{file}: No space left on device: 14 bytes more are needed and "):
+    with pytest.raises(CheckpointError, match=f"{file}: No space left on device: 14 more bytes are needed and "):
         layout.write(file, "step-00000002\n")
 
 
@@ -164,7 +165,7 @@ def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
 
 
 def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
-    """Rank 1's disk takes no byte of step 4. The clock stands still until that has begun, and then jumps."""
+    """Rank 1's disk accepts no byte of step 4. The clock stands still until that has begun, and then jumps."""
     options = {"job.dump_folder": folder, "checkpoint.interval": 2, "parallelism.experts.ep": 2}
     write, held, go = folder_module._Summing.write, threading.Event(), threading.Event()
 
@@ -202,12 +203,12 @@ def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
 def test_a_save_that_hangs_ends_the_run_on_all_ranks_with_the_rank_and_the_file(tmp_path):
     ends = world.run(2, train_while_a_disk_hangs, str(tmp_path))
     assert ends[0] == ends[1]
-    told, step = ends[0]
+    message, step = ends[0]
     folder = tmp_path / "run/checkpoints"
     assert step == 5, "it does not wait for the next save"
-    assert f"{folder}/step-00000004 is not saved after checkpoint.timeout_s = 1800 s: " in told
-    assert f"rank 1 is still writing {folder}/step-00000004.writing/rank-00001-000.distcp" in told
-    assert "waiting for the other ranks" not in told
+    assert f"{folder}/step-00000004 is not saved after checkpoint.timeout_s = 1800 s: " in message
+    assert f"rank 1 is still writing {folder}/step-00000004.writing/rank-00001-000.distcp" in message
+    assert "waiting for the other ranks" not in message
 
 
 PHASES = {
@@ -244,10 +245,10 @@ def hang_in(folder: str, where: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("where", "told"), PHASES.items())
-def test_whatever_a_rank_is_at_has_a_name(tmp_path, where, told):
+@pytest.mark.parametrize(("where", "message"), PHASES.items())
+def test_whatever_a_rank_is_doing_has_a_name(tmp_path, where, message):
     (end,) = world.run(1, hang_in, str(tmp_path), where)
-    assert "step-00000002 is not saved after checkpoint.timeout_s = 1800 s: rank 0 is still " in end and told in end
+    assert "step-00000002 is not saved after checkpoint.timeout_s = 1800 s: rank 0 is still " in end and message in end
 
 
 def test_a_thread_in_a_message_does_not_keep_the_process(monkeypatch):

@@ -40,8 +40,8 @@ def test_ctrl_c_saves_and_ends_with_its_code(tmp_path: Path) -> None:
     run.send_signal(signal.SIGINT)
     run.send_signal(signal.SIGINT)  # as from a terminal, where torchrun sends it again
     done = run.wait()
-    told = done.stdout + done.stderr
-    assert done.returncode == 130 and "SIGINT: saving" in told and "Traceback" not in told, told
+    output = done.stdout + done.stderr
+    assert done.returncode == 130 and "SIGINT: saving" in output and "Traceback" not in output, output
     assert latest(tmp_path) == steps(tmp_path)[-1]
 
 

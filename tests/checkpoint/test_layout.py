@@ -49,7 +49,7 @@ def test_auto_takes_the_last_one_made(run):
 def test_a_kill_before_latest_was_renamed_hides_nothing(run):
     layout.point(run / "checkpoints", "step-00000020")
     name, said = taken(run)
-    assert name == "step-00000030" and "latest names step-00000020, which was made before it" in said[0]
+    assert name == "step-00000030" and "latest names step-00000020, which is older" in said[0]
 
 
 def test_runs_do_not_share_an_absolute_folder(tmp_path):
@@ -59,7 +59,7 @@ def test_runs_do_not_share_an_absolute_folder(tmp_path):
         assert checkpoints_of(tmp_path / name, asked) == tmp_path / "all" / name
 
 
-def test_a_run_without_checkpoints_begins_anew(tmp_path):
+def test_a_run_without_checkpoints_starts_from_scratch(tmp_path):
     assert taken(tmp_path / "run") == ("", [])
 
 
@@ -67,7 +67,7 @@ def test_a_run_without_checkpoints_begins_anew(tmp_path):
     ("harm", "words"),
     [
         (flip_a_bit, "its contents have changed"),
-        (lambda file: os.truncate(file, 100), "has 100 bytes and was written with"),
+        (lambda file: os.truncate(file, 100), "has 100 bytes but was written with"),
         (Path.unlink, "is missing"),
     ],
     ids=["bit", "truncated", "missing"],
@@ -80,8 +80,9 @@ def test_auto_passes_over_a_damaged_one_and_says_so(run, harm, words):
 
 
 @pytest.mark.parametrize("load", ["auto", "elsewhere"])
-def test_all_damaged_is_refused_with_each_reason_and_how_to_begin_anew(run, load):
-    """Another path to load is for a run without any of its own: its weights are no place to go on from either."""
+def test_all_damaged_is_refused_with_each_reason_and_how_to_start_over(run, load):
+    """Another path to load is for a run without checkpoints of its own: its weights are no place to resume from
+    either."""
     make(run.parent / "elsewhere/checkpoints", 5)
     for step in (10, 20, 30):
         flip_a_bit(shard(run, step))
@@ -89,14 +90,18 @@ def test_all_damaged_is_refused_with_each_reason_and_how_to_begin_anew(run, load
         taken(run, load if load == "auto" else str(run.parent / load))
     text = str(refused.value)
     places = [text.index(f"step-000000{step}: {shard(run, step)} has CRC-32") for step in (30, 20, 10)]
-    assert places == sorted(places) and "--checkpoint.load=none begins anew on purpose" in text and "\n" not in text
+    assert (
+        places == sorted(places)
+        and "--checkpoint.load=none starts from scratch on purpose" in text
+        and "\n" not in text
+    )
     assert choose(config(run, "none"), run, layout.damage).path is None
 
 
-def test_a_name_in_latest_alone_is_no_beginning_either(run):
+def test_a_name_in_latest_alone_does_not_mean_a_new_run(run):
     for path in layout.steps(run / "checkpoints").values():
         shutil.rmtree(path)
-    with pytest.raises(CheckpointError, match="latest names step-00000030, and no checkpoint is there"):
+    with pytest.raises(CheckpointError, match="latest names step-00000030, but there is no checkpoint"):
         taken(run)
 
 
@@ -115,7 +120,7 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(run):
 def test_latest_that_names_nothing_is_passed_over(run):
     layout.point(run / "checkpoints", "step-00000099")
     name, said = taken(run)
-    assert name == "step-00000030" and "step-00000099, which is not there" in said[0]
+    assert name == "step-00000030" and "step-00000099, which does not exist" in said[0]
 
 
 def test_a_path_is_a_checkpoint_a_run_or_its_folder(run, tmp_path):
@@ -127,12 +132,12 @@ def test_a_path_is_a_checkpoint_a_run_or_its_folder(run, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["nowhere", "empty", "bare"])
-def test_what_is_no_checkpoint_is_refused_by_what_it_is(tmp_path, what):
+def test_other_folders_are_refused_by_what_they_are(tmp_path, what):
     if what != "nowhere":
         (tmp_path / what).mkdir()
     if what == "bare":
         (tmp_path / what / ".metadata").touch()
-    words = {"nowhere": "no such folder", "empty": "holds no checkpoint", "bare": "titanmoe did not write it"}[what]
+    words = {"nowhere": "no such folder", "empty": "contains no checkpoint", "bare": "titanmoe did not write it"}[what]
     with pytest.raises(CheckpointError, match=words):
         taken(tmp_path / "run", str(tmp_path / what))
 
@@ -213,12 +218,12 @@ def test_a_folder_that_cannot_be_made(tmp_path):
         make(Path("/proc/titanmoe"), 1)
 
 
-def test_an_existing_checkpoint_is_not_written_over(run):
+def test_an_existing_checkpoint_is_not_overwritten(run):
     with pytest.raises(CheckpointError, match="exists: choose another folder, or give --overwrite"):
         make(run / "checkpoints", 30)
 
 
-def test_any_block_of_a_tensor_reads_alone(tmp_path):
+def test_any_block_of_a_tensor_can_be_read_alone(tmp_path):
     tensor = torch.arange(60.0).view(5, 12)
     write_checkpoint(tmp_path / "c", {"x": Lazy((5, 12), torch.float32, lambda: tensor)}, {})
     checkpoint = open_checkpoint(tmp_path / "c")
@@ -238,11 +243,9 @@ def test_views_are_stored_without_the_storage_they_are_part_of(tmp_path):
 @pytest.mark.parametrize("deep", ["[" * 100_000, "[" * 500 + "]" * 500, '{"a":' * 80 + "1" + "}" * 80], ids=len)
 def test_a_record_that_is_nested_deep_is_one_line(run, deep):
     file = run / "checkpoints/step-00000030" / layout.MANIFEST
-    _, _, rest = file.read_text().split("\n", 2)  # without its sum, which is made anew
+    _, _, rest = file.read_text().split("\n", 2)  # without its checksum, which is computed again
     file.write_text(manifest.sealed("{\n" + rest.replace('"step": 30', f'"step": 30, "deep": {deep}', 1)))
-    with pytest.raises(
-        CheckpointError, match=f"{file} is damaged: TooDeep lists or objects lie in each other too deep"
-    ):
+    with pytest.raises(CheckpointError, match=f"{file} is damaged: TooDeep lists or objects are nested too deep"):
         layout.read_manifest(file.parent)
 
 

@@ -1,4 +1,4 @@
-"""manifest.json: every flip is noticed, and no type in it is taken on trust."""
+"""manifest.json: every bit flip is noticed, and no type in it is trusted."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_every_flip_of_every_bit_is_noticed() -> None:
     assert unnoticed == []
 
 
-def test_a_manifest_without_its_sum_is_of_an_older_format_or_damaged() -> None:
-    text = folders.told(folders.OLD)
+def test_a_manifest_without_its_checksum_is_of_an_older_format_or_damaged() -> None:
+    text = folders.manifest_of(folders.OLD)
     assert text["format"] == 1 and layout.read_manifest(folders.OLD).record["made"] == "by hand"
     body = (folders.OLD / layout.MANIFEST).read_bytes().replace(b'"format": 1', b'"format": 2')
     with pytest.raises(CheckpointError, match="it does not begin with its SHA-256"):
@@ -88,7 +88,7 @@ def test_nesting_and_nonsense_are_one_line(text: bytes) -> None:
 
 
 def test_a_manifest_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manifest, "MOST", 100)
+    monkeypatch.setattr(manifest, "MOST_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"manifest\.json has more than 100 bytes"):
         layout.read_manifest(folders.OLD)
 

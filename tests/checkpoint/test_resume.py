@@ -1,4 +1,4 @@
-"""Stopping and going on changes nothing: to the bit under the same mapping, to rounding under any other."""
+"""Stopping and resuming changes nothing: to the bit under the same mapping, to rounding under any other."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def go(size: int, folder: Path, changes: dict[str, Any], until: int = LAST) -> r
     [(mapping(tp=2, ep=4), "async"), (mapping(pp=2, cp=2, etp=2), "sync")],
     ids=["tp2-ep4-async", "pp2-cp2-etp2-sync"],
 )
-def test_the_same_mapping_goes_on_to_the_last_bit(tmp_path: Path, shape: dict[str, Any], save: str) -> None:
+def test_the_same_mapping_resumes_to_the_last_bit(tmp_path: Path, shape: dict[str, Any], save: str) -> None:
     shape = shape | {"checkpoint.save": save, "training.dtype": "float32", "training.mixed_precision_param": "float32"}
     straight = go(4, tmp_path / "straight", shape)
     go(4, tmp_path / "twice", shape, until=SAVED)
@@ -47,7 +47,7 @@ def test_the_same_mapping_goes_on_to_the_last_bit(tmp_path: Path, shape: dict[st
         assert torch.equal(resumed.state[name], tensor), name
 
 
-# (ranks and mapping that saved, ranks and mapping that go on). The first four broke other trainers.
+# (ranks and mapping that saved, ranks and mapping that resume). The first four broke other trainers.
 CASES = {
     "pp4 to ep4": ((4, mapping(pp=4) | FOUR), (4, mapping(ep=4) | FOUR)),
     "etp4 to ep4": ((4, mapping(etp=4)), (4, mapping(ep=4))),
@@ -109,7 +109,7 @@ RARE = (
     ("before", "after"),
     [pytest.param(*case, id=name, marks=[pytest.mark.slow] * (name in RARE)) for name, case in CASES.items()],
 )
-def test_any_mapping_goes_on_under_any_other(tmp_path: Path, before: Any, after: Any) -> None:
+def test_any_mapping_resumes_under_any_other(tmp_path: Path, before: Any, after: Any) -> None:
     straight = go(*before_folder(before, tmp_path))
     resumed = go(after[0], tmp_path, after[1] | {"checkpoint.load": str(SAVED)})
     assert list(resumed.loss) == list(range(SAVED + 1, LAST + 1))
@@ -133,8 +133,8 @@ def test_float32_agrees_at_the_first_step(tmp_path: Path) -> None:
     assert resumed.norm[SAVED + 1] == pytest.approx(straight.norm[SAVED + 1], rel=1e-4)
 
 
-def test_without_its_moments_a_run_would_go_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The comparison above can fail: weights alone are another run from the second step on."""
+def test_without_its_moments_a_run_would_diverge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above can fail: with weights alone it is a different run from the second step on."""
     straight = go(2, tmp_path, mapping(ep=2))
     bare = mapping(ep=2) | {
         "checkpoint.load": str(tmp_path / "run/checkpoints/step-00000001"),
@@ -147,13 +147,13 @@ def test_without_its_moments_a_run_would_go_elsewhere(tmp_path: Path, monkeypatc
     assert not any(torch.equal(fresh.state[name], straight.state[name]) for name in straight.state if "exp_avg" in name)
 
 
-def test_what_changed_is_told(tmp_path: Path) -> None:
+def test_what_changed_is_reported(tmp_path: Path) -> None:
     go(2, tmp_path, mapping(ep=2) | {"moe.aux_loss": 0.01}, until=SAVED)
     notes = go(4, tmp_path, mapping(ep=2) | {"moe.aux_loss": 0.01, "optimizer.lr": 0.02}, until=SAVED + 1).notes
     assert "step-00000001" in notes["begins from"]
     assert "optimizer.lr: 0.01 -> 0.02" in notes["changed since"]
     assert "parallelism.dp_shard: 2 -> 4" in notes["changed since"]
-    assert "see other microbatches" in notes["changed since"]
+    assert "see different microbatches" in notes["changed since"]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_what_cannot_change_is_refused(tmp_path: Path, change: dict[str, Any], w
         assert word in str(refused.value)
 
 
-def test_a_batch_that_nobody_chose_stays_what_it_was(tmp_path: Path) -> None:
+def test_a_derived_batch_stays_what_it_was(tmp_path: Path) -> None:
     from titanmoe.config import ConfigError
 
     derived = {"training.global_batch_size": -1, "job.dump_folder": str(tmp_path)}

@@ -1,4 +1,4 @@
-"""Saving beside training: what is staged, what happens when it fails."""
+"""Saving in the background: what is staged, what happens when it fails."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titanmoe.config.schema import Checkpoint
 
 
 def save_and_go_on(folder: str) -> list[bool]:
-    """Weights move while the writer is held up; what is written must be what they were."""
+    """Weights change while the writer is held up; what is written must be their old values."""
     saver = Saver(Path(folder), Checkpoint(enable=True, save="async"))
     weight, go, write = torch.zeros(1000), threading.Event(), folder_module._Summing.write
     folder_module._Summing.write = lambda self, data: (go.wait(20), write(self, data))[1]
@@ -69,7 +69,7 @@ def train_on_a_filling_disk(folder: str, save: str) -> tuple[str, int]:
 def test_a_save_that_fails_ends_the_run_on_all_ranks_with_the_file(tmp_path):
     for save in ("sync", "async"):
         ends = world.run(2, train_on_a_filling_disk, str(tmp_path / save), save)
-        assert ends[0] == ends[1], "told alike, and stopped at the same step"
+        assert ends[0] == ends[1], "the same message, and stopped at the same step"
         assert "step-00000004.writing/rank-00001-000.distcp: No space left on device" in ends[0][0]
         assert ends[0][1] < 10, "it does not train on unsaved"
         folder = tmp_path / save / "run/checkpoints"
@@ -80,7 +80,7 @@ def train(folder: str, more: dict[str, Any]) -> None:
     parity.make_trainer(runs.RUN | {"job.dump_folder": folder, "training.steps": 4} | more).train()
 
 
-def test_the_time_that_training_stood_still_is_a_metric(tmp_path):
+def test_the_pause_of_training_is_a_metric(tmp_path):
     world.run(2, train, str(tmp_path), {"checkpoint.interval": 2, "parallelism.experts.ep": 2})
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert ["checkpoint_blocked_s" in line for line in lines] == [False, False, True, False]

@@ -1,4 +1,4 @@
-"""Folders that someone made to do harm: nothing in them runs, nothing outside them is read, sizes are bounded."""
+"""Folders made to do harm: nothing in them runs, nothing outside them is read, sizes are bounded."""
 
 from __future__ import annotations
 
@@ -98,15 +98,15 @@ def test_a_folder_of_format_1_reads_as_it_did(tmp_path: Path) -> None:
 
 
 def hostile(path: Path, mark: Path, record: dict[str, Any]) -> Path:
-    """A checkpoint whole in every sum, whose pickle leaves a mark when it runs."""
+    """A checkpoint with correct checksums, whose pickle leaves a mark when it runs."""
     folders.spoil(path, ".metadata", pickle.dumps(Calls(os.system, f"touch {mark}")))
-    files = {name: entry for name, entry in folders.told(path)["files"].items() if name != tensors.TENSORS}
+    files = {name: entry for name, entry in folders.manifest_of(path)["files"].items() if name != tensors.TENSORS}
     folders.rewrite(path, format=1, files=files, record=record)
     assert layout.damage(path) == []
     return path
 
 
-def test_no_command_runs_what_a_folder_holds(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_no_command_runs_code_from_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     mark = tmp_path / "mark"
     config = Config(model=preset("mixtral", "debug"))
     path = hostile(folders.old(tmp_path), mark, {"step": 7, "tokens": 1.0, "config": asdict(config)})
@@ -137,10 +137,10 @@ def begin(folder: str, changes: dict[str, Any]) -> list[str]:
     return []
 
 
-def test_no_start_runs_what_a_folder_holds(tmp_path: Path) -> None:
+def test_no_start_runs_code_from_a_folder(tmp_path: Path) -> None:
     mark, path = tmp_path / "mark", tmp_path / "run/checkpoints/step-00000001"
     world.run(1, runs.go, str(tmp_path), {}, 1)
-    hostile(path, mark, folders.told(path)["record"])
+    hostile(path, mark, folders.manifest_of(path)["record"])
     for where, changes in (
         (tmp_path, {}),
         (tmp_path / "other", {"checkpoint.load": str(path)}),
@@ -186,7 +186,7 @@ LIES = {
 }
 
 
-def test_an_honest_description_is_taken() -> None:
+def test_an_honest_description_is_accepted() -> None:
     (tensor,) = tensors.from_json(json.dumps(described()).encode(), FILES).values()
     assert tensor.shape == (4, 3) and tensors.from_json(tensors.to_json({"x": tensor}), FILES) == {"x": tensor}
 
@@ -225,10 +225,10 @@ def test_a_block_that_is_something_else_is_refused(tmp_path: Path, stored: Any, 
     torch.save(stored() if stored else torch.zeros(64), buffer)
     data = buffer.getvalue() if stored else deflated(buffer.getvalue())
     folders.spoil(path, "rank-00000-000.distcp", data)
-    told = {
+    entries = {
         "model.a": {"dtype": "float32", "shape": [64], "blocks": [[[0], [64], "rank-00000-000.distcp", 0, len(data)]]}
     }
-    folders.spoil(path, tensors.TENSORS, json.dumps(told).encode())
+    folders.spoil(path, tensors.TENSORS, json.dumps(entries).encode())
     with pytest.raises(CheckpointError, match=rf"rank-00000-000\.distcp cannot be read: .*{words}") as refused:
         open_checkpoint(path).read("model.a")
     assert "\n" not in str(refused.value)
@@ -246,7 +246,7 @@ NAMES = [
 def test_names_stay_inside_the_folder(tmp_path: Path, name: str) -> None:
     path = folders.old(tmp_path / "run")
     (tmp_path / "run/secret").write_text("it")
-    folders.rewrite(path, files=folders.told(path)["files"] | {name: {"bytes": 2, "crc32": "00000000"}})
+    folders.rewrite(path, files=folders.manifest_of(path)["files"] | {name: {"bytes": 2, "crc32": "00000000"}})
     (line,) = layout.damage(path)
     assert f"names {name!r}, which is not in it" in line
     with pytest.raises(CheckpointError, match="which is not in it"):
@@ -269,9 +269,11 @@ def test_only_regular_files_of_the_folder_are_opened(tmp_path: Path, kind: str) 
         file.mkdir()
     else:
         file.symlink_to(secret / "config.json" if kind == "link" else "/dev/zero")
-    folders.rewrite(path, files=folders.told(path)["files"] | {"hf/config.json": {"bytes": 2, "crc32": "00000000"}})
+    folders.rewrite(
+        path, files=folders.manifest_of(path)["files"] | {"hf/config.json": {"bytes": 2, "crc32": "00000000"}}
+    )
     (line,) = layout.damage(path)
-    assert ("is no regular file" if kind in ("pipe", "folder") else "is a link to") in line
+    assert ("is not a regular file" if kind in ("pipe", "folder") else "is a link to") in line
     with pytest.raises(CheckpointError):
         layout.carried(path)
 
@@ -292,10 +294,10 @@ def test_a_folder_may_itself_be_a_link(tmp_path: Path) -> None:
     assert layout.damage(tmp_path / "here") == [] and open_checkpoint(tmp_path / "here").read("model.b") == 2
 
 
-def test_files_are_read_no_further_than_the_manifest_says(tmp_path: Path) -> None:
+def test_files_are_read_only_as_far_as_the_manifest_says(tmp_path: Path) -> None:
     path = folders.make(tmp_path, 1)
     with open(path / tensors.TENSORS, "ab") as stream:
         stream.truncate(1 << 40)  # sparse
-    assert "has 1,099,511,627,776 bytes and was written with" in layout.damage(path)[0]
+    assert "has 1,099,511,627,776 bytes but was written with" in layout.damage(path)[0]
     with pytest.raises(CheckpointError, match=r"tensors.json has more than \d+ bytes"):
         open_checkpoint(path).read("model.a")

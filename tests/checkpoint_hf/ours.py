@@ -57,9 +57,9 @@ def logits(folder: str, ids_BL: torch.Tensor, degrees: dict[str, Any], experts: 
     source = open_any(folder)
     model = source.model
     training = Training(seq_len=ids_BL.shape[1], mixed_precision_param="float32", device="cpu")
-    wish = Parallelism(**degrees, experts=Experts(**experts))
-    fold = derive(dist.get_world_size(), wish)
-    config = Config(model=model, training=training, parallelism=dataclasses.replace(wish, dp_shard=fold.dp_shard))
+    requested = Parallelism(**degrees, experts=Experts(**experts))
+    fold = derive(dist.get_world_size(), requested)
+    config = Config(model=model, training=training, parallelism=dataclasses.replace(requested, dp_shard=fold.dp_shard))
     meshes = build_meshes(fold, "cpu")
     (part,) = build(config, meshes, 1, torch.device("cpu"))
     load(part, source)

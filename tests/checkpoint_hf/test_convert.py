@@ -53,12 +53,12 @@ def test_there_and_back_is_equal_to_the_byte(tmp_path, name, capsys):
 
 
 @pytest.mark.parametrize("name", models.FAMILIES)
-def test_a_config_written_without_one_to_go_by_says_the_same(tmp_path, name):
+def test_a_config_written_without_an_original_says_the_same(tmp_path, name):
     model = models.make(name)
     folder = models.save(model, tmp_path / "in")
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     (tmp_path / "ours" / "hf" / "config.json").unlink()
-    manifest = folders.told(tmp_path / "ours")
+    manifest = folders.manifest_of(tmp_path / "ours")
     del manifest["files"]["hf/config.json"]
     folders.rewrite(tmp_path / "ours", **manifest)
     assert convert("--to-hf", tmp_path / "ours", tmp_path / "out") == 0
@@ -128,14 +128,14 @@ def _on_ranks(folder, tmp):
 @pytest.mark.parametrize("part", ["plan_folder", "write_file"])
 def test_a_failing_rank_ends_all_and_leaves_nothing(qwen, tmp_path, part):
     assert convert("--from-hf", qwen, tmp_path / "two") == 0
-    codes, told = zip(*world.run(2, _failing, str(tmp_path), part), strict=True)
+    codes, printed = zip(*world.run(2, _failing, str(tmp_path), part), strict=True)
     assert codes == (2, 2)
-    assert told[0] == "error: No space left on device\n" and told[1] == ""
+    assert printed[0] == "error: No space left on device\n" and printed[1] == ""
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob("*.partial"))
 
 
 def _failing(tmp, part):
-    """Rank 1 alone fails, as a full disk of its own machine would make it."""
+    """Only rank 1 fails, as if its own machine had a full disk."""
     from titanmoe.checkpoint.hf import command, convert
 
     healthy, join, destroy = getattr(convert, part), command._join, torch.distributed.destroy_process_group
@@ -159,7 +159,7 @@ def _failing(tmp, part):
 
 MEASURE = """
 import threading
-from titanmoe.checkpoint.hf import convert, source  # what the conversion imports is no part of it
+from titanmoe.checkpoint.hf import convert, source  # what the conversion imports does not count
 from titanmoe.cli import main
 
 def anonymous():
@@ -184,7 +184,7 @@ for words in (["--from-hf", "in", "ours"], ["--to-hf", "ours", "out", "--max-sha
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_a_few_tensors(tmp_path):
-    """The process's own pages at their most: those of files that are mapped can be dropped at any time."""
+    """The peak of the process's own pages: those of mapped files can be dropped at any time."""
     shape = dict(hidden_size=256, intermediate_size=512, num_local_experts=8, vocab_size=64, num_hidden_layers=10)
     model = models.transformers.MixtralForCausalLM(
         models.transformers.MixtralConfig(**{**models.BASE, **shape, "num_experts_per_tok": 2})
@@ -193,7 +193,7 @@ def test_memory_is_that_of_a_few_tensors(tmp_path):
     largest = 8 * 512 * 256 * 4
     models.save(model, tmp_path / "in", max_shard_size="20MB")
     del model
-    # glibc keeps what is freed below a threshold that grows: then the peak would be of the allocator
+    # glibc keeps freed memory below a growing threshold: then the peak would be the allocator's
     env = os.environ | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "65536"}
     done = subprocess.run(
         [sys.executable, "-c", MEASURE], cwd=tmp_path, capture_output=True, text=True, env=env, timeout=120

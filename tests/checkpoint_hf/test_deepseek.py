@@ -1,4 +1,4 @@
-"""What only DeepSeek-V3 has: RoPE's rows in another order, a further block for multi-token prediction, latents."""
+"""What only DeepSeek-V3 has: RoPE's rows in another order, an extra block for multi-token prediction, latents."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def with_mtp(plain, tmp_path):
-    """The published layout: one block more, with copies of embedding and head."""
+    """The published layout: one more block, with copies of embedding and head."""
 
     def make(change=lambda tensors: None):
         folder = tmp_path / "in"
@@ -53,8 +53,8 @@ def with_mtp(plain, tmp_path):
     return make
 
 
-def test_rows_that_rope_turns_change_places(plain, tmp_path):
-    """By the definition: of every head's last 4 rows, 0 2 1 3; of the latents', the last 4."""
+def test_rows_that_rope_turns_are_reordered(plain, tmp_path):
+    """By definition: each head's last 4 rows in the order 0 2 1 3; the latents' last 4 likewise."""
     source = open_hf(plain, describe(plain).model)
     theirs = load_file(plain / "model.safetensors")
     queries = theirs["model.layers.1.self_attn.q_b_proj.weight"].unflatten(0, (8, 12))
@@ -63,7 +63,7 @@ def test_rows_that_rope_turns_change_places(plain, tmp_path):
     got = source.read("layers.1.attention.wq_b.weight", (0, 0), (96, 16), torch.bfloat16)
     assert torch.equal(got, queries[:, head].flatten(0, 1))
     assert torch.equal(source.read("layers.1.attention.wkv_a.weight", (0, 0), (28, 32)), latents[rows])
-    # a piece, as a rank of tp reads it
+    # a piece, as read by a tp rank
     assert torch.equal(source.read("layers.1.attention.wq_b.weight", (45, 3), (20, 5)), got[45:65, 3:8])
 
 
@@ -120,7 +120,7 @@ def test_a_tied_head_is_not_repeated(tmp_path):
     assert "lm_head.weight" not in source.map.theirs
 
 
-def test_a_copy_that_is_none_is_told(with_mtp, tmp_path, capsys):
+def test_a_copy_that_differs_is_reported(with_mtp, tmp_path, capsys):
     folder = with_mtp(lambda tensors: tensors[f"model.layers.{LAYERS}.embed_tokens.weight"].neg_())
     assert convert("--from-hf", folder, tmp_path / "ours") == 2
     assert "embed_tokens.weight: not equal to model.embed_tokens.weight, which it repeats" in capsys.readouterr().err

@@ -147,7 +147,7 @@ class Family:
         return [{key: value} | others for value in (other, OUT) if value is other or key in self.config]
 
     def outcome(self, change: Change) -> str:
-        """followed, refused or told (reported); AssertionError if none of them."""
+        """followed, refused or reported; AssertionError if none of them."""
         config = without(self.config | change)
         theirs = self.config_cls.from_dict(dict(config))
         names = set(change) | {f"model.{name}" for name, keys in self.hf.fields.items() if set(keys) & set(change)}
@@ -157,7 +157,7 @@ class Family:
             described = describe(self.folder, self.dense)
             notes = described.notes + HuggingFaceSource(self.folder, described, described.model).notes
             if any(name in note for note in notes for name in names):
-                return "told"
+                return "reported"
             model = self.build(theirs)
             state = model.state_dict()
             same = (
@@ -230,10 +230,10 @@ def test_every_field(name: str, tmp_path: Path) -> None:
             except Exception as error:
                 wrong.append(f"{without(change)}: {type(error).__name__} {error}")
     assert not wrong, "\n".join(wrong)
-    assert outcomes["attention_dropout", False] == "told"
+    assert outcomes["attention_dropout", False] == "reported"
     assert outcomes["rms_norm_eps", False] == outcomes["rms_norm_eps", True] == "followed"
     for key in {"router_jitter_noise", "output_router_logits"} & set(family.fields()):
-        assert outcomes[key, False] == "told"
+        assert outcomes[key, False] == "reported"
 
 
 REFUSED = ("one scale", "the other scale", "factor of attention", "linear", "part of a head")

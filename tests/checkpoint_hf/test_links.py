@@ -1,4 +1,4 @@
-"""Hugging Face folders: what they name lies in them, and no link leads out of one, but for those of their cache."""
+"""Hugging Face folders: the files they name are in them, and no link leads out of one, except in their cache."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_an_index_names_files_of_its_folder(model: Path, name: str) -> None:
     assert f"{model} names {name!r}, which is not in it" in problem
 
 
-def test_weights_and_companions_are_no_links(model: Path) -> None:
+def test_weights_and_companions_must_not_be_links(model: Path) -> None:
     (model / SINGLE).symlink_to("../x.safetensors")
     with pytest.raises(ConfigError, match="is a link to"):
         Folder(model)
@@ -45,7 +45,7 @@ def test_weights_and_companions_are_no_links(model: Path) -> None:
         companions(model)
     (model / "tokenizer.json").unlink()
     os.mkfifo(model / "tokenizer.json")
-    with pytest.raises(CheckpointError, match="is no regular file"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         companions(model)
     (model / "config.json").symlink_to("/dev/zero")
     with pytest.raises(ConfigError, match=r"config\.json is a link to /dev/zero"):

@@ -124,10 +124,10 @@ def test_other_kinds_are_refused(tmp_path, tensors, config, reason):
         weights(tmp_path, tensors, config)
 
 
-def test_scales_of_nothing_are_told(tmp_path, capsys):
+def test_scales_without_weights_are_reported(tmp_path, capsys):
     folder = models.save(models.make("mixtral"), tmp_path / "in")
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight_scale_inv"
     save_file(tensors | {name: torch.ones(1, 1)}, folder / "model.safetensors")
     assert main(["convert", "--from-hf", str(folder), str(tmp_path / "out")]) == 2
-    assert f"{name}: not of this model" in capsys.readouterr().err
+    assert f"{name}: not part of this model" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What cannot be converted is told in clear lines, all of them, and nothing is written."""
+"""What cannot be converted is reported in clear lines, all at once, and nothing is written."""
 
 import json
 from dataclasses import replace
@@ -26,7 +26,7 @@ def mixtral(tmp_path_factory):
 
 @pytest.fixture
 def copy(mixtral, tmp_path):
-    """A folder to spoil: change(config, tensors) does."""
+    """A folder to corrupt with change(config, tensors)."""
 
     def spoil(change=lambda config, tensors: None):
         folder = tmp_path / "in"
@@ -40,7 +40,7 @@ def copy(mixtral, tmp_path):
     return spoil
 
 
-def told(capsys, folder, *options):
+def refused(capsys, folder, *options):
     """The lines with which a conversion is refused."""
     folder = Path(folder)
     before = sorted(folder.parent.rglob("*")) if folder.exists() else []
@@ -60,9 +60,9 @@ def told(capsys, folder, *options):
     [
         ("mixtral", {"model_type": "bert"}, "model_type = 'bert', not one of"),
         ("mixtral", {"model_type": "llama"}, "--upcycle gives it experts"),
-        ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu', titanmoe's mixtral has \"silu\" only"),
-        ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096, titanmoe's mixtral has null only"),
-        ("qwen3_moe", {"attention_bias": True}, "attention_bias = True, titanmoe's qwen3_moe has false only"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu', titanmoe's mixtral only has \"silu\""),
+        ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096, titanmoe's mixtral only has null"),
+        ("qwen3_moe", {"attention_bias": True}, "attention_bias = True, titanmoe's qwen3_moe only has false"),
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("mixtral", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8}}, "type 'llama3'"),
@@ -71,7 +71,7 @@ def told(capsys, folder, *options):
         (
             "qwen3_moe",
             {"num_experts": 7, "num_local_experts": 8},
-            "num_experts = 7 and num_local_experts = 8: they are one",
+            "num_experts = 7 and num_local_experts = 8: they must agree",
         ),
         (
             "mixtral",
@@ -79,12 +79,12 @@ def told(capsys, folder, *options):
             "partial_rotary_factor = 0.5",
         ),
         ("mixtral", {"hidden_size": None}, "no hidden_size, which gives model.dim"),
-        ("mixtral", {"hidden_size": "32"}, "model.dim = '32', which is no int"),
+        ("mixtral", {"hidden_size": "32"}, "model.dim = '32', which is not of type int"),
         ("mixtral", {"num_experts_per_tok": 9}, "model.top_k = 9 exceeds model.num_experts = 4"),
         ("qwen2_moe", {"num_hidden_layers": 4, "mlp_only_layers": [2]}, "experts in the blocks [0, 1, 3] of 4"),
     ],
 )
-def test_a_config_that_no_model_can_say(tmp_path, name, changes, reason):
+def test_a_config_that_no_model_can_express(tmp_path, name, changes, reason):
     kind, options = models.FAMILIES[name]
     config = getattr(models.transformers, f"{kind}Config")(**models.BASE | options).to_dict() | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -98,7 +98,7 @@ def test_all_that_is_wrong_with_a_config_at_once(copy, capsys):
         config |= {"hidden_act": "gelu", "sliding_window": 9}
         del config["hidden_size"]
 
-    lines = told(capsys, copy(spoil))
+    lines = refused(capsys, copy(spoil))
     assert "3 problems" in lines and "gelu" in lines and "sliding_window" in lines and "hidden_size" in lines
 
 
@@ -173,19 +173,19 @@ def test_every_missing_unexpected_and_misshapen_tensor_is_listed(copy, capsys):
         tensors["model.layers.2.self_attn.q_proj.weight"] = torch.zeros(2)
         tensors["stray"] = torch.zeros(1)
 
-    lines = told(capsys, copy(spoil))
+    lines = refused(capsys, copy(spoil))
     for line in (
         "5 problems",
         "model.norm.weight: missing",
         "model.layers.{0-1}.block_sparse_moe.experts.{0-3}.w3.weight: missing",
-        "model.layers.2.self_attn.q_proj.weight: not of this model",
-        "stray: not of this model",
+        "model.layers.2.self_attn.q_proj.weight: not part of this model",
+        "stray: not part of this model",
         "model.layers.1.self_attn.q_proj.weight: shape (3, 32) in the files, (32, 32) in this model",
     ):
         assert line in lines
 
 
-def test_names_are_told_on_one_line_where_that_says_all():
+def test_names_share_a_line_where_that_says_everything():
     names = {f"a.{i}.b.{j}" for i in (0, 1, 5) for j in range(3)}
     assert compressed(names) == ["a.{0-1,5}.b.{0-2}"]
     assert compressed(names - {"a.1.b.2"}) == sorted(names - {"a.1.b.2"})
@@ -197,7 +197,7 @@ def test_experts_of_different_dtypes(copy, capsys):
         name = "model.layers.1.block_sparse_moe.experts.2.w1.weight"
         tensors[name] = tensors[name].bfloat16()
 
-    assert "layers.1.moe.experts.w1: experts of different dtypes, bfloat16, float32" in told(capsys, copy(spoil))
+    assert "layers.1.moe.experts.w1: experts of different dtypes, bfloat16, float32" in refused(capsys, copy(spoil))
 
 
 def test_another_model_than_asked_for(mixtral):
@@ -228,29 +228,29 @@ def test_a_tied_embedding_stored_twice(tmp_path, capsys):
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, folder / "model.safetensors")
     assert main(["convert", "--upcycle", str(folder), str(tmp_path / "out")]) == 0
-    assert "left out 1 tensors: the embedding once more" in capsys.readouterr().out
+    assert "left out 1 tensors: a second copy of the tied embedding" in capsys.readouterr().out
     tensors["lm_head.weight"][-1, -1] += 1
     save_file(tensors, folder / "model.safetensors")
     assert main(["convert", "--upcycle", str(folder), str(tmp_path / "out"), "--overwrite"]) == 2
-    assert "lm_head.weight: not of this model" in capsys.readouterr().err
+    assert "lm_head.weight: not part of this model" in capsys.readouterr().err
 
 
 # ---- files
 
 
-def test_folders_that_are_no_model(mixtral, tmp_path, capsys):
-    assert "is no folder" in told(capsys, tmp_path / "nowhere")
+def test_folders_that_are_not_models(mixtral, tmp_path, capsys):
+    assert "is not a folder" in refused(capsys, tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    assert f"no config.json in {tmp_path / 'empty'}" in told(capsys, tmp_path / "empty")
+    assert f"no config.json in {tmp_path / 'empty'}" in refused(capsys, tmp_path / "empty")
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "config.json").write_bytes((mixtral / "config.json").read_bytes())
     (tmp_path / "bin" / "pytorch_model.bin").write_text("pickled")
-    assert "neither model.safetensors nor model.safetensors.index.json: it holds pytorch_model.bin" in told(
+    assert "neither model.safetensors nor model.safetensors.index.json: it has pytorch_model.bin" in refused(
         capsys, tmp_path / "bin"
     )
     (tmp_path / "bin" / "config.json").write_text("{")
-    assert "is not JSON" in told(capsys, tmp_path / "bin")
-    assert "holds no checkpoint" in told(capsys, mixtral, "--to-hf")
+    assert "is not JSON" in refused(capsys, tmp_path / "bin")
+    assert "contains no checkpoint" in refused(capsys, mixtral, "--to-hf")
 
 
 @pytest.mark.parametrize("left", [0, 5, 300, -1])
@@ -258,25 +258,25 @@ def test_a_truncated_file(copy, capsys, left):
     folder = copy()
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[:left])
-    lines = told(capsys, folder)
-    assert "model.safetensors is damaged or cut off" in lines and lines.count("\n") == 1
+    lines = refused(capsys, folder)
+    assert "model.safetensors is damaged or truncated" in lines and lines.count("\n") == 1
 
 
 def test_a_missing_shard(tmp_path, capsys):
     folder = models.save(models.make("mixtral"), tmp_path / "in", max_shard_size="30KB")
     files = sorted(folder.glob("*.safetensors"))
     files[1].unlink()
-    assert f"{files[1]} is missing, model.safetensors.index.json names it" in told(capsys, folder)
+    assert f"{files[1]} is missing, model.safetensors.index.json names it" in refused(capsys, folder)
 
 
 def test_dtypes_that_are_not_weights(copy, capsys):
     def spoil(config, tensors):
         tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.int64)
 
-    assert "model.norm.weight of dtype I64" in told(capsys, copy(spoil))
+    assert "model.norm.weight of dtype I64" in refused(capsys, copy(spoil))
 
 
-def test_nothing_is_written_over_unless_asked_and_alike(mixtral, tmp_path, capsys):
+def test_only_folders_of_the_same_kind_are_overwritten_and_only_if_asked(mixtral, tmp_path, capsys):
     def convert(*words):
         return main(["convert", *map(str, words)])
 
@@ -298,26 +298,26 @@ def test_nothing_is_written_over_unless_asked_and_alike(mixtral, tmp_path, capsy
 
 
 def test_options_of_something_else(mixtral, tmp_path, capsys):
-    lines = told(capsys, mixtral, "--from-hf", "--experts", "8", "--max-shard-gb", "1", "--seed", "0")
+    lines = refused(capsys, mixtral, "--from-hf", "--experts", "8", "--max-shard-gb", "1", "--seed", "0")
     assert "--experts is an option of --upcycle" in lines and "--max-shard-gb is an option of --to-hf" in lines
     assert "--seed" in lines
-    assert "--max-shard-gb = 0.0 is not a size" in told(capsys, mixtral, "--to-hf", "--max-shard-gb", "0")
+    assert "--max-shard-gb = 0.0 is not a size" in refused(capsys, mixtral, "--to-hf", "--max-shard-gb", "0")
 
 
-def test_a_model_that_transformers_has_no_words_for(mixtral, tmp_path, capsys):
+def test_a_model_that_transformers_cannot_express(mixtral, tmp_path, capsys):
     """A checkpoint whose routing is not Mixtral's."""
     ours = tmp_path / "ours"
     assert main(["convert", "--from-hf", str(mixtral), str(ours)]) == 0
-    record = folders.told(ours)["record"]
+    record = folders.manifest_of(ours)["record"]
     record["config"]["model"] |= {"route_scale": 2.0, "norm_topk": False}
     folders.rewrite(ours, record=record)
     assert main(["convert", "--to-hf", str(ours), str(tmp_path / "out")]) == 2
     lines = capsys.readouterr().err
-    assert "model.route_scale = 2.0, but a mixtral of transformers has 1.0 only" in lines
+    assert "model.route_scale = 2.0, but transformers' mixtral only has 1.0" in lines
     assert "model.norm_topk = False" in lines and not (tmp_path / "out").exists()
 
 
-def test_a_damaged_checkpoint_is_not_written_on(mixtral, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_not_exported(mixtral, tmp_path, capsys):
     ours = tmp_path / "ours"
     assert main(["convert", "--from-hf", str(mixtral), str(ours)]) == 0
     (file,) = ours.glob("*.distcp")
@@ -334,7 +334,11 @@ def test_a_damaged_checkpoint_is_not_written_on(mixtral, tmp_path, capsys):
         ("layers.1.moe.router.expert_bias", lambda t: t + 1, "is not zero, and mixtral models have no such bias"),
         ("head.norm.weight", lambda t: None, "head.norm.weight is missing"),
         ("head.norm.weight", lambda t: t[:-1], "head.norm.weight has shape (31,), not (32,)"),
-        ("layers.2.ffn_norm.weight", lambda t: torch.zeros(32), "layers.2.ffn_norm.weight is not of this model"),
+        (
+            "layers.2.ffn_norm.weight",
+            lambda t: torch.zeros(32),
+            "layers.2.ffn_norm.weight does not belong to this model",
+        ),
     ],
 )
 def test_a_checkpoint_that_is_not_its_model(mixtral, tmp_path, capsys, name, change, reason):

@@ -1,4 +1,4 @@
-"""Files of another's that ask for more than any model has are refused before anything is made of them."""
+"""Files from others that ask for more than any model has are refused before they are used."""
 
 import json
 from itertools import product
@@ -49,17 +49,17 @@ def why(**changes) -> list[str]:
 def test_a_size_that_no_model_has(monkeypatch, key, field, number):
     monkeypatch.setattr(configs, "_model", lambda *_: pytest.fail("it was made"))
     (said,) = why(**{key: number})
-    assert said.startswith(f"config.json gives model.{field} = ") and "and the most is " in said and len(said) < 200
+    assert said.startswith(f"config.json gives model.{field} = ") and "and the limit is " in said and len(said) < 200
 
 
 def test_a_size_that_several_keys_give():
     (said,) = why(rope_scaling={"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 10**400})
-    assert said.startswith("config.json gives model.rope_original_len = 0x") and "the most is 2,147,483,648" in said
+    assert said.startswith("config.json gives model.rope_original_len = 0x") and "the limit is 2,147,483,648" in said
 
 
-def test_floats_that_are_none():
+def test_floats_that_are_not_numbers():
     (said,) = why(rms_norm_eps=10**400)
-    assert "model.norm_eps = 0x" in said and "the most is 9,223,372,036,854,775,807" in said
+    assert "model.norm_eps = 0x" in said and "the limit is 9,223,372,036,854,775,807" in said
     assert "rope_theta" in why(rope_theta=10**400)[0]
 
 
@@ -72,7 +72,7 @@ def test_experts_of_all_layers_are_counted_together():
 def test_files_that_are_too_large_or_too_deep(tmp_path, monkeypatch):
     file = tmp_path / "config.json"
     file.write_text("[" * 100_000)
-    with pytest.raises(ConfigError, match=r"config.json is not JSON: lists or objects lie in each other too deep"):
+    with pytest.raises(ConfigError, match=r"config.json is not JSON: lists or objects are nested too deep"):
         read_json(file)
     monkeypatch.setattr(configs, "MOST_BYTES", 10)
     file.write_text(json.dumps({"a": 1}))

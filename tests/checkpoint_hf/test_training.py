@@ -1,4 +1,4 @@
-"""A run begins from a converted model, and what it saves goes out again."""
+"""A run starts from a converted model, and what it saves can be exported again."""
 
 import dataclasses
 import json
@@ -26,7 +26,7 @@ tensorboard = false
 """
 
 
-def test_a_run_that_learns_nothing_gives_back_what_it_was_given(tmp_path, capsys):
+def test_a_run_with_a_rate_of_zero_exports_what_it_imported(tmp_path, capsys):
     folder = models.save(models.make("deepseek_v3", vocab_size=320), tmp_path / "in")
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     begin = capsys.readouterr().out.split("# to train from it:")[1]
@@ -37,7 +37,7 @@ def test_a_run_that_learns_nothing_gives_back_what_it_was_given(tmp_path, capsys
     assert convert("--to-hf", tmp_path / "runs/run/checkpoints/step-00000001", tmp_path / "out") == 0
     equal(models.tensors(tmp_path / "out"), models.tensors(folder))
     again = models.transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert again.config.max_position_embeddings == models.BASE["max_position_embeddings"]  # its config.json came along
+    assert again.config.max_position_embeddings == models.BASE["max_position_embeddings"]  # its config.json was kept
 
 
 def train(folder: str, hf: str, changes: dict) -> str:
@@ -52,7 +52,7 @@ def train(folder: str, hf: str, changes: dict) -> str:
 
 
 def test_a_folded_run_reads_a_hugging_face_folder_and_each_rank_its_own_pieces(tmp_path):
-    """And once it has a checkpoint of its own, goes on from that."""
+    """And once it has a checkpoint of its own, it resumes from that."""
     folder = models.save(models.make("qwen3_moe"), tmp_path / "in")
     (folder / "tokenizer.json").write_text("{}")
     shape = dataclasses.asdict(configs.describe(folder).model)
@@ -77,7 +77,7 @@ def test_a_folder_of_another_model_is_refused_before_training(tmp_path):
         world.run(1, train, str(tmp_path), str(folder), {})
 
 
-def test_weights_alone_are_no_run_to_go_on_with(tmp_path):
+def test_weights_alone_cannot_be_resumed(tmp_path):
     folder = models.save(models.make("mixtral"), tmp_path / "in")
     assert convert("--from-hf", folder, tmp_path / "ours") == 0
     shape = {f"model.{n}": v for n, v in dataclasses.asdict(configs.describe(folder).model).items()}

@@ -8,7 +8,7 @@ from tests.checkpoint_hf import models, ours
 from titanmoe.checkpoint.folder import open_checkpoint
 from titanmoe.cli import main
 
-# experts, top_k, granularity: copies; pieces of several copies; the paper's E8G8T8 in small
+# experts, top_k, granularity: copies; pieces of several copies; a small version of the paper's E8G8T8
 SETTINGS = [(4, 2, 1), (8, 4, 2), (16, 8, 8)]
 
 
@@ -51,7 +51,7 @@ def test_transformers_runs_what_was_upcycled(dense, tmp_path, name, kind):
     models.close(models.logits(model, models.ids()), want)
 
 
-def test_routers_are_alike_for_the_pieces_of_a_copy_and_random_otherwise(dense, tmp_path):
+def test_routers_are_equal_for_the_pieces_of_a_copy_and_random_otherwise(dense, tmp_path):
     folder, _ = dense("llama")
     read = {}
     for seed in (0, 0, 1):
@@ -65,7 +65,7 @@ def test_routers_are_alike_for_the_pieces_of_a_copy_and_random_otherwise(dense, 
     assert again.std().item() == pytest.approx(0.02, rel=0.3)
 
 
-def test_bfloat16_is_cut_and_scaled_without_rounding(tmp_path):
+def test_bfloat16_is_split_and_scaled_without_rounding(tmp_path):
     folder = models.save(models.make("llama", torch.bfloat16), tmp_path / "in")
     assert upcycle(folder, tmp_path / "out", 8, 4, 4) == 0
     dense, saved = models.tensors(folder), open_checkpoint(tmp_path / "out")
@@ -89,12 +89,12 @@ def test_bfloat16_is_cut_and_scaled_without_rounding(tmp_path):
 )
 def test_settings_that_cannot_be_equal_are_refused(dense, tmp_path, capsys, setting, reasons):
     assert upcycle(dense("llama")[0], tmp_path / "out", *setting) == 2
-    told = capsys.readouterr().err
-    assert all(reason in told for reason in reasons), told
+    printed = capsys.readouterr().err
+    assert all(reason in printed for reason in reasons), printed
     assert not (tmp_path / "out").exists()
 
 
-def test_qwen2_with_experts_has_no_model_of_transformers(dense, tmp_path, capsys):
+def test_qwen2_with_experts_has_no_transformers_model(dense, tmp_path, capsys):
     assert upcycle(dense("qwen2")[0], tmp_path / "ours", 4, 2, 1) == 0
     assert main(["convert", "--to-hf", str(tmp_path / "ours"), str(tmp_path / "out")]) == 2
     assert "model.shared_hidden = 0" in capsys.readouterr().err

@@ -18,7 +18,7 @@ def block(language):
 
 
 def test_tables_of_fields_are_current():
-    assert renew(PAGE) == PAGE, "write them anew: python -m titanmoe.config docs/config.md"
+    assert renew(PAGE) == PAGE, "rewrite them: python -m titanmoe.config docs/config.md"
 
 
 def test_every_field_and_table_is_explained():

@@ -1,4 +1,4 @@
-"""Recipes and command lines made to take long, or to break what reads them, are answered like any other."""
+"""Recipes and command lines made to take long, or to break what reads them, are answered like any others."""
 
 import sys
 from pathlib import Path
@@ -26,11 +26,11 @@ def recipe(tmp_path, monkeypatch):
 )
 def test_deep_nesting_in_a_recipe_is_one_problem(recipe, text):
     (found,) = problems(*recipe(text))
-    assert found == "my.toml: is not TOML: tables or lists lie in each other more than 16 deep, which no field needs"
+    assert found == "my.toml: is not TOML: tables or lists are nested more than 16 deep, which no field needs"
 
 
 def test_a_key_of_many_parts_is_refused_before_it_is_parsed(recipe, monkeypatch):
-    """Its parser takes the square of their number."""
+    """The parser's time grows with the square of their number."""
     monkeypatch.setattr(recipes, "toml", lambda: pytest.fail("it was parsed"))
     assert "more than 16 deep" in problems(*recipe(".".join(["a"] * 500) + " = 1"))[0]
 
@@ -40,14 +40,14 @@ def test_deep_nesting_in_an_override_is_one_problem():
     assert "is not a list of strings" in found and len(found) < 250
 
 
-def test_integers_that_python_does_not_write_out(recipe):
+def test_integers_that_python_does_not_print(recipe):
     (found,) = problems(*recipe("[training]\nsteps = 0x" + "f" * 5000 + "\n"))
-    assert found.startswith("my.toml:2: training.steps = 0xfff") and "is no finite 64-bit number" in found
+    assert found.startswith("my.toml:2: training.steps = 0xfff") and "is not a finite 64-bit number" in found
 
 
 def test_a_recipe_that_never_ends_is_one_problem():
     assert problems("--config", "/dev/zero") == [
-        "/dev/zero: has more than 1,048,576 bytes, the most of a recipe: name another file"
+        "/dev/zero: has more than 1,048,576 bytes, too many for a recipe: name another file"
     ]
 
 
@@ -62,6 +62,6 @@ def test_lines_of_a_long_list_are_read_a_few_times(recipe, monkeypatch):
 
 def test_only_some_unknown_names_are_compared_with_every_field(recipe, monkeypatch):
     asked = []
-    monkeypatch.setattr(sys.modules["titanmoe.config.load"], "nearest", lambda name: asked.append(name) or "")
+    monkeypatch.setattr(sys.modules["titanmoe.config.load"], "nearest_field", lambda name: asked.append(name) or "")
     found = problems(*recipe("[training]\n" + "".join(f"unknown_{n} = 1\n" for n in range(100))))
     assert len(found) == 100 and len(asked) == 20

@@ -1,4 +1,4 @@
-"""Recipes, overrides and what is said when they are wrong: all of it at once, with place, constraint and fix."""
+"""Recipes, overrides and the message when they are wrong: everything at once, with place, constraint and fix."""
 
 import os
 import signal
@@ -98,7 +98,7 @@ def test_override(argv, path, value):
     assert found == value and type(found) is type(value)
 
 
-def test_family_and_size_lie_under_the_recipe_and_that_under_the_overrides(recipe):
+def test_overrides_beat_the_recipe_which_beats_family_and_size(recipe):
     assert read("--model.size", "large").model == Model(size="large", num_layers=60, num_experts=64, qk_norm="head")
     argv = recipe('[model]\nsize = "large"\nnum_layers = 8\nnum_experts = 16\n')
     model = read(*argv, "--model.num_experts", "32").model
@@ -107,7 +107,7 @@ def test_family_and_size_lie_under_the_recipe_and_that_under_the_overrides(recip
     assert (model.num_layers, model.num_experts, model.top_k, model.qk_norm) == (8, 16, 3, "none")
 
 
-def test_resolve_comes_last_and_only_when_all_is_well():
+def test_resolve_comes_last_and_only_if_nothing_is_wrong():
     def resolve(config):
         return replace(config, training=replace(config.training, global_batch_size=12))
 
@@ -175,9 +175,9 @@ def test_problems_of_every_source_come_together(recipe):
         ("[moe]\ndispatcher = 2\n", 2, "moe.dispatcher = 2 is not one of alltoall, allgather, hierarchical, symm_mem"),
         ('[training]\ndtype = "float16"\n', 2, 'training.dtype = "float16" is not one of float32, bfloat16, float64'),
         ('a = """\n[training]\nsteps = 3"""\n[training]\nsteps = 0\n', 5, "training.steps = 0 is out of range"),
-        ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan is no finite 64-bit number: it must be at least 0"),
-        (f"[optimizer]\nlr = 1{'0' * 400}\n", 2, "optimizer.lr = inf is no finite 64-bit number"),
-        (f"[training]\nseed = {2**63}\n", 2, f"training.seed = {2**63} is no finite 64-bit number"),
+        ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan is not a finite 64-bit number: it must be at least 0"),
+        (f"[optimizer]\nlr = 1{'0' * 400}\n", 2, "optimizer.lr = inf is not a finite 64-bit number"),
+        (f"[training]\nseed = {2**63}\n", 2, f"training.seed = {2**63} is not a finite 64-bit number"),
         ('[model]\nsize = "tiny"\n', 2, "model.size = 'tiny' is not a size of mixtral: known are debug, small, large"),
     ],
 )
@@ -192,10 +192,10 @@ def test_problem_in_a_recipe(recipe, text, line, says):
     [
         (["--training.stepz", "3"], "unknown option --training.stepz: did you mean --training.steps?"),
         (["--tp", "3"], "unknown option --tp: did you mean --parallelism.tp?"),
-        (["--xyzzy", "a", "b"], "unknown option --xyzzy: --help lists all"),
+        (["--xyzzy", "a", "b"], "unknown option --xyzzy: --help lists them all"),
         (["--parallelism.experts", "4"], "--parallelism.experts is a table, not a field: its fields are --para"),
-        (["10"], "'10' belongs to no option"),
-        (["--training.steps", "10", "20"], "'20' belongs to no option"),
+        (["10"], "'10' does not belong to an option"),
+        (["--training.steps", "10", "20"], "'20' does not belong to an option"),
         (["--training.steps"], "--training.steps needs a value, an integer"),
         (["--data.paths"], "--data.paths needs a value, a list of strings"),
         (["--training.steps="], 'training.steps = "" is not an integer, such as 100'),
@@ -249,12 +249,12 @@ def test_checks_run_on_stand_ins_and_say_so(recipe):
     found = problems(*argv, check=check)
     assert seen[0].training.seq_len == Config().training.seq_len
     assert found[2:] == [
-        "seq_len 256 % tp 3 (taking training.seq_len = 256, as what was given is refused above)",
-        "an ep of another kind (taking parallelism.experts.ep = 1, as what was given is refused above)",
+        "seq_len 256 % tp 3 (taking training.seq_len = 256, because what was given is refused above)",
+        "an ep of another kind (taking parallelism.experts.ep = 1, because what was given is refused above)",
     ]
 
 
-def test_laws_do_not_judge_a_model_of_unknown_size_by_the_default_one(recipe):
+def test_laws_do_not_check_the_default_model_if_the_size_is_unknown(recipe):
     argv = recipe('[model]\nsize = "tiny"\nnum_kv_heads = 3\ntop_k = 9\n')
     assert len(problems(*argv)) == 1
     assert len(problems(*argv, "--model.num_heads", "8")) == 2
@@ -274,7 +274,7 @@ def test_missing_recipe(recipe):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[training]\nsteps = ten\n", "my.toml:2:9: is not TOML: Invalid value (text stands in double quotes; "),
+        ("[training]\nsteps = ten\n", "my.toml:2:9: is not TOML: Invalid value (strings need double quotes; "),
         ("[training]\nsteps = 1\nsteps = 2\n", "my.toml:3:10: is not TOML: Cannot overwrite a value"),
         ("[training\n", "my.toml:1:10: is not TOML: "),
         ('a = "', "my.toml: is not TOML: "),
@@ -372,7 +372,7 @@ def test_help_comes_whatever_is_wrong(recipe, capsys):
     assert "  --training.steps INT = 100\n" in page
 
 
-def test_layout():
+def test_format_problems():
     assert format_problems(["one"]) == "error: one"
     assert format_problems(["one"], "my.toml") == "error: 1 problem in my.toml\n\n  1. one"
     text = format_problems([f"p{i}" for i in range(9)] + ["two\nlines"], "my.toml and the command line")

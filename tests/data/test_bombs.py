@@ -1,4 +1,4 @@
-"""A small file that unpacks to a large document is refused by name, line and limit, and never held as a whole."""
+"""A small file that expands to a large document is refused with name, line and limit, and never held as a whole."""
 
 import gzip
 import json
@@ -44,7 +44,7 @@ def test_a_line_is_refused_by_number_and_limit(tmp_path, packed):
     file = tmp_path / f"a.jsonl{packed}"
     file.write_bytes(PACK[packed](LINE * 2 + b"\n" + long_line(1.1) + LINE))
     assert why(file) == (
-        f"{file}:4: the line has more than 1 MiB unpacked, the most of a document (max_document_mb): raise that, or "
+        f"{file}:4: the line has more than 1 MiB unpacked, the limit for a document (max_document_mb): raise that, or "
         "leave it out"
     )
     assert [len(record.value) for record in read(file, most_mb=2)] == [3, 3, int(1.1 * (1 << 20)), 3]
@@ -108,7 +108,7 @@ def test_zst_is_unpacked_in_small_pieces_of_the_file(tmp_path, monkeypatch):
 
 
 def test_what_is_too_long_is_not_skipped(tmp_path):
-    """To pass over it would be to unpack it; and the limit, like bad_lines, is no part of what the shards are."""
+    """Skipping it would mean unpacking it; and the limit, like bad_lines, does not affect the shards' identity."""
     (tmp_path / "a.jsonl.zst").write_bytes(PACK[".zst"](LINE + long_line(1.1)))
     config = Config()
     config.job.dump_folder = str(tmp_path / "runs")
@@ -126,17 +126,17 @@ def test_values_of_a_line_are_counted_before_they_are_parsed(tmp_path, monkeypat
     monkeypatch.setattr(reading, "MOST_VALUES", 100)
     monkeypatch.setattr(reading, "MIB", 7)
     file = tmp_path / "a.jsonl"
-    talk = json.dumps({"text": '[{,"\\\\' * 60})  # brackets and commas in a text are text
+    talk = json.dumps({"text": '[{,"\\\\' * 60})  # brackets and commas in a text are just text
     file.write_text(talk + "\n" + json.dumps({"text": "a", "n": [[]] * 60}) + "\n" + '{"text": ' + '"",' * 90 + "\n")
     fine, many, texts = read(file, most_mb=1000)
     assert fine.value == json.loads(talk)["text"]
-    assert many == Bad(f"{file}:2: holds more than 100 values, the most of a line")
-    assert texts == Bad(f"{file}:3: holds more than 100 values, the most of a line")
+    assert many == Bad(f"{file}:2: has more than 100 values, the limit for a line")
+    assert texts == Bad(f"{file}:3: has more than 100 values, the limit for a line")
 
 
 @pytest.mark.parametrize("depth", [900, 990, 1010, 50_000])
 def test_nesting_near_what_python_bears(tmp_path, depth):
-    """Reading may bear what writing does not: either way it is a record or one line."""
+    """Reading may accept what writing does not: either way the result is a record or one line."""
     (tmp_path / "a.jsonl").write_text('{"text": "\\u00e9", "n": ' + "[" * depth + "]" * depth + "}\n")
     (tmp_path / "b.jsonl").write_text('{"text": ' + "[" * depth + '"\\u00e9"' + "]" * depth + "}\n")
     for name in "a.jsonl", "b.jsonl":

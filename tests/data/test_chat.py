@@ -1,4 +1,4 @@
-"""What the assistant said, and nothing else, carries loss."""
+"""What the assistant said, and nothing else, counts towards the loss."""
 
 import sys
 
@@ -61,7 +61,7 @@ def test_tokens_and_masks_are_those_of_transformers(bpe):
         expected = theirs.apply_chat_template(TALK, **options)
         tokens, counted = Chat(template, "t", open_tokenizer(str(bpe))).encode(TALK)
         assert tokens.tolist() == expected["input_ids"]
-        if template == MARKED:  # theirs has no other way to know what the assistant said
+        if template == MARKED:  # theirs cannot otherwise know what the assistant said
             assert counted.tolist() == [bool(said) for said in expected["assistant_masks"]]
 
 
@@ -81,23 +81,23 @@ def test_a_template_that_shows_no_answers_is_refused(bpe):
     with pytest.raises(ConfigError) as error:
         Chat(forgets, "templates/t", tokenizer).encode(TALK)
     (said,) = error.value.problems
-    assert "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered otherwise" in said
+    assert "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered differ" in said
     assert "Write {% generation %}" in said
     other = (
         each.replace("%}%{", "%}<{{ m.role }}>{{ m.content }}{") + "{% if add_generation_prompt %}[answer]{% endif %}"
     )
-    with pytest.raises(ConfigError, match="message 3, the assistant's, is rendered with another beginning"):
+    with pytest.raises(ConfigError, match="message 3, the assistant's, is rendered differently up to where it begins"):
         Chat(other, "t", tokenizer).encode(TALK)
 
 
 @pytest.mark.parametrize(
     ("messages", "says"),
     [
-        ([], "no list of messages, or an empty one"),
-        ("hello", "no list of messages"),
+        ([], "not a list of messages, or is empty"),
+        ("hello", "not a list of messages"),
         ([{"content": "a"}], 'message 1 is not like {"role"'),
         ([{"role": "user", "content": "a"}], "the assistant says nothing"),
-        ([{"role": "assistant", "content": "a\ufdd0"}], "no characters"),
+        ([{"role": "assistant", "content": "a\ufdd0"}], "not characters"),
         ([{"role": "assistant"}], "the chat template t refuses it: no content"),
     ],
 )
@@ -109,7 +109,7 @@ def test_conversations_that_cannot_be_used(messages, says):
 
 
 def test_what_published_templates_use():
-    """loop controls, tojson as it is, marks of the tokenizer, no day's date, blocks that leave no lines."""
+    """loop controls, tojson unescaped, the tokenizer's marks, no current date, blocks that leave no lines."""
     template = (
         "{{ bos_token }}{% for m in messages %}\n"
         "    {% if m.role == 'tool' %}\n"
@@ -145,6 +145,6 @@ def test_where_templates_come_from(bpe, tmp_path, monkeypatch):
     assert open_chat("", open_tokenizer(str(tmp_path))).template == "c"
     assert "No such file" in why("gone.jinja", "bytes")
     file.write_text("\n{% for %}")
-    assert f"{file}:2: the chat template is no Jinja" in why(str(file), "bytes")
+    assert f"{file}:2: the chat template is not Jinja" in why(str(file), "bytes")
     monkeypatch.setitem(sys.modules, "jinja2", None)
     assert "need the package jinja2: pip install jinja2" in why("", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The loader: the same samples however they are shared out, read ahead and resumed; what data is refused."""
+"""The loader: the same samples however they are distributed, read ahead and resumed; which data is refused."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def config(texts) -> Config:
 
 
 def step_samples(config: Config, data_ranks: int, steps: int, state: dict | None = None) -> list[dict[int, tuple]]:
-    """Of every step the samples by their number in it, from all data ranks."""
+    """For every step, the samples by their number in it, from all data ranks."""
     loaders = [Loader(config, rank, data_ranks) for rank in range(data_ranks)]
     out = []
     for loader in loaders:
@@ -102,7 +102,7 @@ def ids(samples: list[dict[int, tuple]]) -> Counter:
 def test_a_resume_on_other_data_ranks_loses_and_repeats_nothing(config, packing, workers):
     """Over epochs, with samples already read ahead when the state is taken, and another global batch afterwards."""
     config.data.packing, config.data.prefetch, config.data.balance_work = packing, 3, packing == "best_fit"
-    config.data.weights = [3.0, 1.0]  # the short ones begin anew several times
+    config.data.weights = [3.0, 1.0]  # the short ones start over several times
     straight = step_samples(config, 1, 20)
     config.data.workers = workers
     loader = Loader(config, 1, 2)
@@ -122,7 +122,7 @@ def test_a_resume_on_other_data_ranks_loses_and_repeats_nothing(config, packing,
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_an_epoch_has_every_pair_once(config, packing):
-    """Pairs of a token and its label, by where they stand in the row of tokens."""
+    """Pairs of a token and its label, by their place in the sequence of all tokens."""
     config.data.packing, config.data.paths = packing, config.data.paths[1:]
     config.training.global_batch_size = 2
     (source,) = Loader(config, 0, 1).mix.sources
@@ -152,7 +152,7 @@ def test_windows_begin_elsewhere_in_other_epochs():
     assert len(set(offsets)) > 1
 
 
-def test_shares_are_those_of_the_weights_and_epochs_are_told(config):
+def test_shares_are_those_of_the_weights_and_epochs_are_reported(config):
     loader = Loader(config, 0, 1)
     tokens = [int(source.packer.documents.starts[-1]) for source in loader.mix.sources]
     begun = []
@@ -179,7 +179,7 @@ def test_shares_are_those_of_the_weights_and_epochs_are_told(config):
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_what_a_sequence_holds(config, packing):
+def test_the_contents_of_a_sequence(config, packing):
     config.data.packing = packing
     decode = ByteTokenizer().decode
     loader = Loader(config, 0, 1)
@@ -230,7 +230,7 @@ def test_best_fit_pads_little_and_cuts_only_what_is_too_long(config):
 
 @pytest.mark.parametrize("packing", PACKINGS)
 def test_labels_that_do_not_count_are_ignored(config, packing, monkeypatch):
-    """As in a chat, where answers alone do. Even tokens count here."""
+    """As in a chat, where only answers count. Here even tokens count."""
     tokens = np.arange(3000) % 250
     documents = MemoryDocuments("chat", tokens, np.arange(0, 3001, 20), tokens % 2 == 0)
     monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [documents])
@@ -239,7 +239,7 @@ def test_labels_that_do_not_count_are_ignored(config, packing, monkeypatch):
         scored = batch.labels_BS[batch.labels_BS != IGNORE]
         assert len(scored) and (scored % 2 == 0).all()
         even = (batch.tokens_BS % 2 == 1) & batch.valid_BS
-        assert (batch.labels_BS[even] != IGNORE).float().mean() > 0.85  # all but those at borders
+        assert (batch.labels_BS[even] != IGNORE).float().mean() > 0.85  # all but those at boundaries
 
 
 def test_workers_and_a_thread_read_the_same(config):
@@ -250,7 +250,7 @@ def test_workers_and_a_thread_read_the_same(config):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_goes_wrong_while_reading_ahead_is_told(config, workers, monkeypatch):
+def test_errors_while_reading_ahead_are_reported(config, workers, monkeypatch):
     config.data.workers = workers
     loader = Loader(config, 0, 1)
     monkeypatch.setattr(ShardDocuments, "read", lambda *_: 1 / 0)
@@ -329,7 +329,7 @@ def test_sources_too_small_to_hold_out_from(config):
     (source,) = ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out).mix.sources
     assert source.name == "short"  # 60 documents; the other has 40
     config.validation.held_out = 70
-    with pytest.raises(ConfigError, match="keeps every 70th document, and no source has so many"):
+    with pytest.raises(ConfigError, match="holds out every 70th document, but no source has that many"):
         ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out)
 
 
@@ -383,7 +383,7 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
     short = config.data.paths[0]
     config.data.paths = [str(tmp_path / "gone"), str(tmp_path / "empty"), short]
     gone, empty = problems()
-    assert "gone' does not exist" in gone and "empty' holds no files" in empty
+    assert "gone' does not exist" in gone and "empty' contains no files" in empty
 
     config.data.paths, config.training.seq_len = [short], 5000
     tokens = sum(file.stat().st_size + 2 for file in Path(short).glob("*.txt"))
@@ -404,7 +404,7 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
     monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [none, marks])
     config.data.packing = "best_fit"
     first, second = problems()
-    assert "none (data.source) holds no documents" in first and "one of two tokens" in second
+    assert "none (data.source) has no documents" in first and "two tokens are the least" in second
 
 
 def test_a_loader_that_is_dropped_ends_its_thread(config):

@@ -1,4 +1,4 @@
-"""An entry of data.paths becomes documents once, whoever asks first."""
+"""An entry of data.paths becomes documents once, whichever run or rank asks first."""
 
 import os
 import subprocess
@@ -64,11 +64,11 @@ assert "torch" not in sys.modules
     ranks = [processes.Started(["-c", code], os.environ | {"RANK": rank}) for rank in "01"]
     said = [rank.wait().stdout.splitlines() for rank in ranks]
     assert said[0][-1] == said[1][-1] and said[0][-1].startswith("tokens:")
-    assert [len(line) for line in said] == [2, 1]  # rank 0 says what was made
+    assert [len(line) for line in said] == [2, 1]  # rank 0 prints what was made
     assert len(list((tmp_path / "runs" / "cache").iterdir())) == 1
 
 
-def test_a_vocabulary_that_does_not_fit_is_told_before_the_work(config, tmp_path, monkeypatch, bpe):
+def test_a_vocabulary_that_does_not_fit_is_reported_before_the_work(config, tmp_path, monkeypatch, bpe):
     monkeypatch.setattr(open_module, "tokenize", None)
     config.model.vocab_size = 258
     said = problem(config, config.data.paths[0])
@@ -85,14 +85,16 @@ def test_shards_are_known_by_their_manifest_and_share_a_tokenizer(config, tmp_pa
     config.data.paths = [str(first), str(same), str(other), *config.data.paths]
     assert open_documents(config, str(first)).read(0, 2).tolist() == [1, 2]
     assert open_documents(config, str(same)).name == "same"
-    assert "is in tokens of another tokenizer (else) than" in problem(config, other)
+    assert "was made with another tokenizer (else) than" in problem(config, other)
     assert "another tokenizer (bytes)" in problem(config, config.data.paths[-1])
     config.data.format = "tokens"
     assert len(open_documents(config, str(same))) == 1
-    assert "holds no token shards: there is no" in problem(config, tmp_path)
+    assert "contains no token shards: there is no" in problem(config, tmp_path)
 
 
-def test_a_folder_that_was_not_finished_is_no_text(config, tmp_path):
+def test_an_unfinished_folder_is_not_read_as_text(config, tmp_path):
     (tmp_path / "half" / "work").mkdir(parents=True)
     (tmp_path / "half" / "work" / "plan.json").write_text("{}")
-    assert "not all made: give the titanmoe tokenize command again" in problem(config, tmp_path / "half")
+    assert "holds unfinished token shards: give the titanmoe tokenize command again" in problem(
+        config, tmp_path / "half"
+    )

@@ -1,4 +1,4 @@
-"""Documents come out as they went in, however packed and cut; what is wrong is told with its file and line."""
+"""Documents come out as they went in, however compressed and split; problems are reported with file and line."""
 
 import gzip
 import json
@@ -91,7 +91,7 @@ def test_folders_and_globs(tmp_path):
     assert names(["README.md"], "jsonl") == ["README.md"]
 
 
-def test_paths_that_hold_nothing_are_told_together(tmp_path):
+def test_paths_without_files_are_reported_together(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.jsonl").write_bytes(b"")
     (tmp_path / "shards").mkdir()
@@ -99,25 +99,25 @@ def test_paths_that_hold_nothing_are_told_together(tmp_path):
     with pytest.raises(ConfigError) as error:
         find([str(tmp_path / name) for name in ("gone", "empty", "a.jsonl", "*.txt", "shards")], "auto")
     gone, empty, glob, shards, zero = error.value.problems
-    assert "gone' does not exist" in gone and "empty' holds no files" in empty and "*.txt' does not exist" in glob
+    assert "gone' does not exist" in gone and "empty' contains no files" in empty and "*.txt' does not exist" in glob
     assert "a.jsonl is empty" in zero and "holds token shards" in shards
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        (b'{"text": "a', r"is no JSON \(Unterminated string"),
+        (b'{"text": "a', r"is not JSON \(Unterminated string"),
         (b'{"text": "a"} {"text": "b"}', "one whole object per line"),
-        (b'["a"]', "holds a list, no object"),
-        (b'"a"', "holds a text, no object"),
+        (b'["a"]', "is a list, not an object"),
+        (b'"a"', "is a text, not an object"),
         (b'{"body": "a", "id": 3}', "has no field 'text', it has 'body', 'id'"),
         (b'{"messages": []}', "a chat is read with format chat"),
-        (b'{"text": "\xff"}', "byte 10 of the line is no UTF-8"),
+        (b'{"text": "\xff"}', "byte 10 of the line is not UTF-8"),
         (b'{"text": "a\\ud800"}', "half a surrogate pair"),
         (b"[" * 20_000, "nested too deeply"),
     ],
 )
-def test_a_bad_line_is_told_by_file_and_number(tmp_path, line, says):
+def test_a_bad_line_is_reported_by_file_and_number(tmp_path, line, says):
     file = tmp_path / "a.jsonl"
     file.write_bytes(lines(["one", "two"]) + b"\n" + line + b"\n" + lines(["three"]))
     for size in (1 << 20, 7 + len(line) // 20):
@@ -136,12 +136,12 @@ def test_bad_files(tmp_path):
             return error.problems[0]
         return entry.why
 
-    assert why("a.txt", b"ab\nc\xffd").endswith("a.txt:2: byte 4 is no UTF-8 (invalid start byte)")
+    assert why("a.txt", b"ab\nc\xffd").endswith("a.txt:2: byte 4 is not UTF-8 (invalid start byte)")
     assert why("b.txt.gz", gzip.compress(b"")).endswith("b.txt.gz is empty")
     assert why("b.jsonl.gz", gzip.compress(b"")).endswith("b.jsonl.gz is empty")
     long = lines([str(n) for n in range(3000)])
-    assert "cut off" in why("c.jsonl.gz", gzip.compress(long)[:-200])
-    assert "cut off" in why("c.jsonl.zst", zstandard.ZstdCompressor().compress(long)[:-200])
+    assert "truncated" in why("c.jsonl.gz", gzip.compress(long)[:-200])
+    assert "truncated" in why("c.jsonl.zst", zstandard.ZstdCompressor().compress(long)[:-200])
     assert "c.jsonl.gz cannot be read" in why("c.jsonl.gz", b"no gzip")
     assert "c.jsonl.zst cannot be read" in why("c.jsonl.zst", b"no zstandard")
     assert "d.parquet cannot be read" in why("d.parquet", b"no parquet")

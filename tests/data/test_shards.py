@@ -1,4 +1,4 @@
-"""Token shards read as one row of documents, open at once however large, and show damage before they are read."""
+"""Token shards read as one sequence of documents, open quickly however large, and show damage before they are read."""
 
 import os
 import pickle
@@ -45,7 +45,7 @@ def test_shards_are_one_row(tmp_path_factory, shards, data):
 def test_tokens_keep_their_width_and_masks_their_place(tmp_path, dtype, top):
     shards, counted = [[[1, top], [3]], [[4, 5, 6]]], [[[0, 1], [1]], [[0, 0, 1]]]
     opened = ShardDocuments(make(tmp_path / "x", shards, counted, dtype=dtype, vocab_size=top + 1))
-    opened = pickle.loads(pickle.dumps(opened))  # as a worker process of the loader has it
+    opened = pickle.loads(pickle.dumps(opened))  # as in a worker process of the loader
     assert opened.read(0, 6).tolist() == [1, top, 3, 4, 5, 6] and opened.read(0, 6).dtype == dtype
     assert opened.counted(1, 6).tolist() == [True, True, False, False, True]
     assert opened.counted(1, 6).dtype == bool
@@ -61,7 +61,7 @@ def test_the_fingerprint_is_of_the_content(tmp_path):
 
 
 def test_a_hundred_billion_tokens_open_in_seconds_and_little_memory(tmp_path):
-    """Sparse files: 800 shards of 2^27 tokens, 2^17 documents of 2^10 each. No index is read that is not asked for."""
+    """Sparse files: 800 shards of 2^27 tokens, 2^17 documents of 2^10 each. No index is read unless it is needed."""
     per_shard, each, shards = 1 << 17, 1 << 10, 800
     record = {"documents": per_shard, "tokens": per_shard * each, "crc32": {"tokens": 0, "starts": 0}}
     records = [{"name": f"{n:05d}-000"} | record for n in range(shards)]
@@ -98,12 +98,12 @@ def problems(folder) -> str:
     return "\n".join(error.value.problems)
 
 
-def test_damage_is_told_when_opened(tmp_path):
+def test_damage_is_reported_when_opened(tmp_path):
     folder = make(tmp_path / "x", [[[1, 2], [3]], [[4, 5]]])
     (folder / "00001-000.tokens").write_bytes(b"1")
     (folder / "00000-000.starts").unlink()
     said = problems(folder)
-    assert "00001-000.tokens has 1 bytes and had 4 as its manifest has it" in said
+    assert "00001-000.tokens has 1 bytes, but 4 in its manifest" in said
     assert "00000-000.starts: No such file" in said
 
 
@@ -111,7 +111,7 @@ def test_manifests_that_cannot_be_believed(tmp_path):
     folder = make(tmp_path / "x", [[[1, 2], [3]]])
     for changes, says in (
         ({"version": 2}, "is of version 2, and this titanmoe reads version 1"),
-        ({"format": "other"}, "is no manifest of token shards"),
+        ({"format": "other"}, "is not a manifest of token shards"),
         ({"tokens": 9}, "do not add up"),
         ({"dtype": "int3"}, "was changed"),
         ({"shards": 3}, "was changed"),
@@ -123,9 +123,9 @@ def test_manifests_that_cannot_be_believed(tmp_path):
     (folder / MANIFEST).write_text('{"format": "titan')
     assert f"{folder / MANIFEST} cannot be read" in problems(folder)
     (folder / MANIFEST).unlink()
-    assert "holds no token shards: there is no" in problems(folder)
+    assert "contains no token shards: there is no" in problems(folder)
     (folder / WORK).mkdir()
-    assert "not all made: give the titanmoe tokenize command again" in problems(folder)
+    assert "unfinished token shards: give the titanmoe tokenize command again" in problems(folder)
 
 
 def test_changed_contents_are_found_by_reading_them(tmp_path):
@@ -135,7 +135,7 @@ def test_changed_contents_are_found_by_reading_them(tmp_path):
     (folder / "00000-000.tokens").write_bytes(np.array([1, 2, 2000], "<u2").tobytes())
     ShardDocuments(folder)
     (_, [beyond, sums]), (_, [counted]) = verify(folder)
-    assert "holds token 2000, beyond the vocabulary of 1000" in beyond
+    assert "contains token 2000, beyond the vocabulary of 1000" in beyond
     assert "00000-000.tokens has changed since it was written: checksum" in sums and "00001-000.counted" in counted
 
 

@@ -10,7 +10,7 @@ def test_every_number_once(size):
     assert sorted(permuted(key("a", size), np.arange(size), size).tolist()) == list(range(size))
 
 
-def test_a_number_has_its_place_whoever_asks_with_it():
+def test_a_number_has_the_same_place_whatever_else_is_asked():
     whole = permuted(7, np.arange(1000), 1000)
     some = np.array([999, 3, 3, 500])
     assert permuted(7, some, 1000).tolist() == whole[some].tolist()

@@ -1,4 +1,4 @@
-"""A template that asks for 10^10 of anything is ended after a stated number of steps; published ones are not."""
+"""A template that asks for 10^10 of anything is stopped after a stated number of steps; published ones are not."""
 
 import io
 
@@ -102,7 +102,7 @@ def test_steps_end(name, small):
 def test_texts_end(name, small):
     said = refused(TEXTS[name])
     assert (
-        "characters, the most for this conversation: use another (chat_template)" in said or "takes more than" in said
+        "characters, the limit for this conversation: use another (chat_template)" in said or "takes more than" in said
     )
 
 
@@ -112,7 +112,7 @@ def test_what_is_refused_before_it_is_done(text):
 
 
 @pytest.mark.parametrize("name", ["center", "ljust", "rjust", "zfill", "expandtabs", "translate", "encode"])
-def test_methods_that_widen_a_text_are_not_there(name):
+def test_methods_that_widen_a_text_do_not_exist(name):
     with pytest.raises(ChatError, match=f"access to attribute '{name}' of 'str' object is unsafe"):
         Chat(f"{{{{ 'a'.{name}(10 ** 9) }}}}", "t", ByteTokenizer()).encode(TALK)
     with pytest.raises(ChatError, match="unsafe"):
@@ -122,8 +122,8 @@ def test_methods_that_widen_a_text_are_not_there(name):
 
 
 @pytest.mark.parametrize("name", ["center(10 ** 10)", "batch(10 ** 10, 1)", "slice(10 ** 10)", "wordwrap", "pprint"])
-def test_filters_that_no_template_needs_are_not_there(name):
-    with pytest.raises(ConfigError, match="no Jinja: No filter named"):
+def test_filters_that_no_template_needs_do_not_exist(name):
+    with pytest.raises(ConfigError, match="not Jinja: No filter named"):
         Chat(f"{{{{ 'a' | {name} }}}}", "t", ByteTokenizer())
 
 
@@ -148,16 +148,16 @@ def test_templates_that_cannot_be_compiled(text, small):
 def test_what_would_take_long_to_compile_is_not_compiled(part, monkeypatch):
     monkeypatch.setattr(environment.Environment, "from_string", None)
     text = (part * chat.MOST_TEMPLATE)[: chat.MOST_TEMPLATE]
-    assert "t: the chat template has more than 20,000 tokens: it is none" in refused(text)
+    assert "t: the chat template has more than 20,000 tokens, the limit" in refused(text)
 
 
-def test_blanks_are_no_tokens(monkeypatch):
+def test_white_space_does_not_count_as_tokens(monkeypatch):
     monkeypatch.setattr(chat, "MOST_TOKENS", 10)
     assert len(Chat("{{" + " " * 999 + "messages [0].content" + " " * 999 + "}}", "t", ByteTokenizer()).encode(TALK)[0])
     refused("{{ messages[0].content }}{{ 1 }}")
 
 
-def test_a_template_is_read_no_further_than_its_most(monkeypatch):
+def test_a_template_is_read_no_further_than_the_limit(monkeypatch):
     class Endless(io.StringIO):
         def read(self, size=-1):
             assert size == chat.MOST_TEMPLATE + 1
@@ -185,14 +185,14 @@ def test_recursion_without_an_end_is_the_conversations_fault():
         Chat(ANSWER, "t", ByteTokenizer()).encode([*TALK, {"role": "assistant", "content": deep}])
 
 
-def test_an_error_is_told_in_a_short_line():
+def test_an_error_is_reported_in_a_short_line():
     with pytest.raises(ChatError) as error:
         Chat("{{ raise_exception('long\n' * 9999) }}", "t", ByteTokenizer()).encode(TALK)
     assert "\n" not in str(error.value) and len(str(error.value)) < 400
 
 
 def test_long_conversations_have_more_to_spend(small):
-    """What is spent grows with the messages, as what a template needs does."""
+    """The budget grows with the messages, as a template's needs do."""
     talk = [{"role": "assistant", "content": "word " * 10_000}, *TALK[1:]]
     trimmed = "{% for m in messages %}{{ m.content | trim | replace('word', 'work') | trim }}{% endfor %}"
     assert len(Chat(trimmed, "t", ByteTokenizer()).encode(talk)[0]) > 49_000

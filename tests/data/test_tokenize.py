@@ -1,4 +1,5 @@
-"""titanmoe tokenize: the same bytes whoever works, however often it is killed, and plain words for what is wrong."""
+"""titanmoe tokenize: the same bytes whoever does the work, however often it is killed, and plain words for what is
+wrong."""
 
 import fcntl
 import json
@@ -29,7 +30,7 @@ def small_units(monkeypatch):
 
 
 def corpus(folder: Path, texts=TEXTS) -> Path:
-    """Three files of JSONL, and a text."""
+    """Three JSONL files and a text file."""
     folder.mkdir()
     for n in range(3):
         (folder / f"{n}.jsonl").write_bytes(lines(texts[n::3]))
@@ -49,7 +50,7 @@ def documents(folder: Path) -> list[list[int]]:
 
 def run(tmp_path, name, *paths, workers=1, **job):
     job = Job([str(path) for path in paths], str(tmp_path / name), **{"shard_tokens": 1500} | job)
-    return tokenize(plan_shards(job), workers, tell=lambda line: None)
+    return tokenize(plan_shards(job), workers, log=lambda line: None)
 
 
 def problems(tmp_path, name, *paths, **job) -> str:
@@ -108,8 +109,8 @@ sys.exit(args.run(args))
 
 
 def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path, small_units):
-    """Real kills, just before a file is synced or gets its name: of a worker, of the parent by a worker that works on,
-    of the parent by itself. In between, what was finished is not touched."""
+    """Real kills, just before a file is synced or gets its name: of a worker, of the parent by a worker that continues,
+    of the parent by itself. In between, finished work is not touched."""
     source = corpus(tmp_path / "in")
     run(tmp_path, "whole", source)
     (tmp_path / "site").mkdir()
@@ -134,7 +135,7 @@ def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path
         died = victim(kill)
         ended.append(died.returncode)
         if died.returncode == 2:
-            assert "was killed by signal 9" in died.stderr and "the same command goes on" in died.stderr
+            assert "was killed by signal 9" in died.stderr and "the same command resumes" in died.stderr
         for name, stat in finished.items():
             assert (out / name).stat().st_mtime_ns == stat.st_mtime_ns
         records = [json.loads(file.read_text())["shard"] for file in (out / "work").glob("0*.json")]
@@ -143,14 +144,14 @@ def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path
         assert not (out / MANIFEST).exists()
     assert ended == [-9, 2, -9, -9, -9, -9]
     assert len(finished) > 6
-    with pytest.raises(ConfigError, match="not all made: give the titanmoe tokenize command again"):
+    with pytest.raises(ConfigError, match="unfinished token shards: give the titanmoe tokenize command again"):
         ShardDocuments(out)
 
     last = victim("parent:99:self")
-    assert last.returncode == 0 and "going on: " in last.stdout, last.stderr
+    assert last.returncode == 0 and "resuming: " in last.stdout, last.stderr
     ours, theirs = tree(out), tree(tmp_path / "whole")
     assert ours == theirs
-    again = victim("worker:1:self")  # finished: nobody works
+    again = victim("worker:1:self")  # finished: there is nothing to do
     assert again.returncode == 0 and "61 documents" in again.stdout
     assert tree(out) == ours
 
@@ -201,14 +202,14 @@ def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units
     with monkeypatch.context() as patch:
         patch.setattr(tokenize_module, "_manifest", stop)  # all but the manifest is there
         with pytest.raises(ConfigError):
-            tokenize(planned, 1, tell=lambda line: None)
+            tokenize(planned, 1, log=lambda line: None)
     gone, kept = tmp_path / "out" / "00001-001.starts", tmp_path / "out" / "00001-000.tokens"
     gone.unlink()
     before = kept.stat().st_mtime_ns
-    told = []
-    tokenize(planned, 1, tell=told.append)
+    logged = []
+    tokenize(planned, 1, log=logged.append)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
-    assert kept.stat().st_mtime_ns == before and told == ["going on: 7 of 8 units are made"]
+    assert kept.stat().st_mtime_ns == before and logged == ["resuming: 7 of 8 units are made"]
 
 
 def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
@@ -216,8 +217,8 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
     with (source / "1.jsonl").open("ab") as file:
         file.write(b'{"text": ""}\n{"text": 3}\nrubbish\n' + lines(["fine"]))
     said = problems(tmp_path, "out", source)
-    assert said == f"{source / '1.jsonl'}:22: 'text' is a number, no text"
-    # What was finished is of use to a command that skips them.
+    assert said == f"{source / '1.jsonl'}:22: 'text' is a number, not text"
+    # Finished work is reused by a command that skips them.
     manifest = run(tmp_path, "out", source, bad_lines="skip")
     assert (manifest["documents"], manifest["skipped"], manifest["empty"]) == (62, 2, 1)
     assert [line.partition(" ")[0] for line in manifest["examples"]] == [f"{source / '1.jsonl'}:{n}:" for n in (22, 23)]
@@ -227,21 +228,21 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
     assert ByteTokenizer().decode(documents(tmp_path / "out")[-2 - len(TEXTS) // 3]) == "fine"
 
 
-def test_mistakes_are_told_before_any_work(tmp_path):
+def test_mistakes_are_reported_before_any_work(tmp_path):
     source = corpus(tmp_path / "in")
     with pytest.raises(ConfigError) as error:
         plan_shards(Job([str(tmp_path / "gone")], "out", tokenizer="nowhere"))
     assert len(error.value.problems) == 2
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()
-    assert "other holds other files: name a folder that is new or empty" in problems(tmp_path, "other", source)
+    assert "other has other files in it: name a folder that is new or empty" in problems(tmp_path, "other", source)
     (tmp_path / "only.jsonl").write_bytes(lines(["", ""]))
-    assert "there is no document in it (0 bad lines and 2 empty" in problems(tmp_path, "x", tmp_path / "only.jsonl")
-    assert "in/x lies in " in problems(tmp_path, "in/x", source)
+    assert "there are no documents (0 bad lines and 2 empty" in problems(tmp_path, "x", tmp_path / "only.jsonl")
+    assert "in/x is inside " in problems(tmp_path, "in/x", source)
     run(tmp_path, "x", source)
     (source / "0.jsonl").write_bytes(lines(["changed"]))
     said = problems(tmp_path, "x", source)
-    assert "was made, from something else: bytes was" in said and "Name another --out" in said
+    assert "was made, in another way: bytes was" in said and "Name another --out" in said
     assert "field was 'text' and is 'body'" in problems(tmp_path, "x", source, field="body")
     with (tmp_path / "x" / ".lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -261,11 +262,13 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe):
 
     def said_in(span) -> str:
         tokens, counted = opened.read(*span), opened.counted(*span)
-        assert tokens[-1] == tokenizer.eos and not counted[-1]  # the template wrote no end: it is no part of an answer
+        assert (
+            tokens[-1] == tokenizer.eos and not counted[-1]
+        )  # the template wrote no end mark: it is not part of an answer
         return tokenizer._plain.decode(tokens[counted].tolist(), skip_special_tokens=False)
 
     assert said_in(first) == "the fox<|im_end|>\n"
-    assert said_in(second) == "<|im_start|>assistant\nthe fox<|im_end|>\n"  # nothing was asked before
+    assert said_in(second) == "<|im_start|>assistant\nthe fox<|im_end|>\n"  # there was no question before
     assert manifest["counted"] == opened.counted(0, opened.starts[-1]).sum()
 
     template = tmp_path / "t.jinja"
@@ -275,7 +278,7 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe):
     (tmp_path / "a.jsonl").write_bytes(lines([talk + talk], field="messages"))
     options = dict(
         format="chat", chat_template=str(template), bad_lines="skip"
-    )  # the template's fault is no bad line's
+    )  # the template's fault, not a bad line's
     assert "a.jsonl:1: the chat template" in problems(tmp_path, "y", tmp_path / "a.jsonl", **options)
 
 
@@ -310,7 +313,7 @@ def test_units_depend_on_sizes_alone(monkeypatch):
 
     def shape(sizes, shard_tokens=1 << 27):
         sources = [InputFile(f"{n}.jsonl", "jsonl", size, 0) for n, size in enumerate(sizes)]
-        units = tokenize_module.cut(sources, shard_tokens)
+        units = tokenize_module.split_units(sources, shard_tokens)
         parts = [(span.file, span.start, span.stop) for unit in units for span in unit]
         assert sum(stop - start for _, start, stop in parts) == sum(sizes)
         return [sum(span.bytes for span in unit) for unit in units]
@@ -324,13 +327,13 @@ def test_units_depend_on_sizes_alone(monkeypatch):
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
-    clock, told = [0.0], []
+    clock, logged = [0.0], []
     monkeypatch.setattr(tokenize_module.time, "monotonic", lambda: clock[0])
-    with tokenize_module.Meter(10**9, 2 * 10**8, told.append) as meter:  # a fifth was made before
+    with tokenize_module.Meter(10**9, 2 * 10**8, logged.append) as meter:  # a fifth was made before
         for _ in range(8):
             clock[0] += 10
             meter.add(5 * 10**7, 10**8)
-    assert told == [
+    assert logged == [
         "35.0% of 1.00 GB, 10.00 M tokens/s, about 2 min to go",
         "50.0% of 1.00 GB, 10.00 M tokens/s, about 2 min to go",
     ]

@@ -53,7 +53,7 @@ def test_every_token_knows_its_characters(kind, bpe):
         assert tokenizer.decode(inside.tolist()).strip() in text
 
 
-def test_long_texts_are_cut_where_no_token_lies(bpe, monkeypatch):
+def test_long_texts_are_cut_between_tokens(bpe, monkeypatch):
     tokenizer = open_tokenizer(str(bpe))
     text = "the fox\n\n  said the\nlazy dog\n" * 20 + "no line ends here at all" * 3
     whole = tokenizer.encode_all([text])[0]
@@ -76,7 +76,7 @@ def change(folder, to, tokenizer=None, **settings):
 
 
 def test_marks_of_documents(bpe, tmp_path):
-    """The end as named, or of a usual name; the beginning only where the tokenizer puts one."""
+    """The end mark as named, or with a usual name; the begin mark only if the tokenizer adds one."""
     assert open_tokenizer(str(bpe)).bos is None and open_tokenizer(str(bpe)).eos == 0
     assert open_tokenizer(change(bpe, tmp_path / "a")).eos == 0
     assert open_tokenizer(change(bpe, tmp_path / "b", eos_token="<|im_end|>")).eos == 2
@@ -102,8 +102,8 @@ def test_tokenizers_that_cannot_be_used_say_why(bpe, tmp_path):
 
     assert "there is no file" in why(str(tmp_path / "gone"))
     (tmp_path / "broken.json").write_text('{"a": 1}')
-    assert "broken.json is no tokenizer.json" in why(str(tmp_path / "broken.json"))
-    assert "'<x>', which is no token" in why(change(bpe, tmp_path / "a", eos_token="<x>"))
+    assert "broken.json is not a tokenizer.json" in why(str(tmp_path / "broken.json"))
+    assert "'<x>', which is not a token" in why(change(bpe, tmp_path / "a", eos_token="<x>"))
     vocab = json.loads((bpe / "tokenizer.json").read_text())
     vocab["added_tokens"] = [mark | {"content": mark["content"][2:]} for mark in vocab["added_tokens"]]
     vocab["model"]["vocab"] = {key.removeprefix("<|"): n for key, n in vocab["model"]["vocab"].items()}

@@ -43,7 +43,7 @@ def test_derives_both_views():
         (8, dict(edp_replicate=4, ep=2), 4, 1),
     ],
 )
-def test_experts_are_replicated_as_attention_is_where_they_can(world, degrees, edp_replicate, edp):
+def test_experts_are_replicated_like_attention_where_possible(world, degrees, edp_replicate, edp):
     fold = derive(world, asked(**degrees))
     assert (fold.edp_replicate, fold.edp) == (edp_replicate, edp)
 
@@ -67,7 +67,7 @@ def test_an_indivisible_stage_of_either_view():
     ]
 
 
-def test_a_product_names_each_degree_that_mends_it_alone():
+def test_a_product_names_each_degree_that_fixes_it_alone():
     (problem,) = problems(16, pp=2, cp=2, tp=3)
     assert problem == (
         "parallelism.cp * parallelism.tp = 2 * 3 = 6 does not divide the stage of 8 ranks (world 16 / pp 2), "
@@ -85,7 +85,7 @@ def test_pp_that_does_not_divide_the_world():
     ]
 
 
-def test_what_is_no_count_is_a_problem_and_hides_no_other():
+def test_an_impossible_count_is_a_problem_and_hides_no_other():
     found = problems(16, pp=2, dp_replicate=0, dp_shard=-2, cp=-1, tp=3, ep=0, etp=3, edp=0, edp_replicate=-5)
     assert [problem.split(" ")[0] for problem in found] == [
         "parallelism.dp_replicate",

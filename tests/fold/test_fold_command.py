@@ -1,4 +1,4 @@
-"""`titanmoe fold`: the picture, the groups, the list, and the answer to an illegal wish."""
+"""`titanmoe fold`: the picture, the groups, the list, and the answer to an illegal mapping."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_json_joins_the_replicated_and_the_sharded_axes(fold):
     assert found["experts"]["edp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-def test_an_illegal_wish_exits_2_with_everything_and_the_nearest(fold):
+def test_an_illegal_mapping_exits_2_with_everything_and_the_nearest(fold):
     code, out, err = fold("--world", 16, "--tp", 3, "--ep", 3, "--json")
     assert (code, out) == (2, "")
     assert "tp = 3 does not divide the stage of 16 ranks" in err

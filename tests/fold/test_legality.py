@@ -42,7 +42,7 @@ def test_expert_hidden():
     ]
 
 
-def test_what_tp_cuts():
+def test_what_tp_splits():
     shape = dict(shared_hidden=64, dense_hidden=128, num_dense_layers=1)
     assert broken(3, Parallelism(tp=3, experts=Experts(edp_replicate=3)), Training(seq_len=63), **shape) == [
         "parallelism.tp = 3 does not divide model.num_heads = 8 (8 % 3 = 2): use tp = 1",
@@ -54,14 +54,14 @@ def test_what_tp_cuts():
     ]
 
 
-def test_heads_of_latent_attention_are_told_once():
+def test_heads_of_latent_attention_are_reported_once():
     shape = dict(kv_lora_rank=16, qk_nope_head_dim=6, qk_rope_head_dim=2, v_head_dim=8, num_kv_heads=8, vocab_size=96)
     assert broken(3, Parallelism(tp=3, experts=Experts(edp_replicate=3)), Training(seq_len=63), **shape) == [
         "parallelism.tp = 3 does not divide model.num_heads = 8 (8 % 3 = 2): use tp = 1"
     ]
 
 
-def test_only_what_the_model_has_is_cut():
+def test_only_what_the_model_has_is_split():
     # dense_hidden and shared_hidden are left over from another shape, and no layer uses them
     assert broken(2, Parallelism(tp=2), dense_hidden=7) == []
     assert broken(2, Parallelism(tp=2), num_dense_layers=4, dense_hidden=8, shared_hidden=7, expert_hidden=7) == []
@@ -91,32 +91,32 @@ def test_contiguous_pieces_need_not_be_halved():
     assert broken(8, Parallelism(cp=4, cp_placement="contiguous"), Training(seq_len=60)) == []
 
 
-def test_expert_weights_are_shared_out_evenly_over_edp():
+def test_expert_weights_are_sharded_evenly_over_edp():
     assert broken(12, dim=62) == [
         "parallelism.experts.edp = 12 ranks cannot share the weights of 8 experts (model.num_experts 8 / ep 1) evenly, "
-        "neither whole experts (8 % 12 = 8) nor model.dim = 62 (62 % 12 = 2): use edp_replicate in 3, 6, 12"
+        "neither as whole experts (8 % 12 = 8) nor along model.dim = 62 (62 % 12 = 2): use edp_replicate in 3, 6, 12"
     ]
     assert broken(12, Parallelism(experts=Experts(edp_replicate=3)), dim=62) == []
     assert broken(12, dim=60) == []
     assert broken(8, dim=62) == []
 
 
-def test_biases_of_experts_are_cut_by_etp_and_shared_out_in_slices():
+def test_expert_biases_are_split_by_etp_and_sharded_in_slices():
     biased = dict(expert_biases=True, expert_hidden=126)
     assert broken(8, Parallelism(experts=Experts(etp=4)), dim=66, **biased | {"expert_hidden": 128}) == [
         "parallelism.experts.etp = 4 does not divide model.dim = 66 (66 % 4 = 2): use etp in 1, 2"
     ]
     assert broken(8, Parallelism(experts=Experts(etp=4)), dim=66) == []
-    # 8 experts over 8 ranks go round; 2 experts over 4 do not, and every width must be a multiple of 4, or 4 * etp
+    # 8 experts over 8 ranks divide evenly; 2 experts over 4 do not, and every width must be a multiple of 4, or 4 * etp
     assert broken(8, **biased) == []
     assert broken(8, Parallelism(experts=Experts(ep=2)), num_experts=4, dim=66, **biased) == [
         "parallelism.experts.edp = 4 ranks cannot share the weights of 2 experts (model.num_experts 4 / ep 2) evenly, "
-        "neither whole experts (2 % 4 = 2) nor model.dim = 66 (66 % 4 = 2) and model.expert_hidden = 126 "
+        "neither as whole experts (2 % 4 = 2) nor along model.dim = 66 (66 % 4 = 2) and model.expert_hidden = 126 "
         "(126 % 4 = 2): use edp_replicate in 2, 4"
     ]
     assert broken(16, Parallelism(experts=Experts(ep=4, etp=2)), num_experts=4, dim=66, **biased) == [
         "parallelism.experts.edp = 2 ranks cannot share the weights of 1 experts (model.num_experts 4 / ep 4) evenly, "
-        "neither whole experts (1 % 2 = 1) nor model.dim = 66 (66 % 4 = 2) and model.expert_hidden = 126 "
+        "neither as whole experts (1 % 2 = 1) nor along model.dim = 66 (66 % 4 = 2) and model.expert_hidden = 126 "
         "(126 % 4 = 2): use edp_replicate = 2"
     ]
     assert broken(16, Parallelism(experts=Experts(ep=4, etp=2)), num_experts=4, dim=66, expert_hidden=126) == []
@@ -124,7 +124,7 @@ def test_biases_of_experts_are_cut_by_etp_and_shared_out_in_slices():
 
 def test_layers_and_stages():
     assert broken(8, Parallelism(pp=8)) == [
-        "parallelism.pp = 8 is more than model.num_layers = 4, and a stage has a layer at least: use pp of 4 or less"
+        "parallelism.pp = 8 is more than model.num_layers = 4, and a stage has at least one layer: use pp of 4 or less"
     ]
 
 
@@ -162,7 +162,7 @@ def test_all_at_once():
         "training.seq_len = 63",
     ]
     assert [part in problem for part, problem in zip(parts, found, strict=True)] == [True] * 5
-    # a broken expert view does not hide what depends on the attention view's derived degrees, nor the other way
+    # a broken expert view does not hide what depends on the attention view's derived degrees, nor vice versa
     found = broken(16, Parallelism(experts=Experts(ep=3)), Training(seq_len=64, global_batch_size=5))
     assert any("global_batch_size = 5 is not a multiple" in problem for problem in found)
     found = broken(24, Parallelism(tp=5), Training(seq_len=65), dim=62)
@@ -205,10 +205,10 @@ def test_groups_of_experts_on_nodes(world: int, ep: int, etp: int, node: int, no
     assert len(hierarchical(world, parallelism)) == (nodes is None)
 
 
-def test_nodes_that_cut_groups_are_told_with_what_fits():
+def test_nodes_that_split_groups_are_refused_with_what_fits():
     (text,) = hierarchical(12, Parallelism(node=6, experts=Experts(ep=4)))
     assert text == (
-        'moe.dispatcher = "hierarchical" wants nodes that hold whole groups of ep * etp = 4 * 1 = 4 ranks, or equal '
+        'moe.dispatcher = "hierarchical" needs nodes that hold whole groups of ep * etp = 4 * 1 = 4 ranks, or equal '
         "parts of one with whole experts, and parallelism.node = 6 is neither (6 % 4 = 2; 4 % 6 = 4, 6 % etp = 0): use "
         'parallelism.node in 1, 2, 4, 8, 12, another ep or etp, or dispatcher = "alltoall"'
     )

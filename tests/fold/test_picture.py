@@ -52,7 +52,7 @@ def test_replicas_number_their_samples_apart():
     assert row.split()[2:] == [f"dp{rank}" for rank in range(8)]
 
 
-def test_a_bar_goes_on_over_the_edge_of_a_node():
+def test_a_bar_continues_across_node_boundaries():
     text = plain(16, tp=16)
     assert "all cross (slow)" in text
     rows = [line for line in plain(32, tp=16).split("\n") if "samples" in line]
@@ -63,7 +63,7 @@ def test_large_worlds_say_what_they_leave_out():
     text = plain(1024, pp=8, tp=8, experts=Experts(ep=8))
     assert len(text.split("\n")) < 60
     assert "... 112 more ranks, to rank 127, in the same pattern" in text
-    assert "... stages 1 to 7 are alike, 128 ranks further on each" in text
+    assert "... stages 1 to 7 are alike, each 128 ranks further on" in text
     assert len(plain(16384, pp=16, cp=4, tp=8, experts=Experts(ep=64)).split("\n")) < 60
 
 

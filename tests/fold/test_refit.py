@@ -1,4 +1,4 @@
-"""The mapping of a run that is started again on another number of ranks."""
+"""The mapping of a run that is restarted on another number of ranks."""
 
 from dataclasses import replace
 
@@ -17,9 +17,9 @@ def asked(**degrees: int) -> Parallelism:
 
 
 @pytest.mark.parametrize(
-    ("recipe", "world", "now", "told"),
+    ("recipe", "world", "now", "change"),
     [
-        # what is derived or fits anyway does not give
+        # what is derived or fits anyway does not change
         (dict(tp=2, ep=2), 4, dict(dp_shard=2, edp=2), ""),
         (dict(dp_shard=2, edp=2), 2, dict(dp_shard=2, edp=2), ""),
         # dp_shard first, and edp with it
@@ -40,26 +40,26 @@ def asked(**degrees: int) -> Parallelism:
         (dict(pp=2, dp_shard=4, edp=4), 4, dict(dp_shard=2, edp=2), "dp_shard 4 -> 2"),
     ],
 )
-def test_data_parallel_gives_first(recipe, world, now, told):
+def test_only_data_parallel_changes(recipe, world, now, change):
     fitted, line = refit(world, asked(**recipe))
     fold = derive(world, fitted)
     assert {name: getattr(fold, name) for name in now} == now
     for name in ("pp", "cp", "tp", "ep", "etp"):
-        assert getattr(fold, name) == recipe.get(name, 1), "only data parallel gives"
-    assert told in line and bool(line) == bool(told)
+        assert getattr(fold, name) == recipe.get(name, 1), "only data parallel changes"
+    assert change in line and bool(line) == bool(change)
     assert not line or ("started again on" in line and line.endswith("the global batch stays"))
 
 
 @pytest.mark.parametrize(
     ("recipe", "world", "unit", "kept"),
     [
-        (dict(dp_shard=2, tp=2), 3, 2, "parallelism.tp = 2 take"),
-        (dict(dp_shard=1, tp=2, ep=4), 2, 4, "parallelism.tp = 2, parallelism.experts.ep = 4 take"),
+        (dict(dp_shard=2, tp=2), 3, 2, "parallelism.tp = 2 needs"),
+        (dict(dp_shard=1, tp=2, ep=4), 2, 4, "parallelism.tp = 2, parallelism.experts.ep = 4 needs"),
         (dict(pp=2, tp=2, ep=3, dp_shard=3, edp=2), 8, 12, "pp = 2, parallelism.tp = 2, parallelism.experts.ep = 3"),
         (dict(cp=4, etp=8), 4, 8, "parallelism.cp = 4, parallelism.experts.etp = 8"),
     ],
 )
-def test_where_none_is_legal_the_reason_is_told(recipe, world, unit, kept):
+def test_if_no_mapping_is_legal_the_reason_is_given(recipe, world, unit, kept):
     with pytest.raises(FoldError) as refused:
         refit(world, asked(**recipe))
     (problem,) = refused.value.problems
@@ -75,5 +75,5 @@ def test_a_world_that_grows_again_is_as_the_recipe_says():
 
 
 @pytest.mark.parametrize("degrees", [dict(tp=0), dict(dp_shard=-2), dict(ep=-1)])
-def test_what_is_no_number_of_ranks_is_left_to_the_laws(degrees):
+def test_impossible_degrees_are_left_to_the_laws(degrees):
     assert refit(4, asked(**degrees)) == (asked(**degrees), "")

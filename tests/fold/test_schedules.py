@@ -1,4 +1,4 @@
-"""Schedules without torch: where stages lie, the bubble, what a schedule demands; files read as torch reads them."""
+"""Schedules without torch: which ranks have which stages, the bubble, the laws; files are read as torch reads them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_single_order_runs_every_microbatch_forward_and_then_backward(p: int, m:
 def test_a_schedule_that_waits_for_itself_is_refused() -> None:
     order = single_order("GPipe", 2, 2)
     order[1] = order[1][::-1]
-    with pytest.raises(ValueError, match="waits for itself"):
+    with pytest.raises(ValueError, match="the schedule deadlocks"):
         bubble(order, 2)
 
 
@@ -92,7 +92,7 @@ def test_what_a_pair_makes_is_there_when_both_halves_are_done() -> None:
         ("DualPipeV", 2, [0, 1, 2, 2, 1, 0]),
     ],
 )
-def test_stages_lie_in_loops_or_in_a_v(schedule: str, virtual: int, ranks: list[int]) -> None:
+def test_stages_form_loops_or_a_v(schedule: str, virtual: int, ranks: list[int]) -> None:
     assert stage_ranks(Pipeline(schedule=schedule, virtual_stages=virtual), 3) == ranks
 
 
@@ -110,15 +110,15 @@ def test_a_file_says_where_its_stages_lie(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, microbatches, message",
     [
-        (dict(virtual_stages=2), 4, "pipeline.schedule = 1F1B has one stage per rank, virtual_stages is 2: use 1"),
-        (dict(schedule="GPipe", virtual_stages=3), 4, "GPipe has one stage per rank, virtual_stages is 3"),
-        (dict(schedule="ZBVZeroBubble", virtual_stages=3), 4, "has 2 stages per rank, virtual_stages is 3: use 2"),
+        (dict(virtual_stages=2), 4, "pipeline.schedule = 1F1B has one stage per rank, but virtual_stages is 2: use 1"),
+        (dict(schedule="GPipe", virtual_stages=3), 4, "GPipe has one stage per rank, but virtual_stages is 3"),
+        (dict(schedule="ZBVZeroBubble", virtual_stages=3), 4, "has 2 stages per rank, but virtual_stages is 3: use 2"),
         (
             dict(),
             1,
-            "1F1B on 2 ranks needs at least 2 microbatches, the step has 1: raise training.global_batch_size to 12",
+            "1F1B on 2 ranks needs at least 2 microbatches, but the step has 1: raise training.global_batch_size to 12",
         ),
-        (dict(schedule="DualPipeV"), 3, "DualPipeV on 2 ranks needs at least 4 microbatches, the step has 3: raise"),
+        (dict(schedule="DualPipeV"), 3, "DualPipeV on 2 ranks needs at least 4 microbatches, but the step has 3"),
         (
             dict(schedule="Interleaved1F1B"),
             5,
@@ -128,10 +128,16 @@ def test_a_file_says_where_its_stages_lie(tmp_path: Path) -> None:
         (dict(layers_per_stage=[1, 2, 1]), 4, "layers_per_stage = [1, 2, 1] must name 2 stages that sum to"),
         (dict(layers_per_stage=[1, 2]), 4, "model.num_layers = 4"),
         (dict(schedule="LoopedBFS", layers_per_stage=[2, 0, 1, 1]), 4, "inner ones with at least one layer"),
-        (dict(schedule="Interleaved1F1B", virtual_stages=3), 4, "6 pipeline stages for model.num_layers = 4: lower"),
+        (
+            dict(schedule="Interleaved1F1B", virtual_stages=3),
+            4,
+            "6 pipeline stages are too many for model.num_layers = 4",
+        ),
     ],
 )
-def test_each_law_is_told_with_numbers_and_a_fix(options: dict[str, Any], microbatches: int, message: str) -> None:
+def test_each_broken_law_is_reported_with_numbers_and_a_fix(
+    options: dict[str, Any], microbatches: int, message: str
+) -> None:
     (problem,) = schedule_violations(config(pipeline=options), 2, 3, microbatches)
     assert message in problem
 
@@ -161,8 +167,8 @@ def test_a_file_is_held_to_the_step_and_the_ranks(tmp_path: Path) -> None:
     path = write(tmp_path / "two.csv", table(2, 4))
     assert of(2, 4, path) == []
     rows, batches = of(3, 5, path)
-    assert "has 2 rows, one per pipeline rank; parallelism.pp is 3" in rows
-    assert "runs 4 microbatches, the step has 5: set training.global_batch_size to 24" in batches
+    assert "has 2 rows and needs one per pipeline rank: parallelism.pp is 3" in rows
+    assert "runs 4 microbatches, but the step has 5: set training.global_batch_size to 24" in batches
     assert "cannot be read: No such file" in of(2, 4, str(tmp_path / "absent.csv"))[0]
     assert "is not a schedule" in of(2, 4, write(tmp_path / "words.csv", [["forward", "back"]]))[0]
 
@@ -170,8 +176,8 @@ def test_a_file_is_held_to_the_step_and_the_ranks(tmp_path: Path) -> None:
 BAD = {
     "a stage is missing": [["0F0", "0F1", "0B0", "0B1"], ["2F0", "2F1", "2B0", "2B1"]],
     "a stage on two ranks": [["0F0", "0F1", "0B0", "0B1", "1F0"], ["1F0", "1F1", "1B0", "1B1"]],
-    "it waits for itself": [table(2, 2)[0], table(2, 2)[1][::-1]],
-    "a pair waits for itself": [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1F1", "1B0", "1B1"]],
+    "it deadlocks": [table(2, 2)[0], table(2, 2)[1][::-1]],
+    "a pair deadlocks": [["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"], ["1F0", "1F1", "1B0", "1B1"]],
     "a microbatch is missing": [["0F1", "0B1"], ["1F1", "1B1"]],
     "no backward": [["0F0", "0F1"], ["1F0", "1F1"]],
 }
@@ -193,8 +199,8 @@ def test_cells_are_read_as_torch_reads_them(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["F0", "0F", "0G1", "0F0 1", "(0F0)OVERLAP_F_B", "(0F0;1UNSHARD)OVERLAP_F_B"])
-def test_what_is_no_cell_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"no action|does not overlap"):
+def test_a_text_that_is_not_a_cell_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"not an action|does not overlap"):
         parse_cell(text)
 
 

@@ -1,4 +1,4 @@
-"""Every legal mapping, against an independent enumeration, and the nearest to an illegal wish."""
+"""Every legal mapping, against an independent enumeration, and the nearest to an illegal one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_mapping_of_a_model(world, batch):
             and 96 % fold.etp == 0
             and edp_fits
             and (batch == -1 or batch % fold.dp == 0)
-            and (fold.pp == 1 or (1 if batch == -1 else batch // fold.dp) >= fold.pp)  # 1F1B has so many microbatches
+            and (fold.pp == 1 or (1 if batch == -1 else batch // fold.dp) >= fold.pp)  # as 1F1B requires
         )
 
     config = Config(model=MODEL, training=Training(seq_len=48, global_batch_size=batch))
@@ -80,7 +80,7 @@ def test_nearest_changes_little():
     assert all(fold.edp_replicate == gcd(fold.dp_replicate, fold.edp_replicate * fold.edp) for fold in found)
 
 
-def test_nearest_to_a_legal_wish_is_itself():
+def test_nearest_to_a_legal_mapping_is_itself():
     asked = Parallelism(tp=2, dp_replicate=2, experts=Experts(ep=2))
     (fold,) = nearest(8, asked)
     assert changes(asked, fold) == {}
@@ -109,7 +109,7 @@ def test_nearest_leaves_out_needless_changes():
     assert found == [{"tp": (4, 1)}]
 
 
-def test_none_is_near_when_none_is_legal():
+def test_nothing_is_nearest_if_nothing_is_legal():
     # 7 data ranks or 7 of anything: neither batch, heads nor experts divide by it
     config = Config(model=MODEL, training=Training(seq_len=48, global_batch_size=4))
     assert list(legal_folds(7, config)) == []

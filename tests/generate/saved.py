@@ -63,13 +63,13 @@ def forced(path: Path, degrees: dict[str, int], rows: list[list[int]], prompts: 
     made = generator(path, degrees)
     data = made.meshes.data
     mine = list(range(len(rows)))[data.rank :: data.size]
-    further = {len(row) - prompt for row, prompt in zip(rows, prompts, strict=True)}
-    (steps,) = further
+    steps_of_rows = {len(row) - prompt for row, prompt in zip(rows, prompts, strict=True)}
+    (steps,) = steps_of_rows
     with torch.no_grad():
         made.rows.begin([prompts[i] for i in mine], steps)
         seen = [made.forward([token for i in mine for token in rows[i][: prompts[i]]])]
         for step in range(steps):
-            made.rows.go_on()
+            made.rows.advance()
             seen.append(made.forward([rows[i][prompts[i] + step] for i in mine]))
     return {i: torch.stack([logits_BV[b] for logits_BV in seen]) for b, i in enumerate(mine)}
 

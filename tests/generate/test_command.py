@@ -1,4 +1,4 @@
-"""titanmoe generate, as a person calls it: on a run's checkpoint and on a Hugging Face folder."""
+"""titanmoe generate, as a user calls it: on a run's checkpoint and on a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def lines(*words: object, ranks: int = 1) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Path:
-    """The folder of a run of two steps, trained under another mapping than any of the tests'."""
+    """The folder of a run of two steps, trained under a mapping that no test uses."""
     folder = tmp_path_factory.mktemp("trained")
     world.run(4, runs.go, str(folder), TEXT | {"parallelism.pp": 2, "parallelism.experts.ep": 2}, 1)
     return folder / "run"
@@ -97,7 +97,7 @@ def test_draws_depend_on_the_seed(run: Path, tmp_path: Path) -> None:
     first = lines(*words, "--seed", 1)
     assert first == lines(*words, "--seed", 1, "--batch-size", 1)
     assert [line["tokens"] for line in lines(*words, "--seed", 2)] != [line["tokens"] for line in first]
-    assert first[0]["tokens"] != first[1]["tokens"]  # equal prompts are not the same one
+    assert first[0]["tokens"] != first[1]["tokens"]  # equal prompts are still different prompts
     assert [line["prompt"] for line in first] == ["x", "x", ""]
     (one,) = lines(*words[:2], "--prompt", "x", *words[4:], "--seed", 1, "--top-k", 1)
     (likeliest,) = lines(*words[:2], "--prompt", "x", "--temperature", 0, "--max-tokens", 12)
@@ -110,31 +110,31 @@ def test_plain_and_streamed_output(run: Path) -> None:
     code, out, err = ask(*words)
     assert (code, out) == (0, f"ab{line['text']}\n")
     assert f"{run} (step 1): {len(line['tokens'])} tokens after 1 prompt in" in err
-    assert "note: up to 19 tokens in a row; the model was trained on 16" in err
+    assert "note: sequences get up to 19 tokens; the model was trained on 16" in err
     assert ask(*words, "--stream")[:2] == (0, out)
     _, out, _ = ask(*words, "--prompt", "c")
     assert out.startswith(f"--- 1, {len(line['tokens'])} tokens, ended by {line['end']}\nab{line['text']}\n--- 2, ")
 
 
-def test_mistakes_are_told_at_once(run: Path, tmp_path: Path) -> None:
+def test_mistakes_are_reported_at_once(run: Path, tmp_path: Path) -> None:
     words = ["--checkpoint", run, "--prompt", "a", "--prompt", "b"]
     code, out, err = ask(*words, "--temperature", 0, "--top-k", 3, "--max-tokens", 0, "--top-p", 2, "--stream")
     assert (code, out) == (2, "") and err.startswith("error: 4 problems")
-    for told in ("--max-tokens = 0", "--top-p = 2.0", "--top-k, --top-p would have no effect", "there are 2: give one"):
-        assert told in err
+    for part in ("--max-tokens = 0", "--top-p = 2.0", "--top-k, --top-p would have no effect", "there are 2: give one"):
+        assert part in err
     code, _, err = ask(*words, "--parallelism.cp", 2, "--parallelism.pp", 2, "--tp", 3, "--ep", 16)
     assert code == 2
-    for told in ("pp = 1", "cp = 1", "parallelism.tp = 3 does not divide model.num_heads = 8", "experts.ep = 16 does"):
-        assert told in err
-    assert ask("--checkpoint", run)[2].startswith("error: there is no prompt: give --prompt TEXT")
+    for part in ("pp = 1", "cp = 1", "parallelism.tp = 3 does not divide model.num_heads = 8", "experts.ep = 16 does"):
+        assert part in err
+    assert ask("--checkpoint", run)[2].startswith("error: no prompt: give --prompt TEXT")
     assert "no such folder" in ask("--checkpoint", tmp_path / "none", "--prompt", "a")[2]
-    assert "holds no checkpoint" in ask("--checkpoint", tmp_path, "--prompt", "a")[2]
-    # A folder of weights that a copy has cut off.
+    assert "contains no checkpoint" in ask("--checkpoint", tmp_path, "--prompt", "a")[2]
+    # A folder of weights that was truncated by a copy.
     broken = tmp_path / "step-00000001"
     broken.mkdir()
     for file in (run / "checkpoints/step-00000001").iterdir():
         (broken / file.name).write_bytes(file.read_bytes()[: None if file.suffix == ".json" else 100])
-    assert "bytes and was written with" in ask("--checkpoint", broken, "--prompt", "a")[2]
+    assert "bytes but was written with" in ask("--checkpoint", broken, "--prompt", "a")[2]
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +152,7 @@ def published(tmp_path_factory) -> tuple[Path, Any]:
     return folder, model
 
 
-def test_a_hugging_face_folder_goes_on_as_in_transformers(published: tuple[Path, Any]) -> None:
+def test_a_hugging_face_folder_continues_as_in_transformers(published: tuple[Path, Any]) -> None:
     folder, model = published
     prompts = [[5, 9, 33], [1, 2, 3, 4, 5, 6, 7, 8, 9], [60]]
     words = [word for prompt in prompts for word in ("--prompt", " ".join(f"w{i}" for i in prompt))]
@@ -173,11 +173,11 @@ def test_a_hugging_face_folder_goes_on_as_in_transformers(published: tuple[Path,
     code, _, err = ask("--checkpoint", folder, "--prompt", "a", "--tokenizer", "bytes")
     assert code == 2 and "the tokenizer has 259 tokens and the model of" in err and "only 64" in err
     _, _, err = ask("--checkpoint", folder, "--prompt", " ")
-    assert "prompt 1 is empty, and the tokenizer has no mark to begin a text with" in err
+    assert "prompt 1 is empty, and the tokenizer has no begin mark" in err
 
 
 def test_the_command_itself(run: Path) -> None:
-    """A process of its own, which joins no other."""
+    """A process of its own, which joins no others."""
     code = "from titanmoe.cli import command; command()"
     words = ["generate", "--checkpoint", str(run), "--prompt", "a", "--max-tokens", "4", "--json"]
     done = processes.run(["-c", code, *words])

@@ -70,7 +70,7 @@ def test_batches_and_mappings_change_no_token(checkpoint, sampling: dict[str, An
         assert ask(4, path, FOLDS[fold], 2, eos, **sampling) == want
 
 
-def test_tokens_beyond_the_tokenizers_never_come(checkpoint) -> None:
+def test_tokens_beyond_the_tokenizers_are_never_chosen(checkpoint) -> None:
     path, _ = checkpoint
     seen = world.run(1, narrow, path)[0]
     assert seen <= set(range(5)) and len(seen) > 1

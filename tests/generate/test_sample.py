@@ -1,4 +1,4 @@
-"""The next token: which may come, how often, and that draws depend on seed, prompt and position alone."""
+"""The next token: which are possible, how often, and that samples depend on seed, prompt and position alone."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_distribution(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["all", "both"])
-def test_draws_are_as_frequent_as_their_shares(case: str) -> None:
+def test_tokens_are_as_frequent_as_their_shares(case: str) -> None:
     logits_BV = torch.tensor([LOGITS]).expand(DRAWS, -1)
     drawn = choose(logits_BV, Sampling(**CASES[case], seed=3), [5] * DRAWS, list(range(DRAWS)))
     count = torch.bincount(torch.tensor(drawn), minlength=len(LOGITS)).double()
@@ -69,14 +69,14 @@ def test_draws_are_functions_of_seed_prompt_and_position() -> None:
     first = draw(0)
     assert draw(0) == first and draw(1) != first
     assert first[:32] != first[32:]
-    assert draw(0, slice(20, 40)) == first[20:40]  # in any company
+    assert draw(0, slice(20, 40)) == first[20:40]  # whatever the others are
 
 
-def test_no_temperature_is_the_likeliest() -> None:
+def test_temperature_zero_takes_the_likeliest() -> None:
     assert choose(torch.tensor([LOGITS[1:], [*LOGITS[4:], 9.0, 0, 0]]), Sampling(0), [0, 1], [3, 4]) == [2, 6]
 
 
-def test_what_is_ruled_out_never_comes() -> None:
+def test_excluded_tokens_are_never_chosen() -> None:
     logits_BV = torch.full((2000, 5), -math.inf)
     logits_BV[:, 3] = 0
     assert set(choose(logits_BV, Sampling(), [0] * 2000, list(range(2000)))) == {3}

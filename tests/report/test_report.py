@@ -1,4 +1,4 @@
-"""titanmoe report: what is on the page and in the PNGs, of runs as odd as they come."""
+"""titanmoe report: what is on the page and in the PNGs, for all sorts of odd runs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_run(folder: Path, steps: int = 40, config: Config | None = None, **more
 def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
     run = make_run(tmp_path / "first")
     assert main(["report", str(run)]) == 0
-    assert f"{run}/report/report.html, and 9 PNGs beside it" in capsys.readouterr().out
+    assert f"{run}/report/report.html, and 9 PNGs next to it" in capsys.readouterr().out
     html = (run / "report" / "report.html").read_text()
     assert not re.search(r'(src|href)="(?!data:image/png;base64,)', html) and "http" not in html.replace(
         "http://www.w3.org/2000/svg", ""
@@ -61,7 +61,7 @@ def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
     for part in (
         "Gradient norm",
         "forward and backward 80%",
-        "of it dispatch in forward 20%",
+        "of which dispatch in forward 20%",
         "dp_shard 2 tp 2 / ep 4",
     ):
         assert part in html
@@ -73,7 +73,7 @@ def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
         "2.1000",
     ):
         assert part in html
-    assert "MFU</dt>" not in html and ">Dropped<" not in html  # nothing is known of either
+    assert "MFU</dt>" not in html and ">Dropped<" not in html  # neither is known
     drawn = [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", html)]
     assert len(drawn) == 9
     spoken = [text.text for text in drawn[0].iter("text")]
@@ -114,7 +114,7 @@ def test_a_run_cut_short_or_of_another_version_is_drawn_as_far_as_it_is_known(tm
     assert "not finite" in html and "no_such_key" in html
 
 
-def test_malformed_lines_are_told_by_kind_and_left_out(tmp_path, capsys):
+def test_malformed_lines_are_reported_by_kind_and_left_out(tmp_path, capsys):
     run = make_run(tmp_path / "run", 3)
     bad = ["{", "nonsense", "[" * 9999, '{"a":' * 99 + "1" + "}" * 99, "[]", "7", '{"step": "x", "loss": 1}']
     bad += ['{"step": 4}', '{"step": 4, "loss": "low"}', '{"step": 1e999, "loss": 1}', '{"step": 4, "loss": [1]}']
@@ -135,8 +135,7 @@ def test_malformed_lines_are_told_by_kind_and_left_out(tmp_path, capsys):
         f"warning: {run}/metrics.jsonl: 7 lines are not what titanmoe writes there: left out",
         f"warning: {run}/events.jsonl: 2 lines are not what titanmoe writes there: left out",
         f"warning: {run}/experts.jsonl: 5 lines are not what titanmoe writes there: left out",
-        f"warning: {run}/config.toml: is not TOML: "
-        "tables or lists lie in each other more than 16 deep, which no field needs",
+        f"warning: {run}/config.toml: is not TOML: tables or lists are nested more than 16 deep, which no field needs",
     ]
     (read,) = read_runs([run])
     assert [line["step"] for line in read.lines] == [1, 2, 3, 4] and "mfu" not in read.lines[-1]
@@ -145,12 +144,12 @@ def test_malformed_lines_are_told_by_kind_and_left_out(tmp_path, capsys):
     assert "metrics.jsonl: 1 line is not JSON: left out" in capsys.readouterr().err
 
 
-def test_what_is_no_run_is_told_at_once(tmp_path, capsys):
+def test_folders_that_are_not_runs_are_reported_at_once(tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "metrics.jsonl").touch()
     assert main(["report", str(tmp_path / "gone"), str(tmp_path / "empty")]) == 2
-    told = capsys.readouterr().err
-    assert "2 problems" in told and "gone has no metrics.jsonl" in told and "has no line yet" in told
+    printed = capsys.readouterr().err
+    assert "2 problems" in printed and "gone has no metrics.jsonl" in printed and "has no lines yet" in printed
     assert main(["report", *["x"] * 9]) == 2
     assert "name 8 or fewer" in capsys.readouterr().err
 
@@ -169,7 +168,7 @@ def test_a_long_run_of_many_experts_stays_small(tmp_path):
     assert (run / "report" / "report.html").stat().st_size < 1_500_000
 
 
-def test_every_curve_lies_on_its_sheet(tmp_path):
+def test_every_curve_is_on_its_sheet(tmp_path):
     runs = read_runs([make_run(tmp_path / "a_run_of_a_long_name", 5), make_run(tmp_path / ("b" * 60), 500)])
     for name, sheet in sheets(runs).items():
         for mark in sheet.marks if sheet else ():

@@ -299,7 +299,7 @@ def test_only_a_run_that_has_begun_takes_another_mapping(tmp_path, monkeypatch, 
         assert "mapping: started again on 4 ranks: parallelism.dp_shard 2 -> 4" in capsys.readouterr().out
         monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
     assert read(argv, 2).parallelism.dp_shard == 2 and "mapping" not in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"where data parallel alone may give; parallelism\.tp = 2"):
+    with pytest.raises(ConfigError, match=r"where only data parallel may change; parallelism\.tp = 2"):
         read([*argv, "--parallelism.tp=2"], 3)
     with pytest.raises(ConfigError, match="global_batch_size = 4 is not a multiple"):
         read(argv, 8)

@@ -1,4 +1,4 @@
-"""Where a run begins: anew, from a checkpoint of its own, or from one of another run. Without torch."""
+"""Where a run starts: from scratch, from a checkpoint of its own, or from another run's. Without torch."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from titanmoe.config.schema import Config
 
 
 def continues(config: Config) -> bool:
-    """Whether a run of this name is one run, however often it is started; else each start gets a folder of its own."""
+    """Whether a run of this name is one run, however often it is started; otherwise each start gets its own folder."""
     return config.checkpoint.enable and config.checkpoint.load != "none"
 
 
 def run_folder(config: Config) -> Path:
-    """Of a run that continues."""
+    """The folder of a run that continues."""
     return Path(config.job.dump_folder) / (config.job.name or "run")
 
 
@@ -29,10 +29,10 @@ def checkpoints_of(run: Path, config: Config) -> Path:
 
 
 def has_begun(config: Config) -> bool:
-    """Whether the run has a checkpoint of its own to go on from."""
+    """Whether the run has a checkpoint of its own to resume from."""
     try:
         return continues(config) and _any(checkpoints_of(run_folder(config), config))
-    except Unreadable as error:  # on this rank, perhaps: it must not take the run for one that has not begun
+    except Unreadable as error:  # perhaps only on this rank: it must not assume that the run has not begun
         raise ConfigError([str(error)]) from None
 
 
@@ -41,7 +41,7 @@ class Beginning:
     path: Path | None = None
     model_only: bool = False
     said: list[str] = field(default_factory=list)
-    """What was passed over on the way, and why."""
+    """Checkpoints that were passed over on the way, and why."""
     passed: list[Path] = field(default_factory=list)
 
 
@@ -62,18 +62,21 @@ def choose(config: Config, run: Path, damage: Callable[[Path], list[str]]) -> Be
     return given
 
 
-ANEW = "--checkpoint.load=none begins anew on purpose, in a folder of its own"
+FROM_SCRATCH = "--checkpoint.load=none starts from scratch on purpose, in a folder of its own"
 
 
 def _any(own: Path) -> bool:
     try:
         return bool(layout.candidates(own, unfinished=True)) or inside.there(own / layout.LATEST)
     except Unreadable as error:
-        raise Unreadable(f"{error}: whether there are checkpoints to go on from is not known; {ANEW}") from None
+        raise Unreadable(
+            f"{error}: it is unknown whether there are checkpoints to resume from; {FROM_SCRATCH}"
+        ) from None
 
 
 def _best(folder: Path, damage: Callable[[Path], list[str]], own: bool = True) -> Beginning:
-    """The first candidate that is sound. There are some: that none can be used must not mean to begin anew."""
+    """The first candidate that is sound. There are some: if none can be used, that must not mean starting from
+    scratch."""
     named, passed = layout.latest(folder), {}
     for path in layout.candidates(folder, unfinished=own):
         try:
@@ -83,15 +86,15 @@ def _best(folder: Path, damage: Callable[[Path], list[str]], own: bool = True) -
         if not broken:
             said = [f"passing over {other.name}: {why}" for other, why in passed.items()]
             if named not in ("", path.name, *(other.name for other in passed)):
-                why = "which was made before it" if inside.there(folder / named) else "which is not there"
+                why = "which is older" if inside.there(folder / named) else "which does not exist"
                 said.append(f"{folder / layout.LATEST} names {named}, {why}: taking {path.name}")
             return Beginning(path, said=said, passed=list(passed))
         passed[path] = "; ".join(broken)
     why = [f"{path.name}: {reason}" for path, reason in passed.items()]
     if not why:
-        why = [f"{layout.LATEST} names {named or 'nothing'}, and no checkpoint is there"]
-    anew = f"mend them or take them elsewhere; {ANEW}"
-    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(why)}: {anew if own else 'name another'}")
+        why = [f"{layout.LATEST} names {named or 'nothing'}, but there is no checkpoint"]
+    fix = f"repair them or move them away; {FROM_SCRATCH}"
+    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(why)}: {fix if own else 'name another'}")
 
 
 def _step(own: Path | None, step: int, damage: Callable[[Path], list[str]]) -> Path:
@@ -116,7 +119,7 @@ def _given(path: Path, damage: Callable[[Path], list[str]]) -> Beginning:
         if layout.steps(folder):
             return _best(folder, damage, own=False)
     layout.read_manifest(path)  # says what the folder is instead
-    raise CheckpointError(f"checkpoint.load = {path} holds no checkpoint")
+    raise CheckpointError(f"checkpoint.load = {path} contains no checkpoint")
 
 
 def _sound(path: Path, damage: Callable[[Path], list[str]]) -> None:
@@ -125,10 +128,10 @@ def _sound(path: Path, damage: Callable[[Path], list[str]]) -> None:
 
 
 def record_ahead(config: Config) -> dict[str, Any]:
-    """The record of the checkpoint that this run will go on from, {} if none: read before anything is built.
+    """The record of the checkpoint that this run will resume from, {} if none: read before anything is built.
 
-    Only manifests are looked at; a damaged file elsewhere in it is found when it is loaded. Every rank looks for
-    itself: one that gets no answer must not go on as if there were none.
+    Only manifests are read; a damaged file elsewhere in it is found when it is loaded. Every rank looks for itself: one
+    that gets no answer must not continue as if there were none.
     """
     try:
         found = choose(config, run_folder(config), _no_manifest)
@@ -136,7 +139,7 @@ def record_ahead(config: Config) -> dict[str, Any]:
     except Unreadable as error:
         raise ConfigError([str(error)]) from None
     except CheckpointError:
-        return {}  # told where it is loaded, on one rank
+        return {}  # reported where it is loaded, on one rank
 
 
 def _no_manifest(folder: Path) -> list[str]:

@@ -1,4 +1,4 @@
-"""`titanmoe checkpoint`: what a person asks of a run's checkpoints."""
+"""`titanmoe checkpoint`: looking at a run's checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "checkpoint",
         help="list, inspect, verify or compare checkpoints",
-        description="What lies in a run's checkpoints.",
+        description="Look at a run's checkpoints.",
     )
     actions = parser.add_subparsers(required=True, metavar="ACTION")
 
@@ -37,16 +37,16 @@ def add_checkpoint(commands: argparse._SubParsersAction) -> None:
 
     add("ls", _list, "steps, sizes and mappings of a run's checkpoints", {"RUN": WHERE})
     inspect = add(
-        "inspect", _inspect, "the run and the tensors that a checkpoint holds", {"RUN": f"{WHERE}: the latest"}
+        "inspect", _inspect, "the run that made a checkpoint, and its tensors", {"RUN": f"{WHERE}: the latest"}
     )
     inspect.add_argument(
-        "--match", metavar="GLOB", default="*", help='only tensors of such names, e.g. "model.*router*"'
+        "--match", metavar="GLOB", default="*", help='only tensors with matching names, e.g. "model.*router*"'
     )
     inspect.add_argument("--no-norms", action="store_true", help="do not read the tensors to show their norms")
     verify = add("verify", _verify, "read every file and compare its checksum", {"RUN": f"{WHERE}: all of them"})
-    verify.add_argument("--latest", action="store_true", help="only the one that a run would begin from")
+    verify.add_argument("--latest", action="store_true", help="only the one that a run would start from")
     diff = add("diff", _diff, "what differs between two checkpoints", {"A": f"{WHERE}: the latest", "B": "the same"})
-    diff.add_argument("--match", metavar="GLOB", default="*", help="only tensors of such names")
+    diff.add_argument("--match", metavar="GLOB", default="*", help="only tensors with matching names")
     diff.add_argument("--all", action="store_true", help="also name tensors that are equal")
 
 
@@ -143,7 +143,7 @@ def _verify(args: argparse.Namespace) -> int:
             read = size(sum(s.bytes for s in layout.read_manifest(path).files.values()))
         except CheckpointError as error:
             broken, read = [str(error)], ""
-        print(f"{path}  {'; '.join(broken) if broken else f'whole, {read} read'}")
+        print(f"{path}  {'; '.join(broken) if broken else f'intact, {read} read'}")
         damaged += bool(broken)
     return 1 if damaged else 0
 
@@ -158,7 +158,7 @@ def _diff(args: argparse.Namespace) -> int:
     for key in sorted(before.keys() | after.keys()):
         if before.get(key) != after.get(key):
             differ = True
-            print(f"{key}: {before.get(key, 'not there')} -> {after.get(key, 'not there')}")
+            print(f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}")
     rows = [("tensor", "largest difference", "relative to the largest value")]
     names = {name for name in a.tensors.keys() | b.tensors.keys() if fnmatch.fnmatch(name, args.match)}
     equal = 0
@@ -189,7 +189,7 @@ def _axes(axes: dict[str, int]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """layers.2 before layers.10."""
+    """Sorts layers.2 before layers.10."""
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
 
 
@@ -205,5 +205,5 @@ def _print(rows: Iterable[tuple[str, ...]]) -> None:
     table = Table.grid(padding=(0, 2))
     for row in rows:
         table.add_row(*row)
-    # Not cut to the terminal: names are there to be copied, and a pipe has no width.
+    # Not truncated to the terminal: names are there to be copied, and a pipe has no width.
     Console(highlight=False, markup=False, soft_wrap=True, width=400).print(table)

@@ -1,4 +1,4 @@
-"""What is said of a disk that is full, and of one that does not answer."""
+"""Messages about a disk that is full, or that does not answer."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def unwritten(file: Path, error: OSError, missing: int) -> str:
     text = f"{file}: {error.strerror}"
     if error.errno not in NO_ROOM:
         return text
-    text += f": {missing:,} bytes more are needed"
+    text += f": {missing:,} more bytes are needed"
     with contextlib.suppress(OSError):
         text += f" and {shutil.disk_usage(file.parent).free:,} are free there"
     return text
 
 
 class Doing:
-    """What this rank is at in a save: read by another thread when the save does not end."""
+    """What this rank is doing in a save: read by another thread if the save does not end."""
 
     WAITING = "waiting for the other ranks"
 

@@ -1,7 +1,7 @@
 """Tensors in and out of a checkpoint folder, by torch.distributed.checkpoint.
 
-Each rank names the pieces it holds of each logical tensor: where they start in the whole, nothing of meshes or
-placements. So what was saved under one mapping is read under any other, or whole, or block by block.
+Each rank names the pieces it holds of each logical tensor: where they start in the whole, without any meshes or
+placements. So what was saved under one mapping can be read under any other, or whole, or block by block.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from titanmoe.checkpoint.tensors import (
 )
 
 SMALL = 4096
-"""Numbers: copies that another rank writes are looked at too up to here, a router's bias among them."""
+"""Up to this many numbers, a rank also checks copies that another rank writes, such as a router's bias."""
 FILE_BYTES = 4 << 30
-"""A rank begins a new file past this: what is read back to verify, and lost to one bad byte, stays small."""
+"""A rank starts a new file past this: what is read back to verify, or lost to one bad byte, stays small."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Piece:
     tensor: Tensor
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Lazy:
-    """A whole tensor that is made when its turn to be written comes, and forgotten after it."""
+    """A whole tensor that is only made when it is its turn to be written, and released afterwards."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -101,11 +101,11 @@ Pieces = Mapping[str, Piece | Lazy]
 
 
 class NotFinite(CheckpointError):
-    """What this rank holds of it, in words."""
+    """The message says what is not finite on this rank."""
 
 
-class _Plan(DefaultSavePlanner):
-    """torch's planner decides which of several ranks with equal pieces writes them."""
+class _Planner(DefaultSavePlanner):
+    """torch's planner decides which of several ranks with identical pieces writes them."""
 
     def __init__(self, pieces: Pieces):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -138,7 +138,7 @@ class _Summing(io.RawIOBase):
         self.crc32 = zlib.crc32(data, self.crc32)
         try:
             self.bytes += (written := self.file.write(data))
-        except OSError as error:  # of which torch.save makes a RuntimeError that tells nothing
+        except OSError as error:  # torch.save turns it into a RuntimeError that says nothing
             self.failure = error
             raise
         return written
@@ -166,13 +166,13 @@ class _Summing(io.RawIOBase):
 
 
 class _Writer(StorageWriter):
-    """Writes tensors by torch.save one after the other, tensors.json beside them, and keeps every file's checksum."""
+    """Writes tensors with torch.save one after the other, and tensors.json, and keeps every file's checksum."""
 
     def __init__(self, folder: Path, doing: Doing, finite: bool):
         self.folder, self.doing, self.finite = folder, doing, finite
         self.sums: dict[str, Sum] = {}
         self.opened = folder
-        """The file being written: what an error is about."""
+        """The file being written, for error messages."""
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
 
@@ -184,7 +184,7 @@ class _Writer(StorageWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [replace(plan, storage_data=f"rank-{rank:05}") for rank, plan in enumerate(plans)]
 
-    def write_data(self, plan: SavePlan, planner: _Plan) -> Future[list[WriteResult]]:
+    def write_data(self, plan: SavePlan, planner: _Planner) -> Future[list[WriteResult]]:
         if self.finite:
             self.doing(f"checking the numbers of {self.folder}", self._look, plan, planner)
         results: list[WriteResult] = []
@@ -194,7 +194,7 @@ class _Writer(StorageWriter):
                 if stream is None or stream.bytes >= FILE_BYTES:
                     stream = self._next(stream, plan.storage_data)
                 start = stream.tell()
-                # cpu() of what lies on a GPU; clone() of what is part of a larger storage, which torch.save keeps whole
+                # cpu() if it is on a GPU; clone() if it is part of a larger storage, which torch.save would save whole
                 tensor = planner.resolve_data(item).detach().cpu()
                 torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, stream)
                 del tensor
@@ -203,7 +203,7 @@ class _Writer(StorageWriter):
                 results.append(WriteResult(item.index, place.bytes, place))
             if stream is not None:
                 self._done(stream)
-        except (OSError, RuntimeError) as error:  # of write(), which does not know the file's name
+        except (OSError, RuntimeError) as error:  # from write(), which does not know the file's name
             failure = error if isinstance(error, OSError) else stream and stream.failure
             if failure is None:
                 raise CheckpointError(f"{self.opened}: {error}") from None
@@ -217,8 +217,8 @@ class _Writer(StorageWriter):
         future.set_result(results)
         return future
 
-    def _look(self, plan: SavePlan, planner: _Plan) -> None:
-        """Here, where each rank knows what it is to write: copies are looked at once, and no message is needed."""
+    def _look(self, plan: SavePlan, planner: _Planner) -> None:
+        """Done here, where each rank knows what it will write: copies are checked once, without any messages."""
         mine = {item.index.fqn for item in plan.items}
         pieces = {name: piece for name, piece in planner.pieces.items() if name in mine or prod(piece.sizes) <= SMALL}
         if bad := first_nonfinite({name: piece.get() for name, piece in pieces.items()}):
@@ -235,7 +235,7 @@ class _Writer(StorageWriter):
         self.doing.what = f"writing {self.opened}"
 
     def _missing(self, plan: SavePlan) -> int:
-        """What this rank has to write, without what of it is on disk."""
+        """How many bytes this rank still has to write."""
         parts = [item.tensor_data for item in plan.items]
         whole = sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
         with contextlib.suppress(OSError):
@@ -285,8 +285,9 @@ def save(
     doing: Doing | None = None,
     finite: bool = False,
 ) -> None:
-    """Called by all ranks of the group, or by one process without. When it returns, the checkpoint is whole and has its
-    name. When it raises, it does so on every rank, and what was there before is as it was. finite: refuse a NaN."""
+    """Called by all ranks of the group, or by one process without a group. When it returns, the checkpoint is complete
+    and has its name. When it raises, it does so on every rank, and what was there before is unchanged. finite: refuse a
+    NaN or an infinity."""
     first = group is None or dist.get_rank(group) == 0
     doing = doing or Doing()
     aside = target.with_name(target.name + layout.WRITING)
@@ -294,12 +295,12 @@ def save(
     together(group, lambda: _seen(aside))
     writer = _Writer(aside, doing, finite)
     try:
-        with _told_by_us(group):
-            dcp.save(dict(pieces), storage_writer=writer, planner=_Plan(pieces), process_group=group)
+        with _without_remark(group):
+            dcp.save(dict(pieces), storage_writer=writer, planner=_Planner(pieces), process_group=group)
     except dcp.CheckpointException as failure:
         raise _of(failure, target) from None
     together(group, lambda: writer.carry(carried or {}) if first else None)
-    # Read back what was written: a byte that a file system lost is found before anyone relies on it.
+    # Read back what was written: a byte that a file system lost should be found before anyone relies on it.
     sums = together(group, lambda: doing(f"reading back {writer.opened}", layout.require, aside, writer.sums))
     everything = {name: s for theirs in sums for name, s in theirs.items()}
 
@@ -321,7 +322,7 @@ def _seen(aside: Path) -> None:
 
 
 class Checkpoint:
-    """A whole checkpoint, open for reading: any block of any tensor."""
+    """A complete checkpoint, open for reading: any block of any tensor."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -337,7 +338,7 @@ class Checkpoint:
         data = layout.content(self.path, name, files[name])
         try:
             return understood(data, files)
-        except Exception as error:  # what is not ours can raise anything
+        except Exception as error:  # files that are not ours can raise anything
             raise inside.unread(self.path / name, error) from None
 
     @cached_property
@@ -355,7 +356,8 @@ class Checkpoint:
         return out
 
     def fill(self, targets: Mapping[str, tuple[str, Piece]]) -> None:
-        """Fill pieces from the stored tensor each names; by any names of their own. No rank waits for another."""
+        """Fill pieces from the stored tensor that each one names, under names of the caller's own. No rank waits for
+        another."""
         wanted: dict[str, dict[Block, list[tuple[str, Piece]]]] = {}
         for name, piece in targets.values():
             for block in self._needed(name, piece):
@@ -394,7 +396,8 @@ def write_checkpoint(
     carried: Mapping[str, Path] | None = None,
     group: Group = None,
 ) -> None:
-    """A checkpoint of no training run, such as a converted one. carried: files to copy along, by their name in hf/."""
+    """A checkpoint that is not from a training run, such as a converted one. carried: files to copy along, by name in
+    hf/."""
     target = Path(path)
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists: choose another folder, or give --overwrite")
@@ -406,11 +409,12 @@ def write_checkpoint(
 
 T = TypeVar("T")
 Group = Any
-"""A process group, or None for one process alone."""
+"""A process group, or None for a single process."""
 
 
 def together(group: Group, work: Callable[[], T]) -> list[T]:
-    """What work gives on each rank; if it fails on any, CheckpointError on all of them, with every different reason."""
+    """What work returns on each rank; if it fails on any, CheckpointError on all of them, with every different
+    reason."""
     mine: tuple[T | None, str]
     try:
         mine = work(), ""
@@ -431,10 +435,10 @@ def together(group: Group, work: Callable[[], T]) -> list[T]:
 def _of(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
     errors = [error for error, _ in failure.failures.values()]
     if found := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NotFinite)}:
-        others = f", and {len(found) - 1} ranks more hold such" if len(found) > 1 else ""
+        others = f", and {len(found) - 1} more ranks have some" if len(found) > 1 else ""
         return CheckpointError(
-            f"{target} is not saved: on rank {min(found)} {found[min(found)]}{others}. The checkpoints before stay as "
-            "they are; start again to go on from the latest, with a lower optimizer.lr if it comes again"
+            f"{target} is not saved: on rank {min(found)} {found[min(found)]}{others}. Earlier checkpoints are "
+            "untouched; start again to resume from the latest, with a lower optimizer.lr if it happens again"
         )
     return CheckpointError(
         "; ".join(dict.fromkeys(inside.told(e) if isinstance(e, OSError) else str(e) for e in errors))
@@ -442,8 +446,8 @@ def _of(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
 
 
 @contextlib.contextmanager
-def _told_by_us(group: Group) -> Iterator[None]:
-    """Without torch's remark that one process saves alone. Not in a thread beside training, which has a group."""
+def _without_remark(group: Group) -> Iterator[None]:
+    """Silences torch's remark that one process saves alone. Not in a background thread, which has a group."""
     if group is not None:
         yield
         return

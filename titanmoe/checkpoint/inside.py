@@ -1,4 +1,4 @@
-"""Files of a folder that anyone may have made: read without leaving the folder, and with patience for its disk."""
+"""Reading files in a folder that anyone may have made: without leaving the folder, and with retries for its disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import BinaryIO, TypeVar
 
 T = TypeVar("T")
 WAITS = (0.1, 0.5, 2.0, 8.0)
-"""Seconds before each further try."""
+"""Seconds to wait before each retry."""
 PASSING = frozenset(
     getattr(errno, name)
     for name in (
@@ -21,7 +21,7 @@ PASSING = frozenset(
     )
     if hasattr(errno, name)
 )
-"""What network file systems answer with while a server is away."""
+"""What network file systems answer while a server is away."""
 
 
 ABSENT = (FileNotFoundError, NotADirectoryError)
@@ -32,7 +32,7 @@ class CheckpointError(RuntimeError):
 
 
 class Unreadable(CheckpointError):
-    """The file system gave no answer: what lies there may be whole."""
+    """The file system gave no answer: the file may be intact."""
 
 
 def told(error: OSError) -> str:
@@ -42,16 +42,17 @@ def told(error: OSError) -> str:
 
 
 def unread(file: Path, error: Exception) -> CheckpointError:
-    """Of what is not as it should be, in one line."""
+    """For a file that is not as it should be, in one line."""
     if isinstance(error, CheckpointError):
         return error
     return CheckpointError(f"{file} cannot be read: {type(error).__name__} {' '.join(str(error).split()):.300}")
 
 
 def patiently(path: Path, work: Callable[[], T]) -> T:
-    """What work gives. An error that may pass is waited for, each time longer; what stays is Unreadable.
+    """What work returns. An error that may pass is retried, after longer and longer waits; one that stays is
+    Unreadable.
 
-    Only an answer that there is nothing, ABSENT, goes through.
+    Only the answer that there is nothing, ABSENT, is passed on.
     """
     for seconds in (*WAITS, None):
         try:
@@ -66,7 +67,7 @@ def patiently(path: Path, work: Callable[[], T]) -> T:
 
 
 def there(path: Path) -> bool:
-    """Whether the folder has such an entry, be it a link to nowhere. Path.exists() takes any error for a no."""
+    """Whether the folder has such an entry, even a dangling link. Path.exists() takes any error for a no."""
     try:
         patiently(path, lambda: os.lstat(path))
     except ABSENT:
@@ -75,13 +76,13 @@ def there(path: Path) -> bool:
 
 
 def located(folder: Path, name: str) -> Path:
-    """Where a file of the folder lies: a regular file in it, or in a folder in it, that no link leads to.
+    """The path of a file of the folder: a regular file in it, or in a folder in it, that is not reached by a link.
 
     Folders of Hugging Face's cache (models--x/snapshots/y) consist of links to models--x/blobs, which are followed.
     """
     shown, parts = folder / name, name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise CheckpointError(f"{folder} names {name!r}, which is not in it: only files of the folder itself are read")
+        raise CheckpointError(f"{folder} names {name!r}, which is not in it: only files in the folder itself are read")
     root = Path(os.path.realpath(folder))
     file, cache = root.joinpath(*parts), root.parent.parent / "blobs"
     real = Path(os.path.realpath(file))
@@ -89,19 +90,19 @@ def located(folder: Path, name: str) -> Path:
         raise CheckpointError(f"{shown} is a link to {real}: links are not followed, put the file itself there")
     mode = patiently(shown, lambda: os.lstat(real)).st_mode
     if not stat.S_ISREG(mode):
-        raise CheckpointError(f"{shown} is no regular file")
+        raise CheckpointError(f"{shown} is not a regular file")
     return real
 
 
 def opened(folder: Path, name: str) -> BinaryIO:
-    # Whatever was put in its place since: no link is followed, no pipe waited for.
+    # Whatever has been put in its place since: follow no link, wait for no pipe.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     file = located(folder, name)
     return patiently(folder / name, lambda: open(os.open(file, flags), "rb"))
 
 
 def read(folder: Path, name: str, most: int) -> bytes:
-    """All of a file of no more bytes than that."""
+    """All of a file, which may have at most that many bytes."""
 
     def whole() -> bytes:
         with opened(folder, name) as stream:
@@ -109,5 +110,5 @@ def read(folder: Path, name: str, most: int) -> bytes:
 
     data = patiently(folder / name, whole)
     if len(data) > most:
-        raise CheckpointError(f"{folder / name} has more than {most:,} bytes, the most that is read of such a file")
+        raise CheckpointError(f"{folder / name} has more than {most:,} bytes, the limit for such a file")
     return data

@@ -1,18 +1,18 @@
-"""What a checkpoint is on disk, without torch: where it lies, when it counts as whole, which one is the latest.
+"""What a checkpoint is on disk, without torch: where it is, when it counts as complete, which one is the latest.
 
     RUN/checkpoints/
         latest                    the name of the last one made, for people; what counts is the number in manifests
-        step-00000120/            whole, for it has this name
+        step-00000120/            complete, because it has this name
             manifest.json         format, step, record (config, mapping, loader, ...), bytes and CRC-32 of every file
-            tensors.json          shape and dtype of each tensor, and where its blocks lie
-            *.distcp              blocks of tensors, as torch.distributed.checkpoint shares them out over the ranks
+            tensors.json          shape and dtype of each tensor, and where its blocks are
+            *.distcp              blocks of tensors, as torch.distributed.checkpoint spreads them over the ranks
             hf/                   config.json and tokenizer of the Hugging Face model it came from, if any
-        step-00000180.writing/    being written; the next writer gives it its name if it is whole, and removes it if not
+        step-00000180.writing/    being written; the next writer gives it its name if it is complete, else removes it
         step-00000060.removing/   being removed; never read
-        step-00000150.passed-over/    could not be read when the run went on from another; never removed
+        step-00000150.passed-over/    could not be read when the run resumed from another; never removed
 
 A checkpoint gets its name in one rename, after every byte of it is on disk. So whatever is killed at whatever moment,
-each folder with a plain name is whole, and one that has its manifest lacks no more than its name.
+each folder with a plain name is complete, and one that has its manifest lacks nothing but its name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from titanmoe.checkpoint.manifest import Manifest, Sum
 
 MANIFEST, LATEST, CARRIED = "manifest.json", "latest", "hf"
 CARRIED_BYTES = 1 << 30
-"""Of one file that is carried along."""
+"""Of one file that is copied along."""
 WRITING, REMOVING, PASSED = ".writing", ".removing", ".passed-over"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.(writing|removing(-\d+)?)$")
@@ -46,7 +46,7 @@ def name_of(step: int) -> str:
 
 def read_manifest(folder: Path) -> Manifest:
     try:
-        data = inside.read(folder, MANIFEST, manifest.MOST)
+        data = inside.read(folder, MANIFEST, manifest.MOST_BYTES)
     except ABSENT:
         raise CheckpointError(_absent(folder)) from None
     return manifest.parse(data, folder / MANIFEST)
@@ -58,15 +58,15 @@ def _absent(folder: Path) -> str:
     if (folder / ".metadata").exists():
         return f"{folder} is a bare torch.distributed.checkpoint without {MANIFEST}: titanmoe did not write it"
     if folder.name.endswith((WRITING, REMOVING)):
-        return f"{folder} was left by a writer that was interrupted: it is not whole"
-    return f"{folder} holds no checkpoint: it has no {MANIFEST}"
+        return f"{folder} was left by a writer that was interrupted: it is not complete"
+    return f"{folder} contains no checkpoint: it has no {MANIFEST}"
 
 
 # ---- finding
 
 
 def steps(folder: Path) -> dict[int, Path]:
-    """The whole checkpoints of a run's checkpoint folder by step, in order of steps: all that has such a name."""
+    """The complete checkpoints of a run's checkpoint folder by step, in order: everything with such a name."""
     found = {int(m[1]): folder / name for name in _entries(folder) if (m := _NAME.fullmatch(name))}
     return dict(sorted(found.items()))
 
@@ -79,7 +79,7 @@ def _entries(folder: Path) -> list[str]:
 
 
 def latest(folder: Path) -> str:
-    """The name that `latest` holds, "" without one."""
+    """The name in the file `latest`, "" without one."""
     try:
         return inside.read(folder, LATEST, 256).decode().strip()
     except (*ABSENT, CheckpointError, UnicodeDecodeError):
@@ -87,9 +87,9 @@ def latest(folder: Path) -> str:
 
 
 def candidates(folder: Path, unfinished: bool = False) -> list[Path]:
-    """Checkpoints from the last made to the first; before them those that do not say when, so that they are not missed.
+    """Checkpoints, last made first; before them those that do not say when, so that they are not missed.
 
-    unfinished: with those that lack only their name, which the run's next writer will give them.
+    unfinished: include those that lack only their name, which the run's next writer will give them.
     """
     found = list(steps(folder).values())
     if unfinished:
@@ -104,7 +104,7 @@ def candidates(folder: Path, unfinished: bool = False) -> list[Path]:
 
 
 def number(path: Path) -> float:
-    """When it was made, beside others of the run; infinite where that cannot be read."""
+    """Its place in the order of the run's checkpoints; infinite if that cannot be read."""
     try:
         return read_manifest(path).number
     except CheckpointError:
@@ -112,7 +112,7 @@ def number(path: Path) -> float:
 
 
 def damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
-    """What is wrong with a checkpoint's files, a line each that names the file. contents: read and sum them too."""
+    """What is wrong with a checkpoint's files, one line each, naming the file. contents: also compare checksums."""
     want = read_manifest(folder).files
     lines = (_damaged(folder, name, want[name], contents) for name in sorted(want if files is None else files))
     return [line for line in lines if line]
@@ -123,9 +123,9 @@ def _damaged(folder: Path, name: str, want: Sum, contents: bool) -> str:
     try:
         size = patiently(file, lambda: os.lstat(inside.located(folder, name)).st_size)
         if size != want.bytes:
-            return f"{file} has {size:,} bytes and was written with {want.bytes:,}"
+            return f"{file} has {size:,} bytes but was written with {want.bytes:,}"
         if contents and (crc := patiently(file, lambda: crc32(folder, name, size))) != want.crc32:
-            return f"{file} has CRC-32 {crc:08x} and was written with {want.crc32:08x}: its contents have changed"
+            return f"{file} has CRC-32 {crc:08x} but was written with {want.crc32:08x}: its contents have changed"
     except ABSENT:
         return f"{file} is missing"
     except Unreadable:
@@ -144,7 +144,7 @@ def crc32(folder: Path, name: str, size: int) -> int:
 
 
 def content(folder: Path, name: str, want: Sum) -> bytes:
-    """A file of a checkpoint, whole; CheckpointError unless it is what was written."""
+    """A whole file of a checkpoint; CheckpointError unless it is what was written."""
     try:
         data = inside.read(folder, name, want.bytes)
     except ABSENT:
@@ -155,19 +155,19 @@ def content(folder: Path, name: str, want: Sum) -> bytes:
 
 
 def carried(folder: Path) -> dict[str, Path]:
-    """Files of a Hugging Face model that a checkpoint carries along, by name."""
+    """Files of a Hugging Face model that were copied along with a checkpoint, by name."""
     names = [name.removeprefix(f"{CARRIED}/") for name in read_manifest(folder).files if name.startswith(f"{CARRIED}/")]
     return {name: regular(folder, f"{CARRIED}/{name}") for name in sorted(names) if "/" not in name}
 
 
 def files(folder: Path) -> dict[str, Path]:
-    """Those of a run's own folder, if it is there."""
+    """The files of a run's own folder, if it exists."""
     names = (name for name in sorted(_entries(folder)) if not (folder / name).is_dir())
     return {name: regular(folder.parent, f"{folder.name}/{name}") for name in names}
 
 
 def regular(folder: Path, name: str) -> Path:
-    """Where it lies, if it is a file of the folder that no link leads to; else CheckpointError."""
+    """Its path, if it is a file of the folder that is not reached by a link; else CheckpointError."""
     try:
         return inside.located(folder, name)
     except ABSENT:
@@ -178,16 +178,18 @@ def regular(folder: Path, name: str) -> Path:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Finish or remove what interrupted writers left; what to say of it."""
+    """Finish or remove what interrupted writers left; returns what to report."""
     said = []
     for name in _entries(folder):
         aside, target = folder / name, folder / name.removesuffix(WRITING)
         if name.endswith(WRITING) and not aside.is_symlink() and inside.there(aside / MANIFEST):
             if broken := _broken(aside):
-                said.append(f"{aside} was written to its end and is damaged, {broken}: kept as {set_aside(aside).name}")
+                said.append(f"{aside} was completely written but is damaged, {broken}: kept as {set_aside(aside).name}")
             else:
                 said += _take_place(aside, target)
-                said.append(f"{target} lacked only its name when its writer was interrupted: it has it now")
+                said.append(
+                    f"{target} was complete but for its name when its writer was interrupted: it has been renamed"
+                )
         elif _LEFT.search(name) or name.startswith(LATEST + "."):
             said += erase(aside)
     return said
@@ -203,7 +205,7 @@ def _broken(folder: Path) -> str:
 
 
 def begin(aside: Path) -> None:
-    """An empty folder to write a checkpoint in, aside from where it will appear."""
+    """An empty folder to write a checkpoint in, next to where it will appear."""
     if aside.is_symlink() or not aside.is_dir():
         aside.unlink(missing_ok=True)
     else:
@@ -212,14 +214,15 @@ def begin(aside: Path) -> None:
 
 
 def require(folder: Path, files: dict[str, Sum]) -> dict[str, Sum]:
-    """The files themselves, if they hold what they should."""
+    """The files themselves, if their contents are right."""
     if broken := [line for name, want in files.items() if (line := _damaged(folder, name, want, contents=True))]:
         raise CheckpointError("; ".join(broken))
     return files
 
 
 def publish(aside: Path, target: Path, manifest: Manifest) -> None:
-    """Give a written checkpoint its name. Every file in it is on disk; the manifest comes last, whole or not at all."""
+    """Give a written checkpoint its name. Every file in it is on disk; the manifest comes last, completely or not at
+    all."""
     fresh = aside / f"{MANIFEST}.new"
     write(fresh, manifest.text())
     os.rename(fresh, aside / MANIFEST)
@@ -228,7 +231,7 @@ def publish(aside: Path, target: Path, manifest: Manifest) -> None:
 
 
 def _take_place(aside: Path, target: Path) -> list[str]:
-    """One of another future, from which this run went back, may have the name."""
+    """A checkpoint from an abandoned future, which this run went back from, may have the name."""
     former = _renamed(target, REMOVING) if os.path.lexists(target) else None
     os.rename(aside, target)
     sync(target.parent)
@@ -236,7 +239,7 @@ def _take_place(aside: Path, target: Path) -> list[str]:
 
 
 def point(folder: Path, name: str) -> None:
-    """Make `latest` name a checkpoint."""
+    """Point `latest` at a checkpoint."""
     fresh = folder / f"{LATEST}.new"
     write(fresh, name + "\n")
     os.replace(fresh, folder / LATEST)
@@ -244,7 +247,7 @@ def point(folder: Path, name: str) -> None:
 
 
 def retain(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[str]:
-    """Remove all but the last made and, if asked for, the multiples of a number of steps; what to say of it.
+    """Remove all but the last made and, if asked for, the multiples of a number of steps; returns what to report.
 
     newest has just been written and read back. Only what was made before it is removed; what cannot be read stays.
     """
@@ -264,7 +267,7 @@ def retain(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[
 
 
 def set_aside(path: Path) -> Path:
-    """Under a name that no start looks for and no retention removes."""
+    """Rename it to something that no start looks for and no retention removes."""
     return _renamed(path, PASSED)
 
 
@@ -277,12 +280,13 @@ def _renamed(path: Path, suffix: str) -> Path:
 
 
 def erase(path: Path) -> list[str]:
-    """Remove a folder, or a link and not what it names; what to say of it. What cannot be removed ends no run."""
+    """Remove a folder, or a link but not its target; returns what to report. What cannot be removed does not end the
+    run."""
     try:
         if path.is_symlink():
             named = os.readlink(path)
             path.unlink()
-            return [f"{path.with_name(_LEFT.sub('', path.name))} was a link: it is removed, and {named} is not"]
+            return [f"{path.with_name(_LEFT.sub('', path.name))} was a link: it has been removed, and {named} has not"]
         if path.is_dir():
             shutil.rmtree(path)
         else:
@@ -298,12 +302,12 @@ def write(file: Path, text: str) -> None:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-    except OSError as error:  # which knows the name only if it could not be opened
+    except OSError as error:  # which has the name only if opening failed
         raise CheckpointError(unwritten(file, error, len(text.encode()))) from None
 
 
 def sync(folder: Path) -> None:
-    """Directories need it as files do, for a rename to survive a power cut."""
+    """Directories need this as much as files, so that a rename survives a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""manifest.json: what a checkpoint is, with a sum over every byte of itself. Without torch."""
+"""manifest.json: what a checkpoint is, with a checksum of itself. Without torch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from titanmoe.config.parse_json import parse_json
 from titanmoe.config.values import Misfit, fit, shown
 
 FORMAT = 2
-"""1: tensors are described by torch's .metadata, a pickle, and the manifest has no sum. 2: by tensors.json."""
-MOST = 1 << 28
-"""Bytes of a manifest: that of 100,000 files has a tenth of it."""
+"""1: tensors are described by torch's .metadata, a pickle, and the manifest has no checksum. 2: by tensors.json."""
+MOST_BYTES = 1 << 28
+"""Bytes of a manifest: one for 100,000 files has a tenth of it."""
 DEEPEST = 16
 OPEN = "{\n"
 HEAD = b'{\n "sha256": "'
@@ -27,7 +27,7 @@ AT, END = len(HEAD), len(HEAD) + 64
 
 @dataclass(frozen=True)
 class Sum:
-    """What a file must be."""
+    """What a file must match."""
 
     bytes: int
     crc32: int
@@ -37,7 +37,7 @@ class Sum:
 class Manifest:
     step: int
     number: int
-    """Counts the checkpoints of a run in the order they were made; a run may go back to an earlier step."""
+    """Counts the run's checkpoints in the order they were made; a run may go back to an earlier step."""
     files: dict[str, Sum]
     record: dict[str, Any] = field(default_factory=dict)
     """What the run was: config, mapping, loader, tokens, versions."""
@@ -45,12 +45,12 @@ class Manifest:
 
     def text(self) -> str:
         files = {name: {"bytes": s.bytes, "crc32": f"{s.crc32:08x}"} for name, s in sorted(self.files.items())}
-        told = {"format": self.format, "step": self.step, "number": self.number, "record": self.record, "files": files}
-        return sealed(json.dumps(told, indent=1))
+        data = {"format": self.format, "step": self.step, "number": self.number, "record": self.record, "files": files}
+        return sealed(json.dumps(data, indent=1))
 
 
 def sealed(text: str) -> str:
-    """A manifest's text with the sum of all else in it as its first entry."""
+    """A manifest's text, with the checksum of everything else in it as its first entry."""
     rest = f'",\n{text.removeprefix(OPEN)}'.encode()
     return (HEAD + _sum(HEAD + rest) + rest).decode()
 
@@ -60,10 +60,10 @@ def _sum(data: bytes) -> bytes:
 
 
 def parse(data: bytes, source: Path) -> Manifest:
-    """CheckpointError in one line, whatever the bytes are."""
+    """CheckpointError with one line, whatever the bytes are."""
     try:
         if data.startswith(HEAD) and data[AT:END] != _sum(data[:AT] + data[END:]):
-            raise ValueError("its SHA-256 is not the one in it: its contents have changed")
+            raise ValueError("its SHA-256 does not match the one in it: its contents have changed")
         found = parse_json(data)
         version = found["format"]
         if type(version) is not int:
@@ -75,7 +75,7 @@ def parse(data: bytes, source: Path) -> Manifest:
             )
         if version > 1 and not data.startswith(HEAD):
             raise ValueError("it does not begin with its SHA-256")
-        if wrong := next(misfits(found, KIND), ""):
+        if wrong := next(misfits(found, ENTRIES), ""):
             raise ValueError(wrong)
         files = {name: Sum(s["bytes"], int(s["crc32"], 16)) for name, s in found["files"].items()}
         return Manifest(found["step"], found["number"], files, found["record"], version)
@@ -91,7 +91,7 @@ def parse(data: bytes, source: Path) -> Manifest:
 COUNT, NUMBER, ANY = "a count", "a number", "anything"
 CRC = "8 hexadecimal digits"
 AXES = {"*": COUNT}
-KIND: dict[str, Any] = {
+ENTRIES: dict[str, Any] = {
     "step": COUNT,
     "number": COUNT,
     "files": {"*": {"bytes": COUNT, "crc32": CRC}},
@@ -107,11 +107,11 @@ KIND: dict[str, Any] = {
         "validation": {},
     },
 }
-"""By key; "*" for any other. What has no kind here may be anything that is not nested deeper than DEEPEST."""
+"""By key; "*" for any other. Keys without a kind here may hold anything that is not nested deeper than DEEPEST."""
 
 
 def misfits(value: Any, kind: Any, path: str = "", depth: int = 0) -> Iterator[str]:
-    """What is of another type than it must be, a line each."""
+    """Whatever is of the wrong type, a line each."""
     if depth > DEEPEST:
         yield f"{path[:80]}... is nested deeper than {DEEPEST}"
     elif isinstance(kind, dict) and isinstance(value, dict):
@@ -151,7 +151,7 @@ def flat_record(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Values of the config's fields that this version knows, by path; CheckpointError where one is of a wrong type."""
+    """Values of the config's fields that this version knows, by path; CheckpointError if one has the wrong type."""
     known = fields()
     values = {path: v for path, v in flat_record(record.get("config", {})).items() if path in known}
     fitted = {path: fit(value, known[path]) for path, value in values.items()}

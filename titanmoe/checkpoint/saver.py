@@ -1,4 +1,4 @@
-"""Saving beside the training: stage, check, write, publish, retain; and what is done when a save does not end."""
+"""Saving in the background: stage, check, write, publish, retain; and what to do when a save does not end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.config.schema import Checkpoint as Options
 
 NAMED = 8
-"""Ranks that a message names."""
+"""How many ranks a message names."""
 
 
 class Saver:
@@ -35,12 +35,14 @@ class Saver:
     def __init__(self, folder: Path, options: Options, say: Callable[[str], None] = print):
         self.folder, self.options, self.say = folder, options, say
         self.passed: list[Path] = []
-        """What could not be used when the run began. It keeps its name, for a start that can, until one is newer."""
-        # A group of its own, on CPU tensors: the thread's messages must never meet those of a training step.
+        """Checkpoints that could not be used when the run started. They keep their names, for a start that can use
+        them, until a newer one exists."""
+        # A group of its own, on CPU tensors: the thread's messages must never get mixed up with those of a training
+        # step.
         several, patience = dist.get_world_size() > 1, timedelta(seconds=options.timeout_s)
         self.group = dist.new_group(backend="gloo", timeout=patience) if several else None
         self.world = dist.group.WORLD if several else None
-        """For the training's own thread, when the other may be stuck in a message of its group."""
+        """For the training thread, when the writer's thread may be stuck in a message of its group."""
         self.first = dist.get_rank() == 0
         self.saved_step = -1
         self._thread: threading.Thread | None = None
@@ -57,7 +59,7 @@ class Saver:
             self.say(f"checkpoint: {line}")
 
     def save(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> float:
-        """Returns the seconds for which training stood still."""
+        """Returns the seconds for which training was paused."""
         began = time.monotonic()
         self.wait()
         if self.options.save == "async":
@@ -66,7 +68,7 @@ class Saver:
         if gpu is not None:
             torch.cuda.synchronize()
         self._deadline = time.monotonic() + self.options.timeout_s
-        # Also where training waits for it: a thread that a disk holds fast cannot look at the clock.
+        # Also when training waits for it: a thread that is stuck in a disk operation cannot check the clock.
         self._thread = threading.Thread(
             target=self._attempt, args=(step, pieces, record, gpu), name="checkpoint", daemon=True
         )
@@ -78,12 +80,12 @@ class Saver:
 
     @property
     def in_trouble(self) -> bool:
-        """On this rank: a save has failed, or takes too long."""
+        """Whether on this rank a save has failed, or takes too long."""
         late = self._thread is not None and self._thread.is_alive() and time.monotonic() > self._deadline
         return bool(self._failed) or late
 
     def wait(self) -> None:
-        """Until nothing is being written. What went wrong, on whichever rank, is raised on all of them."""
+        """Until nothing is being written. What went wrong on any rank is raised on all of them."""
         if self._thread is None:
             return
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
@@ -98,14 +100,14 @@ class Saver:
     def _late(self, stuck: dict[int, str]) -> str:
         busy = {rank: at for rank, at in stuck.items() if at != Doing.WAITING} or stuck
         named = ", ".join(f"rank {rank} is still {at}" for rank, at in list(busy.items())[:NAMED])
-        more = f" (and {len(busy) - NAMED} ranks more)" if len(busy) > NAMED else ""
+        more = f" (and {len(busy) - NAMED} more ranks)" if len(busy) > NAMED else ""
         return (
             f"{self.folder / layout.name_of(self.saved_step)} is not saved after checkpoint.timeout_s = "
-            f"{self.options.timeout_s} s: {named}{more}. Look at that disk, or raise checkpoint.timeout_s"
+            f"{self.options.timeout_s} s: {named}{more}. Check that disk, or raise checkpoint.timeout_s"
         )
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Into memory kept from one checkpoint to the next; page-locked for a GPU, whose copies then overlap."""
+        """Into memory that is kept from one checkpoint to the next; page-locked for a GPU, so that copies overlap."""
         kept = self._staged.get(name)
         if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
             kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
@@ -115,7 +117,7 @@ class Saver:
     def _attempt(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any], gpu: int | None) -> None:
         if gpu is not None:
             torch.cuda.set_device(gpu)
-        # Where a thread has a priority of its own: training first, if cores are few.
+        # Where threads have their own priority: training first, if cores are few.
         if sys.platform == "linux" and self.options.save == "async":
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
@@ -123,7 +125,7 @@ class Saver:
             self._write(step, pieces, record)
         except CheckpointError as error:
             self._failed = str(error)
-        except Exception as error:  # a lost connection, say: the thread's own traceback would end unseen
+        except Exception as error:  # such as a lost connection: nobody would see the thread's own traceback
             self._failed = f"{self.folder}: {type(error).__name__} {error}"
 
     def _write(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
@@ -148,19 +150,19 @@ class Saver:
         return Manifest(step, number, sums, record)
 
     def carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
-        """Config and tokenizer of the model that the run began from: every checkpoint holds a copy."""
+        """Config and tokenizer of the model that the run started from: every checkpoint gets a copy."""
 
         def copy() -> None:
             home = self.folder / layout.CARRIED
             if home.is_symlink():
-                raise CheckpointError(f"{home} is a link, and files are copied into it: put a folder there")
+                raise CheckpointError(f"{home} is a link, and files would be copied into it: put a folder there")
             for name, file in find().items():
                 home.mkdir(exist_ok=True)
-                (home / name).unlink(missing_ok=True)  # a link would be written through
+                (home / name).unlink(missing_ok=True)  # writing would follow a link
                 try:
                     shutil.copyfile(file, home / name)
                 except OSError as error:
-                    if error.errno in NO_ROOM:  # of which it would name the source
+                    if error.errno in NO_ROOM:  # or it would name the source
                         raise CheckpointError(unwritten(home / name, error, file.stat().st_size)) from None
                     raise
 

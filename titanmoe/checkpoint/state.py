@@ -1,4 +1,4 @@
-"""What a run is made of, as named pieces that know nothing of the mapping; and which of it a resume may change.
+"""The state of a run as named pieces that are independent of the mapping; and which of it a resume may change.
 
     model.NAME                  parameters and the routers' expert biases; layers by their number in the whole model
     optimizer.exp_avg.NAME      AdamW's moments (another optimizer's have its own names); its step is the run's
@@ -25,7 +25,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.parallel.materialize import piece, stored_name
 
 Targets = dict[str, tuple[str, Piece]]
-"""By a name of this rank's own: the stored tensor's name, and the piece of it that this rank holds."""
+"""By a name that is local to this rank: the stored tensor's name, and the piece of it that this rank holds."""
 
 
 def targets(
@@ -47,7 +47,7 @@ def targets(
 
 
 def pieces(found: Targets) -> dict[str, Piece]:
-    """To save: of an embedding with copies, the first."""
+    """What to save: of an embedding with copies, the first."""
     return {stored: piece for name, (stored, piece) in found.items() if name == stored}
 
 
@@ -75,13 +75,13 @@ def record(config: Config, fold: Fold, step: int, tokens: float, loader: dict[st
     }
 
 
-# ---- a config that is not the one before
+# ---- a config that differs from the one before
 
 FREE = (
     "family", "size", "init_std", "norm_eps", "top_k", "score_function", "norm_topk", "route_scale", "num_groups",
     "top_groups", "sliding_window", "full_attention_every",
 )  # fmt: skip
-"""Fields of [model] that change what weights are used for, but not which there are. Those of RoPE too, by prefix."""
+"""Fields of [model] that change how weights are used, but not which there are. Those of RoPE too, by prefix."""
 
 
 def _shapes(path: str) -> bool:
@@ -90,7 +90,7 @@ def _shapes(path: str) -> bool:
 
 
 def refusals(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Fields that must be as they were, with both values."""
+    """Fields that may not change but have, with both values."""
     before, now = flat_record(saved.get("config", {})), flat(config)
     return [
         f"{path} is {toml_value(now[path])} and was {toml_value(before[path])} when the checkpoint was made: "
@@ -101,7 +101,7 @@ def refusals(saved: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def differences(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Every other field that is not as it was; the checkpoint's and the run's own names aside."""
+    """Every other field that has changed, apart from the checkpoint's and the run's own names."""
     before, now = flat_record(saved.get("config", {})), flat(config)
     changed = [
         f"{path}: {toml_value(before[path])} -> {toml_value(now[path])}"
@@ -112,19 +112,19 @@ def differences(saved: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def _of_grouping(before: Mapping[str, Any], config: Config) -> list[str]:
-    """What depends on which samples or tokens stand together, and no longer will as it did."""
+    """What depends on which samples or tokens are grouped together, if the groups have changed."""
     was, now = before.get, flat(config)
     notes = []
     if was("training.global_batch_size") != now["training.global_batch_size"]:
-        notes.append("note: the global batch has changed; the loss curve is another from here on")
+        notes.append("note: the global batch has changed; the loss curve differs from here on")
 
     def regrouped(*paths: str) -> bool:
         return any(was(path) != now[path] for path in paths)
 
     per_microbatch = regrouped("training.local_batch_size", "parallelism.dp_shard", "parallelism.dp_replicate")
     if per_microbatch and (config.moe.aux_loss or config.moe.aux_loss_global):
-        notes.append("note: moe.aux_loss and aux_loss_global see other microbatches than before (docs/moe.md)")
+        notes.append("note: moe.aux_loss and aux_loss_global see different microbatches than before (docs/moe.md)")
     drops = config.moe.capacity_factor and config.moe.capacity_scope == "sub_sequence"
     if drops and (per_microbatch or regrouped("parallelism.tp", "parallelism.cp")):
-        notes.append("note: sub_sequence capacity drops within other groups of tokens than before (docs/moe.md)")
+        notes.append("note: sub_sequence capacity drops within different groups of tokens than before (docs/moe.md)")
     return notes

@@ -1,10 +1,10 @@
-"""tensors.json: which tensors a checkpoint holds, and where in which file their blocks lie.
+"""tensors.json: which tensors a checkpoint has, and where in which file their blocks are.
 
     {"model.a": {"dtype": "float32", "shape": [2, 3], "blocks": [[[0, 0], [2, 3], "rank-00000-000.distcp", 0, 1321]]}}
 
-A block: offset in the tensor, shape, file, first byte, bytes; what lies there was written by torch.save. Checkpoints of
+A block: offset in the tensor, shape, file, first byte, bytes; what is there was written by torch.save. Checkpoints of
 format 1 have torch's `.metadata` instead, a pickle, which could run anything: it is read by an interpreter that makes
-tuples and inert boxes and knows nothing else.
+tuples and inert boxes and nothing else.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def to_json(tensors: Mapping[str, Written]) -> bytes:
     lines = []
     for name, tensor in sorted(tensors.items()):
         blocks = [[b.offset, b.shape, b.file, b.start, b.bytes] for b in tensor.blocks]
-        told = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape, "blocks": blocks}
-        lines.append(f"{json.dumps(name)}: {json.dumps(told)}")
+        entry = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape, "blocks": blocks}
+        lines.append(f"{json.dumps(name)}: {json.dumps(entry)}")
     return ("{\n" + ",\n".join(lines) + "\n}\n").encode()
 
 
 def from_json(data: bytes, files: Mapping[str, Sum]) -> dict[str, Written]:
-    """ValueError, KeyError or TypeError where it is not what to_json writes."""
+    """ValueError, KeyError or TypeError if it is not something that to_json writes."""
     return _checked(parse_json(data), files)
 
 
 def _checked(found: Any, files: Mapping[str, Sum]) -> dict[str, Written]:
-    tensors = {name: _tensor(name, told, files) for name, told in found.items()}
-    # With this, all tensors together are no larger than the files are.
+    tensors = {name: _tensor(name, entry, files) for name, entry in found.items()}
+    # This guarantees that all tensors together are no larger than the files.
     taken = sorted((b.file, b.start, b.bytes) for tensor in tensors.values() for b in tensor.blocks)
     for (file, start, length), (other, after, _) in pairwise(taken):
         if file == other and after < start + length:
@@ -72,25 +72,25 @@ def _checked(found: Any, files: Mapping[str, Sum]) -> dict[str, Written]:
     return tensors
 
 
-def _tensor(name: str, told: dict[str, Any], files: Mapping[str, Sum]) -> Written:
-    dtype, shape = DTYPES.get(told["dtype"]), _sizes(told["shape"])
+def _tensor(name: str, entry: dict[str, Any], files: Mapping[str, Sum]) -> Written:
+    dtype, shape = DTYPES.get(entry["dtype"]), _sizes(entry["shape"])
     if dtype is None:
-        raise ValueError(f"{name} has dtype {told['dtype']!r}")
-    blocks = tuple(_block(name, block, shape, dtype, files) for block in told["blocks"])
+        raise ValueError(f"{name} has dtype {entry['dtype']!r}")
+    blocks = tuple(_block(name, block, shape, dtype, files) for block in entry["blocks"])
     if sum(prod(block.shape) for block in blocks) != prod(shape):
         raise ValueError(f"the blocks of {name} do not make up its shape {shape}")
     return Written(dtype, shape, blocks)
 
 
-def _block(name: str, told: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Sum]) -> Block:
-    offset, shape, file, start, length = told
+def _block(name: str, entry: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Sum]) -> Block:
+    offset, shape, file, start, length = entry
     block = Block(_sizes(offset), _sizes(shape), file, *_sizes([start, length]))
     if not len(block.offset) == len(block.shape) == len(whole) or any(
         first + n > all_ for first, n, all_ in zip(block.offset, block.shape, whole, strict=True)
     ):
         raise ValueError(f"a block of {name} at {block.offset} with shape {block.shape} is not within {whole}")
     if block.file not in files or block.start + block.bytes > files[block.file].bytes:
-        raise ValueError(f"{name} lies in {block.file!r} up to byte {start + length}, where the manifest has nothing")
+        raise ValueError(f"{name} is in {block.file!r} up to byte {start + length}, where the manifest has nothing")
     if prod(block.shape) * dtype.itemsize > block.bytes:
         raise ValueError(f"a block of {name} with shape {block.shape} is larger than its {block.bytes} bytes")
     return block
@@ -98,7 +98,7 @@ def _block(name: str, told: list[Any], whole: Sizes, dtype: torch.dtype, files: 
 
 def _sizes(values: Any) -> Sizes:
     if not isinstance(values, list | tuple) or not all(type(n) is int and 0 <= n < 1 << 63 for n in values):
-        raise ValueError(f"{values!r:.60} are no sizes")
+        raise ValueError(f"{values!r:.60} are not sizes")
     return tuple(values)
 
 
@@ -117,7 +117,7 @@ class _Part(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         at = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self.at, io.SEEK_END: self.size}[whence]
         if at < 0:
-            raise ValueError("it is cut off")
+            raise ValueError("it is truncated")
         self.at = at
         return at
 
@@ -132,7 +132,7 @@ class _Part(io.RawIOBase):
 
 
 def load(block: Block, dtype: torch.dtype, file: BinaryIO) -> Tensor:
-    """The tensor that torch.save put there."""
+    """The tensor that torch.save wrote there."""
     stream = _Part(file, block)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(stream).infolist()):
         raise ValueError("it is compressed, which titanmoe does not do: it could be of any size")
@@ -148,7 +148,7 @@ Box = list[tuple[int, int]]
 
 
 def shared(block: Block, offset: Sizes, sizes: Sizes) -> Box | None:
-    """What of a tensor both cover, a block and a piece of those sizes."""
+    """The part of a tensor that a block and a piece of those sizes both cover."""
     starts = [max(pair) for pair in zip(block.offset, offset, strict=True)]
     ends = [min(a + n, b + m) for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True)]
     box = list(zip(starts, ends, strict=True))
@@ -156,11 +156,11 @@ def shared(block: Block, offset: Sizes, sizes: Sizes) -> Box | None:
 
 
 def needed(stored: Written | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Block]:
-    """The blocks that a piece of a tensor of that shape is made from; ValueError where it is not."""
+    """The blocks that a piece of a tensor of that shape is made from; ValueError if it cannot be."""
     if stored is None:
         raise ValueError("is not in it")
     if stored.shape != whole:
-        raise ValueError(f"has shape {stored.shape}, {whole} is wanted")
+        raise ValueError(f"has shape {stored.shape}, and {whole} is needed")
     found = {block: box for block in stored.blocks if (box := shared(block, offset, sizes)) is not None}
     if sum(prod(last - first for first, last in box) for box in found.values()) != prod(sizes):
         raise ValueError("is not covered by its blocks, some of which overlap")
@@ -175,7 +175,7 @@ def within(box: Box, offset: Sizes) -> tuple[slice, ...]:
 
 
 class _Box:
-    """Stands for any class of torch's: keeps what was put into it and does nothing."""
+    """Stands for any class of torch's: keeps what is put into it and does nothing."""
 
     def __init__(self, *args: Any): ...
 
@@ -198,7 +198,7 @@ BOXED = {
 
 class _Boxes(
     pickle._Unpickler
-):  # the one in Python: that in C fills gigabytes if a pickle asks for entry 2**31 of its memo
+):  # the Python one: the C one fills gigabytes if a pickle asks for entry 2**31 of its memo
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in BOXED:
             return _Box
@@ -210,7 +210,7 @@ class _Boxes(
 
 
 def from_pickle(data: bytes, files: Mapping[str, Sum]) -> dict[str, Written]:
-    """Of torch's `.metadata`. Any exception at all where it is not what torch writes."""
+    """From torch's `.metadata`. Any exception at all if it is not what torch writes."""
     metadata = _Boxes(io.BytesIO(data)).load().state
     places: dict[Any, dict[str, Any]] = {
         (index.state["fqn"], index.state["offset"]): info.state for index, info in metadata["storage_data"].items()

@@ -26,11 +26,11 @@ def _mix(config: Config) -> Iterator[Law]:
             "none, which weighs sources by their tokens",
         )
     elif weights and not sum(weights):
-        yield fields, f"data.weights = {weights} sums to 0, and no source would have a turn: make one positive"
+        yield fields, f"data.weights = {weights} sums to 0, so no source would be read: make one positive"
     else:
         for path, weight in zip(paths, weights, strict=False):
             if not weight:
-                yield fields, f"data.weights gives {path!r} the weight 0: leave both out, or give it a share"
+                yield fields, f"data.weights gives {path!r} the weight 0: remove both, or give it a positive weight"
 
 
 def _packing(config: Config) -> Iterator[Law]:
@@ -44,8 +44,8 @@ def _packing(config: Config) -> Iterator[Law]:
     elif data.balance_work and data.packing == "stream":
         yield (
             ("data.balance_work", "data.packing"),
-            'data.balance_work = true evens out what samples cost, and with data.packing = "stream" all cost the same: '
-            'set packing = "documents" or "best_fit", or balance_work = false',
+            'data.balance_work = true evens out the cost of samples, but with data.packing = "stream" all cost the '
+            'same: set packing = "documents" or "best_fit", or balance_work = false',
         )
 
 
@@ -60,22 +60,22 @@ def _validation(config: Config) -> Iterator[Law]:
     if validation.paths and validation.held_out:
         yield (
             ("validation.paths", "validation.held_out"),
-            f"validation.held_out = {validation.held_out} keeps documents that nothing reads, since validation.paths "
+            f"validation.held_out = {validation.held_out} holds out documents that nothing reads, as validation.paths "
             "is given: drop one of them",
         )
     if validation.paths and not validation.interval:
         yield (
             ("validation.paths", "validation.interval"),
-            "validation.paths is given and validation.interval = 0 never reads it: set interval, such as 100, or "
+            "validation.paths is given, but validation.interval = 0 never reads it: set interval, such as 100, or "
             "paths = []",
         )
     if validation.held_out == 1:
         yield (
             ("validation.held_out",),
-            "validation.held_out = 1 keeps every document, and none is left to train on: use 2 or more, such as 100",
+            "validation.held_out = 1 holds out every document and leaves none to train on: use 2 or more, such as 100",
         )
     if source == "synthetic" and validation.interval and not validation.paths and not validation.steps:
         yield (
             ("validation.steps", "data.source"),
-            'validation.steps = 0 asks for the whole set, and data.source = "synthetic" never ends: set steps = 10',
+            'validation.steps = 0 asks for the whole set, but data.source = "synthetic" never ends: set steps = 10',
         )

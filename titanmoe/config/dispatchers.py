@@ -1,4 +1,4 @@
-"""What is known of each dispatcher without torch. A new one is a class in a file of its own and an entry here."""
+"""Facts about each dispatcher that need no torch. A new one is a class in its own file and an entry here."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ class Facts:
     where: str
     """The module under titanmoe.moe, and the class in it: torch is imported where a layer is made, not here."""
     what: str
-    """What it does and when to choose it, for --help."""
+    """What it does and when to choose it, as --help says it."""
     host_syncs: int
     """How often the forward of a layer waits to learn how many rows go where. With padded bins none does."""
     whole: str = ""
-    """Why its rows do not travel in pieces, after "overlap_chunks cuts an all-to-all by its numbers of rows, and this
+    """Why its rows do not travel in pieces, after "overlap_chunks splits an all-to-all by its row counts, but this
     one"; "" if they do. Without pieces nothing is computed meanwhile: no other chunk, and no other microbatch.
     """
     nodes: bool = False
-    """It wants to know which ranks of its group share a node."""
+    """Whether it needs to know which ranks of its group share a node."""
     unused_rows: bool = False
-    """Experts are given rows after the last one that is theirs, and what they make of those may be no number."""
+    """Whether experts get rows beyond the last one that is theirs, and may make NaN of them."""
     asks_machine: bool = False
-    """The class's `missing` says what a machine lacks that it needs beside torch.distributed."""
+    """Whether the class's `missing` says what the machine lacks that it needs besides torch.distributed."""
     most: int = 0
-    """The most ranks of ep x etp, and the most experts of a rank; 0: any number."""
+    """The maximum number of ranks of ep x etp, and of experts on a rank; 0: any number."""
 
 
 DISPATCHERS = {
@@ -37,21 +37,21 @@ DISPATCHERS = {
         "dispatch.AllGather",
         "allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep.",
         host_syncs=1,
-        whole="makes none",
+        whole="has none",
     ),
     "hierarchical": Facts(
         "dispatch.Hierarchical",
-        "hierarchical is an all-to-all in which a token crosses to each node once, and is copied inside it: where "
-        "ep x etp spans nodes and a token has several experts on one.",
+        "hierarchical is an all-to-all in which a token is sent to each node once, and copied inside it: for "
+        "ep x etp that spans nodes, if a token has several experts on one.",
         host_syncs=2,
         nodes=True,
     ),
     "symm_mem": Facts(
         "symmetric.Symmetric",
         "symm_mem is alltoall through symmetric memory (NVSHMEM), in which the host never waits for sizes: for GPUs of "
-        "one NVLink domain that wait for the host.",
+        "one NVLink domain that often idle waiting for the host.",
         host_syncs=0,
-        whole="leaves them on the device",
+        whole="leaves those counts on the device",
         unused_rows=True,
         asks_machine=True,
         most=16,  # warps in a thread block (512 threads) of the operations' kernels
@@ -60,10 +60,10 @@ DISPATCHERS = {
 
 
 def in_pieces() -> list[str]:
-    """Those whose rows can be under way while something else is computed."""
+    """Those whose rows can travel while something else is computed."""
     return [name for name, facts in DISPATCHERS.items() if not facts.whole]
 
 
 def in_pieces_quoted() -> str:
-    """As a message proposes them."""
+    """The same as a message suggests them."""
     return " or ".join(f'"{name}"' for name in in_pieces())

@@ -11,11 +11,11 @@ def divisors(n: int) -> list[int]:
     return low + [n // d for d in reversed(low) if d * d != n]
 
 
-def nearest(values: list[int], near: int) -> str:
+def nearest_values(values: list[int], near: int) -> str:
     """The values, or the eight nearest if there are many, as in "1, 2, 4"."""
     return ", ".join(map(str, sorted(sorted(values, key=lambda value: abs(value - near))[:8])))
 
 
 def choices(name: str, values: list[int], near: int) -> str:
     """For a fix: name = 2, or name in 1, 2, 4."""
-    return f"{name} {'=' if len(values) == 1 else 'in'} {nearest(values, near)}"
+    return f"{name} {'=' if len(values) == 1 else 'in'} {nearest_values(values, near)}"

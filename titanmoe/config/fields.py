@@ -119,7 +119,7 @@ def to_toml(config: Config) -> str:
 
 
 def _lists() -> dict[str, str]:
-    """What the schema's docstrings name in braces."""
+    """What replaces the names in braces in the schema's docstrings."""
     return {
         "{families}": ", ".join(families.NAMES),
         "{dispatchers}": " ".join(facts.what for facts in DISPATCHERS.values()),
@@ -167,9 +167,9 @@ def help_page(program: str, values: Mapping[str, Any], origins: Mapping[str, str
         "  --help, -h            this page, with the values of the recipe and the overrides given; start nothing",
         "",
         paragraph(
-            "Every field below can stand in the recipe under its [table] or on the command line, which wins: "
+            "Every field below can be set in the recipe under its [table] or on the command line, which wins: "
             "--training.steps 10, --training.steps=10, --compile.enable (that is: true), --data.paths a.txt b.txt. "
-            "In names, - and _ are alike."
+            "In names, - and _ mean the same."
         ),
     ]
     for table, cls in tables().items():

@@ -1,6 +1,6 @@
 """Which fields of a config contradict each other on any machine; each number's range is in `titanmoe.config.ranges`.
 
-What depends on the world size is the mapping's affair (`titanmoe.fold`).
+What depends on the world size is checked with the mapping (`titanmoe.fold`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from titanmoe.config.blocks import moe_layers
 from titanmoe.config.data_laws import of_samples
 from titanmoe.config.dispatchers import DISPATCHERS, in_pieces_quoted
-from titanmoe.config.divisors import divisors, nearest
+from titanmoe.config.divisors import divisors, nearest_values
 from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Checkpoint, Config, Data, Job, Model, MoE, Training
 
@@ -19,7 +19,7 @@ WIDTHS = {"bfloat16": 2, "float32": 4, "float64": 8}
 
 
 def contradictions(config: Config) -> list[Violation]:
-    """Fields that do not fit each other; every number is taken to be in its range."""
+    """Fields that do not fit each other; every number is assumed to be in its range."""
     return [
         *_job(config.job),
         *_shape(config.model),
@@ -42,8 +42,8 @@ def _job(job: Job) -> Iterator[Violation]:
     if job.name in (".", "..") or "/" in job.name or "\\" in job.name:
         yield Violation(
             ("job.name",),
-            f"job.name = {job.name!r} is no name of a folder: leave out . .. / and \\ "
-            "(job.dump_folder says where the run's folder lies)",
+            f"job.name = {job.name!r} is not a folder name: leave out . .. / and \\ "
+            "(job.dump_folder says where the run's folder goes)",
         )
 
 
@@ -53,7 +53,8 @@ def _shape(model: Model) -> Iterator[Violation]:
         yield Violation(
             ("model.num_heads", "model.num_kv_heads"),
             f"model.num_heads = {heads} is not a multiple of model.num_kv_heads = {kv_heads} "
-            f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads {nearest(divisors(heads), kv_heads)}",
+            f"({heads} % {kv_heads} = {heads % kv_heads}): use num_kv_heads "
+            f"{nearest_values(divisors(heads), kv_heads)}",
         )
     if model.head_dim % 2 and not model.kv_lora_rank:
         yield Violation(
@@ -76,14 +77,14 @@ def _shape(model: Model) -> Iterator[Violation]:
         yield Violation(
             ("model.dense_hidden", "model.num_dense_layers", "model.moe_every"),
             f"model.dense_hidden = 0, yet model.num_dense_layers = {model.num_dense_layers} and model.moe_every = "
-            f"{model.moe_every} make {layers - moe_layers(model)} of {layers} blocks dense: give it, such as "
+            f"{model.moe_every} make {layers - moe_layers(model)} of {layers} blocks dense: set it, such as "
             f"dense_hidden = {4 * model.dim}",
         )
     if model.shared_gate and not model.shared_hidden:
         yield Violation(
             ("model.shared_gate", "model.shared_hidden"),
             "model.shared_gate = true gates a shared expert, but model.shared_hidden = 0 makes none: "
-            f"give its width, such as shared_hidden = {model.expert_hidden}, or set shared_gate = false",
+            f"set its width, such as shared_hidden = {model.expert_hidden}, or set shared_gate = false",
         )
 
 
@@ -99,7 +100,7 @@ def _latent(model: Model) -> Iterator[Violation]:
     if not rope or rope % 2:
         yield Violation(
             ("model.qk_rope_head_dim", "model.kv_lora_rank"),
-            f"model.qk_rope_head_dim = {rope} gives latent attention no whole pairs for RoPE to turn: "
+            f"model.qk_rope_head_dim = {rope} does not give latent attention whole pairs for RoPE to turn: "
             f"use an even number, such as {rope + 1 if rope else 64}",
         )
     if model.head_dim != nope + rope:
@@ -119,7 +120,7 @@ def _latent(model: Model) -> Iterator[Violation]:
         if value != without:
             yield Violation(
                 (f"model.{name}", "model.kv_lora_rank"),
-                f"model.{name} = {value} is of grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
+                f"model.{name} = {value} is for grouped-query attention, and model.kv_lora_rank = {model.kv_lora_rank} "
                 f"asks for latent attention: set {name} = {without}, or kv_lora_rank = 0",
             )
 
@@ -129,7 +130,7 @@ def _not_latent(model: Model) -> Iterator[Violation]:
         if value := getattr(model, name):
             yield Violation(
                 (f"model.{name}", "model.kv_lora_rank"),
-                f"model.{name} = {value} is of latent attention, and model.kv_lora_rank = 0 asks for grouped-query "
+                f"model.{name} = {value} is for latent attention, and model.kv_lora_rank = 0 asks for grouped-query "
                 f"attention: set kv_lora_rank, such as 512, or {name} = 0",
             )
 
@@ -139,15 +140,15 @@ def _window(model: Model) -> Iterator[Violation]:
     if window and every == 1:
         yield Violation(
             ("model.sliding_window", "model.full_attention_every"),
-            f"model.sliding_window = {window} is not used with model.full_attention_every = 1, by which every block "
+            f"model.sliding_window = {window} is not used with model.full_attention_every = 1, with which every block "
             "sees the whole sequence: set full_attention_every = 2 for every other block or 0 for none, "
             "or sliding_window = 0",
         )
     if not window and every != 1:
         yield Violation(
             ("model.full_attention_every", "model.sliding_window"),
-            f"model.full_attention_every = {every} makes blocks narrow, but model.sliding_window = 0 is no width: "
-            "give it, such as sliding_window = 128, or set full_attention_every = 1",
+            f"model.full_attention_every = {every} gives blocks a sliding window, but model.sliding_window = 0 is not "
+            "a width: set it, such as sliding_window = 128, or set full_attention_every = 1",
         )
 
 
@@ -156,7 +157,7 @@ def _rope(model: Model) -> Iterator[Violation]:
     if yarn and factor == 1:
         yield Violation(
             ("model.rope_scaling", "model.rope_factor"),
-            'model.rope_scaling = "yarn" stretches by model.rope_factor = 1, which is not at all: give it, such as '
+            'model.rope_scaling = "yarn" stretches by model.rope_factor = 1, which does nothing: set it, such as '
             'rope_factor = 4.0, or set rope_scaling = "none"',
         )
     if not yarn and factor != 1:
@@ -207,7 +208,8 @@ def _routing(model: Model) -> Iterator[Violation]:
         yield Violation(
             ("model.num_experts", "model.num_groups"),
             f"model.num_experts = {experts} does not split into model.num_groups = {groups} equal groups "
-            f"({experts} % {groups} = {experts % groups}): use num_groups {nearest(divisors(experts), groups)}",
+            f"({experts} % {groups} = {experts % groups}): use num_groups "
+            f"{nearest_values(divisors(experts), groups)}",
         )
     if model.top_groups > groups:
         yield Violation(
@@ -218,7 +220,7 @@ def _routing(model: Model) -> Iterator[Violation]:
         size = experts // groups
         yield Violation(
             ("model.top_groups", "model.num_groups", "model.num_experts", "model.top_k"),
-            f"model.top_groups = {model.top_groups} of {groups} groups of {size} experts hold "
+            f"model.top_groups = {model.top_groups} of {groups} groups of {size} experts have "
             f"{model.top_groups * size}, fewer than model.top_k = {top_k}: use at least {-(-top_k // size)}",
         )
 
@@ -258,7 +260,7 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
         yield Violation(
             ("moe.pad_to_capacity", "moe.capacity_factor"),
             "moe.pad_to_capacity = true fills bins up to a capacity, but moe.capacity_factor = 0 sets none: "
-            "give one, such as capacity_factor = 1.25, or set pad_to_capacity = false",
+            "set one, such as capacity_factor = 1.25, or set pad_to_capacity = false",
         )
 
 
@@ -267,19 +269,19 @@ def _dispatcher(moe: MoE) -> Iterator[Violation]:
     if moe.overlap_chunks != 1 and facts.whole:
         yield Violation(
             ("moe.overlap_chunks", "moe.dispatcher"),
-            f"moe.overlap_chunks = {moe.overlap_chunks} cuts an all-to-all by its numbers of rows, and moe.dispatcher "
+            f"moe.overlap_chunks = {moe.overlap_chunks} splits an all-to-all by its row counts, but moe.dispatcher "
             f'= "{name}" {facts.whole}: use dispatcher = {in_pieces_quoted()}, or overlap_chunks = 1',
         )
     if moe.pad_to_capacity and not facts.host_syncs:
         yield Violation(
             ("moe.pad_to_capacity", "moe.dispatcher"),
-            f'moe.pad_to_capacity = true makes every size static, so that moe.dispatcher = "{name}" has nothing to '
-            'spare the host: use dispatcher = "alltoall", which then does not wait either, or pad_to_capacity = false',
+            f'moe.pad_to_capacity = true makes every size static, so that moe.dispatcher = "{name}" saves the '
+            'host nothing: use dispatcher = "alltoall", which then does not wait either, or pad_to_capacity = false',
         )
 
 
 def _products(config: Config) -> Iterator[Violation]:
-    """The experts' products: their kernel, and what numbers it takes."""
+    """The experts' products: their kernel, and the dtypes it supports."""
     moe, dtype = config.moe, config.training.mixed_precision_param
     if moe.grouped_mm == "grouped" and dtype == "float64":
         yield Violation(
@@ -289,7 +291,7 @@ def _products(config: Config) -> Iterator[Violation]:
     if moe.expert_dtype == "fp8" and dtype != "bfloat16":
         yield Violation(
             ("moe.expert_dtype", "training.mixed_precision_param"),
-            f'moe.expert_dtype = "fp8" gives results in bfloat16, and training.mixed_precision_param = "{dtype}": use '
+            f'moe.expert_dtype = "fp8" gives results in bfloat16, but training.mixed_precision_param = "{dtype}": use '
             '"bfloat16" there, or expert_dtype = "compute"',
         )
     if moe.expert_dtype == "fp8" and moe.grouped_mm == "loop":
@@ -310,7 +312,7 @@ def _profile(config: Config) -> Iterator[Violation]:
     if profile.memory == "steps" and not profile.steps:
         yield Violation(
             ("profile.memory", "profile.steps"),
-            'profile.memory = "steps" needs profile.steps: list some, or take "oom"',
+            'profile.memory = "steps" needs profile.steps: list some, or use "oom"',
         )
 
 
@@ -321,12 +323,12 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[Violation]:
     elif checkpoint.model_only and (load in ("auto", "none") or load.isdecimal()):
         yield Violation(
             ("checkpoint.model_only", "checkpoint.load"),
-            f'checkpoint.model_only = true takes weights from a path, and checkpoint.load = "{load}" is none: '
+            f'checkpoint.model_only = true takes weights from a path, and checkpoint.load = "{load}" is not one: '
             "name another run's checkpoint, or set model_only = false",
         )
     if checkpoint.keep_every and not checkpoint.keep_last:
         yield Violation(
             ("checkpoint.keep_every", "checkpoint.keep_last"),
             f"checkpoint.keep_every = {checkpoint.keep_every} adds to what keep_last keeps, and keep_last = 0 keeps "
-            "all: give keep_last, or set keep_every = 0",
+            "all: set keep_last, or keep_every = 0",
         )

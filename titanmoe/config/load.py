@@ -1,4 +1,4 @@
-"""From a recipe and a command line to a Config, or to every reason why not."""
+"""From a recipe and a command line to a Config, or to everything that is wrong with them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from titanmoe.config import laws, ranges
 from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
 from titanmoe.config.schema import Config
-from titanmoe.config.values import Misfit, fit, fit_texts, nearest, shortened, shown
+from titanmoe.config.values import Misfit, fit, fit_texts, nearest_field, shortened, shown
 
 Preset = Callable[[str, str], dict[str, object]]
 HINTS = 20
-"""Problems by which an unknown name still gets the one perhaps meant: each is compared with every field's."""
+"""Up to this many problems, an unknown name gets a suggestion: each is compared with every field's name."""
 
 
 class ConfigError(ValueError):
-    """What was asked for cannot run. `problems` holds every reason, `source` says where it was asked."""
+    """What was asked for cannot run. `problems` has every reason, `source` says where it was asked for."""
 
     def __init__(self, problems: list[str], source: str = ""):
         super().__init__(format_problems(problems, source))
@@ -46,12 +46,12 @@ def format_problems(problems: Sequence[str], source: str = "") -> str:
 def exit_with(problems: Sequence[str], source: str = "") -> NoReturn:
     """Ends the process over a user's mistake: exit code 2 on every rank, the message once, on stderr.
 
-    Rank 0 speaks; another rank only if the mistake is its own, such as data that its machine lacks.
+    Rank 0 prints; another rank only if the mistake is its own, such as data that its machine lacks.
     """
     if _first_rank():
         print(format_problems(problems, source), file=sys.stderr, flush=True)
     else:
-        # torchrun ends all ranks once one has ended, and rank 0 may not have spoken yet. So wait for it to go first;
+        # torchrun ends all ranks once one has ended, and rank 0 may not have printed yet. So wait for it to go first;
         # the SIGTERM that follows cuts the wait short.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(2))
         time.sleep(5)
@@ -65,7 +65,7 @@ def load(
     check: Callable[[Config], list[str]],
     resolve: Callable[[Config], Config] | None = None,
 ) -> Config:
-    """The config that a command line asks for; ConfigError with all that is wrong if it cannot run.
+    """The config that a command line asks for; ConfigError with everything that is wrong if it cannot run.
 
     preset(family, size) gives the fields of [model] their values, or raises LookupError. check(config) lists what else
     is wrong with it, such as a mapping that does not fit. resolve(config) fills in what is derived, once nothing is
@@ -122,7 +122,7 @@ class _Given:
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unsound: set[str] = field(default_factory=set)
-    """Fields whose value here stands in for one that cannot be used: what follows from it may be beside the point."""
+    """Fields whose value here replaces one that cannot be used: conclusions from it may be beside the point."""
     on_command_line: set[str] = field(default_factory=set)
     recipe: Recipe | None = None
 
@@ -167,7 +167,7 @@ def _split(argv: Sequence[str]) -> _Asked:
             argument = "--help"
         if not argument.startswith("--"):
             asked.problems.append(
-                f"command line: {argument!r} belongs to no option: fields are set as in --training.steps 10"
+                f"command line: {argument!r} does not belong to an option: fields are set as in --training.steps 10"
             )
             continue
         name, attached, value = argument[2:].partition("=")
@@ -199,8 +199,8 @@ def _split(argv: Sequence[str]) -> _Asked:
             members = ", ".join(f"--{path}" for path, it in fields().items() if it.table == name)
             asked.problems.append(f"command line: --{name} is a table, not a field: its fields are {members}")
         else:
-            near = nearest(name) if len(asked.problems) < HINTS else ""
-            hint = f"did you mean --{near}?" if near else "--help lists all"
+            near = nearest_field(name) if len(asked.problems) < HINTS else ""
+            hint = f"did you mean --{near}?" if near else "--help lists them all"
             asked.problems.append(f"command line: unknown option --{shortened(name)}: {hint}")
     return asked
 
@@ -224,7 +224,7 @@ def _take(data: dict[str, Any], prefix: str, given: _Given) -> None:
 
 
 def _hint(path: str) -> str:
-    near, table = nearest(path), path.rpartition(".")[0]
+    near, table = nearest_field(path), path.rpartition(".")[0]
     if near:
         return f"did you mean {near}?"
     if table in tables():
@@ -236,7 +236,7 @@ def _hint(path: str) -> str:
 
 
 def _fallback(given: _Given, preset: Preset) -> dict[str, Any]:
-    """What every field is that neither recipe nor command line give."""
+    """The value of every field that neither recipe nor command line gives."""
     defaults = flat(Config())
     named = ("model.family", "model.size")
     family, size = ((defaults | given.values)[path] for path in named)
@@ -257,7 +257,7 @@ def _mention_fallbacks(problem: str, unsound: set[str], values: dict[str, Any]) 
     if not stand_ins:
         return problem
     taken = ", ".join(f"{path} = {toml_value(values[path])}" for path in stand_ins)
-    return f"{problem} (taking {taken}, as what was given is refused above)"
+    return f"{problem} (taking {taken}, because what was given is refused above)"
 
 
 def _first_rank() -> bool:

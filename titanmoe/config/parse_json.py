@@ -1,4 +1,4 @@
-"""JSON of files that others wrote."""
+"""JSON from files that others wrote."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import json
 from typing import Any
 
 MOST_DEPTH = 64
-"""Of lists and objects in each other: far more than any file of ours has, and no matter for what walks through it."""
+"""Nesting of lists and objects: far more than any file of ours has, and harmless to whatever walks through it."""
 
 
 class TooDeep(ValueError):
-    """Lists or objects that lie in each other deeper than anything that is meant."""
+    """Lists or objects nested deeper than anyone would mean to."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """ValueError, and nothing else, for what cannot be read."""
-    too_deep = TooDeep(f"lists or objects lie in each other too deep to be read, more than {MOST_DEPTH}")
+    """ValueError, and nothing else, if the text cannot be read."""
+    too_deep = TooDeep(f"lists or objects are nested too deep to be read, more than {MOST_DEPTH}")
     try:
         data = json.loads(text)
     except RecursionError:

@@ -19,7 +19,7 @@ class Range(NamedTuple):
     without_low: bool = False
     without_high: bool = False
     derived: bool = False
-    """-1 is a value too, and asks for the one that fits."""
+    """-1 is a value too: derive the one that fits."""
 
     def __contains__(self, value: object) -> bool:
         if self.derived and value == -1:
@@ -41,14 +41,14 @@ POSITIVE = Range(0, without_low=True)
 FRACTION = Range(0, 1)
 BELOW_ONE = Range(0, 1, without_high=True)
 
-# The largest sizes come before anything is built from them: loops and lists are made per layer, expert and rank. Each
-# is far above any model that has been published (126 layers, 384 experts, a vocabulary of 262,144).
+# The largest sizes are checked before anything is built from them: loops and lists are made per layer, expert and rank.
+# Each is far above any model that has been published (126 layers, 384 experts, a vocabulary of 262,144).
 LAYERS = 10_000
 WIDTH = 2**20
 EXPERTS = 2**16
 RANKS = 2**20
 TOKENS = 2**31
-SECONDS = 31_536_000  # a year; a timedelta holds no 2**63 seconds
+SECONDS = 31_536_000  # a year; a timedelta cannot hold 2**63 seconds
 
 RANGES = {
     "model.vocab_size": Range(2, 2**24),
@@ -142,13 +142,13 @@ RANGES = {
     "profile.steps": COUNT,
     "profile.ranks": Range(0, RANKS),
 }
-"""By path; a list's range is its items'."""
+"""By path; for a list, the range of its items."""
 
 LIMIT = 2**63
 
 
 def digits(number: float) -> str:
-    """As text; Python writes out no integer of thousands of digits."""
+    """As text; Python does not write out integers of thousands of digits."""
     return hex(number)[:40] + "..." if isinstance(number, int) and number.bit_length() > 256 else str(number)
 
 
@@ -161,7 +161,7 @@ def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
         for place, number in enumerate(value if several else [value]):
             name = f"{path}[{place}]" if several else path
             if not -LIMIT < number < LIMIT:  # a NaN is not within either
-                text = f"{name} = {digits(number)} is no finite 64-bit number: it must be {limits}"
+                text = f"{name} = {digits(number)} is not a finite 64-bit number: it must be {limits}"
                 found.append(Violation((path,), text))
             elif number not in limits:
                 found.append(Violation((path,), f"{name} = {number} is out of range: it must be {limits}"))

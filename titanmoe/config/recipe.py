@@ -1,4 +1,4 @@
-"""A recipe: a TOML file, and on which line it says what."""
+"""A recipe: a TOML file, and which line says what."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from types import ModuleType
 from typing import Any
 
 MOST_BYTES = 1 << 20
-"""Of a recipe, which is read as a whole."""
+"""Size of a recipe, which is read as a whole."""
 MOST_DEPTH = 16
-"""Of tables and lists in each other; a recipe needs 3."""
+"""Nesting of tables and lists; a recipe needs 3."""
 MOST_READ_AGAIN = 2 << 20
-"""Characters that are read again to find the lines of keys; those found by then have their lines."""
+"""Characters to parse again to find the lines of keys; after that, the remaining keys have no line."""
 
 
 _PART = re.compile(r"""[ \t]*("[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*""")
@@ -45,11 +45,11 @@ class Recipe:
 
     @cached_property
     def lines(self) -> dict[str, int]:
-        """The line on which each key's statement begins: cut before it, the text has the key no more."""
+        """The line on which each key's statement begins: statements are parsed one at a time, and counted."""
         found: dict[str, int] = {}
         begin, header, statement, again = 1, "", "", 0
         for number, line in enumerate(self.text.split("\n"), 1):
-            if statement and not _CLOSES.search(line):  # spares an array of many lines a reading at each
+            if statement and not _CLOSES.search(line):  # so that a long array is not parsed once per line
                 statement += line + "\n"
                 continue
             statement += line + "\n"
@@ -76,7 +76,7 @@ def read_recipe(name: str) -> Recipe:
         with open(name, "rb") as stream:
             data = stream.read(MOST_BYTES + 1)
         if len(data) > MOST_BYTES:
-            raise RecipeError(f"{name}: has more than {MOST_BYTES:,} bytes, the most of a recipe: name another file")
+            raise RecipeError(f"{name}: has more than {MOST_BYTES:,} bytes, too many for a recipe: name another file")
         text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except FileNotFoundError:
         raise RecipeError(f"{name}: there is no such file{_hint(Path(name))}") from None
@@ -92,8 +92,8 @@ def read_recipe(name: str) -> Recipe:
 
 
 def parsed(text: str) -> dict[str, Any]:
-    """What a text of TOML says; ValueError if it is none, or nested too deeply for the rest of the program."""
-    too_deep = ValueError(f"tables or lists lie in each other more than {MOST_DEPTH} deep, which no field needs")
+    """What a TOML text says; ValueError if it is not TOML, or nested too deeply for the rest of the program."""
+    too_deep = ValueError(f"tables or lists are nested more than {MOST_DEPTH} deep, which no field needs")
     if _longest_key(text) > 4 * MOST_DEPTH:
         raise too_deep
     try:
@@ -109,7 +109,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def _longest_key(text: str) -> int:
-    """Most parts between dots that could be one key's (or stand in a text): their parser takes the square of it."""
+    """The most parts between dots that could be one key's (or be in a string): the parser takes the square of it."""
     longest = run = 0
     for part in text.split("."):
         run = run + 1 if _PART.fullmatch(part) else 0
@@ -133,7 +133,7 @@ def _not_toml(name: str, text: str, why: str) -> str:
     if not place:
         return f"{name}: is not TOML: {why}"
     line, column = map(int, place.groups())
-    hint = " (text stands in double quotes; true and false are lower case)" if why.startswith("Invalid value") else ""
+    hint = " (strings need double quotes; true and false are lower case)" if why.startswith("Invalid value") else ""
     quoted = text.split("\n")[line - 1].strip()
     quoted = quoted if len(quoted) <= 120 else f"{quoted[:117]}..."
     return f"{name}:{line}:{column}: is not TOML: {why[: place.start()]}{hint}" + (f", in: {quoted}" if quoted else "")

@@ -1,7 +1,8 @@
 """Every option of a run: one dataclass per TOML table, one docstring per field.
 
-A docstring says when to choose what, with {names} for what a table of its own lists; the laws that tie fields together live in `titanmoe.config.laws` (single
-machine matters) and `titanmoe.fold` (the mapping). `train.py --help` prints this page with the recipe's values.
+A docstring says when to choose what; {names} in braces are filled in by `titanmoe.config.fields`. The laws that tie
+fields together are in `titanmoe.config.laws` (what holds on any machine) and `titanmoe.fold` (the mapping). `train.py
+--help` prints this page with the recipe's values.
 """
 
 from __future__ import annotations
@@ -303,7 +304,7 @@ class Pipeline:
     layers_per_stage: list[int] = field(default_factory=list)
     """Layers of each stage, first to last. Empty: split by cost, including embedding and head."""
     overlap_pairs: bool = False
-    """DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows on their way to experts and back travel while the other half computes. Where experts lie over a wire that is slow beside their products; no number changes. Needs ep x etp > 1 and dispatcher {dispatchers in pieces}."""
+    """DualPipeV, or a file with pairs such as (0F4;3B1)OVERLAP_F_B: the forward and the backward of a pair take turns, so that rows travel to experts and back while the other half computes. For experts connected by a network that is slow compared with their products; no number changes. Needs ep x etp > 1 and dispatcher {dispatchers in pieces}."""
 
 
 @dataclass

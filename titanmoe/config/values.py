@@ -100,7 +100,7 @@ def _names() -> dict[str, tuple[str, str, str]]:
     return {other: other.rpartition(".") for other in [*fields(), *tables()]}
 
 
-def nearest(path: str) -> str:
+def nearest_field(path: str) -> str:
     """The field or table probably meant: the same name elsewhere, a similar one in the same table, any similar one; or
     empty."""
     table, _, name = path.replace("-", "_").rpartition(".")

@@ -1,7 +1,7 @@
-"""Conversations to tokens, by a Jinja chat template, and which of them the assistant said.
+"""Conversations to tokens, by a Jinja chat template, and which tokens the assistant said.
 
-The assistant's part is what the template marks with {% generation %}, else what each of its messages adds to the
-conversation so far, rendered with the prompt for an answer.
+The assistant's part is what the template marks with {% generation %}; without marks, what each of its messages adds to
+the conversation so far, rendered with the prompt for an answer.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from titanmoe.config.parse_json import parse_json
 from titanmoe.data.tokenizer import SETTINGS, Tokenizer
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
-"""Where the assistant's part begins and ends while a template renders: Unicode keeps these from being characters."""
+"""Mark the assistant's part while a template renders: Unicode guarantees that these are never characters."""
 
 
 MOST_TEMPLATE = 1 << 17
-"""Characters; the longest that is published has some 30,000."""
+"""Characters; the longest published template has some 30,000."""
 MOST_TOKENS = 20_000
-"""Words and signs of Jinja, without blanks: what takes time to compile."""
+"""Jinja's tokens, not counting white space: they are what takes time to compile."""
 
 
 class ChatError(ValueError):
@@ -40,7 +40,9 @@ class Chat:
         except ImportError:
             raise ConfigError([f"{origin}: chat templates need the package jinja2: pip install jinja2"]) from None
         if len(template) > MOST_TEMPLATE:
-            raise ConfigError([f"{origin}: the chat template has more than {MOST_TEMPLATE:,} characters: it is none"])
+            raise ConfigError(
+                [f"{origin}: the chat template has more than {MOST_TEMPLATE:,} characters, the limit for a template"]
+            )
         environment = self._environment = _environment()
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
         try:
@@ -49,7 +51,7 @@ class Chat:
         except ConfigError:
             raise
         except jinja2.TemplateSyntaxError as error:
-            raise ConfigError([f"{origin}:{error.lineno}: the chat template is no Jinja: {error.message}"]) from None
+            raise ConfigError([f"{origin}:{error.lineno}: the chat template is not Jinja: {error.message}"]) from None
         except (RecursionError, SyntaxError, MemoryError, ValueError, OverflowError) as error:
             text = _short(f"{type(error).__name__} {error}")
             raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}"]) from None
@@ -102,9 +104,9 @@ class Chat:
                 (
                     asked,
                     answered,
-                    f"message {n + 1}, the assistant's, is rendered with another beginning than its prompt",
+                    f"message {n + 1}, the assistant's, is rendered differently up to where it begins",
                 ),
-                (answered, whole, f"the first {n + 1} of {len(messages)} messages are rendered otherwise alone"),
+                (answered, whole, f"the first {n + 1} of {len(messages)} messages are rendered differently alone"),
             ):
                 if not longer.startswith(shorter):
                     at = next((i for i, (a, b) in enumerate(zip(shorter, longer, strict=False)) if a != b), len(longer))
@@ -120,7 +122,7 @@ class Chat:
 
 
 def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
-    """The template of a file, or the tokenizer's own."""
+    """The template in a file, or the tokenizer's own."""
     if template:
         file = Path(template).expanduser()
         try:
@@ -142,12 +144,14 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
 
 
 def _tags(lexed: Iterable[tuple[int, str, str]], origin: str) -> set[str]:
-    """All names that stand in a template."""
+    """All names in a template."""
     found, tokens = set(), 0
     for _, kind, value in lexed:
         tokens += kind != "whitespace"
         if tokens > MOST_TOKENS:
-            raise ConfigError([f"{origin}: the chat template has more than {MOST_TOKENS:,} tokens: it is none"])
+            raise ConfigError(
+                [f"{origin}: the chat template has more than {MOST_TOKENS:,} tokens, the limit for a template"]
+            )
         if kind == "name":
             found.add(value)
     return found
@@ -165,7 +169,7 @@ def _short(text: str) -> str:
 
 def _check(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
-        raise ChatError("'messages' is no list of messages, or an empty one")
+        raise ChatError("'messages' is not a list of messages, or is empty")
     for n, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ChatError(f'message {n} is not like {{"role": "user", "content": "..."}}')
@@ -174,7 +178,7 @@ def _check(messages: Any) -> None:
     except RecursionError:
         raise ChatError("it is nested too deeply") from None
     if OPEN in text or CLOSE in text:
-        raise ChatError("it holds U+FDD0 or U+FDD1, which are no characters")
+        raise ChatError("it contains U+FDD0 or U+FDD1, which are not characters")
     if all(message["role"] != "assistant" for message in messages):
         raise ChatError("the assistant says nothing in it, so there is nothing to learn from")
 
@@ -184,8 +188,8 @@ def _split(text: str) -> list[str]:
 
 
 def _environment() -> Any:
-    """As the templates of published models expect it, but for today's date (strftime_now), without which those that ask
-    for it have one of their own: tokens must not depend on the day."""
+    """As the templates of published models expect it, without today's date (strftime_now): tokens must not depend on
+    the day, and templates that ask for the date have a default of their own."""
     import jinja2.ext
     import jinja2.nodes
 

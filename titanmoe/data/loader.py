@@ -1,13 +1,13 @@
 """The stateful loader: which samples a data rank sees in a step, and how far the run has come.
 
 Sample j of an optimizer step has the global number `samples consumed before the step + j`. Microbatch m of data rank d
-holds samples j = (m * data_ranks + d) * local_batch_size + b, a round over the data ranks taking consecutive samples,
-unless data.balance_work shares them out by their work.
+has samples j = (m * data_ranks + d) * local_batch_size + b, so that consecutive samples go round the data ranks, unless
+data.balance_work distributes them by their work.
 
-Every rank plans every step: which pieces of which documents its samples are made of. Plans cost no reading and advance
-one state, alike on all ranks, so that it knows nothing of data ranks or workers. A rank then reads its own samples,
-ahead of the step that wants them: in a thread, or in worker processes. Each step comes with the state after it, and the
-loader's state is that of the last step handed out, however far plans and workers have gone on.
+Every rank plans every step: which pieces of which documents its samples are made of. Plans need no reading and advance
+one state, the same on all ranks, so it does not depend on data ranks or workers. A rank then reads its own samples
+ahead of the step that needs them: in a thread, or in worker processes. Each step comes with the state after it, and the
+loader's state is that of the last step handed out, however far plans and workers have got.
 
 Shapes: M microbatches of a step, B samples of a microbatch, N = M * B, S positions.
 """
@@ -34,7 +34,7 @@ from titanmoe.data.sources import apart, training_sources, validation_sources
 from titanmoe.data.work import Work, assign
 
 Tensors = tuple[torch.Tensor | None, ...]
-"""A Batch's fields, with those of all microbatches in one."""
+"""A Batch's fields, with all microbatches concatenated."""
 
 
 class Share:
@@ -68,7 +68,7 @@ class StepPlan(NamedTuple):
 
 
 class StepPlans:
-    """Every step from here on, without end."""
+    """Every step from here on, endlessly."""
 
     def __init__(self, mix: Mix, share: Share, work: Work | None, consumed: int, state: list[list[int]]):
         self.mix, self.share, self.work, self.consumed, self.at = mix, share, work, consumed, state
@@ -87,8 +87,8 @@ class StepPlans:
             yield StepPlan([samples[j] for j in number_N.tolist()], number_N if self.work else None, after)
 
 
-class Reader:
-    """From a plan to tensors; in a worker process, where there are any."""
+class SampleReader:
+    """From a plan to tensors; in a worker process, if there are any."""
 
     def __init__(self, mix: Mix, share: Share):
         self.mix, self.seq_len, self.apart = mix, share.seq_len, share.apart
@@ -132,12 +132,12 @@ class Loader:
         return {"data_wait_s": self.waited} | {f"data.epoch.{name}": epoch for name, epoch in self.epochs.items()}
 
     def notes(self) -> dict[str, str]:
-        """What the run's header says of a mix."""
+        """What the run's header says about a mix."""
         sources, packing = self.mix.sources, self.options.packing
         total = sum(source.weight for source in sources)
         shares = ", ".join(f"{source.name} {source.weight / total:.1%}" for source in sources)
         notes = {"sources": f"{shares} of the samples"} if len(sources) > 1 else {}
-        even = ", shared out by their work" if self.work else ""
+        even = ", distributed by their work" if self.work else ""
         return notes if packing == "stream" else notes | {"packing": f"{packing}{even}"}
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class Loader:
     def _reading(self) -> Ahead:
         if self._ahead is None:
             plans = StepPlans(self.mix, self.share, self.work, self.consumed, self.state)
-            reader = Reader(self.mix, self.share)
+            reader = SampleReader(self.mix, self.share)
             self._ahead = Ahead(reader, plans, self.options.workers, self.options.prefetch)
             self._end = weakref.finalize(self, self._ahead.close)
         return self._ahead
@@ -162,9 +162,9 @@ class Loader:
         """Of each source."""
         self.mix.state = state
         self.epochs = self.mix.epochs
-        """How often each source has been gone through, as far as it can be."""
+        """How many times each source has been read."""
         self.begun: list[str] = []
-        """What to say of sources that the last step began anew."""
+        """What to log about sources that the last step started over."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"consumed": self.consumed, "sources": self.state} | self._identity()
@@ -179,7 +179,7 @@ class Loader:
         }
         problems = [
             f"{names[name]} was {state.get(name)!r} when the state was saved and is {here!r} now: "
-            "the samples already seen would not be known; keep it, or start a new run"
+            "it would be unknown which samples were already seen; keep it, or start a new run"
             for name, here in self._identity().items()
             if state.get(name) != here
         ]
@@ -188,7 +188,7 @@ class Loader:
         self._go_to(int(state["consumed"]), state["sources"])
 
     def _identity(self) -> dict[str, int | str]:
-        """What the content of a sample with a given number depends on, beside the weights of sources."""
+        """What the content of a sample with a given number depends on, apart from the weights of sources."""
         source = ", ".join(source.fingerprint for source in self.mix.sources)
         return {"seed": self.seed, "seq_len": self.share.seq_len, "packing": self.options.packing, "source": source}
 

@@ -1,4 +1,4 @@
-"""One entry of data.paths, opened: token shards as they are, anything else made into such in the cache, once."""
+"""One entry of data.paths, opened: token shards as they are, anything else converted to shards in the cache, once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from titanmoe.data.tokenize_unit import Job
 
 
 def open_documents(config: Config, entry: str) -> ShardDocuments:
-    """Every rank calls this. The first to get the cache's lock fills it, those that share the folder wait."""
+    """Every rank calls this. The first to get the cache's lock fills it; ranks that share the folder wait."""
     path = Path(entry).expanduser()
     name = path.name or entry
     if config.data.format == "tokens" or is_shards(path) or is_begun(path):
@@ -36,15 +36,15 @@ def _cached(config: Config, entry: str, name: str) -> Path:
     _fits(config, entry, planned.tokenizer.vocab_size)
     out = Path(config.job.dump_folder, data.cache, planned.identity)
 
-    def tell(line: str) -> None:
+    def log(line: str) -> None:
         print(f"data: {name}: {line}", flush=True)
 
     new = not is_shards(out)
-    # The ranks of a node start together, and one of them works.
-    manifest = tokenize(replace(planned, job=replace(job, out=str(out))), cores(), wait=True, tell=tell)
+    # The ranks of a node start together, and one of them does the work.
+    manifest = tokenize(replace(planned, job=replace(job, out=str(out))), cores(), wait=True, log=log)
     if new and os.environ.get("RANK", "0") == "0":
         for line in summary(str(out), manifest):
-            tell(line)
+            log(line)
     return out
 
 
@@ -59,7 +59,8 @@ def _fits(config: Config, entry: str, vocab_size: int) -> None:
 
 
 def _of_one_tokenizer(config: Config, entry: str, documents: ShardDocuments) -> None:
-    """As the first token shards of the recipe. Sources that are tokenized at start have one anyway."""
+    """The same as the recipe's first token shards. Sources that are tokenized at the start have one tokenizer
+    anyway."""
     shards = [other for other in config.data.paths if is_shards(Path(other).expanduser())]
     if not shards or shards[0] == entry:
         return
@@ -67,7 +68,7 @@ def _of_one_tokenizer(config: Config, entry: str, documents: ShardDocuments) -> 
     if first != documents.tokenizer:
         raise ConfigError(
             [
-                f"{entry!r} is in tokens of another tokenizer ({documents.tokenizer['identity']}) than {shards[0]!r} "
+                f"{entry!r} was made with another tokenizer ({documents.tokenizer['identity']}) than {shards[0]!r} "
                 f"({first['identity']}): make both with one, or set data.tokenizer to that of {shards[0]}/{MANIFEST}"
             ]
         )

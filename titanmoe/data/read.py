@@ -1,7 +1,7 @@
-"""From the names a user gives to documents: files, folders and globs; text, JSONL and Parquet; packed or not.
+"""From the names a user gives to documents: files, folders and globs; text, JSONL and Parquet; compressed or not.
 
-What is wrong with a line or a row is an answer (`Bad`), which the caller refuses or counts; what is wrong with a file
-is a ConfigError.
+What is wrong with a line or a row is a result (`Bad`), which the caller refuses or counts; what is wrong with a file is
+a ConfigError.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from titanmoe.data.unpack import PACKED, opened
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 MIB = 1 << 20
 MOST_VALUES = 4_000_000
-"""In one line of JSONL; a parsed value takes up to 100 bytes, however short it was written."""
+"""In one line of JSONL; a parsed value takes up to 100 bytes, however short it was in the file."""
 MOST_ROWS = 256
-"""Of Parquet that are held at once."""
+"""Of Parquet, held at one time."""
 MOST_RATIO = 256
-"""Of a large group of rows of Parquet, unpacked to packed: text comes to 3 to 20."""
+"""Of a large Parquet row group, uncompressed to compressed: text comes to 3 to 20."""
 
 
 class Bad(NamedTuple):
@@ -56,8 +56,8 @@ class InputFile:
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a source: bytes [start, stop) of a JSONL file, whose lines are those that begin there; row groups
-    [start, stop) of a Parquet file; all of any other. `bytes` is how much of the input it is."""
+    """A part of a source: bytes [start, stop) of a JSONL file, meaning the lines that begin there; row groups [start,
+    stop) of a Parquet file; all of any other. `bytes` is how much of the input it is."""
 
     file: str
     kind: str
@@ -70,7 +70,7 @@ class Span:
 
 
 def find(paths: list[str], format: str) -> list[InputFile]:
-    """Every file that the paths name, in their order; a folder's in the order of their names."""
+    """Every file that the paths name, in their order; the files of a folder sorted by name."""
     found: list[InputFile] = []
     problems: list[str] = []
     for name in paths:
@@ -80,7 +80,7 @@ def find(paths: list[str], format: str) -> list[InputFile]:
         elif path.is_dir():
             files = [file for file in _walk(path) if _fits(file, format)]
             if not files:
-                problems.append(f"{name!r} holds no files" + (f" of format {format}" if format != "auto" else ""))
+                problems.append(f"{name!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
         else:
             named = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
             files = [file for match in named for file in (_walk(match) if match.is_dir() else [match])]
@@ -101,7 +101,7 @@ def find(paths: list[str], format: str) -> list[InputFile]:
 
 
 def _walk(root: Path) -> list[Path]:
-    """Every regular file below root but hidden ones, in an order that does not depend on the file system."""
+    """Every regular file below root except hidden ones, in an order that does not depend on the file system."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".")]
@@ -120,12 +120,12 @@ def _kind(file: Path, format: str) -> str:
 
 
 def _fits(file: Path, format: str) -> bool:
-    """Whether a folder's file is meant: data sets come with pages about themselves."""
+    """Whether a folder's file belongs: data sets come with pages about themselves."""
     kind = FORMATS.get(_extension(file), "text")
     return format in ("auto", "text") or kind == format or (format == "chat" and kind != "text")
 
 
-# ---- how they are shared out
+# ---- how they are divided
 
 
 def spans(source: InputFile, size: int) -> Iterator[Span]:
@@ -147,14 +147,14 @@ def spans(source: InputFile, size: int) -> Iterator[Span]:
         yield Span(source.file, source.kind, 0, source.bytes, source.bytes)
 
 
-# ---- what they hold
+# ---- what is in them
 
 
 class Reader:
     """The documents of a span. `at` is how far into its bytes the reading is.
 
-    most_mb: of one document, unpacked. What is longer ends the reading whatever is done about bad lines, since to pass
-    over it would be to unpack it.
+    most_mb: of one document, uncompressed. A longer one ends the reading whatever is done about bad lines, since
+    skipping it would mean uncompressing it.
     """
 
     def __init__(self, span: Span, field: str, most_mb: int = 128):
@@ -164,7 +164,7 @@ class Reader:
     def _too_long(self, where: str, what: str) -> ConfigError:
         return ConfigError(
             [
-                f"{where}: {what} has more than {self.most_mb} MiB unpacked, the most of a document "
+                f"{where}: {what} has more than {self.most_mb} MiB unpacked, the limit for a document "
                 "(max_document_mb): raise that, or leave it out"
             ]
         )
@@ -194,7 +194,7 @@ class Reader:
             yield Record(lambda: self.span.file, data.decode("utf-8"))
         except UnicodeDecodeError as error:
             line = data.count(b"\n", 0, error.start) + 1
-            yield Bad(f"{self.span.file}:{line}: byte {error.start} is no UTF-8 ({error.reason})")
+            yield Bad(f"{self.span.file}:{line}: byte {error.start} is not UTF-8 ({error.reason})")
 
     def _jsonl(self) -> Iterator[Record | Bad]:
         span, packed = self.span, self.span.file.endswith(PACKED)
@@ -237,8 +237,8 @@ class Reader:
                         yield Record(where, column[n].as_py())
 
     def _rows_at_once(self, file: Any, group: int) -> int:
-        """As many as fit into a few documents, were each as long as its whole group of rows: a dictionary makes many
-        long rows of one."""
+        """As many as fit into a few documents, if each were as long as its whole row group: a dictionary makes many
+        long rows from one."""
         found = file.metadata.row_group(group)
         columns = [found.column(n) for n in range(found.num_columns)]
         own = [its for its in columns if its.path_in_schema.split(".")[0] == self.field]
@@ -253,7 +253,8 @@ class Reader:
 
 
 def _line_number(file: str, start: int, number: int) -> str:
-    """FILE:LINE, the line being the `number`th of those that begin at byte `start` or after: counted when asked."""
+    """FILE:LINE, the line being the `number`th of those that begin at byte `start` or later: only counted when asked
+    for."""
     before = 0
     if start:
         with open(file, "rb") as stream:
@@ -266,17 +267,17 @@ def _record(line: bytes, where: Callable[[], str], field: str) -> Record | Bad:
     try:
         text = line.rstrip(b"\r\n").decode("utf-8")
         if len(line) > MOST_VALUES and _values(line) > MOST_VALUES:
-            return Bad(f"{where()}: holds more than {MOST_VALUES:,} values, the most of a line")
+            return Bad(f"{where()}: has more than {MOST_VALUES:,} values, the limit for a line")
         record = json.loads(text)
     except UnicodeDecodeError as error:
-        return Bad(f"{where()}: byte {error.start} of the line is no UTF-8 ({error.reason})")
+        return Bad(f"{where()}: byte {error.start} of the line is not UTF-8 ({error.reason})")
     except ValueError as error:
         reason = getattr(error, "msg", str(error))
-        return Bad(f"{where()}: is no JSON ({reason}): JSONL holds one whole object per line")
+        return Bad(f"{where()}: is not JSON ({reason}): JSONL has one whole object per line")
     except RecursionError:
         return Bad(_too_deep(where()))
     if not isinstance(record, dict):
-        return Bad(f"{where()}: holds {named(record)}, no object: JSONL holds one object per line")
+        return Bad(f"{where()}: is {named(record)}, not an object: JSONL has one object per line")
     if field not in record:
         return Bad(_no_field(where(), field, list(record)))
     value = record[field]
@@ -285,16 +286,16 @@ def _record(line: bytes, where: Callable[[], str], field: str) -> Record | Bad:
     except RecursionError:
         return Bad(_too_deep(where()))
     if torn:
-        return Bad(f"{where()}: {field!r} holds half a surrogate pair (\\ud800 to \\udfff), which is no character")
+        return Bad(f"{where()}: {field!r} holds half a surrogate pair (\\ud800 to \\udfff), which is not a character")
     return Record(where, value)
 
 
 def _too_deep(where: str) -> str:
-    return f"{where}: JSON nested too deeply: no reader of it goes through a thousand lists in each other"
+    return f"{where}: JSON nested too deeply: no parser accepts a thousand nested lists"
 
 
 def _values(line: bytes) -> int:
-    """How many values the line holds, give or take a few, by its commas and brackets; or more than MOST_VALUES."""
+    """About how many values the line has, by its commas and brackets; or more than MOST_VALUES."""
     plain, values, inside = line.replace(b"\\\\", b"").replace(b'\\"', b""), 0, False
     for start in range(0, len(plain), MIB):
         parts = plain[start : start + MIB].split(b'"')
@@ -357,7 +358,7 @@ class _reading:
         if error is None or isinstance(error, (ConfigError, GeneratorExit)):
             return
         if isinstance(error, EOFError):
-            raise ConfigError([f"{self.file}: ends in the middle of packed data: it was cut off"]) from None
+            raise ConfigError([f"{self.file}: ends in the middle of packed data: it is truncated"]) from None
         if isinstance(error, RecursionError):
             raise ConfigError([f"{self.file} is nested too deeply to be read"]) from None
         module = type(error).__module__.partition(".")[0]

@@ -1,9 +1,9 @@
 """Token shards: a folder of flat files and a manifest, memory-mapped by a run.
 
-manifest.json      what the folder holds, with the length and checksum of every file; written last
+manifest.json      what is in the folder, with the length and checksum of every file; written last
 NAME.tokens        the tokens of whole documents, uint16 or uint32, little-endian
 NAME.starts        uint64, documents + 1: document i is tokens starts[i]:starts[i + 1] of the shard
-NAME.counted       of chats: a byte per token, 1 where the token carries loss as a label
+NAME.counted       for chats: a byte per token, 1 where the token counts towards the loss as a label
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MANIFEST, WORK = "manifest.json", "work"
 FORMAT, VERSION = "titanmoe token shards", 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SHOWN = 8
-"""Problems told of one folder."""
+"""Problems to report per folder."""
 
 
 def is_shards(path: Path) -> bool:
@@ -39,13 +39,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     except FileNotFoundError:
         if (folder / WORK).is_dir():
             raise ConfigError(
-                [f"{folder} holds token shards that are not all made: give the titanmoe tokenize command again"]
+                [f"{folder} holds unfinished token shards: give the titanmoe tokenize command again"]
             ) from None
-        raise ConfigError([f"{folder} holds no token shards: there is no {file.absolute()}"]) from None
+        raise ConfigError([f"{folder} contains no token shards: there is no {file.absolute()}"]) from None
     except (OSError, ValueError) as error:
         raise ConfigError([f"{file} cannot be read: {error}"]) from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise ConfigError([f"{file} is no manifest of token shards"])
+        raise ConfigError([f"{file} is not a manifest of token shards"])
     if found["version"] != VERSION:
         raise ConfigError(
             [
@@ -63,7 +63,7 @@ def sizes(shard: dict[str, Any], dtype: np.dtype) -> dict[str, int]:
 
 
 def misfits(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterator[str]:
-    """Files of a shard that are gone or of another length."""
+    """Files of a shard that are missing or have another length."""
     for extension, expected in sizes(shard, dtype).items():
         file = folder / f"{shard['name']}.{extension}"
         try:
@@ -72,11 +72,11 @@ def misfits(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterator[st
             yield f"{file}: {error.strerror}"
             continue
         if found != expected:
-            yield f"{file} has {found} bytes and had {expected} as its manifest has it: it was cut off or changed"
+            yield f"{file} has {found} bytes, but {expected} in its manifest: it was truncated or changed"
 
 
 class ShardDocuments:
-    """What training reads (titanmoe.data.documents). Files are mapped when first read, and no file is kept open."""
+    """What training reads (titanmoe.data.documents). Files are mapped when first read, and none is kept open."""
 
     def __init__(self, folder: Path, name: str = ""):
         self.folder, self.name = folder, name or folder.name
@@ -92,7 +92,7 @@ class ShardDocuments:
             documents, tokens = ([shard[what] for shard in shards] for what in ("documents", "tokens"))
             sums = json.dumps([manifest["dtype"], [(shard["tokens"], shard["crc32"]) for shard in shards]])
         except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError([f"{folder / MANIFEST} was changed: {error!r} is not as it was written"]) from None
+            raise ConfigError([f"{folder / MANIFEST} was changed: it cannot be read ({error!r})"]) from None
         if (sum(documents), sum(tokens)) != (manifest["documents"], manifest["tokens"]):
             problems.append(f"{folder / MANIFEST} was changed: its shards do not add up to its documents and tokens")
         if problems:
@@ -133,7 +133,7 @@ class ShardDocuments:
         if found is None:
             import torch
 
-            # numpy's and Python's own maps keep a file open each, of which a process may have a thousand.
+            # numpy's and Python's own maps each keep a file open, and a process may only have about a thousand.
             file = self.folder / f"{self._names[shard]}.{extension}"
             mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
             found = self._maps[shard, extension] = mapped.numpy().view(dtype)
@@ -141,7 +141,7 @@ class ShardDocuments:
 
 
 class Starts:
-    """Where each document begins, over all shards, as one array would have it."""
+    """Where each document begins, over all shards, as if it were one array."""
 
     def __init__(self, documents: ShardDocuments):
         self._of = documents
@@ -157,7 +157,7 @@ class Starts:
         at_N = np.asarray(at, np.int64)
         at_N = np.where(at_N < 0, at_N + len(self), at_N)
         if ((at_N < 0) | (at_N >= len(self))).any():
-            raise IndexError(f"documents run to {len(self) - 1}, and {at} was asked for")
+            raise IndexError(f"there are documents up to {len(self) - 1}, and {at} was asked for")
         if at_N.ndim == 0:
             return int(self._row(int(at_N), int(at_N) + 1)[0])
         shard_N = np.searchsorted(self._first[1:-1], at_N, side="right")
@@ -181,7 +181,7 @@ class Starts:
 
 
 def _cut(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The range as ranges within shards, the first item of each of which is given."""
+    """The range as ranges within shards, given the first item of each shard."""
     shard = int(np.searchsorted(first, begin, side="right")) - 1
     while begin < end:
         stop = min(end, int(first[shard + 1]))
@@ -194,7 +194,7 @@ def _cut(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, in
 
 
 def write_json(file: Path, value: Any, scratch: Path | None = None) -> None:
-    """Whole or not at all; what a kill leaves behind lies in `scratch`, or beside it."""
+    """Completely or not at all; what a kill leaves behind is in `scratch`, or next to it."""
     fresh = (scratch or file.parent) / f"{file.name}.{os.getpid()}"
     with fresh.open("w", encoding="utf-8") as stream:
         json.dump(value, stream, indent=1)
@@ -252,7 +252,7 @@ class ShardWriter:
         self._held = 0
 
     def _fresh(self, extension: str) -> Path:
-        # By process: one whose parent was killed may still be at the same shard.
+        # One per process: another whose parent was killed may still be writing the same shard.
         return self.folder / WORK / f"{self.name}.{extension}.{os.getpid()}"
 
 
@@ -274,7 +274,7 @@ def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
                         extension == "tokens"
                         and (top := int(np.frombuffer(block, documents.dtype).max())) >= documents.vocab_size
                     ):
-                        problems.append(f"{file} holds token {top}, beyond the vocabulary of {documents.vocab_size}")
+                        problems.append(f"{file} contains token {top}, beyond the vocabulary of {documents.vocab_size}")
             if found != crc32:
                 problems.append(f"{file} has changed since it was written: checksum {found:08x}, not {crc32:08x}")
         yield shard["name"], problems

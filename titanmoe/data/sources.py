@@ -1,4 +1,4 @@
-"""The sources of a run, opened, checked and laid out as sequences.
+"""The sources of a run, opened, checked and packed into sequences.
 
 Shapes: L tokens of one sequence, S positions, V vocabulary.
 """
@@ -24,12 +24,12 @@ from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.ops.counted import bits, key, uniform
 
 STDLIB = "stdlib"
-# Tests hold little prose and much data; site-packages differ between machines.
+# Tests have little prose and much data; site-packages differ between machines.
 NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idlelib", "idle_test"}
 
 
 class Synthetic:
-    """Random tokens, token t about as frequent as 1 / (t + 1), as words are in text (Zipf). They never end."""
+    """Random tokens, token t about as frequent as 1 / (t + 1), like words in text (Zipf). They never end."""
 
     epochs = None
 
@@ -67,12 +67,12 @@ class Synthetic:
 
 
 def apart(config: Config) -> bool:
-    """Whether the documents of a sequence are kept from each other."""
+    """Whether the documents of a sequence are kept apart."""
     return config.data.packing != "stream"
 
 
 def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
-    """And the documents that are held out of it."""
+    """Returns the documents that are held out of it, too."""
     data, training, every = config.data, config.training, config.validation.held_out
     if data.source == "synthetic":
         packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed)
@@ -82,7 +82,7 @@ def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
     held_out: Sequence[Documents] = ()
     if every:
         documents, held_out = zip(*(split(its, every) for its in documents), strict=True)
-        where = f"{where}, without what validation.held_out = {every} keeps"
+        where = f"{where} minus validation.held_out = {every}"
     return _mix(config, documents, data.weights, where, training.global_batch_size), held_out
 
 
@@ -97,20 +97,20 @@ def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
     if not some:
         raise ConfigError(
             [
-                f"validation.held_out = {validation.held_out} keeps every {validation.held_out}th document, and no "
-                "source has so many: lower it, or name validation.paths"
+                f"validation.held_out = {validation.held_out} holds out every {validation.held_out}th document, but no "
+                "source has that many: lower it, or name validation.paths"
             ]
         )
-    return _mix(config, some, [], f"what validation.held_out = {validation.held_out} keeps", 1)
+    return _mix(config, some, [], f"validation.held_out = {validation.held_out}", 1)
 
 
 def _mix(config: Config, documents: Sequence[Documents], weights: list[float], where: str, least: int) -> Mix:
-    """least: sequences that the sources must have together."""
+    """least: how many sequences the sources must have together."""
     seq_len, seed, problems, sources = config.training.seq_len, config.training.seed, [], []
     for k, its in enumerate(documents):
         seen = sum(other.name == its.name for other in documents[:k])
         name = f"{its.name}-{seen + 1}" if seen else its.name
-        # Each source shuffles in an order of its own.
+        # Each source has its own shuffled order.
         own = seed if k == 0 else key("source", seed, k)
         packer: Stream | BestFit
         if config.data.packing == "best_fit":
@@ -119,21 +119,21 @@ def _mix(config: Config, documents: Sequence[Documents], weights: list[float], w
             packer = Stream(its, seq_len, own, apart(config))
         tokens = int(its.starts[len(its)])
         if not len(its):
-            problems.append(f"{name} ({where}) holds no documents: leave it out, or give it some")
+            problems.append(f"{name} ({where}) has no documents: leave it out, or add some")
         elif not packer.per_epoch:
             problems.append(
-                f"training.seq_len = {seq_len} needs {seq_len + 1} tokens per sample, {name} ({where}) has {tokens}: "
-                "lower seq_len or add text"
+                f"training.seq_len = {seq_len} needs {seq_len + 1} tokens per sample, but {name} ({where}) has "
+                f"{tokens}: lower seq_len or add text"
                 if config.data.packing != "best_fit"
-                else f"{name} ({where}) holds {len(its)} documents but only {tokens} tokens, and one of two tokens is "
-                "the least to learn from: give it longer ones"
+                else f"{name} ({where}) has {len(its)} documents but only {tokens} tokens, and two tokens are "
+                "the least that can be learned from: give it longer ones"
             )
         weight = weights[k] if weights else float(tokens)
         sources.append(Source(name, its.fingerprint, weight, packer))
     there = sum(source.packer.per_epoch for source in sources)
     if not problems and there < least:
         problems.append(
-            f"{where} hold{'s' * (len(sources) == 1)} {there} samples of training.seq_len = {seq_len}, fewer than "
+            f"{where} gives {there} samples of training.seq_len = {seq_len}, fewer than "
             f"training.global_batch_size = {least}: lower either, or add text"
         )
     if problems:
@@ -179,7 +179,7 @@ def _documents(config: Config, path: str) -> Documents:
 
 
 def _walk(root: Path, skipped: set[str]) -> list[Path]:
-    """Every regular file below root but hidden ones, in an order that does not depend on the file system."""
+    """Every regular file below root except hidden ones, in an order that does not depend on the file system."""
     found = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]

@@ -1,11 +1,12 @@
-"""What a chat template may spend. A template comes with somebody's model, and a page of Jinja can ask for 10^10 of
-anything: so its loops, its calls and the text it makes are counted, and one that goes on past a stated most is ended.
+"""How much a chat template may spend. A template comes with somebody else's model, and a page of Jinja can ask for
+10^10 of anything: so its loops, its calls and the text it makes are counted, and one that exceeds the limits below is
+stopped.
 
-    steps       nodes of the template run through, and items of lists and objects gone through
+    steps       nodes of the template executed, and items of lists and objects visited
     characters  of text made or read
 
-Python's own stack bounds recursion. What makes much of little in one operation (`*`, `**`, `%`, `replace`, `join`,
-`indent`) is reckoned before it is done; what only pads or wraps text is left out: no published template needs it.
+Python's own stack bounds recursion. What makes much out of little in one operation (`*`, `**`, `%`, `replace`, `join`,
+`indent`) is estimated before it is done; what only pads or wraps text is left out: no published template needs it.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 10_000, 1
-"""A published template takes some hundred steps for a message."""
+"""A published template takes a few hundred steps per message."""
 CHARACTERS, CHARACTERS_PER_CHARACTER = 16_000_000, 100
-"""Those of the conversation may be gone through so many times."""
+"""How many times the conversation's own characters may be read."""
 BITS = 10_000
-"""Of a whole number."""
+"""Of an integer."""
 INDENT = 16
 
 _UNUSED_FILTERS = ("batch", "center", "filesizeformat", "format", "pprint", "random", "slice", "striptags")
@@ -34,7 +35,7 @@ _UNUSED_FILTERS += ("urlize", "wordwrap", "xmlattr")
 _SHALLOW = {"attr", "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr"}
 _SHALLOW |= {"reverse", "select", "selectattr"}
 _LETTERS = {"groupby", "join", "list", "map", "max", "min", "reject", "select", "sort", "sum", "unique"}
-"""Filters that take a text for a list of its characters."""
+"""Filters that treat a text as a list of its characters."""
 _PLAIN_TESTS = {"boolean", "callable", "defined", "escaped", "even", "false", "filter", "float", "integer", "iterable"}
 _PLAIN_TESTS |= {"mapping", "none", "number", "odd", "sameas", "sequence", "string", "test", "true", "undefined"}
 _OF_TEXT = {"capitalize", "casefold", "count", "endswith", "find", "format", "index", "join", "lower", "lstrip"}
@@ -42,28 +43,28 @@ _OF_TEXT |= {"partition", "removeprefix", "removesuffix", "replace", "rfind", "r
 _OF_TEXT |= {"rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper"}
 _MANY = (list, tuple, dict, set, range, KeysView, ValuesView, ItemsView)
 _WIDE = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)|\{[^{}]*:[^{}]*(\d{4}|\{)")
-"""A field of a format that is 1,000 characters wide or more, or as wide as an argument says."""
+"""A format field that is 1,000 characters wide or more, or as wide as an argument says."""
 
 
 class OverBudget(Exception):
-    """None of what Jinja's own filters pass over."""
+    """Not an exception that Jinja's own filters swallow."""
 
 
 class _Counting(CodeGenerator):
-    """Has the code of a template say what it spends."""
+    """Makes the template's code report what it spends."""
 
     def blockvisit(self, nodes: Any, frame: Frame) -> None:
         self.writeline(f"environment.spend({1 + sum(map(_own, nodes))}, {sum(map(_text, nodes))})")
         super().blockvisit(nodes, frame)
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        if node.test is not None:  # what it turns down never gets to the body
+        if node.test is not None:  # rejected items never get to the body
             node.test = nodes.And(nodes.EnvironmentAttribute(f"spend({_own(node.test)})"), node.test)
         node.iter = _through("iterated", node.iter)
         super().visit_For(node, frame)
 
     def macro_body(self, node: Any, frame: Frame) -> Any:
-        if node.defaults:  # they are worked out at each call
+        if node.defaults:  # they are evaluated at each call
             spent = nodes.EnvironmentAttribute(f"spend({sum(map(_own, node.defaults))})")
             node.body = [nodes.ExprStmt(spent, lineno=node.lineno), *node.body]
         return super().macro_body(node, frame)
@@ -96,19 +97,19 @@ def _through(name: str, node: Any) -> Any:
 
 
 def _own(node: nodes.Node) -> int:
-    """Nodes, but for those of blocks within, which count by themselves."""
+    """Nodes, without those of inner blocks, which count themselves."""
     return 1 + sum(map(_own, node.iter_child_nodes(exclude=("body", "else_"))))
 
 
 def _text(node: nodes.Node) -> int:
-    """Characters of the template's own that it writes."""
+    """Characters of its own that the template writes."""
     if not isinstance(node, nodes.Output):
         return 0
     return sum(len(child.data) for child in node.nodes if isinstance(child, nodes.TemplateData))
 
 
 class Counted(ImmutableSandboxedEnvironment):
-    """An environment whose templates end after so many steps."""
+    """An environment that stops its templates after a number of steps."""
 
     code_generator_class = _Counting
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
@@ -128,7 +129,7 @@ class Counted(ImmutableSandboxedEnvironment):
     # ---- the account
 
     def begin(self, messages: list[Any]) -> None:
-        """A rendering of these messages begins."""
+        """Start rendering these messages."""
         self.steps = self.characters = 1 << 62
         self._walk(messages)
         items, read = (1 << 62) - self.steps, (1 << 62) - self.characters
@@ -146,11 +147,11 @@ class Counted(ImmutableSandboxedEnvironment):
     def _over(self) -> None:
         steps, characters = self.most
         if self.steps < 0:
-            raise OverBudget(f"takes more than {steps:,} steps, the most for this conversation")
-        raise OverBudget(f"makes or reads more than {characters:,} characters, the most for this conversation")
+            raise OverBudget(f"takes more than {steps:,} steps, the limit for this conversation")
+        raise OverBudget(f"makes or reads more than {characters:,} characters, the limit for this conversation")
 
     def _walk(self, value: Any, indent: int = 0) -> None:
-        """Spends on all that the value holds, as often as it holds it."""
+        """Charges for everything in the value, as often as it occurs."""
         stack = [(value, 0)]
         while stack:
             value, depth = stack.pop()
@@ -265,7 +266,7 @@ class Counted(ImmutableSandboxedEnvironment):
     # ---- filters and tests
 
     def _filter(self, name: str, do: Callable[..., Any]) -> Callable[..., Any]:
-        first = 1 if hasattr(do, "jinja_pass_arg") else 0  # before it stands the context or the like
+        first = 1 if hasattr(do, "jinja_pass_arg") else 0  # the context or the like comes before it
 
         @wraps(do)
         def counted(*args: Any, **named: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Text to token shards, in parallel over processes, so that what was made survives a kill.
+"""Text to token shards, in parallel over processes, in a way that survives a kill.
 
-The input is cut into units by its size alone. Each becomes shards of its own (titanmoe.data.tokenize_unit), whoever
-makes them and when; so what comes of it depends neither on the number of processes nor on interruptions.
+The input is split into units by its size alone. Each becomes shards of its own (titanmoe.data.tokenize_unit), no matter
+who makes them and when; so the result depends neither on the number of processes nor on interruptions.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
 
 LOCK, PLAN = ".lock", "plan.json"
 ASIDE = ("out", "bad_lines", "max_document_mb")
-"""Options that change no shard that could be finished."""
+"""Options that change no shard that can have been finished."""
 LEAST_UNIT, UNITS = 8 << 20, 256
-"""Small inputs are cut into units of 8 MiB, middling ones into some 256 for as many processes."""
+"""Small inputs are split into units of 8 MiB, medium ones into about 256, for that many processes."""
 TOKEN_BYTES = 4
-"""Of English under a usual vocabulary. A large input's unit is about what fills a shard."""
+"""For English with a usual vocabulary. A unit of a large input fills about one shard."""
 
 
 def is_begun(folder: Path) -> bool:
@@ -60,7 +60,7 @@ class ShardPlan:
     tokenizer: Tokenizer
     sources: list[InputFile]
     identity: str
-    """Of what the shards will hold."""
+    """Of the shards' contents."""
 
 
 def plan_shards(job: Job) -> ShardPlan:
@@ -84,7 +84,7 @@ def plan_shards(job: Job) -> ShardPlan:
     return ShardPlan(job, tokenizer, sources, identity)
 
 
-def cut(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:
+def split_units(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:
     """Units, in the order of the input."""
     total = sum(source.bytes for source in sources)
     size = max(min(total // UNITS, TOKEN_BYTES * shard_tokens), LEAST_UNIT)
@@ -100,32 +100,32 @@ def cut(sources: list[InputFile], shard_tokens: int) -> list[list[Span]]:
     return units
 
 
-def tokenize(plan: ShardPlan, workers: int, wait: bool = False, tell: Callable[[str], None] = print) -> dict[str, Any]:
-    """The manifest of the finished folder. Where it is finished already, that is all; where it is not, only what is
-    missing is made. wait: for another process that is at it."""
+def tokenize(plan: ShardPlan, workers: int, wait: bool = False, log: Callable[[str], None] = print) -> dict[str, Any]:
+    """The manifest of the finished folder. If it is finished already, that is all; if not, only what is missing is
+    made. wait: for another process that is working on it."""
     out = Path(plan.job.out)
     _apart(out, plan.job.paths)
     try:
         foreign = out.is_dir() and not (out / WORK).is_dir() and any(p.name != LOCK for p in out.iterdir())
         if foreign and not is_shards(out):
-            raise ConfigError([f"{out} holds other files: name a folder that is new or empty"])
+            raise ConfigError([f"{out} has other files in it: name a folder that is new or empty"])
         out.mkdir(parents=True, exist_ok=True)
         with _locked(out, wait):
             if is_shards(out):
                 _same(plan, out / MANIFEST, read_manifest(out)["made_from"])
                 shutil.rmtree(out / WORK, ignore_errors=True)
                 return read_manifest(out)
-            return _make(plan, out, workers, tell)
+            return _make(plan, out, workers, log)
     except OSError as error:
         raise ConfigError([f"{error.filename or out}: {error.strerror}"]) from None
 
 
 def _apart(out: Path, paths: list[str]) -> None:
-    """What is written must not be found by the same command when it goes on."""
+    """The output must not be found as input when the same command resumes."""
     for path in paths:
         folder, made = Path(path).expanduser().resolve(), out.resolve()
         if made.is_relative_to(folder) and not any(part.startswith(".") for part in made.relative_to(folder).parts):
-            raise ConfigError([f"{out} lies in {path}, all of which is read: write the shards elsewhere"])
+            raise ConfigError([f"{out} is inside {path}, all of which is read: write the shards elsewhere"])
 
 
 @contextmanager
@@ -145,7 +145,7 @@ def _same(plan: ShardPlan, file: Path, made_from: dict[str, Any]) -> None:
     changes = [f"{key} was {was.get(key)!r} and is {now[key]!r}" for key in now if was.get(key) != now[key]]
     what = ", ".join(changes) or "a file of the input has changed"
     raise ConfigError(
-        [f"{file} says that {file.parent} is being made, or was made, from something else: {what}. Name another --out"]
+        [f"{file} says that {file.parent} is being made, or was made, in another way: {what}. Name another --out"]
     )
 
 
@@ -154,7 +154,7 @@ def _described(plan: ShardPlan) -> dict[str, Any]:
     return job | {"files": len(plan.sources), "bytes": sum(source.bytes for source in plan.sources)}
 
 
-def _make(plan: ShardPlan, out: Path, workers: int, tell: Callable[[str], None]) -> dict[str, Any]:
+def _make(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) -> dict[str, Any]:
     work = out / WORK
     work.mkdir(exist_ok=True)
     made_from = {"identity": plan.identity, "job": _described(plan)}
@@ -163,17 +163,17 @@ def _make(plan: ShardPlan, out: Path, workers: int, tell: Callable[[str], None])
     else:
         write_json(work / PLAN, made_from)
     for file in work.iterdir():
-        if file.suffix[1:].isdecimal():  # a process that was killed was writing it
+        if file.suffix[1:].isdecimal():  # left by a process that was killed
             file.unlink(missing_ok=True)
 
-    units = cut(plan.sources, plan.job.shard_tokens)
+    units = split_units(plan.sources, plan.job.shard_tokens)
     records = [_records(plan, out, number) for number in range(len(units))]
     todo = [number for number, found in enumerate(records) if not (found and found[-1]["last"])]
     if any(records):
-        tell(f"going on: {len(units) - len(todo)} of {len(units)} units are made")
+        log(f"resuming: {len(units) - len(todo)} of {len(units)} units are made")
     if todo:
         sizes = [sum(span.bytes for span in unit) for unit in units]
-        with Meter(sum(sizes), sum(sizes) - sum(sizes[n] for n in todo), tell) as meter:
+        with Meter(sum(sizes), sum(sizes) - sum(sizes[n] for n in todo), log) as meter:
             _run(plan.job, [(n, units[n], records[n]) for n in todo], workers, meter)
         records = [_records(plan, out, number) for number in range(len(units))]
 
@@ -181,14 +181,14 @@ def _make(plan: ShardPlan, out: Path, workers: int, tell: Callable[[str], None])
     if not manifest["documents"]:
         left_out = f" ({manifest['skipped']} bad lines and {manifest['empty']} empty documents were left out)"
         shutil.rmtree(work)
-        raise ConfigError([f"{', '.join(plan.job.paths)}: there is no document in it{left_out}"])
+        raise ConfigError([f"{', '.join(plan.job.paths)}: there are no documents{left_out}"])
     write_json(out / MANIFEST, manifest, scratch=work)
     shutil.rmtree(work)
     return manifest
 
 
 def _records(plan: ShardPlan, out: Path, unit: int) -> list[dict[str, Any]]:
-    """Of the unit's shards that are finished and there."""
+    """The unit's shards that are finished and still there."""
     found: list[dict[str, Any]] = []
     while (file := out / WORK / f"{record_name(unit, len(found))}.json").exists():
         record = json.loads(file.read_bytes())
@@ -224,7 +224,7 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
 
 
 def _run(job: Job, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], workers: int, meter: Meter) -> None:
-    """A thread per process hands it units until there are none, or one of them fails."""
+    """A thread per process hands it units until there are none left, or one fails."""
     waiting, processes = deque(todo), []
     answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
     threads = []
@@ -303,21 +303,21 @@ def _drive(process: subprocess.Popen[str], waiting: deque[Any], answers: queue.Q
             f"was killed by signal {-code} (too little memory? use fewer workers)" if code < 0 else "failed, see above"
         )
         answers.put(
-            {"problems": [f"the process at {file} {why}: the same command goes on from the last finished shard"]}
+            {"problems": [f"the process at {file} {why}: the same command resumes from the last finished shard"]}
         )
     finally:
         answers.put(None)
 
 
 class Meter:
-    """How far it is: a bar on a terminal, else a line every half minute."""
+    """Progress: a bar on a terminal, else a line every half minute."""
 
-    def __init__(self, total: int, done: int, tell: Callable[[str], None]):
+    def __init__(self, total: int, done: int, log: Callable[[str], None]):
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self.total, self.begun_at, self.done, self.tokens, self.tell = total, done, done, 0, tell
-        self.began = self.told = time.monotonic()
+        self.total, self.begun_at, self.done, self.tokens, self.log = total, done, done, 0, log
+        self.began = self.shown = time.monotonic()
         console = Console(stderr=True)
         self._bar = None
         if console.is_terminal:
@@ -336,7 +336,7 @@ class Meter:
 
     @property
     def rate(self) -> float:
-        """Tokens per second since this command began."""
+        """Tokens per second since this command started."""
         return self.tokens / max(time.monotonic() - self.began, 1e-9)
 
     def add(self, size: int, tokens: int) -> None:
@@ -348,10 +348,10 @@ class Meter:
         now = time.monotonic()
         if self._bar:
             self._bar.update(self._task, completed=self.done, rate=f"{self.rate / 1e6:.2f} M tokens/s")
-        elif now - self.told >= 30:
-            self.told = now
+        elif now - self.shown >= 30:
+            self.shown = now
             left = (self.total - self.done) * (now - self.began) / max(self.done - self.begun_at, 1)
-            self.tell(
+            self.log(
                 f"{self.done / self.total:.1%} of {self.total / 1e9:.2f} GB, {self.rate / 1e6:.2f} M tokens/s, "
                 f"about {left / 60:.0f} min to go"
             )

@@ -1,4 +1,4 @@
-"""`titanmoe tokenize`: what a person asks for, checked, and what was made."""
+"""`titanmoe tokenize`: what the user asks for, checked, and what was made."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from titanmoe.config.load import ConfigError, format_problems
 
 EPILOG = """\
-Killed at any moment, the same command goes on from the last finished shard and ends with the same bytes. What the
-shards hold depends neither on --workers nor on interruptions. docs/data.md says more.
+If the command is killed, giving it again resumes from the last finished shard and ends with the same bytes. What is in
+the shards depends neither on --workers nor on interruptions. docs/data.md says more.
 """
 
 
@@ -20,7 +20,7 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser(
         "tokenize",
         help="text, JSONL, Parquet and chats to token shards",
-        description="Makes token shards, which a run reads without delay, of files, folders and globs.",
+        description="Makes token shards, which a run reads without any preparation, from files, folders and globs.",
         epilog=EPILOG,
     )
     parser.set_defaults(run=run_tokenize)
@@ -35,27 +35,35 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
         default="auto",
         help="auto: by extension; chat: JSONL or Parquet with messages",
     )
-    parser.add_argument("--field", default="text", help='that holds the text (default "text", of chats "messages")')
-    parser.add_argument("--chat-template", metavar="FILE", default="", help="Jinja; default the tokenizer folder's own")
     parser.add_argument(
-        "--bad-lines", choices=["error", "skip"], default="error", help="skip: leave them out and say how many"
+        "--field", default="text", help='the field with the text (default "text"; for chats "messages")'
     )
-    parser.add_argument("--workers", type=int, metavar="N", default=cores(), help="processes (default one per core)")
     parser.add_argument(
-        "--shard-tokens", type=int, metavar="N", default=1 << 27, help="most tokens of a shard (default 2^27)"
+        "--chat-template", metavar="FILE", default="", help="a Jinja file (default: the tokenizer folder's own)"
+    )
+    parser.add_argument(
+        "--bad-lines", choices=["error", "skip"], default="error", help="skip: leave bad lines out and count them"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", default=cores(), help="processes (default: one per core)")
+    parser.add_argument(
+        "--shard-tokens",
+        type=int,
+        metavar="N",
+        default=1 << 27,
+        help="maximum number of tokens in a shard (default 2^27)",
     )
     parser.add_argument(
         "--max-document-mb",
         type=int,
         metavar="N",
         default=128,
-        help="most MiB, unpacked, of a text file, a line or a row's value (default 128)",
+        help="maximum MiB, uncompressed, of a text file, a line or a row's value (default 128)",
     )
-    parser.add_argument("--verify", metavar="DIR", type=Path, help="instead: read a folder's shards, compare checksums")
+    parser.add_argument("--verify", metavar="DIR", type=Path, help="only read a folder's shards and compare checksums")
 
 
 def cores() -> int:
-    """That this process may use."""
+    """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -68,7 +76,7 @@ def run_tokenize(args: argparse.Namespace) -> int:
         print(format_problems(error.problems, error.source), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: the same command goes on from the last finished shard", file=sys.stderr)
+        print("interrupted: the same command resumes from the last finished shard", file=sys.stderr)
         return 130
 
 

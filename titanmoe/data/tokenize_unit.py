@@ -1,8 +1,8 @@
 """One unit of `titanmoe tokenize`: a part of the input to shards of its own. A process takes units from its parent,
-line by line as JSON on stdin, and tells on stdout how far it is.
+line by line as JSON on stdin, and reports its progress on stdout.
 
-What a unit's shards hold depends on the unit alone. A record beside each finished shard says how many of the unit's
-lines or rows lie behind it, from where one that was interrupted goes on.
+What is in a unit's shards depends on the unit alone. A record next to each finished shard says how many of the unit's
+lines or rows come before its end, so that an interrupted unit can resume there.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from titanmoe.data.shards import DTYPES, WORK, ShardWriter, write_json
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
 
 BATCH = 1 << 20
-"""Characters that go through the tokenizer together."""
+"""Characters that are tokenized together."""
 EXAMPLES = 3
-"""Skipped lines that a record names."""
+"""Skipped lines that a record quotes."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Job:
 
 @dataclass
 class Made:
-    """Of the shard in the making, in items of its unit: lines or rows."""
+    """The shard being made, counted in items of its unit: lines or rows."""
 
     items: int
     skipped: int = 0
@@ -73,17 +73,17 @@ class Unit:
         self.bos_N = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.uint32)
         self.eos_N = np.array([tokenizer.eos], np.uint32)
 
-    def run(self, spans: list[Span], tell: Callable[[int, int], None]) -> None:
-        """tell(bytes, tokens) as they are done."""
+    def run(self, spans: list[Span], progress: Callable[[int, int], None]) -> None:
+        """progress(bytes, tokens) as they are done."""
         for batch, size in self._batches(spans):
             tokens = 0
             for entry, tokens_T, counted_T in self._encoded(batch):
                 tokens += self._take(entry, tokens_T, counted_T)
-            tell(size, tokens)
+            progress(size, tokens)
         self._close(last=True)
 
     def _batches(self, spans: list[Span]) -> Iterator[tuple[list[Record | Bad], int]]:
-        """Records, and how much of the input they and those passed over are."""
+        """Records, and how much of the input they and those passed over make up."""
         done, batch, held, reported = 0, [], 0, 0
         passed = self.made.items
         for span in spans:
@@ -120,7 +120,7 @@ class Unit:
                     raise ConfigError([f"{entry.where()}: {problem}" for problem in error.problems]) from None
 
     def _conversation(self, entry: Record) -> tuple[np.ndarray, np.ndarray]:
-        """With the marks of a document where the template did not write them; these are nothing to learn."""
+        """With the marks of a document where the template did not write them; these do not count towards the loss."""
         tokens_T, said_T = self.chat.encode(entry.value)
         if self.tokenizer.bos is not None and (not len(tokens_T) or tokens_T[0] != self.tokenizer.bos):
             tokens_T, said_T = np.concatenate([self.bos_N, tokens_T]), np.concatenate([[False], said_T])
@@ -163,13 +163,13 @@ def _is_text(entry: Record | Bad) -> bool:
 def texts_only(entries: Iterable[Record | Bad], field: str) -> Iterator[Record | Bad]:
     for entry in entries:
         if isinstance(entry, Record) and not isinstance(entry.value, str):
-            yield Bad(f"{entry.where()}: {field!r} is {named(entry.value)}, no text")
+            yield Bad(f"{entry.where()}: {field!r} is {named(entry.value)}, not text")
         else:
             yield entry
 
 
 def serve() -> None:
-    # Nothing else may write where the parent reads.
+    # Nothing else may write to what the parent reads.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 

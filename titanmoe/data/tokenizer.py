@@ -15,14 +15,14 @@ import numpy as np
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 
-if TYPE_CHECKING:  # the processes of `titanmoe tokenize` have no use for torch
+if TYPE_CHECKING:  # the processes of `titanmoe tokenize` do not need torch
     from torch import Tensor
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
 END_MARKS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
-"""Looked for where no tokenizer_config.json names one."""
+"""Tried if no tokenizer_config.json names one."""
 PIECE = 1 << 20
-"""Characters encoded at once: an encoding takes some hundred bytes per token."""
+"""Characters encoded at one time: an encoding takes some hundred bytes per token."""
 
 
 class Placed(NamedTuple):
@@ -49,11 +49,11 @@ class ByteTokenizer:
 
     def place(self, text: str) -> Placed:
         (tokens_T,) = self.encode_all([text])
-        begin_T = np.cumsum((tokens_T & 0xC0) != 0x80) - 1  # 10xxxxxx goes on with a character
+        begin_T = np.cumsum((tokens_T & 0xC0) != 0x80) - 1  # 10xxxxxx continues a character
         return Placed(tokens_T, begin_T, begin_T + 1)
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """Marks are left out; bytes that are no UTF-8 become U+FFFD."""
+        """Marks are left out; bytes that are not UTF-8 become U+FFFD."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
     def document(self, data: bytes) -> Tensor:
@@ -68,7 +68,7 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer.json. Its begin mark is the one it puts before a text by itself; its end mark is named beside it."""
+    """A tokenizer.json. Its begin mark is the one it puts before a text by itself; its end mark is named next to it."""
 
     def __init__(self, file: Path):
         import tokenizers
@@ -79,8 +79,8 @@ class JsonTokenizer:
             self._plain = tokenizers.Tokenizer.from_str(self._source)
         except OSError as error:
             raise ConfigError([f"{file}: {error.strerror}"]) from None
-        except Exception as error:  # the package has no class of its own
-            raise ConfigError([f"{file} is no tokenizer.json that tokenizers reads: {error}"]) from None
+        except Exception as error:  # the package has no exception class of its own
+            raise ConfigError([f"{file} is not a tokenizer.json that tokenizers can read: {error}"]) from None
         for tokenizer in (self._plain, self._marking):
             tokenizer.no_padding()
             tokenizer.no_truncation()
@@ -100,7 +100,7 @@ class JsonTokenizer:
         self.identity = f"{digest} bos {self.bos} eos {self.eos}"
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
-        """Without marks; what looks like one in a text is text."""
+        """Without marks; whatever looks like one in a text is text."""
         pieces = [(number, piece) for number, text in enumerate(texts) for piece in _pieces(text)]
         codes = self._plain.encode_batch_fast([piece for _, piece in pieces], add_special_tokens=False)
         found: list[list[np.ndarray]] = [[] for _ in texts]
@@ -109,7 +109,7 @@ class JsonTokenizer:
         return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in found]
 
     def place(self, text: str) -> Placed:
-        """What looks like a mark is one: a chat template wrote it."""
+        """Whatever looks like a mark is one: a chat template wrote it."""
         code = self._marking.encode(text, add_special_tokens=False)
         offset_T2 = np.array(code.offsets, np.int64).reshape(-1, 2)
         return Placed(np.array(code.ids, np.uint32), offset_T2[:, 0], offset_T2[:, 1])
@@ -130,7 +130,7 @@ class JsonTokenizer:
         token = None if text is None else self._plain.token_to_id(text)
         if token is None:
             where = self.file.parent / SETTINGS
-            raise ConfigError([f"{where}: {name} is {text!r}, which is no token of {self.file}"])
+            raise ConfigError([f"{where}: {name} is {text!r}, which is not a token of {self.file}"])
         return token
 
     def _end(self, after: int | None) -> int:
@@ -140,10 +140,10 @@ class JsonTokenizer:
             return after
         found = [token for text in END_MARKS if (token := self._plain.token_to_id(text)) is not None]
         if len(found) != 1:
-            many = "several tokens that could be it" if found else "no token of a usual name"
+            many = "several tokens that could be it" if found else "no token with a usual name"
             raise ConfigError(
                 [
-                    f"{self.file} does not say which token ends a document, and has {many}: put a {SETTINGS} beside "
+                    f"{self.file} does not say which token ends a document, and has {many}: put a {SETTINGS} next to "
                     'it that does, such as {"eos_token": "</s>"}'
                 ]
             )
@@ -154,7 +154,7 @@ Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def open_tokenizer(name: str) -> Tokenizer:
-    """ "bytes", a tokenizer.json, or the folder that holds one."""
+    """ "bytes", a tokenizer.json, or the folder it is in."""
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
@@ -172,7 +172,7 @@ def _settings(file: Path) -> dict[str, Any]:
     try:
         found = parse_json(file.read_bytes())
     except ValueError as error:
-        raise ConfigError([f"{file} is no JSON: {error}"]) from None
+        raise ConfigError([f"{file} is not JSON: {error}"]) from None
     return found if isinstance(found, dict) else {}
 
 
@@ -182,7 +182,7 @@ def _text(mark: Any) -> str | None:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut behind line ends that text follows, where no usual pre-tokenizer joins what lies on both sides."""
+    """Split after line ends that are followed by text, where no usual pre-tokenizer joins the two sides."""
     at = 0
     while len(text) - at > PIECE:
         cut = at + PIECE

@@ -22,9 +22,9 @@ def pick_backend(
         return "plain", "it was asked for"
     if cp > 1 and kind == "ring":
         if masked:
-            return "plain", "torch's ring knows neither documents nor windows"
+            return "plain", "torch's ring supports neither documents nor windows"
         if device == "cpu" and asked == "auto":
-            return "plain", "on CPUs auto takes ours, which knows masks too"
+            return "plain", "on CPUs auto uses ours, which supports masks too"
         if device != "cpu" and float64:
             return "plain", "torch's attention on GPUs has no float64"
         return ("plain", ring_lacks) if ring_lacks else ("ring", "")
@@ -52,4 +52,4 @@ def attention_violations(config: Config, cp: int) -> Iterator[str]:
     for why in sorted({why for _, why in picked if why}):
         other = "" if cp > 1 and options.cp_kind == "ring" else ', or cp > 1 with cp_kind = "ring"'
         fix = other if device == "cpu" else ', or cp_kind = "allgather" or "ulysses"' if masked != {False} else ""
-        yield f'parallelism.attention_backend = "torch" cannot hold here: {why}; use "auto"{fix}'
+        yield f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"{fix}'

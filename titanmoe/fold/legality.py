@@ -1,8 +1,8 @@
 """The laws of a mapping: everything wrong with it at once, each with its numbers and what to change.
 
-`violations` is what training, `titanmoe fold` with its list, and the search for the nearest legal mapping ask. A law
-looks at the degrees that it names, so that one view can be judged without the other: no law ties a degree of attention
-to one of the experts. What a machine lacks is no law of a mapping (`titanmoe.train.legal`).
+Training, `titanmoe fold` with its list, and the search for the nearest legal mapping all ask `violations`. A law only
+looks at the degrees that it names, so one view can be checked without the other: no law ties a degree of attention to
+one of the experts. What a machine lacks is not a law of a mapping (`titanmoe.train.legal`).
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from titanmoe.fold.degrees import KEYS, nodes_of_a_group, resolve
 from titanmoe.fold.schedules import pair_violations, schedule_violations
 
 ROW_BYTES = 16
-"""Rows of a grouped product are whole units of so many; so many numbers of 8 bits."""
+"""Rows of a grouped product are whole units of this many bytes, or this many 8-bit numbers."""
 
 
 def violations(config: Config, world: int) -> list[str]:
-    """Every law broken by the recipe's mapping on a world of so many ranks; none when it is legal.
+    """Every law that the recipe's mapping breaks on a world of that many ranks; none when it is legal.
 
-    Of the machine only the recipe is known: training.device = "auto" is taken for a GPU, and parallelism.node = -1 for
-    a number that fits.
+    Only the recipe is known, not the machine: training.device = "auto" is taken for a GPU, and parallelism.node = -1
+    for a number that fits.
     """
     degrees, found = resolve(world, config.parallelism)
     return [*found, *broken_laws(degrees, config), *_profiled(config, world)]
 
 
 def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
-    """As far as the degrees that a law names are known."""
+    """Only of laws whose degrees are all known."""
     yield from model_violations(degrees, config)
     for law, *names in (
         (_ulysses, "cp", "tp"),
@@ -72,8 +72,8 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
 
     if degrees.get("pp", 1) > model.num_layers:
         yield (
-            f"parallelism.pp = {degrees['pp']} is more than model.num_layers = {model.num_layers}, and a stage has a "
-            f"layer at least: use pp of {model.num_layers} or less"
+            f"parallelism.pp = {degrees['pp']} is more than model.num_layers = {model.num_layers}, and a stage has at "
+            f"least one layer: use pp of {model.num_layers} or less"
         )
 
     if moe_layers(model) == 0:
@@ -92,8 +92,8 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
         fix = choices("edp_replicate", fits, degrees["edp_replicate"])
         yield (
             f"{KEYS['edp']} = {edp} ranks cannot share the weights of {held} experts (model.num_experts "
-            f"{model.num_experts} / ep {ep}) evenly, neither whole experts ({held} % {edp} = {held % edp}) nor "
-            f"{' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
+            f"{model.num_experts} / ep {ep}) evenly, neither as whole experts ({held} % {edp} = {held % edp}) nor "
+            f"along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
         )
 
 
@@ -101,13 +101,13 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
     heads, remainder = divmod(config.model.num_heads, tp)
     if cp > 1 and config.parallelism.cp_kind == "ulysses" and not remainder and heads % cp:
         yield (
-            f'parallelism.cp_kind = "ulysses" shares {heads} heads (model.num_heads {config.model.num_heads} / '
+            f'parallelism.cp_kind = "ulysses" divides {heads} heads (model.num_heads {config.model.num_heads} / '
             f"tp {tp}) over cp = {cp}, {heads} % {cp} = {heads % cp}: use another cp, or cp_kind ring or allgather"
         )
 
 
 def _most(config: Config, ep: int, etp: int) -> Iterator[str]:
-    """What a dispatcher can serve at most; a group of one sends nothing."""
+    """The limits of a dispatcher; a group of one sends nothing."""
     name, most = config.moe.dispatcher, DISPATCHERS[config.moe.dispatcher].most
     if not most or ep * etp == 1:
         return
@@ -123,7 +123,7 @@ def _most(config: Config, ep: int, etp: int) -> Iterator[str]:
 
 
 def _nodes(config: Config, pp: int, stage: int, ep: int, etp: int) -> Iterator[str]:
-    """What a dispatcher that works by nodes asks of their size."""
+    """What a dispatcher that works node by node requires of their size."""
     node, world, size = config.parallelism.node, pp * stage, ep * etp
     name = config.moe.dispatcher
     if not DISPATCHERS[name].nodes or node < 1 or stage % size:
@@ -131,7 +131,7 @@ def _nodes(config: Config, pp: int, stage: int, ep: int, etp: int) -> Iterator[s
     if nodes_of_a_group(world, ep, etp, node) is None:
         fits = [n for n in range(1, world + 1) if nodes_of_a_group(world, ep, etp, n) is not None]
         yield (
-            f'moe.dispatcher = "{name}" wants nodes that hold whole groups of ep * etp = {ep} * {etp} = '
+            f'moe.dispatcher = "{name}" needs nodes that hold whole groups of ep * etp = {ep} * {etp} = '
             f"{size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
             f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
             f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
@@ -146,18 +146,18 @@ def _products(config: Config, etp: int) -> Iterator[str]:
         unit = ROW_BYTES // WIDTHS[dtype]
         if moe.grouped_mm == "grouped" and width % unit:
             yield (
-                f'moe.grouped_mm = "grouped" wants rows of whole 16-byte units, {unit} elements of {dtype}; {name} is '
+                f'moe.grouped_mm = "grouped" needs rows of whole 16-byte units, {unit} elements of {dtype}; {name} is '
                 f'{width}: use "auto", or a multiple of {unit}'
             )
         if moe.expert_dtype != "compute" and width % ROW_BYTES:
             yield (
-                f'moe.expert_dtype = "{moe.expert_dtype}" wants rows of whole 16-byte units; {name} is {width}: use a '
+                f'moe.expert_dtype = "{moe.expert_dtype}" needs rows of whole 16-byte units; {name} is {width}: use a '
                 f'multiple of {ROW_BYTES}, or expert_dtype = "compute"'
             )
 
 
 def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
-    """A global batch that was not given is one microbatch of every data rank."""
+    """A global batch that is not given is one microbatch per data rank."""
     training = config.training
     unit = training.local_batch_size * dp
     given = training.global_batch_size > 0
@@ -171,8 +171,8 @@ def _profiled(config: Config, world: int) -> Iterator[str]:
 
 
 def divided_fields(model: Model) -> dict[str, dict[str, int]]:
-    """What each degree cuts into equal parts."""
-    cut = {
+    """What each degree splits into equal parts."""
+    divided = {
         "tp": {
             "model.num_heads": model.num_heads,
             "model.num_kv_heads": 0 if model.kv_lora_rank else model.num_kv_heads,  # latent: that is num_heads
@@ -181,26 +181,27 @@ def divided_fields(model: Model) -> dict[str, dict[str, int]]:
     }
     moe = moe_layers(model)
     if moe < model.num_layers:
-        cut["tp"]["model.dense_hidden"] = model.dense_hidden
+        divided["tp"]["model.dense_hidden"] = model.dense_hidden
     if moe > 0:
-        cut["tp"]["model.shared_hidden"] = model.shared_hidden
-        cut["ep"] = {"model.num_experts": model.num_experts}
-        cut["etp"] = {"model.expert_hidden": model.expert_hidden, "model.dim": model.dim if model.expert_biases else 0}
-    return cut
+        divided["tp"]["model.shared_hidden"] = model.shared_hidden
+        divided["ep"] = {"model.num_experts": model.num_experts}
+        dim = model.dim if model.expert_biases else 0
+        divided["etp"] = {"model.expert_hidden": model.expert_hidden, "model.dim": dim}
+    return divided
 
 
 def _held(degrees: Mapping[str, int]) -> tuple[int, int, int]:
-    """What decides the shape of a rank's experts."""
+    """What determines the shape of a rank's experts."""
     return degrees["ep"], degrees["edp"], degrees["etp"]
 
 
 def experts_shard(model: Model, ep: int, edp: int, etp: int) -> bool:
-    """Whole experts over edp if they go round, else slices of their widths; FSDP would pad anything uneven."""
+    """Whole experts over edp if they divide evenly, else slices of their widths; FSDP would pad anything uneven."""
     return model.num_experts % ep != 0 or model.num_experts // ep % edp == 0 or not _uneven_widths(model, edp, etp)
 
 
 def _uneven_widths(model: Model, edp: int, etp: int) -> list[str]:
-    """Matrices are sliced along the model dim, which etp leaves whole, biases along their width, which etp cuts too."""
+    """Matrices are sliced along the model dim, which etp leaves alone, biases along their width, which etp splits."""
     widths, parts = {"model.dim": model.dim}, edp
     if model.expert_biases:
         widths, parts = widths | {"model.expert_hidden": model.expert_hidden}, edp * etp

@@ -1,4 +1,4 @@
-"""The fold as a person sees it: a stage's ranks in a row and, under each, its place in both views.
+"""The fold drawn for people: a stage's ranks in a row and, under each, its place in both views.
 
 Read a column for what one rank does, a row for who does the same.
 """
@@ -21,7 +21,7 @@ from titanmoe.fold.search import Stage
 WIDTH = 100
 CELL = 8  # columns of a rank, at least
 GAP = 2  # columns between nodes
-STRIPS = 4  # lines of ranks to draw all of; of more, a few
+STRIPS = 4  # up to this many lines of ranks are all drawn; of more, a few
 FEW = 2
 FILLS = [
     f"black on {color}"
@@ -55,7 +55,7 @@ PIPELINE = Row("attention", "pp", "pp", "layers", "activations, every microbatch
 
 
 def draw(fold: Fold, node: int = 8, model: Model | None = None) -> Text:
-    """Both views, at most 100 columns wide; of a large world its beginning, and words for the rest."""
+    """Both views, at most 100 columns wide; for a large world, its beginning and a summary of the rest."""
     rows = [row for row in ROWS if getattr(fold, row.axis) > 1]
     lines = [*_title(fold, node, model), *_stages(fold, node, model, rows)]
     lines += _table(fold, node, [PIPELINE, *rows] if fold.pp > 1 else rows)
@@ -94,13 +94,13 @@ def _title(fold: Fold, node: int, model: Model | None) -> Iterator[Text]:
 def _stages(fold: Fold, node: int, model: Model | None, rows: list[Row]) -> Iterator[Text]:
     strip = _Strip(fold, node, model, rows)
     stages = [range(first, first + fold.stage) for first in range(0, fold.world, fold.stage)]
-    lines = len(strip.cut(stages[0]))
+    lines = len(strip.split(stages[0]))
     most = STRIPS if fold.pp * lines <= STRIPS else FEW
     shown = stages[: max(1, most // lines)]
     for number, stage in enumerate(shown):
         if fold.pp > 1:
             yield Text(f"STAGE {number}: {count(fold.stage, 'rank')}, {span(stage)}", "bold")
-        parts = strip.cut(stage)
+        parts = strip.split(stage)
         for ranks in parts[:most]:
             yield from strip.draw(ranks, stage)
             yield Text()
@@ -110,7 +110,7 @@ def _stages(fold: Fold, node: int, model: Model | None, rows: list[Row]) -> Iter
     if len(shown) < fold.pp:
         first, last = len(shown), fold.pp - 1
         alike = f"stage {last} is alike" if first == last else f"stages {first} to {last} are alike"
-        yield Text(f"  ... {alike}, {count(fold.stage, 'rank')} further on each\n")
+        yield Text(f"  ... {alike}, each {count(fold.stage, 'rank')} further on\n")
 
 
 class _Strip:
@@ -126,7 +126,7 @@ class _Strip:
         nodes = (WIDTH - self.head + GAP) // (node * self.cell + GAP)
         self.length = nodes * node or max(d for d in divisors(node) if d == 1 or d * self.cell <= WIDTH - self.head)
 
-    def cut(self, stage: range) -> list[range]:
+    def split(self, stage: range) -> list[range]:
         """A stage's ranks, line by line; lines end where nodes do."""
         lines = range(stage.start // self.length, -(-stage.stop // self.length))
         return [
@@ -149,7 +149,7 @@ class _Strip:
 
     def place(self, row: Row, rank: int) -> int:
         places = coordinates(self.fold, row.view, rank)
-        # Replicas have samples, and sets of experts, of their own: these are numbered through all of them.
+        # Replicas have their own samples and sets of experts: these are numbered across all replicas.
         outer = {"dp_shard": "dp_replicate", "edp": "edp_replicate"}.get(row.axis)
         return places[row.axis] + (places[outer] * getattr(self.fold, row.axis) if outer else 0)
 
@@ -166,7 +166,7 @@ class _Strip:
     def bars(
         self, line: Text, ranks: range, within: range, label: Callable[[int], str], style: Callable[[int], str]
     ) -> Text:
-        """A bar has no end where it goes on beyond the line."""
+        """A bar has no end where it continues beyond the line."""
         for text, run in groupby(ranks, label):
             members = list(run)
             first, last = members[0], members[-1]
@@ -203,7 +203,7 @@ def _table(fold: Fold, node: int, rows: list[Row]) -> Iterator[Text]:
 
 
 def _beginning(fold: Fold, row: Row, columns: int) -> str:
-    """As many of an axis' groups as fit."""
+    """As many of an axis's groups as fit."""
     text, total = "", fold.world // getattr(fold, row.axis)
     for number, group in enumerate(iter_groups(fold, row.view, row.axis), 1):
         longer = f"{text}  {span(group)}".lstrip()
@@ -214,7 +214,7 @@ def _beginning(fold: Fold, row: Row, columns: int) -> str:
 
 
 def _folding(fold: Fold) -> Iterator[Text]:
-    """What the ranks that share the experts out are to attention: the sentence that says how this mapping is folded."""
+    """What the ranks that divide up the experts are to attention: the sentence that says how this mapping is folded."""
     if fold.ep * fold.etp == 1:
         return
     ranks = group_of(fold, "experts", ("ep", "etp"), 0)
@@ -228,10 +228,10 @@ def _folding(fold: Fold) -> Iterator[Text]:
 
 
 def listing(stages: list[Stage], node: int) -> Iterator[Text]:
-    """Every legal mapping, compactly: of one pp, any attention row goes with any expert row."""
+    """Every legal mapping, compactly: within one pp, any attention row goes with any expert row."""
     total = sum(len(stage.attention) * len(stage.experts) for stage in stages)
     yield Text(f"{count(total, 'legal mapping')} of {count(stages[0].world, 'rank')}, on nodes of {node:,}", "bold")
-    yield Text("Of one pp, any attention row goes with any expert row.  * some groups of the axis cross nodes")
+    yield Text("Within one pp, any attention row goes with any expert row.  * some groups of the axis cross nodes")
     for stage in stages:
         attention = sorted(stage.attention, key=lambda view: (view["dp_replicate"], view["cp"], view["tp"]))
         experts = sorted(stage.experts, key=lambda view: (view["edp_replicate"], view["etp"], view["ep"]))

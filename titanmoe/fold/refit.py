@@ -1,8 +1,9 @@
-"""The mapping of a run that was started again on another number of ranks.
+"""The mapping of a run that was restarted on another number of ranks.
 
-Only data parallel gives, since only it leaves what a rank computes as it was: dp_shard first, then dp_replicate; for
-the experts edp, then edp_replicate. pp, cp, tp, ep and etp stay as the recipe has them, and so does the global batch.
-The answer depends on the recipe and the world alone, so a world that shrinks and grows again is back where it began.
+Only data parallelism adapts, because only that leaves what a rank computes unchanged: dp_shard first, then
+dp_replicate; for the experts edp, then edp_replicate. pp, cp, tp, ep and etp stay as in the recipe, and so does the
+global batch. The result depends on the recipe and the world alone, so a world that shrinks and grows again is back
+where it began.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ FIXED = ("pp", "cp", "tp", "ep", "etp")
 
 
 def refit(world: int, asked: Parallelism) -> tuple[Parallelism, str]:
-    """The mapping for this world and one line that tells what gave, "" if nothing had to; FoldError if none is legal.
+    """The mapping for this world and one line that says what changed, "" if nothing had to; FoldError if none is legal.
 
-    Degrees that are no numbers of ranks are left for the laws to refuse.
+    Degrees that are not numbers of ranks are left for the laws to refuse.
     """
     degrees = asked_degrees(asked)
     sound = all(n > 0 or (n == -1 and name in DERIVED) for name, n in degrees.items())
@@ -31,8 +32,8 @@ def refit(world: int, asked: Parallelism) -> tuple[Parallelism, str]:
         kept = ", ".join(f"{KEYS[name]} = {degrees[name]}" for name in FIXED if degrees[name] > 1)
         raise FoldError(
             [
-                f"started again on {world} ranks, where data parallel alone may give; {kept} take a multiple of {unit} "
-                f"ranks ({world} % {unit} = {world % unit}): start it on such a number, or give other degrees"
+                f"started again on {world} ranks, where only data parallel may change; {kept} needs a multiple of "
+                f"{unit} ranks ({world} % {unit} = {world % unit}): start it on such a number, or give other degrees"
             ]
         )
     rows, expert_rows = world // (pp * cp * tp), world // (pp * ep * etp)
@@ -44,6 +45,6 @@ def refit(world: int, asked: Parallelism) -> tuple[Parallelism, str]:
     gave = {name: n for name, n in fit.items() if degrees[name] not in (-1, n)}
     experts = replace(asked.experts, **{name: n for name, n in gave.items() if name.startswith("edp")})
     attention = {name: n for name, n in gave.items() if name.startswith("dp")}
-    told = ", ".join(f"{KEYS[name]} {degrees[name]} -> {n}" for name, n in gave.items())
+    changed = ", ".join(f"{KEYS[name]} {degrees[name]} -> {n}" for name, n in gave.items())
     fitted = replace(asked, **attention, experts=experts)
-    return fitted, f"started again on {world} rank{'s' * (world > 1)}: {told}; the global batch stays"
+    return fitted, f"started again on {world} rank{'s' * (world > 1)}: {changed}; the global batch stays"

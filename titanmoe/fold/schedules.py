@@ -1,7 +1,7 @@
-"""Pipeline schedules without torch: where stages lie, the actions of a file, and what a schedule demands.
+"""Pipeline schedules without torch: where stages are, the actions in a file, and what a schedule requires.
 
-A schedule is a row of cells for each pipeline rank. A cell is what the rank computes at one time: nothing in a pause,
-one action, or two that overlap.
+A schedule is a row of cells for each pipeline rank. A cell is what the rank computes at one time: nothing, one
+action, or two that overlap.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from titanmoe.config.schema import Config, Pipeline
 @dataclass(frozen=True)
 class Schedule:
     stages_per_rank: int  # unless [pipeline] virtual_stages says otherwise
-    v_shape: bool = False  # the second half of the stages lies on the ranks in reverse
+    v_shape: bool = False  # the second half of the stages is on the ranks in reverse
     zero_bubble: bool = False  # backward is split into input and weight gradients
 
 
@@ -35,7 +35,7 @@ SCHEDULES = {
 SINGLE = ("GPipe", "1F1B")
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}  # forward; backward, whole, of inputs, of weights
 _ACTION = re.compile(r"(\d+)(F|I|B|W)(\d+)")
-_MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")  # torch adds its own
+_MESSAGE = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)\d*")  # torch adds these itself
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -62,12 +62,12 @@ def parse_cell(text: str) -> Cell:
     if action := _ACTION.fullmatch(text):
         return (Action(int(action[1]), action[2], int(action[3])),)
     if text and not _MESSAGE.fullmatch(text):
-        raise ValueError(f"{text!r:.60} is no action, such as 0F0, 1B3 or (0F4;3B1)OVERLAP_F_B")
+        raise ValueError(f"{text!r:.60} is not an action, such as 0F0, 1B3 or (0F4;3B1)OVERLAP_F_B")
     return ()
 
 
 def read_csv(path: str) -> list[list[Cell]]:
-    """One row for each rank. ValueError where the file is not a schedule."""
+    """One row for each rank. ValueError if the file is not a schedule."""
     with open(path, newline="") as file:
         return [[parse_cell(text) for text in row] for row in csv.reader(file) if row]
 
@@ -91,7 +91,7 @@ def stage_ranks(options: Pipeline, pp: int) -> list[int]:
 
 
 def splits_backward(options: Pipeline, pp: int) -> bool:
-    """Whether the schedule, where there is one, computes gradients of inputs and of weights apart."""
+    """Whether the schedule, if there is one, computes gradients of inputs and of weights separately."""
     if pp == 1:
         return False
     if not options.schedule_csv:
@@ -100,7 +100,7 @@ def splits_backward(options: Pipeline, pp: int) -> bool:
 
 
 def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
-    """The rows of GPipe and 1F1B, which torch runs without any (those that it offers for 1F1B are shifted)."""
+    """The rows of GPipe and 1F1B, for which torch has none (those that it offers for 1F1B are shifted)."""
     rows = []
     for rank in range(pp):
         ahead = microbatches if schedule == "GPipe" else min(microbatches, pp - rank)
@@ -112,9 +112,9 @@ def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
 
 
 def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
-    """Idle share of all ranks' time, by playing the rows: forward 1, backward 2 (input 1, weight 1).
+    """Idle share of all ranks' time, found by playing the rows: forward 1, backward 2 (input 1, weight 1).
 
-    torch begins a pair when both its halves can run, and sends what they made when both are done.
+    torch starts a pair when both its halves can run, and sends their results when both are done.
     """
     queues = [[cell for cell in row if cell] for row in rows]
     done: dict[tuple[int, str, int], float] = {}
@@ -147,7 +147,7 @@ def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
                 done |= dict.fromkeys(map(made, cell), clock[rank])
                 moved = True
         if not moved:
-            raise ValueError("the schedule waits for itself")
+            raise ValueError("the schedule deadlocks")
     return 1 - busy / (len(clock) * max(clock))
 
 
@@ -155,7 +155,7 @@ def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
 
 
 def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> list[str]:
-    """What the pipeline cannot run, with numbers and fix. Whose rows go to which experts does not matter here."""
+    """What the pipeline cannot run, with numbers and fix. The experts' mapping does not matter here."""
     options = config.pipeline
     if pp == 1:
         return []
@@ -186,8 +186,8 @@ def schedule_violations(config: Config, pp: int, dp: int, microbatches: int) -> 
         )
     elif not explicit and stages > config.model.num_layers:
         found.append(
-            f"{stages} pipeline stages for model.num_layers = {config.model.num_layers}: lower parallelism.pp or "
-            "pipeline.virtual_stages"
+            f"{stages} pipeline stages are too many for model.num_layers = {config.model.num_layers}: lower "
+            "parallelism.pp or pipeline.virtual_stages"
         )
     if splits_backward(config.pipeline, pp) and config.parallelism.reshard_after_forward == "always":
         found.append(
@@ -202,15 +202,16 @@ def _named_violations(config: Config, pp: int, microbatches: int, samples: int) 
     name, virtual = config.pipeline.schedule, config.pipeline.virtual_stages
     if name in SINGLE and virtual not in (-1, 1):
         yield (
-            f"pipeline.schedule = {name} has one stage per rank, virtual_stages is {virtual}: use 1, or Interleaved1F1B"
+            f"pipeline.schedule = {name} has one stage per rank, but virtual_stages is {virtual}: use 1, or "
+            "Interleaved1F1B"
         )
     if SCHEDULES[name].v_shape and virtual not in (-1, 2):
-        yield f"pipeline.schedule = {name} has 2 stages per rank, virtual_stages is {virtual}: use 2"
+        yield f"pipeline.schedule = {name} has 2 stages per rank, but virtual_stages is {virtual}: use 2"
     least = {"1F1B": pp, "DualPipeV": 2 * pp}.get(name, 1)
     rounds = max(1, microbatches // pp)
     if microbatches < least:
         yield (
-            f"pipeline.schedule = {name} on {pp} ranks needs at least {least} microbatches, the step has "
+            f"pipeline.schedule = {name} on {pp} ranks needs at least {least} microbatches, but the step has "
             f"{microbatches}: raise training.global_batch_size to {least * samples} or lower training.local_batch_size"
         )
     elif name.startswith("Interleaved") and microbatches % rounds:
@@ -224,7 +225,7 @@ def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: in
     """samples: per microbatch, over all data ranks."""
     found = []
     if len(rows) != pp:
-        found.append(f"{path} has {len(rows)} rows, one per pipeline rank; parallelism.pp is {pp}")
+        found.append(f"{path} has {len(rows)} rows and needs one per pipeline rank: parallelism.pp is {pp}")
     actions = [(rank, action) for rank, row in enumerate(rows) for cell in row for action in cell]
     stages = sorted({action.stage for _, action in actions})
     if not stages or stages != list(range(len(stages))):
@@ -232,13 +233,13 @@ def _csv_violations(path: str, rows: list[list[Cell]], pp: int, microbatches: in
     needs = 1 + max(action.microbatch for _, action in actions)
     if needs != microbatches:
         found.append(
-            f"{path} runs {needs} microbatches, the step has {microbatches}: set training.global_batch_size to "
+            f"{path} runs {needs} microbatches, but the step has {microbatches}: set training.global_batch_size to "
             f"{needs * samples}"
         )
     for stage in stages:
         own = [(rank, action) for rank, action in actions if action.stage == stage]
         if len({rank for rank, _ in own}) > 1:
-            found.append(f"{path} has stage {stage} on ranks {sorted({rank for rank, _ in own})}: give it one")
+            found.append(f"{path} has stage {stage} on ranks {sorted({rank for rank, _ in own})}: put it on one")
         for m in range(needs):
             does = sorted(action.does for _, action in own if action.microbatch == m)
             if does not in (["B", "F"], ["F", "I", "W"]):
@@ -255,19 +256,19 @@ PAIRS = "pipeline.overlap_pairs = true"
 
 
 def _pairs(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
-    """rows: of the file, where a file gives the schedule."""
+    """rows: those of the file, if a file gives the schedule."""
     options = config.pipeline
     name = options.schedule_csv or options.schedule
     pairs = [cell for row in rows for cell in row if len(cell) == 2]
     if not pairs and name != "DualPipeV":
         yield (
-            f"{PAIRS} plays pairs of a forward and a backward, and {name} has none: set pipeline.schedule = DualPipeV, "
+            f"{PAIRS} runs pairs of a forward and a backward, and {name} has none: set pipeline.schedule = DualPipeV, "
             'name a pipeline.schedule_csv that has actions such as "(0F4;3B1)OVERLAP_F_B", or set overlap_pairs = false'
         )
     for pair in pairs:
         if sorted(action.does for action in pair) != ["B", "F"] or pair[0].stage == pair[1].stage:
             yield (
-                f"{PAIRS} takes pairs of F and B of two stages, and {name} has "
+                f"{PAIRS} needs pairs of F and B of two stages, but {name} has "
                 f'"({";".join(map(str, pair))})OVERLAP_F_B": pair other actions, or set overlap_pairs = false'
             )
     if DISPATCHERS[config.moe.dispatcher].whole:
@@ -281,6 +282,6 @@ def _pairs(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
 def pair_violations(config: Config, pp: int, ep: int, etp: int) -> Iterator[str]:
     if pp > 1 and config.pipeline.overlap_pairs and ep * etp == 1:
         yield (
-            f"{PAIRS} hides rows on their way to experts on other ranks, and ep * etp = 1 sends none: set "
+            f"{PAIRS} hides the sending of rows to experts on other ranks, but ep * etp = 1 sends none: set "
             "parallelism.experts.ep above 1, or overlap_pairs = false"
         )

@@ -1,4 +1,4 @@
-"""Every legal mapping of a world, and the ones nearest to an illegal wish.
+"""Every legal mapping of a world, and the ones nearest to an illegal one.
 
 The two views of a stage share nothing but its ranks, so the legal mappings of a world are, pp by pp, every legal
 attention view with every legal expert view.
@@ -64,18 +64,18 @@ def legal_folds(world: int, config: Config | None = None) -> Iterator[Fold]:
 
 
 def nearest(world: int, asked: Parallelism, config: Config | None = None, count: int = 3) -> list[Fold]:
-    """The legal mappings that change the fewest degrees of a wish, and change them the least.
+    """The legal mappings that change the fewest requested degrees, and change them the least.
 
     A changed degree costs 1 plus the powers of two between old and new. Derived degrees are free, except an
     edp_replicate that is not its default: it has to be written down. A mapping that changes more than necessary is left
     out.
     """
-    wish, pool = asked_degrees(asked), 10 * count
+    requested, pool = asked_degrees(asked), 10 * count
 
     def cost(name: str, value: int) -> float:
-        if value == wish[name] or (wish[name] == -1 and name in DERIVED):
+        if value == requested[name] or (requested[name] == -1 and name in DERIVED):
             return 0.0
-        return 1 + abs(log2(value / max(1, wish[name])))
+        return 1 + abs(log2(value / max(1, requested[name])))
 
     def priced(views: list[dict[str, int]]) -> list[tuple[float, dict[str, int]]]:
         sums = ((sum(cost(name, value) for name, value in view.items()), view) for view in views)
@@ -90,7 +90,7 @@ def nearest(world: int, asked: Parallelism, config: Config | None = None, count:
                 if len(best) == pool and price >= best[-1][0]:
                     break  # experts come cheapest first
                 default = default_edp_replicate(attention["dp_replicate"], expert["edp_replicate"] * expert["edp"])
-                if wish["edp_replicate"] == -1 and expert["edp_replicate"] != default:
+                if requested["edp_replicate"] == -1 and expert["edp_replicate"] != default:
                     price += 1 + abs(log2(expert["edp_replicate"] / default))
                 insort(best, (price, stage.fold(attention, expert)), key=itemgetter(0))
                 del best[pool:]
@@ -103,7 +103,7 @@ def nearest(world: int, asked: Parallelism, config: Config | None = None, count:
 
 
 def changes(asked: Parallelism, fold: Fold) -> dict[str, tuple[int, int]]:
-    """Which degrees of a wish differ in a mapping: from, to. What is derived anyway needs no change."""
+    """Which requested degrees differ in a mapping: from, to. What is derived anyway needs no change."""
     names = {
         name: (old, getattr(fold, name))
         for name, old in asked_degrees(asked).items()

@@ -1,10 +1,9 @@
 """What attention remembers of earlier tokens, and the head at the end of each row.
 
 A forward's tokens are concatenated into one row, as if they were one sample: first all prompts, later one token of
-each.
-So no prompt is padded to the length of another, tp splits the tokens as it does a sequence, and the MoE layers see only
-real tokens. Only attention knows which tokens belong together. It is cached where it is called with keys and values,
-after RoPE and norms, so that all kinds of attention are cached the same way.
+each. So no prompt is padded to the length of another, tp splits the tokens as it does a sequence, and the MoE layers
+see only real tokens. Only attention knows which tokens belong together. It is cached where it is called with keys and
+values, after RoPE and norms, so that all kinds of attention are cached the same way.
 
 Shapes: T tokens of a forward, B rows (prompts) of this rank, L positions, H query heads and G key heads of this rank,
 g query heads of each key head, h head width, v value width, D model.
@@ -44,7 +43,7 @@ class Rows:
         self.known, self.added = [0] * len(lengths), lengths
         self.capacity = max(lengths, default=0) + most
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """A forward of one more token of each row comes next."""
         self.known = self.ends
         self.added = [1] * len(self.known)

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from titanmoe.generate.model import Found
 
 EPILOG = """\
-Under torchrun (torchrun --no-python --nproc-per-node 4 titanmoe generate ...) the model lies as --tp, --ep and --etp
-say, whatever mapping it was trained under, and data ranks share the prompts out. docs/generate.md says more.
+Under torchrun (torchrun --no-python --nproc-per-node 4 titanmoe generate ...) --tp, --ep and --etp split the model,
+whatever mapping it was trained under, and data ranks divide up the prompts. docs/generate.md says more.
 """
 DEGREES = {
-    "tp": "ranks that share every matrix and the cache out",
-    "ep": "ranks that share the experts out",
-    "etp": "ranks that share every expert out",
+    "tp": "ranks that split every matrix and the cache",
+    "ep": "ranks that divide up the experts",
+    "etp": "ranks that split every expert",
 }
 
 
@@ -35,7 +35,7 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
     generate = commands.add_parser(
         "generate",
         help="text from a checkpoint: what the model has learnt",
-        description="Goes on from prompts with what a checkpoint's model finds likely.",
+        description="Continues prompts with what a checkpoint's model finds likely.",
         epilog=EPILOG,
     )
     generate.set_defaults(run=run_generate)
@@ -43,24 +43,32 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
         "--checkpoint", type=Path, required=True, metavar="RUN",
         help="a run's folder (its latest checkpoint), a checkpoint, or the folder of a Hugging Face model",
     )  # fmt: skip
-    generate.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="can be given several times")
-    generate.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt in every line")
-    generate.add_argument("--tokenizer", metavar="T", help="tokenizer.json or its folder, or bytes (default the run's)")
-    generate.add_argument("--max-tokens", type=int, default=128, metavar="N", help="after each prompt (default 128)")
+    generate.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="a prompt; can be given several times"
+    )
+    generate.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
+    generate.add_argument(
+        "--tokenizer", metavar="T", help="tokenizer.json or its folder, or bytes (default: the run's)"
+    )
+    generate.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="tokens after each prompt (default 128)"
+    )
     generate.add_argument(
         "--batch-size", type=int, default=16, metavar="N", help="prompts at a time on a data rank (default 16)"
     )
     choice = generate.add_argument_group("choice of the next token")
     choice.add_argument(
         "--temperature", type=float, default=0.8, metavar="X",
-        help="1: as likely as the model finds them; lower: rather the likeliest; 0: the likeliest always (default 0.8)",
+        help="1: the model's own distribution; lower: sharper; 0: always the likeliest (default 0.8)",
     )  # fmt: skip
-    choice.add_argument("--top-k", type=int, metavar="N", help="only the N likeliest")
-    choice.add_argument("--top-p", type=float, metavar="X", help="only the likeliest that together have this share")
-    choice.add_argument("--seed", type=int, metavar="N", help="of the draws (default 0)")
+    choice.add_argument("--top-k", type=int, metavar="N", help="choose among the N likeliest tokens")
+    choice.add_argument(
+        "--top-p", type=float, metavar="X", help="choose among the likeliest tokens whose probabilities add up to X"
+    )
+    choice.add_argument("--seed", type=int, metavar="N", help="seed of the sampling (default 0)")
     output = generate.add_argument_group("output").add_mutually_exclusive_group()
     output.add_argument("--json", action="store_true", help="a line of JSON for each prompt")
-    output.add_argument("--stream", action="store_true", help="of one prompt, show each token as it comes")
+    output.add_argument("--stream", action="store_true", help="for a single prompt, show each token as it comes")
     where = generate.add_argument_group("where and how it is computed")
     for name, text in DEGREES.items():
         path = "experts." * (name != "tp") + name
@@ -69,7 +77,7 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
         where.add_argument(f"--parallelism.{name}", dest=name, type=int, default=1, help=argparse.SUPPRESS)
     where.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     where.add_argument(
-        "--dtype", choices=["float64", "float32", "bfloat16"], help="to compute in (default as in training)"
+        "--dtype", choices=["float64", "float32", "bfloat16"], help="dtype to compute in (default: as in training)"
     )
 
 
@@ -107,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    """ConfigError with all that is wrong with the command line."""
+    """ConfigError with everything that is wrong with the command line."""
     problems, texts = [], list(args.prompt)
     if args.prompts is not None:
         try:
@@ -116,19 +124,23 @@ def _prompts(args: argparse.Namespace) -> list[str]:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             problems.append(f"--prompts {args.prompts} cannot be read: {reason}")
     if not texts and not problems:
-        problems.append("there is no prompt: give --prompt TEXT, or --prompts FILE with one in every line")
+        problems.append("no prompt: give --prompt TEXT, or --prompts FILE with one per line")
     for name in ("max_tokens", "batch_size", "top_k"):
         value = getattr(args, name)
         if value is not None and value < 1:
             problems.append(f"--{name.replace('_', '-')} = {value} is below 1: use 1 or more, or leave it out")
     if not 0 <= args.temperature < math.inf:
-        problems.append(f"--temperature = {args.temperature} is no temperature: use 0 for the likeliest token, or more")
+        problems.append(
+            f"--temperature = {args.temperature} is not a temperature: use 0 for the likeliest token, or more"
+        )
     if args.top_p is not None and not 0 < args.top_p <= 1:
-        problems.append(f"--top-p = {args.top_p} is no share above 0 and up to 1: use such as 0.9, or leave it out")
+        problems.append(
+            f"--top-p = {args.top_p} is not a share above 0 and up to 1: use 0.9, for example, or leave it out"
+        )
     idle = [name for name in ("top_k", "top_p", "seed") if getattr(args, name) is not None]
     if args.temperature == 0 and idle:
         given = ", ".join(f"--{name.replace('_', '-')}" for name in idle)
-        problems.append(f"--temperature 0 draws nothing, and {given} would have no effect: leave one of them out")
+        problems.append(f"--temperature 0 samples nothing, and {given} would have no effect: leave one of them out")
     if args.stream and len(texts) > 1:
         problems.append(f"--stream shows one prompt as its text is made, and there are {len(texts)}: give one")
     if problems:
@@ -137,7 +149,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Found) -> list[Prompt]:
-    """A prompt begins as a document of the training data did. What looks like a mark in it is text."""
+    """A prompt starts as a document of the training data did. Anything in it that looks like a mark is text."""
     from titanmoe.generate.loop import Prompt
 
     vocab_size = found.config.model.vocab_size
@@ -151,9 +163,7 @@ def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Found) -> list[Pr
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     prompts = [Prompt(i, begin + tokens.tolist()) for i, tokens in enumerate(tokenizer.encode_all(list(texts)))]
     if empty := [prompt.number + 1 for prompt in prompts if not prompt.ids]:
-        raise ConfigError(
-            [f"prompt {empty[0]} is empty, and the tokenizer has no mark to begin a text with: give it some text"]
-        )
+        raise ConfigError([f"prompt {empty[0]} is empty, and the tokenizer has no begin mark: give it some text"])
     return prompts
 
 
@@ -175,7 +185,7 @@ def _generate(
     first = runtime.rank == 0
     longest, trained = max(len(prompt.ids) for prompt in prompts) + args.max_tokens, found.config.training.seq_len
     if first and longest > trained:
-        print(f"note: up to {longest} tokens in a row; the model was trained on {trained}", file=sys.stderr)
+        print(f"note: sequences get up to {longest} tokens; the model was trained on {trained}", file=sys.stderr)
     meshes = build_meshes(derive(runtime.world, config.parallelism), runtime.device.type, trains=False)
     model = build(config, meshes, found, runtime.device)
     generator = Generator(model, meshes, runtime.device, tokenizer.vocab_size, tokenizer.eos)
@@ -183,7 +193,7 @@ def _generate(
     stream = _Stream(texts[0], prompts[0], tokenizer) if args.stream and first else None
 
     began, count = time.monotonic(), 0
-    for batch in generator.batches(prompts, args.batch_size, args.max_tokens, sampling, stream and stream.tell):
+    for batch in generator.batches(prompts, args.batch_size, args.max_tokens, sampling, stream and stream.update):
         if not first:
             continue
         for made in batch:
@@ -196,14 +206,14 @@ def _generate(
         seconds, at = time.monotonic() - began, f" (step {found.step})" if found.step else ""
         print(
             f"{args.checkpoint}{at}: {count} tokens after {len(texts)} prompt{'s' * (len(texts) > 1)} in "
-            f"{seconds:.1f} s, reading prompts included ({count / seconds:,.0f} tokens/s), {config.training.dtype} on "
+            f"{seconds:.1f} s, including the prompts ({count / seconds:,.0f} tokens/s), {config.training.dtype} on "
             f"{runtime.world} x {runtime.device.type}",
             file=sys.stderr,
         )
 
 
 def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
-    """Decoded with the prompt before it: a text's first word has its space taken by some tokenizers."""
+    """Decoded with the prompt before it: some tokenizers drop the space of a text's first word."""
     return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
 
 
@@ -211,20 +221,20 @@ def _line(args: argparse.Namespace, texts: list[str], prompts: list[Prompt], tok
     number, ids = made.number, prompts[made.number].ids
     text = _continuation(tokenizer, ids, made.tokens)
     if args.json:
-        told = {"number": number, "prompt": texts[number], "text": text, "end": made.end}
-        return json.dumps(told | {"prompt_tokens": ids, "tokens": made.tokens})
+        answer = {"number": number, "prompt": texts[number], "text": text, "end": made.end}
+        return json.dumps(answer | {"prompt_tokens": ids, "tokens": made.tokens})
     title = f"--- {number + 1}, {len(made.tokens)} tokens, ended by {made.end}\n" if len(texts) > 1 else ""
     return f"{title}{texts[number]}{text}"
 
 
 class _Stream:
-    """Prints what tokens make certain: a character may have several, and its first ones decode to U+FFFD."""
+    """Prints only what is certain: a character may have several tokens, and its first ones decode to U+FFFD."""
 
     def __init__(self, text: str, prompt: Prompt, tokenizer: Tokenizer):
         self.prompt, self.tokenizer, self.shown = prompt, tokenizer, 0
         print(text, end="", flush=True)
 
-    def tell(self, made: Made) -> None:
+    def update(self, made: Made) -> None:
         self._show(_continuation(self.tokenizer, self.prompt.ids, made.tokens).rstrip("\ufffd"))
 
     def finish(self, made: Made) -> None:

@@ -1,6 +1,6 @@
 """From prompts to tokens: one forward over all prompts of a batch, then one over a token of each until all have ended.
 
-Every rank makes every forward, with or without tokens of its own, since experts may lie on any of them.
+Every rank runs every forward, with or without tokens of its own, since any rank may hold experts.
 
 Shapes: T tokens of a forward, B rows (prompts) of this rank, V vocabulary.
 """
@@ -25,7 +25,7 @@ from titanmoe.tokens import Tokens
 
 class Prompt(NamedTuple):
     number: int
-    """In the order they were given."""
+    """Position in the order they were given."""
     ids: list[int]
 
 
@@ -33,30 +33,30 @@ class Prompt(NamedTuple):
 class Made:
     number: int
     tokens: list[int] = field(default_factory=list)
-    """After the prompt; the end mark is not among them."""
+    """After the prompt; without the end mark."""
     end: str = ""
     """eos, or length."""
 
 
-Tell = Callable[[Made], None]
+OnToken = Callable[[Made], None]
 
 
 class Generator:
     def __init__(self, model: Transformer, meshes: Meshes, device: torch.device, vocab_size: int, eos: int | None):
-        """vocab_size: the tokenizer's; what the model has beyond are no tokens, and never come."""
+        """vocab_size: the tokenizer's; ids that the model has beyond it are not tokens, and are never chosen."""
         self.model, self.meshes, self.device = model, meshes, device
         self.vocab_size, self.eos = vocab_size, eos
         self.rows = Rows(device)
         self.caches = add_caches(model, self.rows)
 
     def batches(
-        self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, tell: Tell | None = None
+        self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, on_token: OnToken | None = None
     ) -> Iterator[list[Made]]:
-        """All prompts, `size` at a time on each data rank; on every rank what all have made, in order."""
+        """All prompts, `size` at a time on each data rank; every rank gets what all have made, in order."""
         data = self.meshes.data
         for first in range(0, len(prompts), size * data.size):
             mine = prompts[first : first + size * data.size][data.rank :: data.size]
-            made = self.batch(mine, most, sampling, tell)
+            made = self.batch(mine, most, sampling, on_token)
             everyone = [made]
             if self.meshes.world.size > 1:
                 everyone = [[] for _ in range(self.meshes.world.size)]
@@ -65,7 +65,9 @@ class Generator:
             yield [one for _, one in sorted({one.number: one for some in everyone for one in some}.items())]
 
     @torch.no_grad()
-    def batch(self, prompts: Sequence[Prompt], most: int, sampling: Sampling, tell: Tell | None = None) -> list[Made]:
+    def batch(
+        self, prompts: Sequence[Prompt], most: int, sampling: Sampling, on_token: OnToken | None = None
+    ) -> list[Made]:
         made = [Made(prompt.number) for prompt in prompts]
         going = list(made)
         self.rows.begin([len(prompt.ids) for prompt in prompts], most)
@@ -80,18 +82,18 @@ class Generator:
                 one.tokens.append(token)
                 if len(one.tokens) == most:
                     one.end = "length"
-                if tell is not None:
-                    tell(one)
+                if on_token is not None:
+                    on_token(one)
             stay = [i for i, one in enumerate(going) if not one.end]
             if not self._anywhere(bool(stay)):
                 return made
             if len(stay) < len(going):
                 going, ids = [going[i] for i in stay], [ids[i] for i in stay]
                 self._keep(stay)
-            self.rows.go_on()
+            self.rows.advance()
 
     def forward(self, ids: list[int]) -> Tensor:
-        """Logits (B, V) where each row ends, from the ids of what is added to all rows."""
+        """Logits (B, V) at the end of each row, from the ids that are added to all rows."""
         rows, tp = self.rows, self.meshes.tp
         position = [
             place for known, added in zip(rows.known, rows.added, strict=True) for place in range(known, known + added)

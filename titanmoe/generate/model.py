@@ -1,7 +1,7 @@
-"""A model to generate with: the run's own, or a Hugging Face folder's, laid on the ranks there are and filled.
+"""A model to generate with: the run's own, or a Hugging Face folder's, laid out on the ranks there are and filled.
 
-Weights lie whole on every data rank, in the dtype they compute in: nothing is gathered for a token, and where a model
-does not fit a device, tp, ep and etp cut it.
+Weights are whole on every data rank, in the dtype they compute in: nothing is gathered for a token, and if a model does
+not fit a device, tp, ep and etp split it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from titanmoe.fold.legality import model_violations
 
 @dataclass(frozen=True)
 class Found:
-    """Where weights lie, and the config they were trained with."""
+    """Where weights are, and the config they were trained with."""
 
     path: Path
     config: Config
@@ -34,7 +34,7 @@ class Found:
 
     @property
     def tokenizer(self) -> Path | None:
-        """That of the folder, or the one that came along from a Hugging Face model."""
+        """The folder's, or the one that was copied along from a Hugging Face model."""
         name = FILE if self.step is None else f"{layout.CARRIED}/{FILE}"
         try:
             inside.located(self.path, name)
@@ -57,12 +57,12 @@ def find(path: Path) -> Found:
         raise CheckpointError("; ".join(broken))
     record = layout.read_manifest(path).record
     if "model" not in record.get("config", {}):
-        raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it holds: it has no [model]")
+        raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
     return Found(path, build_config(config_of(record, path / layout.MANIFEST)), record.get("step", 0))
 
 
 def tokenizer_of(found: Found, asked: str | None) -> Tokenizer:
-    """As asked, else the one that the run's tokens came from."""
+    """As asked for, else the one that the run's tokens came from."""
     data, carried = found.config.data, found.tokenizer
     if asked is not None or data.tokenizer != "bytes":
         return open_tokenizer(asked if asked is not None else data.tokenizer)
@@ -71,7 +71,7 @@ def tokenizer_of(found: Found, asked: str | None) -> Tokenizer:
     own = open_tokenizer(str(carried)) if carried and identity != "bytes" else open_tokenizer("bytes")
     if identity not in (None, own.identity):
         raise ConfigError(
-            [f"the run read token shards of the tokenizer {identity}, which is not beside the checkpoint: name it with "
+            [f"the run read token shards of the tokenizer {identity}, which is not with the checkpoint: name it with "
              f"--tokenizer (a {FILE} or its folder)"]
         )  # fmt: skip
     if found.step is None and not carried:
@@ -80,32 +80,32 @@ def tokenizer_of(found: Found, asked: str | None) -> Tokenizer:
 
 
 def fold(found: Found, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
-    """What will run; ConfigError with everything that is wrong with it."""
+    """The config to run; ConfigError with everything that is wrong with it."""
     problems = [
-        f"parallelism.{name} = {degrees[name]}: {why}, so text is made with {name} = 1; tp, ep and etp cut the model"
+        f"parallelism.{name} = {degrees[name]}: {why}, so generating needs {name} = 1; tp, ep and etp split the model"
         for name, why in (
-            ("pp", "a token passes all stages before the next can begin, and the others would wait"),
-            ("cp", "there is one new token of a sequence at a time, and nothing of it to share out"),
+            ("pp", "a token passes all stages before the next can start, so the others would wait"),
+            ("cp", "a sequence has one new token at a time, and nothing to split"),
         )
         if degrees[name] != 1
     ]
     tp, ep, etp = (degrees[name] for name in ("tp", "ep", "etp"))
-    told = found.config
+    trained = found.config
     training = replace(
         Config().training,
-        dtype=dtype or told.training.mixed_precision_param,
-        mixed_precision_param=dtype or told.training.mixed_precision_param,
-        seq_len=max(tp, 1),  # a multiple of tp, which is all its laws ask
+        dtype=dtype or trained.training.mixed_precision_param,
+        mixed_precision_param=dtype or trained.training.mixed_precision_param,
+        seq_len=max(tp, 1),  # a multiple of tp, which is all that its laws ask for
         device=device,
     )
-    # Dropless, and the choice is the router's alone: what training adds to it is no part of the model.
-    own = {"grouped_mm": "loop", "kernels": "torch"}  # what someone may have ruled out
-    kept = {name: value for name, value in own.items() if getattr(told.moe, name) == value}
-    moe = replace(Config().moe, router_dtype=told.moe.router_dtype, **kept)
-    config = Config(model=replace(told.model, mtp_depth=0), training=training, moe=moe)
+    # Dropless, and the choice is the router's alone: what training adds to it is not part of the model.
+    own = {"grouped_mm": "loop", "kernels": "torch"}  # kept if the run chose them, to rule out the defaults
+    kept = {name: value for name, value in own.items() if getattr(trained.moe, name) == value}
+    moe = replace(Config().moe, router_dtype=trained.moe.router_dtype, **kept)
+    config = Config(model=replace(trained.model, mtp_depth=0), training=training, moe=moe)
     resolved, wrong = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
     problems += wrong
-    edp = resolved.pop("edp", 1)  # its laws are about shares of the weights, which here are whole
+    edp = resolved.pop("edp", 1)  # its laws are about sharded weights, which are whole here
     problems += model_violations(resolved, config)
     if problems:
         raise ConfigError(problems)
@@ -128,7 +128,7 @@ def build(config: Config, meshes: Any, found: Found, device: Any) -> Any:
     with torch.device("meta"):
         model = Transformer(config, 1, getattr(torch, config.training.dtype))
     tensor_parallel(model, meshes.dense["tp"], meshes.tp)
-    # Prompts have many lengths; torch's flex_attention compiles for each.
+    # Prompts have many lengths, and torch's flex_attention would compile for each.
     options = replace(config.parallelism, attention_backend="plain")
     context_parallel(model, options, placement(options), meshes.cp)
     expert_parallel(model, meshes)
@@ -140,7 +140,7 @@ def build(config: Config, meshes: Any, found: Found, device: Any) -> Any:
         _fill(model, found, config)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            # Its piece is all that a forward uses of it.
+            # A forward only uses its piece of it.
             plain = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
             setattr(module, name, nn.Parameter(plain, requires_grad=False))
     model.tie()

@@ -16,9 +16,9 @@ from titanmoe.report.read import Run
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
 SIZE = (420.0, 230.0)
 LETTER = 6.1
-"""Width of a legend's letter, about: what the page's font will be is not known here."""
+"""Approximate width of a legend's letter: the page's font is not known here."""
 POINTS = 400
-"""A curve shows no more; of what lies between, its extremes."""
+"""The most a curve shows; of the points in between, the extremes."""
 PARTS = {
     "forward_backward": ("forward and backward", "c0"),
     "optimizer": ("optimizer", "c1"),
@@ -53,7 +53,7 @@ def percent(value: float) -> str:
 
 
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
-    """Round numbers within, one to five apart."""
+    """Round numbers in that range, one to five units apart."""
     if high <= low:
         return [low]
     rough = (high - low) / about
@@ -63,7 +63,7 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
 
 
 def smooth(y: list[float]) -> list[float]:
-    """An exponential average over about a fortieth of the curve, without a bias towards its start."""
+    """An exponential average over about a fortieth of the curve, without bias towards its start."""
     keep, total, weight, out = 1 - 1 / max(2.0, len(y) / 40), 0.0, 0.0, []
     for value in y:
         total, weight = keep * total + value, keep * weight + 1
@@ -84,7 +84,7 @@ def thin(x: list[float], y: list[float]) -> list[Point]:
 
 
 class Frame:
-    """Axes: from values to places on the sheet."""
+    """Axes: from values to positions on the sheet."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ def curves_chart(
     marks: dict[str, list[float]] | None = None,
     size: tuple[float, float] = SIZE,
 ) -> Sheet | None:
-    """None where there is nothing to draw. marks: steps of restarts and of spikes."""
+    """None if there is nothing to draw. marks: steps of restarts and of spikes."""
     curves = [curve for curve in curves if curve.x]
     if not curves:
         return None
@@ -178,7 +178,7 @@ def curves_chart(
 
 
 def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet | None:
-    """Seconds of a step, stacked by part. The first line is left out: its start-up would press the rest flat."""
+    """Seconds of a step, stacked by part. The first line is left out: its start-up would flatten the rest."""
     lines = [line for line in run.lines if "time.forward_backward" in line]
     lines = lines[1:] if len(lines) > 2 else lines
     if not lines:
@@ -196,7 +196,7 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
     total = np.sum(list(parts.values()), 0)
     curves = [Curve(PARTS[part][0], x, values, PARTS[part][1]) for part, values in parts.items()]
     if any(dispatch := mean("dispatch")):
-        curves.append(Curve("of it dispatch in forward", x, dispatch, "soft"))
+        curves.append(Curve("of which dispatch in forward", x, dispatch, "soft"))
     legend = [c._replace(name=f"{c.name} {percent(sum(c.y) / total.sum())}") for c in curves]
     frame = Frame(title, "seconds", (x[0], x[-1]), (0.0, float(total.max())), number, *size, legend)
     below = np.zeros(len(x))
@@ -211,7 +211,8 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
 
 
 def share_EC(load_EC: np.ndarray) -> np.ndarray:
-    """Load over the mean of its layer, at most 240 steps and 64 rows; of several experts in a row, the furthest out."""
+    """Load over the mean of its layer, at most 240 steps and 64 rows; if a row stands for several experts, the one
+    furthest from the mean."""
     share = load_EC / np.maximum(load_EC.mean(0, keepdims=True), 1e-9)
     if share.shape[1] > 240:
         edges = np.linspace(0, share.shape[1], 241).astype(int)
@@ -231,7 +232,7 @@ def load_picture(load_EC: np.ndarray) -> np.ndarray:
 
 
 def loads_sheet(run: Run) -> Sheet | None:
-    """All layers under each other, for a PNG."""
+    """All layers below each other, for a PNG."""
     if not run.load:
         return None
     columns = 1 if len(run.load) <= 4 else 2 if len(run.load) <= 16 else 4

@@ -1,4 +1,4 @@
-"""`titanmoe report`: what a run did, on a page."""
+"""`titanmoe report`: a run on a page."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 from pathlib import Path
 
 from titanmoe.config import ConfigError
-from titanmoe.report.draw import MOST
+from titanmoe.report.draw import MOST_RUNS
 
 
 def add_report(commands: argparse._SubParsersAction) -> None:
     report = commands.add_parser(
         "report",
-        help="a page (HTML and PNGs) of a run, or of several beside each other",
+        help="a page (HTML and PNGs) of a run, or of several side by side",
         description="Draws loss, speed, times, experts' load, events, mapping and config of runs into one HTML page "
-        "that needs no network, and every chart as a PNG. A run that is going on can be drawn too.",
+        "that needs no network, and every chart as a PNG. A run that is still going can be drawn too.",
     )
     report.add_argument("RUN", type=Path, nargs="+", help="folder of a run, such as runs/debug")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="default: report/ in the first run's folder")
@@ -26,8 +26,8 @@ def run_report(args: argparse.Namespace) -> int:
     from titanmoe.report.page import write
     from titanmoe.report.read import read_runs
 
-    if len(args.RUN) > MOST:
-        problem = f"{len(args.RUN)} runs have no colours that could be told apart: name {MOST} or fewer"
+    if len(args.RUN) > MOST_RUNS:
+        problem = f"{len(args.RUN)} runs are too many for distinct colours: name {MOST_RUNS} or fewer"
         print(f"error: {problem}", file=sys.stderr)
         return 2
     folder = args.out or args.RUN[0] / "report"
@@ -41,5 +41,5 @@ def run_report(args: argparse.Namespace) -> int:
         return 2
     for line in (line for run in runs for line in run.said):
         print(f"warning: {line}", file=sys.stderr)
-    print(f"{files[0]}, and {len(files) - 1} PNGs beside it")
+    print(f"{files[0]}, and {len(files) - 1} PNGs next to it")
     return 0

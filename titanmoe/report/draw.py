@@ -39,7 +39,7 @@ DARK = {
     **dict(c0="#3987e5", c1="#199e70", c2="#c98500", c3="#e66767"),
     **dict(c4="#9085e9", c5="#d95926", c6="#00a300", c7="#d55181"),
 }
-MOST = 8
+MOST_RUNS = 8
 """Colours of runs that can still be told apart."""
 SHARP = 2
 """PNGs are drawn this many times larger and scaled down, which smooths every edge."""

@@ -18,10 +18,10 @@ from titanmoe.report.draw import DARK, LIGHT, Sheet, data_uri, png, svg
 from titanmoe.report.read import Run
 
 WIDE = (854.0, 488.0)
-"""Beside it two cards stand on each other."""
+"""Next to it, two cards are stacked."""
 SHOWN_EVENTS = 200
 FOLD_COLOURS = {"#008000": "c1", "#808000": "c2", "#800000": "event"}
-"""A terminal's green, yellow and red, which a dark page would swallow."""
+"""A terminal's green, yellow and red, which would be invisible on a dark page."""
 
 
 def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
@@ -31,7 +31,7 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
         return [Curve(run.name, *run.series(name), f"c{i}") for i, run in enumerate(runs)]
 
     marks: dict[str, list[float]] = {"spike": [], "restart": []}
-    for run in runs if len(runs) == 1 else ():  # of several runs nobody could tell whose they are
+    for run in runs if len(runs) == 1 else ():  # with several runs it would be unclear whose they are
         for event in run.events:
             if event["kind"] in marks:
                 marks[event["kind"]].append(event["step"])
@@ -47,7 +47,7 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
         "memory": curves_chart("Memory", "GiB, rank 0, peak so far", curves("memory_gib")),
         "imbalance": curves_chart("Imbalance", "busiest expert over mean, worst layer", curves("imbalance")),
         "router_entropy": curves_chart("Router entropy", "nats, mean over layers", curves("router_entropy")),
-        "dropped": curves_chart("Dropped", "part of choices", curves("dropped_fraction"), percent)
+        "dropped": curves_chart("Dropped", "share of choices", curves("dropped_fraction"), percent)
         if any(any(curve.y) for curve in curves("dropped_fraction"))
         else None,
     }
@@ -130,7 +130,7 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
         for cells in rows:
             yield "<tr>" + "".join(f"<td>{cells[name]}</td>" for name in names) + "</tr>"
         yield "</table></div>"
-    yield '<p class="note">Speed, MFU and imbalance are medians without the first line, which has start-up in it.</p>'
+    yield '<p class="note">Speed, MFU and imbalance are medians without the first line, which includes start-up.</p>'
 
 
 def _known(value: Any, form: Any) -> str:
@@ -153,7 +153,7 @@ def _loads(runs: list[Run]) -> Iterator[str]:
         yield f"<h2>Load of every expert{f': {escape(run.name)}' if len(runs) > 1 else ''}</h2>"
         yield (
             '<p class="note">A row per expert, steps from left to right. <b class="under"></b> a quarter of the '
-            f'layer\'s mean and less, clear at the mean, <b class="over"></b> four times the mean and more. '
+            f'layer\'s mean or less, clear at the mean, <b class="over"></b> four times the mean or more. '
             f"Steps {run.load_steps[0]:,} to {run.load_steps[-1]:,}.</p>"
         )
         yield '<div class="loads">'
@@ -270,7 +270,7 @@ font-variant-numeric:tabular-nums;z-index:2}
 @media(max-width:680px){main{padding:16px 12px 40px}.grid{grid-template-columns:minmax(0,1fr)}.wide{display:none}
 .narrow{display:block}.tiles div{flex:1 1 40%}dd{font-size:15px}}
 """
-"""Phones get a narrow drawing of the loss, as letters of the wide one would shrink with it."""
+"""Phones get a narrow drawing of the loss, because the letters of the wide one would shrink with it."""
 
 SCRIPT = """
 const tip = document.getElementById("tip");

@@ -87,7 +87,7 @@ def read_runs(folders: list[Path]) -> list[Run]:
         if lines:
             runs.append(_read(folder, lines, said))
         else:
-            problems += said or [f"{folder / METRICS} has no line yet: wait for the run's first step"]
+            problems += said or [f"{folder / METRICS} has no lines yet: wait for the run's first step"]
     if problems:
         raise ConfigError(problems)
     names = [run.name for run in runs]

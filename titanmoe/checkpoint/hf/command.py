@@ -1,4 +1,4 @@
-"""`titanmoe convert`: what a person asks for, checked, and what was done."""
+"""`titanmoe convert`: what the user asks for, checked, and what was done."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     convert = commands.add_parser(
         "convert",
         help="Hugging Face checkpoints in and out, and dense ones upcycled to experts",
-        description="Converts between folders of Hugging Face's (config.json, *.safetensors) and checkpoints of ours.",
+        description="Converts between Hugging Face folders (config.json, *.safetensors) and titanmoe checkpoints.",
         epilog=EPILOG,
     )
     convert.set_defaults(run=run_convert)
@@ -34,7 +34,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     what.add_argument("--upcycle", action="store_true", help="IN is a dense Llama, Qwen2 or Qwen3, OUT has experts")
     convert.add_argument("source", metavar="IN", type=Path, help="what to convert")
     convert.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
-    convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is such a folder already")
+    convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is already such a folder")
     reading = convert.add_argument_group("with --from-hf")
     reading.add_argument(
         "--drop", choices=["mtp"], action="append", default=[], help="leave out multi-token prediction"
@@ -42,14 +42,16 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     writing = convert.add_argument_group("with --to-hf")
     writing.add_argument("--max-shard-gb", type=float, metavar="GB", help="size of a file (default 5)")
     writing.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, if the checkpoint has none")
-    writing.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the files (default as in the checkpoint)")
+    writing.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="dtype of the files (default: the checkpoint's)"
+    )
     making = convert.add_argument_group("with --upcycle")
-    making.add_argument("--experts", type=int, metavar="N", help="experts of a block, all pieces counted (default 8)")
+    making.add_argument("--experts", type=int, metavar="N", help="experts per block, counting all pieces (default 8)")
     making.add_argument("--top-k", type=int, metavar="N", help="experts a token visits (default 2)")
     making.add_argument(
-        "--granularity", type=int, metavar="G", help="pieces each copy of the FFN is cut into (default 1)"
+        "--granularity", type=int, metavar="G", help="pieces each copy of the FFN is split into (default 1)"
     )
-    making.add_argument("--seed", type=int, metavar="N", help="of the routers' random weights (default 0)")
+    making.add_argument("--seed", type=int, metavar="N", help="seed of the routers' random weights (default 0)")
 
 
 def run_convert(args: argparse.Namespace) -> int:
@@ -79,7 +81,7 @@ def run_convert(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Options that have nothing to do with what was asked for."""
+    """Options that do not belong to what was asked for."""
     of = dict.fromkeys(("--max-shard-gb", "--tokenizer", "--dtype"), "to_hf") | {"--drop": "from_hf"}
     of |= dict.fromkeys(("--experts", "--top-k", "--granularity", "--seed"), "upcycle")
     problems = [

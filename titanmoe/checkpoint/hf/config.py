@@ -19,33 +19,33 @@ from titanmoe.models.families.dense import DENSE
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
 
 CONFIG = "config.json"
-# Keys that change no logit, or that other code here reads.
+# Keys that do not affect the logits, or that other code here reads.
 ASIDE = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "auto_map", "_name_or_path"),
     *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "router_aux_loss_coef"),
     *("pretraining_tp", "quantization_config", "aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers"),
     *("num_mtp_layers", "initial_context_length", "experts_per_token"),
-    # what every config of transformers has, and nothing in these models reads
+    # what every transformers config has, and nothing in these models reads
     *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "is_encoder_decoder", "return_dict"),
     *("output_hidden_states", "output_attentions"),
 }
 TOLD = {
-    "attention_dropout": "titanmoe drops no attention weights in training",
+    "attention_dropout": "titanmoe has no attention dropout",
     "router_jitter_noise": "transformers multiplies the input of the router and of the experts by noise in training; "
     "moe.jitter does it for the router alone",
     "output_router_logits": "transformers adds router_aux_loss_coef times a balance term to the loss; "
     "here that is moe.aux_loss",
 }
-"""Keys that change nothing but training, and are not followed unless null, 0 or false."""
+"""Keys that only affect training, and are not supported unless null, 0 or false."""
 
 MOST_BYTES = 32 << 20
-"""Of a JSON file: the index of 140,000 tensors has 15 MB. What is parsed takes up to thirty times the room."""
+"""Of a JSON file: the index of 140,000 tensors has 15 MB. The parsed form takes up to thirty times the space."""
 MOST_MATRICES = 2**20
 """Layers times experts, each of which has names in lists; the most published is 61 * 384."""
 OF_ANY = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""What goes over from a config.json of another model_type."""
+"""What is taken over from a config.json with another model_type."""
 FOLLOWS = ("num_kv_heads", "head_dim")
-"""Fields that follow from others where config.json has null, or nothing and its family no default."""
+"""Fields derived from others if config.json has null, or has nothing and its family has no default."""
 
 
 class Described(NamedTuple):
@@ -55,18 +55,18 @@ class Described(NamedTuple):
     model: Model
     json: dict[str, Any]
     unknown: list[str]
-    """Keys that were left aside without knowing what they mean."""
+    """Unknown keys, which were ignored."""
 
     @property
     def notes(self) -> list[str]:
-        """What config.json says and is not followed."""
+        """What config.json says that is not supported."""
         said = [
             f"{CONFIG} has {key} = {json.dumps(self.json[key])}: {why}"
             for key, why in TOLD.items()
             if self.json.get(key)
         ]
         if self.unknown:
-            said.append(f"{CONFIG} has keys that are not known and were left aside: {', '.join(self.unknown)}")
+            said.append(f"{CONFIG} has unknown keys, which were ignored: {', '.join(self.unknown)}")
         return said
 
 
@@ -74,7 +74,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         data = parse_json(inside.read(file.parent, file.name, MOST_BYTES))
     except inside.ABSENT:
-        where = file.parent if file.parent.is_dir() else f"{file.parent}, which is no folder"
+        where = file.parent if file.parent.is_dir() else f"{file.parent}, which is not a folder"
         raise ConfigError([f"no {file.name} in {where}: name the folder of a Hugging Face model"]) from None
     except inside.CheckpointError as error:
         raise ConfigError([str(error)]) from None
@@ -86,7 +86,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def describe(folder: Path, dense: bool = False) -> Described:
-    """The [model] that a folder's config.json stands for; ConfigError with all that no [model] can say.
+    """The [model] that a folder's config.json stands for; ConfigError with everything that no [model] can express.
 
     dense: a model without experts, to be upcycled.
     """
@@ -104,13 +104,13 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
             said = {keys[0]: hf.absent[keys[0]]}
         first = next(iter(said.values()), None)
         if any(value != first for value in said.values()):
-            problems.append(f"{source} has {' and '.join(f'{k} = {v!r}' for k, v in said.items())}: they are one")
+            problems.append(f"{source} has {' and '.join(f'{k} = {v!r}' for k, v in said.items())}: they must agree")
         elif first is not None:
             values[name] = first
         elif name not in FOLLOWS:
             problems.append(f"{source} has no {keys[0]}, which gives model.{name}")
     problems += [
-        f"{source} has {key} = {config[key]!r}, titanmoe's {hf.family} has {json.dumps(value)} only"
+        f"{source} has {key} = {config[key]!r}, titanmoe's {hf.family} only has {json.dumps(value)}"
         for key, value in hf.fixed.items()
         if key in config and config[key] != value
     ]
@@ -147,29 +147,29 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
 
 
 def _oversized(values: dict[str, Any], source: str) -> list[str]:
-    """Numbers above every model's, before a list is made by them."""
+    """Numbers above every model's, checked before a list is made from them."""
     numbers = {name: value for name, value in values.items() if type(value) in (int, float)}
     found = []
     for name, value in numbers.items():
         limits = ranges.RANGES.get(f"model.{name}")
         most = limits.high if limits and limits.high is not None else ranges.LIMIT - 1
         if value > most or value < -ranges.LIMIT:
-            found.append(f"{source} gives model.{name} = {ranges.digits(value)}, and the most is {most:,}")
+            found.append(f"{source} gives model.{name} = {ranges.digits(value)}, and the limit is {most:,}")
     layers, experts = numbers.get("num_layers", 0), numbers.get("num_experts", 0)
     if not found and layers * experts > MOST_MATRICES:
         found.append(
             f"{source} gives {layers} layers (model.num_layers) of {experts} experts (model.num_experts), "
-            f"{layers * experts:,} in all, and the most is {MOST_MATRICES:,}"
+            f"{layers * experts:,} in all, and the limit is {MOST_MATRICES:,}"
         )
     return found
 
 
 def _mistyped(values: dict[str, Any], source: str) -> list[str]:
-    """Makes whole numbers floats where a float is wanted; lists what is of another type altogether."""
+    """Turns integers into floats where a float is needed; lists values of any other wrong type."""
     kinds = {f.name: type(getattr(Model(), f.name)) for f in fields(Model)}
     values |= {n: float(v) for n, v in values.items() if kinds[n] is float and type(v) is int}
     return [
-        f"{source} gives model.{name} = {value!r}, which is no {kinds[name].__name__}"
+        f"{source} gives model.{name} = {value!r}, which is not of type {kinds[name].__name__}"
         for name, value in values.items()
         if type(value) is not kinds[name]
     ]
@@ -193,7 +193,7 @@ def has_dense(model: Model) -> bool:
 
 
 def nearest_size(model: Model) -> str:
-    """The size of its family that has most of its shapes, to be named in a recipe."""
+    """The size of its family that shares most of its shapes, to be named in a recipe."""
 
     def apart(size: str) -> int:
         return len(differences(model, Model(**preset(model.family, size))))
@@ -201,14 +201,14 @@ def nearest_size(model: Model) -> str:
     return min(FAMILIES[model.family], key=apart)
 
 
-# ---- what two models differ in
+# ---- how two models differ
 
 NOT_THE_MODEL = ("family", "size", "init_std", "moe_every", "mtp_depth")
 _YARN = [f.name for f in fields(Model) if f.name.startswith("rope_") and f.name not in ("rope_theta", "rope_scaling")]
 
 
 def meaning(model: Model) -> dict[str, Any]:
-    """What the model computes: fields that are not used have their defaults, equal ways to route one name."""
+    """What the model computes: unused fields have their defaults, equal ways to route have one name."""
     unused: list[str] = []
     if model.rope_scaling == "none":
         unused += _YARN
@@ -229,13 +229,13 @@ def meaning(model: Model) -> dict[str, Any]:
 
 
 def differences(a: Model, b: Model) -> list[str]:
-    """Fields in which two models are not the same computation."""
+    """Fields that make two models compute different things."""
     left, right = meaning(a), meaning(b)
     return [name for name in left if left[name] != right[name]]
 
 
 def table(model: Model) -> str:
-    """[model] as a recipe needs it: family and size, then what is not that size's."""
+    """[model] as a recipe needs it: family and size, then whatever differs from that size."""
     base = preset(model.family, model.size)
     names = [f.name for f in fields(Model) if f.name not in ("family", "size")]
     apart = [n for n in names if getattr(model, n) != base.get(n, getattr(Model(), n))]
@@ -247,9 +247,10 @@ def table(model: Model) -> str:
 
 
 def write(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int) -> dict[str, Any]:
-    """A config.json that transformers loads; ConfigError where there is none that says the same.
+    """A config.json that transformers loads; ConfigError if no such file says the same.
 
-    carried: that of the checkpoint the model came from. What it says of other things (special tokens, context) stays.
+    carried: that of the checkpoint the model came from. What it says about other things (special tokens, context) is
+    kept.
     """
     hf = HUGGING_FACE[model.family]
     other = carried
@@ -272,7 +273,7 @@ def write(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int
             for special in hf.special:
                 said |= special.write(model)
         except Unrepresentable as error:
-            raise ConfigError([f"transformers' {hf.model_type} {error}: it cannot be written for it"]) from None
+            raise ConfigError([f"transformers' {hf.model_type} {error}: it cannot be exported to it"]) from None
         if "dense_hidden" in hf.fields and not has_dense(model):
             key = spelt["dense_hidden"]
             said[key] = keep.get(key, model.expert_hidden)
@@ -281,8 +282,8 @@ def write(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int
     if apart := differences(model, back):
         raise ConfigError(
             [
-                f"model.{name} = {getattr(model, name)!r}, but a {hf.model_type} of transformers has "
-                f"{getattr(back, name)!r} only"
+                f"model.{name} = {getattr(model, name)!r}, but transformers' {hf.model_type} only has "
+                f"{getattr(back, name)!r}"
                 for name in apart
             ],
             "the checkpoint's [model]",

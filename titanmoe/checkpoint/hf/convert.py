@@ -1,4 +1,4 @@
-"""Between folders of Hugging Face's and checkpoints of ours: a few tensors in memory at a time, on one rank or many."""
+"""Between Hugging Face folders and our checkpoints: a few tensors in memory at a time, on one rank or many."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GENERATION = "generation_config.json"
 
 
 class Weights(Protocol):
-    """A model's weights by our names, from wherever."""
+    """A model's weights by our names, from any source."""
 
     model: Model
 
@@ -46,17 +46,18 @@ class Weights(Protocol):
 
 
 def free(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
-    """ConfigError unless a folder may be made there. Only what is like it, or empty, is ever written over."""
+    """ConfigError unless a folder may be made there. Only a folder of the same kind, or an empty one, is
+    overwritten."""
     if not out.exists():
         if not out.absolute().parent.is_dir():
             raise ConfigError(
-                [f"{out.absolute().parent} is no folder: make it, or choose another place for {out.name}"]
+                [f"{out.absolute().parent} is not a folder: make it, or choose another place for {out.name}"]
             )
         return
     if not overwrite:
         raise ConfigError([f"{out} exists: choose another folder, or give --overwrite"])
     if not out.is_dir() or (not any((out / mark).exists() for mark in marks) and any(out.iterdir())):
-        raise ConfigError([f"{out} holds none of {', '.join(marks)}: --overwrite is not for it, choose another folder"])
+        raise ConfigError([f"{out} holds none of {', '.join(marks)}: --overwrite does not replace it, choose another"])
 
 
 # ---- to ours
@@ -65,7 +66,7 @@ def free(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
 def write_ours(out: Path, weights: Weights, origin: Path, how: str, overwrite: bool, group: Group) -> int:
     """A checkpoint at step 0 with the weights alone; returns their bytes."""
     agreed(group, lambda: free(out, overwrite, (layout.MANIFEST,)))
-    mine = shared_out({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
+    mine = balanced_share({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
     pieces = {
         MODEL + name: Lazy(shape, dtype, partial(weights.read, name, (0,) * len(shape), shape))
         for name, (shape, dtype) in weights.tensors.items()
@@ -82,8 +83,8 @@ def write_ours(out: Path, weights: Weights, origin: Path, how: str, overwrite: b
     return sum(nbytes(*size) for size in weights.tensors.values())
 
 
-def shared_out(sizes: Mapping[str, int], group: Group) -> set[str]:
-    """This rank's share of them, even in bytes."""
+def balanced_share(sizes: Mapping[str, int], group: Group) -> set[str]:
+    """This rank's share of them, balanced by bytes."""
     ranks, rank = _place(group)
     loads, mine = [0] * ranks, set()
     for name in sorted(sizes, key=lambda name: -sizes[name]):
@@ -98,7 +99,7 @@ def shared_out(sizes: Mapping[str, int], group: Group) -> set[str]:
 
 
 class Export:
-    """A checkpoint of ours as a folder of Hugging Face's."""
+    """One of our checkpoints as a Hugging Face folder."""
 
     def __init__(self, path: Path, dtype: torch.dtype | None = None):
         self.saved: Checkpoint = open_checkpoint(path)
@@ -115,14 +116,14 @@ class Export:
 
     def _check(self, path: Path) -> None:
         problems = [f"{name} is missing" for name in self.map.ours if name not in self.stored]
-        problems += [f"{name} is not of this model" for name in self.stored if name not in self.map.ours]
+        problems += [f"{name} does not belong to this model" for name in self.stored if name not in self.map.ours]
         problems += [
             f"{name} has shape {self.stored[name][0]}, not {shape}"
             for name, shape in self.map.ours.items()
             if name in self.stored and self.stored[name][0] != shape
         ]
         if not problems:
-            # What a family has no place for must have no effect.
+            # A tensor that a family has no place for must have no effect.
             problems = [
                 f"{name} is not zero, and {self.map.hf.model_type} models have no such bias"
                 for name, places in self.map.places.items()
@@ -133,7 +134,7 @@ class Export:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[Shape, torch.dtype]]:
-        """Of their tensors, ordered so that those made from the same of ours follow each other."""
+        """Of their tensors, ordered so that those made from the same tensor of ours follow each other."""
         return {name: (shape, self._dtype(name)) for name, shape in self.map.theirs.items()}
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -141,7 +142,8 @@ class Export:
         return self.stored[ours][1] if self.dtype is None or ours.endswith(BIAS) else self.dtype
 
     def make(self, name: str) -> Tensor:
-        """One of theirs. Keeps what it read of ours until something else is needed: a stack of experts is read once."""
+        """One of their tensors. Caches what it read of ours until something else is needed: a stack of experts is read
+        once."""
         needed = {place.ours for place in self.map.parts[name]}
         self._whole = {ours: tensor for ours, tensor in self._whole.items() if ours in needed}
         for ours in needed - self._whole.keys():
@@ -168,7 +170,7 @@ def _model(record: dict[str, Any], path: Path) -> Model:
 
 
 class FolderPlan(NamedTuple):
-    """What a folder of theirs will hold."""
+    """The contents of a Hugging Face folder to be written."""
 
     export: Export
     files: dict[str, Tensors]
@@ -198,7 +200,7 @@ def plan_folder(
     if tokenizer is not None:
         found = {n: file for n, file in companions(tokenizer).items() if n not in (configs.CONFIG, GENERATION)}
         if not found:
-            raise ConfigError([f"--tokenizer {tokenizer} holds no tokenizer files: name a folder with tokenizer.json"])
+            raise ConfigError([f"--tokenizer {tokenizer} has no tokenizer files: name a folder with tokenizer.json"])
         others = {name: file for name, file in others.items() if name == GENERATION} | found
     return FolderPlan(export, shards(export.sizes, shard_bytes), export.config(), others)
 
@@ -217,7 +219,7 @@ def to_hf(
     names = sorted(layout.read_manifest(path).files)
     if broken := [line for lines in together(group, lambda: layout.damage(path, names[rank::ranks])) for line in lines]:
         raise ConfigError(broken, str(path))
-    # Whole files in a row: neighbours are often made from the same tensor of ours.
+    # A run of whole files each: neighbours are often made from the same tensor of ours.
     per_rank = -(-len(whole.files) // ranks)
     mine = list(whole.files)[rank * per_rank : (rank + 1) * per_rank]
     aside = out.with_name(out.name + PARTIAL)
@@ -251,7 +253,7 @@ def _place(group: Group) -> tuple[int, int]:
 
 
 def agreed(group: Group, work: Callable[[], T]) -> T:
-    """What work gives on this rank; ConfigError on all of them if anything a user can mend goes wrong on any."""
+    """What work returns on this rank; ConfigError on all of them if anything that a user can fix goes wrong on any."""
     problems: list[str] = []
     source = ""
     result: Any = None

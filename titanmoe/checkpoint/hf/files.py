@@ -1,4 +1,5 @@
-"""A folder of safetensors files: what tensors it holds, blocks of them, and writing such a folder tensor by tensor."""
+"""A folder of safetensors files: which tensors it has, reading blocks of them, and writing such a folder tensor by
+tensor."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class Folder:
             try:
                 self._add(file, problems)
             except (SafetensorError, OSError) as error:
-                problems.append(f"{file} is damaged or cut off: {error}")
+                problems.append(f"{file} is damaged or truncated: {error}")
         if problems:
             raise ConfigError(problems)
 
@@ -73,7 +74,7 @@ class Folder:
             others = sorted(file.name for file in self.path.glob("*.bin")) + sorted(
                 file.name for file in self.path.glob("*.safetensors")
             )
-            seen = f": it holds {', '.join(others[:4])}, which cannot be read without an index" if others else ""
+            seen = f": it has {', '.join(others[:4])}, which cannot be read without an index" if others else ""
             raise ConfigError([f"{self.path} has neither {SINGLE} nor {INDEX}{seen}"])
         names = read_json(index).get("weight_map")
         if not isinstance(names, dict) or not names:
@@ -85,7 +86,7 @@ class Folder:
             for name in handle.keys():  # noqa: SIM118 (not a mapping)
                 view = handle.get_slice(name)
                 if (dtype := view.get_dtype()) not in DTYPES:
-                    problems.append(f"{file} has {name} of dtype {dtype}, known are {', '.join(DTYPES)}")
+                    problems.append(f"{file} has {name} of dtype {dtype}; supported are {', '.join(DTYPES)}")
                 elif name in self.tensors:
                     problems.append(f"{name} is in {self.tensors[name].file.name} and in {file.name}")
                 else:
@@ -111,7 +112,7 @@ class Folder:
 
 
 class Tensors(NamedTuple):
-    """What a file will hold: shape and dtype by name."""
+    """The contents of a file to be written: shape and dtype by name."""
 
     sizes: dict[str, tuple[Shape, torch.dtype]]
 
@@ -125,7 +126,7 @@ def nbytes(shape: Shape, dtype: torch.dtype) -> int:
 
 
 def shards(sizes: Mapping[str, tuple[Shape, torch.dtype]], limit: int) -> dict[str, Tensors]:
-    """Tensors by file, in the order given; a file is no larger than the limit unless one tensor alone is."""
+    """Tensors by file, in the order given; a file is no larger than the limit unless a single tensor is."""
     groups: list[dict[str, tuple[Shape, torch.dtype]]] = [{}]
     room = limit
     for name, size in sizes.items():
@@ -147,9 +148,9 @@ def index(files: Mapping[str, Tensors]) -> dict[str, Any]:
 
 
 def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> None:
-    """A safetensors file, written one tensor after the other: the library's own writer wants all of them at once.
+    """A safetensors file, written one tensor after the other: the library's own writer needs all of them at once.
 
-    The format: 8 bytes with the length of a JSON header, the header, the data. Wide dtypes first, so that all lie
+    The format: 8 bytes with the length of a JSON header, the header, the data. Wide dtypes come first, so that all are
     aligned.
     """
     order = sorted(tensors.sizes, key=lambda name: -tensors.sizes[name][1].itemsize)
@@ -174,7 +175,7 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> N
         os.fsync(stream.fileno())
 
 
-# ---- what else a model's folder holds
+# ---- what else is in a model's folder
 
 CARRIED = (
     *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -184,6 +185,6 @@ CARRIED = (
 
 
 def companions(folder: Path) -> dict[str, Path]:
-    """Config and tokenizer files, by name. A link is refused: what it leads to would be copied into checkpoints."""
+    """Config and tokenizer files, by name. A link is refused: its target would be copied into checkpoints."""
     names = (file.name for pattern in CARRIED for file in sorted(folder.glob(pattern)))
     return {name: layout.regular(folder, name) for name in names}

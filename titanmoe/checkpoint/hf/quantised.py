@@ -1,4 +1,4 @@
-"""Published low-precision weights, read as the bfloat16 they stand for.
+"""Published low-precision weights, read as the bfloat16 numbers they stand for.
 
 FP8 (DeepSeek-V3): NAME in e4m3 and NAME_scale_inv in float32, a factor for each block of 128 x 128.
 MXFP4 (gpt-oss): NAME_blocks, 16 bytes of two e2m1 numbers each per 32 values, low half first, and NAME_scales, their
@@ -22,7 +22,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Weights:
-    """A folder's tensors as a model knows them."""
+    """A folder's tensors as a model sees them."""
 
     def __init__(self, folder: Folder, config: dict[str, Any]):
         self.folder, self.block = folder, _block(config, folder)
@@ -57,14 +57,14 @@ class Weights:
                     self.tensors[name] = shape, torch.bfloat16
                     self.quantised[name] = "FP8"
             elif dtype == torch.uint8:
-                problems.append(f"{file.name}: {name} is U8, which only MXFP4 blocks and scales are here")
+                problems.append(f"{file.name}: {name} is U8, which is only supported for MXFP4 blocks and scales")
             else:
                 self.tensors[name] = shape, dtype
         if problems:
             raise ConfigError(problems, str(folder.path))
         used = {part for name, kind in self.quantised.items() for part in _parts(name, kind)}
         self.unused = stored.keys() - self.tensors.keys() - used
-        """Scales without what they scale."""
+        """Scales that belong to no weight."""
 
     def read(self, name: str, offset: Shape, shape: Shape) -> Tensor:
         kind = self.quantised.get(name)
@@ -102,7 +102,7 @@ def _parts(name: str, kind: str) -> tuple[str, ...]:
 
 
 def _block(config: dict[str, Any], folder: Folder) -> tuple[int, int]:
-    """The FP8 block; ConfigError for kinds of quantisation that are not known."""
+    """The FP8 block; ConfigError for unknown kinds of quantisation."""
     given = config.get("quantization_config")
     if given is None:
         return 128, 128
@@ -113,7 +113,7 @@ def _block(config: dict[str, Any], folder: Folder) -> tuple[int, int]:
     if kind != "fp8" or form != "e4m3" or not isinstance(block, list) or len(block) != 2:
         raise ConfigError(
             [
-                f"{folder.path} is quantised by {kind} ({form}, blocks {block}): known are fp8 in e4m3 "
+                f"{folder.path} is quantised by {kind} ({form}, blocks {block}): supported are fp8 in e4m3 "
                 "with weight_block_size, and mxfp4; use the unquantised model"
             ]
         )

@@ -1,4 +1,4 @@
-"""A folder of a Hugging Face model, read as a model of ours: any block of any tensor, and nothing more."""
+"""A Hugging Face model's folder, read as a model of ours: any block of any tensor, and nothing more."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HuggingFaceSource:
         self.weights = Weights(Folder(path), described.json)
         self.map = Map(model, described.hf)
         self.skipped: dict[str, list[str]] = {}
-        """Tensors that are left out knowingly, by the reason; known once checked."""
+        """Tensors that are left out on purpose, by the reason; known once checked."""
 
     @cached_property
     def tensors(self) -> dict[str, tuple[Shape, torch.dtype]]:
@@ -42,7 +42,7 @@ class HuggingFaceSource:
         return self.weights.tensors[places[0].theirs][1] if places else torch.float32
 
     def read(self, name: str, offset: Shape, shape: Shape, dtype: torch.dtype | None = None) -> Tensor:
-        """A block of one of our tensors; dtype: as in the files."""
+        """A block of one of our tensors; dtype: by default as in the files."""
         name = stored_name(name, self.model.tie_embeddings)
         stored = self._dtype(name)
         return self.map.read(name, offset, shape, stored, self.weights.read).to(dtype or stored)
@@ -54,16 +54,17 @@ class HuggingFaceSource:
 
     @property
     def notes(self) -> list[str]:
-        """What a person should know though nothing is wrong."""
+        """What the user should know although nothing is wrong."""
         file, said = self.path / configs.CONFIG, self.described.model
         notes = [f"left out {len(names)} tensors: {reason}" for reason, names in self.skipped.items()]
         if "mtp" in self.drop and not self.has_mtp:
             notes.append(f"{self.path} has no multi-token prediction to drop")
         notes += self.described.notes
         stored = {str(dtype).removeprefix("torch.") for _, dtype in self.weights.tensors.values()}
-        wished = self.described.json.get("dtype") or self.described.json.get("torch_dtype")
-        if wished and wished not in stored:
-            notes.append(f"{file} has dtype = {wished}: weights keep that of their files, {', '.join(sorted(stored))}")
+        declared = self.described.json.get("dtype") or self.described.json.get("torch_dtype")
+        if declared and declared not in stored:
+            kept = ", ".join(sorted(stored))
+            notes.append(f"{file} has dtype = {declared}: weights keep the dtype of their files, {kept}")
         for name in configs.differences(self.model, said):
             notes.append(f"model.{name} = {getattr(self.model, name)!r}, {file} says {getattr(said, name)!r}")
         if quantised := self.weights.quantised:
@@ -72,7 +73,7 @@ class HuggingFaceSource:
         return notes
 
     def _other_model(self) -> list[str]:
-        """Fields that decide which tensors there are: a line each, in place of one for each tensor."""
+        """Fields that determine which tensors there are: one line each, instead of one for each tensor."""
         file, said = self.path / configs.CONFIG, self.described.model
         if HUGGING_FACE[self.model.family].model_type != HUGGING_FACE[said.family].model_type:
             return [f"model.family = {self.model.family!r}, but {file} has model_type {self.described.hf.model_type!r}"]
@@ -98,26 +99,26 @@ class HuggingFaceSource:
         for copy, of in self.map.copies.items():
             if have.get(copy) == want[copy] and have.get(of) == want[of] and not self._equal(copy, of):
                 wrong.setdefault(f"not equal to {of}, which it repeats", []).append(copy)
-        hint = "not of this model"
+        hint = "not part of this model"
         if any(self._of_mtp(name) for name in extra):
-            hint += " (drop mtp leaves multi-token prediction out, model.mtp_depth = 1 takes it in)"
+            hint += " (drop mtp leaves multi-token prediction out, model.mtp_depth = 1 includes it)"
         kinds = {"missing": want.keys() - have.keys(), hint: extra, **wrong}
         return [f"{name}: {what}" for what, names in kinds.items() for name in compressed(names)]
 
     def _unused_parts(self) -> dict[str, Stored]:
-        """Scales without what they scale, and the like."""
+        """Scales that belong to no weight, and the like."""
         return {name: self.weights.folder.tensors[name] for name in self.weights.unused}
 
     def _skip(self, names: set[str]) -> set[str]:
-        """Those that are not left out knowingly."""
+        """Those that are not left out on purpose."""
         reasons = {}
         for name in names:
             if self.described.hf.derived and name.endswith(self.described.hf.derived):
-                reasons[name] = "they follow from config.json"
+                reasons[name] = "they are derived from config.json"
             elif "mtp" in self.drop and self._of_mtp(name):
                 reasons[name] = "multi-token prediction, dropped"
             elif self.model.tie_embeddings and name == "lm_head.weight" and self._equal(name, EMBEDDING):
-                reasons[name] = "the embedding once more, which is tied"
+                reasons[name] = "a second copy of the tied embedding"
         self.skipped = {}
         for name, reason in sorted(reasons.items()):
             self.skipped.setdefault(reason, []).append(name)
@@ -128,7 +129,7 @@ class HuggingFaceSource:
         return any(self._of_mtp(name) for name in self.weights.tensors)
 
     def _of_mtp(self, name: str) -> bool:
-        """DeepSeek-V3 stores multi-token prediction as further blocks."""
+        """DeepSeek-V3 stores multi-token prediction as additional blocks."""
         number = re.match(r"model\.layers\.(\d+)\.", name)
         first, count = self.model.num_layers, self.described.json.get("num_nextn_predict_layers") or 0
         return number is not None and first <= int(number[1]) < first + count
@@ -151,7 +152,7 @@ def open_hf(folder: Path | str, model: Model, drop: tuple[str, ...] = ()) -> Hug
 
 
 def compressed(names: Iterable[str]) -> list[str]:
-    """Every name, those that differ in numbers only on one line where they are all combinations of some numbers."""
+    """Every name; names that differ only in numbers share a line if they are all the combinations of some numbers."""
     groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
     for name in names:
         texts, numbers = re.split(r"\d+", name), re.findall(r"\d+", name)

@@ -1,18 +1,18 @@
 """A dense model's weights as those of a model with experts that computes the same.
 
 Each block's feed-forward network, y = W2 (silu(W1 x) * W3 x), becomes E experts. With granularity G the hidden width is
-cut into G pieces, whose outputs y_g add up to y; the experts are E/G copies of the G pieces, those of a copy side by
+split into G pieces, whose outputs y_g add up to y; the experts are E/G copies of the G pieces, those of a copy side by
 side (fine-grained upcycling: arXiv 2410.07524; the G8T8 of arXiv 2504.14960 is G = 8, top 8 of 64).
 
 The router's rows are random for each copy and the same for all pieces of it (virtual groups of arXiv 2410.07524), so
-the pieces of a copy have equal scores. Where T experts are chosen and T is a multiple of G, they are therefore T/G
-whole copies: equal scores of two copies do not mix them either, as the lower expert numbers win. Weights of the chosen
-that sum to one are w_c / G for each piece of copy c, with the sum of w_c one, and
+the pieces of a copy have equal scores. If T experts are chosen and T is a multiple of G, they are therefore T/G whole
+copies: equal scores of two copies do not mix them either, because the lower expert numbers win. Weights of the chosen
+experts that sum to one are w_c / G for each piece of copy c, with the sum of w_c one, and
 
     sum over copies c, pieces g of  w_c / G * (G * y_g)  =  sum over c of w_c * y  =  y
 
 whatever the router says, if W2 of each piece is multiplied by G. A power of two does that without rounding. Without
-the normalisation the weights would sum to something else for every token, so that no factor could make up for it.
+the normalisation the weights of each token would have a different sum, which no factor could correct.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Upcycled:
         }
 
     def _origin(self, name: str) -> str:
-        """The dense tensor that gives this one its values, or a router its dtype."""
+        """The dense tensor that this one gets its values from, or a router its dtype."""
         block, moe, rest = name.partition(".moe.")
         if not moe:
             return name
@@ -90,7 +90,7 @@ class Upcycled:
 
 
 def upcycled(dense: Model, experts: int, top_k: int, granularity: int) -> Model:
-    """The model with experts; ConfigError with all reasons why it would not compute what the dense one does."""
+    """The model with experts; ConfigError with all the reasons why it would not compute what the dense one does."""
     hidden = dense.dense_hidden
     problems = [
         f"--{name} = {value} is not a number of at least 1"
@@ -106,7 +106,7 @@ def upcycled(dense: Model, experts: int, top_k: int, granularity: int) -> Model:
         )
     if hidden % granularity:
         problems.append(
-            f"--granularity = {granularity} does not cut the hidden width {hidden} into equal pieces "
+            f"--granularity = {granularity} does not split the hidden width {hidden} into equal pieces "
             f"({hidden} % {granularity} = {hidden % granularity}): use a divisor of it"
         )
     if experts % granularity:
@@ -117,7 +117,7 @@ def upcycled(dense: Model, experts: int, top_k: int, granularity: int) -> Model:
     if top_k % granularity:
         problems.append(
             f"--top-k = {top_k} is not a multiple of --granularity = {granularity}, so a token would visit some pieces "
-            f"of a copy and not the others, and the output would not be the dense one: use "
+            f"of a copy and not the others, and the output would not be the dense model's: use "
             f"{-(-top_k // granularity) * granularity}"
         )
     if problems:
