@@ -1,4 +1,4 @@
-"""scripts/bench/layers.py runs where there is no GPU, on tiny shapes, and its shapes are the published ones."""
+"""scripts/bench/layers.py runs without a GPU, on tiny shapes, and its shapes are the published ones."""
 
 import importlib.util
 import json
@@ -47,7 +47,7 @@ def test_a_tiny_run_measures_every_part(tmp_path: Path) -> None:
     parts = {part["part"]: part for part in row["parts"]}
     names = ["attention", "norms", "router", "dispatch", "permute", "experts", "combine", "head, loss", "shared"]
     assert list(parts) == names
-    # 256 tokens of 64 wide, each to 2 of 8 experts of 32: three products, forward and twice backward
+    # 256 tokens of width 64, each to 2 of 8 experts of width 32: three products, forward and twice backward
     assert parts["experts"]["flops"] == 9 * 2 * 512 * 64 * 32
     assert parts["permute"]["bytes"] == parts["combine"]["bytes"] == 2 * (256 + 512) * 64 * 2
     assert all(part["ms"] > 0 for part in parts.values())

@@ -1,4 +1,4 @@
-"""What tests cost is counted by folder, and what is too much is told."""
+"""What tests cost is counted by folder, and what is too much is reported."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_bill_is_by_folder_and_tells_of_what_is_beyond_twice_its_budget() -> N
     for one in (
         report("tests/moe/test_router.py::test_a", 30.0),
         report("tests/moe/test_experts.py::test_b[x/y]", 40.0),
-        report("tests/moe/test_experts.py::test_b[x/y]", 900.0, "call"),  # told again at its end
+        report("tests/moe/test_experts.py::test_b[x/y]", 900.0, "call"),  # reported again at its end
         report("tests/test_parity.py::test_c", 21.0),
     ):
         bill.add(one)

@@ -26,7 +26,7 @@ for ((node = 0; node < tasks; node++)); do
     SLURM_NODEID=$node "$@" > "${out/\\%n/$node}" 2>&1 || { echo "task $node failed" >&2; exit 1; }
 done
 """
-# In place of a node's Python: node 1 ends as FAILS tells, the others stay until they are told to go.
+# Replaces a node's Python: node 1 ends as FAILS says, the others stay until they are stopped.
 FAKE_PYTHON = """\
 #!/bin/bash
 echo "here are $*"
@@ -39,7 +39,7 @@ exit 0
 
 @pytest.fixture
 def fake(tmp_path):
-    """A folder with ssh, srun and venv/bin/python that pretend."""
+    """A folder with a fake ssh, srun and venv/bin/python."""
     (tmp_path / "ssh").write_text(FAKE_SSH)
     (tmp_path / "srun").write_text("#!/bin/bash\n" + FAKE_SRUN)
     python = tmp_path / "venv" / "bin" / "python"
@@ -69,7 +69,7 @@ def over_ssh(fake: Path, *words: object) -> list[str]:
 
 
 def running(fake: Path) -> list[int]:
-    """The pretended nodes that still run."""
+    """The fake nodes that are still running."""
     pids = [int(file.read_text() or 0) for file in (fake / "venv" / "bin").glob("pid.*")]
     return [pid for pid in pids if pid and Path(f"/proc/{pid}/cmdline").exists() and not zombie(pid)]
 
@@ -89,7 +89,7 @@ def wait_for(condition, seconds: float = 120) -> bool:
 
 
 def heed_interrupts() -> None:
-    """A shell's background job ignores SIGINT, and so would all that it starts, these tests among them."""
+    """A shell's background job ignores SIGINT, and so would everything that it starts, including these tests."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -125,7 +125,7 @@ def test_two_nodes_train(fake):
     assert sorted((fake / "ssh.hosts").read_text().split()) == ["a", "b"]
     steps = [json.loads(line) for line in (fake / "runs" / "it's two nodes" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
-    assert "2 ranks" in logs[0] and "loss" in logs[0]  # rank 0 speaks, and node 0's log is shown as it comes
+    assert "2 ranks" in logs[0] and "loss" in logs[0]  # rank 0 prints, and node 0's log is shown as it comes
     assert "loss" in done.stdout and "loss" not in logs[1]
 
 
@@ -235,7 +235,7 @@ def test_slurm_starts_a_torchrun_per_node(fake):
     assert f"the logs are {fake}/logs/node*.log" in done.stderr
 
 
-# In place of srun where the job's time runs out: the run trains, saves when it is told to, and ends as torchrun does.
+# Replaces srun when the job's time runs out: the run trains, saves when signalled, and ends like torchrun.
 FAKE_LONG_SRUN = """\
 #!/bin/bash
 for word in "$@"; do case $word in --output=*) out=${word#*=} ;; esac; done

@@ -1,4 +1,4 @@
-"""scripts/test_cpus.sh over a file of two tests: what each kind of run is given, the table, what differs."""
+"""scripts/test_cpus.sh with a file of two tests: what each kind of run gets, the table, what differs."""
 
 import os
 import subprocess

@@ -1,4 +1,5 @@
-"""The `titanmoe` command: what a person asks beside training. One function adds a subcommand, one runs it."""
+"""The `titanmoe` command: everything a user asks for apart from training. One function adds a subcommand, one runs
+it."""
 
 from __future__ import annotations
 
@@ -71,26 +72,26 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
     fold = commands.add_parser(
         "fold",
         help="draw, check or list mappings of attention and experts onto ranks",
-        description="Draws how attention and experts lie over the same ranks, or says why they cannot.",
+        description="Draws how attention and experts are mapped onto the same ranks, or says why they cannot be.",
     )
     fold.set_defaults(run=run_fold)
     fold.add_argument("--world", type=int, required=True, metavar="N", help="ranks in all")
-    fold.add_argument("--node", type=int, default=8, metavar="N", help="ranks of a node (default 8)")
+    fold.add_argument("--node", type=int, default=8, metavar="N", help="ranks per node (default 8)")
     degrees = fold.add_argument_group("degrees", "1 unless given, and derived for those marked so")
     for name, text in (
         ("pp", "pipeline stages"),
         ("dp_replicate", "replicas of the sharded state"),
         ("dp_shard", "data parallel ranks that shard the state (derived)"),
-        ("cp", "ranks that share a sequence out"),
-        ("tp", "ranks that share every matrix out"),
+        ("cp", "ranks that split each sequence"),
+        ("tp", "ranks that split every matrix"),
         ("edp_replicate", "replicas of the experts' sharded state (derived)"),
-        ("edp", "ranks with equal experts that shard their state (derived)"),
-        ("ep", "ranks that share the experts out"),
-        ("etp", "ranks that share every expert out"),
+        ("edp", "ranks with the same experts that shard their state (derived)"),
+        ("ep", "ranks that divide up the experts"),
+        ("etp", "ranks that split every expert"),
     ):
         degrees.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=text)
-    model = fold.add_argument_group("model", "whose laws apply too; without one only the ranks have laws")
-    model.add_argument("--config", metavar="FILE", help="a recipe; degrees given here take the place of its own")
+    model = fold.add_argument_group("model", "its constraints apply too; without a model only those of the ranks do")
+    model.add_argument("--config", metavar="FILE", help="a recipe; degrees given here replace its own")
     model.add_argument("--family", metavar="NAME", help="a family of models, with --size")
     model.add_argument("--size", metavar="NAME", help="a size of the family")
     model.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample (default the recipe's, or 4096)")
@@ -140,10 +141,10 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
     if args.config is not None:
         argv = ["--config", args.config]
     elif args.family is None and args.size is None:
-        alone = f"--seq-len = {args.seq_len} is a law of models only: give --family and --size too, or --config"
+        alone = f"--seq-len = {args.seq_len} only concerns models: give --family and --size too, or --config"
         return None, [alone] if given else [], ""
     else:
-        # A name left out is asked for as nothing, and refused with the names there are.
+        # A name left out is passed as empty, and refused with the names there are.
         # Batch and schedule are not known: GPipe runs with any number of microbatches.
         nothing = {"model.family": "", "model.size": "", "training.seq_len": 4096, "pipeline.schedule": "GPipe"}
         argv, given = [], nothing | given
@@ -151,7 +152,7 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
 
     def keep(config: Config) -> list[str]:
         seen.append(config)
-        return []  # the mapping is judged by the caller, who knows the degrees of this command line
+        return []  # the mapping is checked by the caller, who knows the degrees of this command line
 
     try:
         load([*argv, *(f"--{path}={value}" for path, value in given.items())], preset, keep)
@@ -161,7 +162,7 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
 
 
 def _wish(asked: dict[str, int], config: Config | None = None) -> Parallelism:
-    """The degrees as asked for, impossible ones included."""
+    """The degrees as asked for, including impossible ones."""
     table = config.parallelism if config else Parallelism()
     experts = {name: asked[name] for name in EXPERT_DEGREES if name in asked}
     attention = {name: n for name, n in asked.items() if name not in EXPERT_DEGREES}
@@ -224,7 +225,7 @@ def _show(texts: Iterable[Text]) -> None:
 
 
 def _print_json_rows(rows: Iterator[dict[str, int]]) -> None:
-    """One row a line, as they come: a large world has millions."""
+    """One row per line, as they come: a large world has millions."""
     start = "["
     for row in rows:
         print(f"{start}{json.dumps(row)}", end="")

@@ -39,12 +39,12 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype, terms: int = 300) -> None:
-    """The plain way rounds after each of some 6 operations; the interpreter rounds towards zero, twice as far."""
+    """The reference rounds after each of some 6 operations; the interpreter rounds towards zero, twice as far."""
     near.close(got, want, terms, roundings=4 * 6, dtype=dtype)
 
 
 def choices(kind: str, tokens: int, top_k: int) -> Tensor:
-    """Distinct experts of each token, E for none."""
+    """Distinct experts for each token, E for none."""
     rows = torch.rand(tokens, E, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :top_k]
     if kind == "one expert":
         rows = torch.arange(top_k).expand(tokens, -1) + (E - top_k)
@@ -88,7 +88,7 @@ def test_tokens_to_rows_and_back(kind: str, tokens: int, top_k: int, etp: int, b
 
 
 def test_rows_wider_than_a_program() -> None:
-    """5,000 columns are two tiles; 300 rows of one column are one tile and no more."""
+    """5,000 columns are two tiles; 300 rows of one column are just one tile."""
     for rows, width in ((3, 5000), (300, 1)):
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         x = random(rows, width, dtype=torch.float32)
@@ -148,7 +148,7 @@ def router(experts: int, dtype: torch.dtype, kernels: str, forced: bool = False,
     shape = Model(**({"top_k": 3, "dim": experts} | model), num_experts=experts)
     made = Router(shape, MoE(kernels=kernels, force_balance=forced), 0, 0, dtype).to(DEVICE)
     with torch.no_grad():
-        made.weight.copy_(torch.eye(experts))  # what enters are the logits
+        made.weight.copy_(torch.eye(experts))  # the inputs are the logits
         made.expert_bias.copy_(torch.linspace(-0.1, 0.1, experts))
     return made
 
@@ -159,7 +159,7 @@ def routed(logits: Tensor, tokens: Tokens, which: str = "both", **options: Any) 
     if not logits.numel():
         return [scores, weights, chosen, count]
     outputs = {"both": (scores, weights), "scores": (scores,), "weights": (weights,)}[which]
-    valid = tokens.valid_T.unsqueeze(1)  # nothing comes back to padding
+    valid = tokens.valid_T.unsqueeze(1)  # padding gets nothing back
     cotangents = [random(*y.shape, dtype=y.dtype, seed=7 + y.shape[1]).detach() * valid for y in outputs]
     return [scores, weights, chosen, count, *torch.autograd.grad(outputs, logits, cotangents)]
 

@@ -1,4 +1,4 @@
-"""Chains block by block against the plain formulas beside their callers: values and gradients."""
+"""Chains block by block against the plain formulas next to their callers: values and gradients."""
 
 from __future__ import annotations
 
