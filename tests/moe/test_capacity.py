@@ -102,12 +102,12 @@ def capacity(size: int = 1, top_k: int = 2, **options: Any) -> Capacity:
     "factor, positions, rows", [(1.0, 16, 8), (1.0, 15, 8), (1.25, 16, 10), (0.1, 16, 1), (4.0, 16, 32)]
 )
 def test_capacity_is_the_formula(factor: float, positions: int, rows: int) -> None:
-    assert capacity(capacity_factor=factor).of(positions) == rows == math.ceil(factor * 2 * positions / 4)
+    assert capacity(capacity_factor=factor).limit(positions) == rows == math.ceil(factor * 2 * positions / 4)
 
 
 def test_a_padded_bin_holds_what_one_rank_can_have() -> None:
     one = capacity(capacity_factor=1.0)
-    assert one.bin(samples=3, owned=24) == one.of(24) == 12
+    assert one.bin(samples=3, owned=24) == one.limit(24) == 12
     # 8 positions of each of 3 samples here, 8 * size in the whole sample: C is 4 * size, but never more than the 8
     for size, rows in ((1, 3 * 4), (2, 3 * 8), (4, 3 * 8)):
         assert capacity(size, capacity_factor=1.0, capacity_scope="full_sequence").bin(3, 24) == rows

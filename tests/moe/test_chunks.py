@@ -15,7 +15,7 @@ from tests import parity, world
 from tests.events import Clock
 from titanmoe.comm.collectives import Group
 from titanmoe.moe import chunks as module
-from titanmoe.moe.chunks import MOST, Choice, Costs, Line, choose, fewest, fit, measure, pipelined, stand_in
+from titanmoe.moe.chunks import MOST, Choice, Costs, Line, choose, dummy_experts, fewest, fit, measure, pipelined
 
 ROWS = [1024, 2048, 4096, 8192]
 FREE = Line(0.0, 0.0)
@@ -199,7 +199,7 @@ def test_all_ranks_fit_the_numbers_of_the_slowest() -> None:
 def slowest() -> Costs:
     config = parity.read({}, 2)
     both = Group(dist.group.WORLD.group_name, 2, dist.get_rank())
-    experts = stand_in(config.model, config.moe, 2, 1, torch.float32, torch.device("cpu"))
+    experts = dummy_experts(config.model, config.moe, 2, 1, torch.float32, torch.device("cpu"))
     products, clock = experts.products, Clock(tick=1e-9)
 
     def slow(*work: Any) -> torch.Tensor:

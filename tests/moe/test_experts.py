@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests import near
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.experts import COPIED, UNIT, Experts, Product, can_group, evened, grouped_loop, grouped_product
+from titanmoe.moe.experts import COPIED, UNIT, Experts, Product, can_group, fill_units, grouped_loop, grouped_product
 
 D, HIDDEN = 16, 24
 STEPS = 12
@@ -205,7 +205,7 @@ def test_rows_in_whole_units_change_no_number(counts: list[int], biases: bool) -
 
 def test_units_are_filled_up_expert_by_expert() -> None:
     counts, rows = torch.tensor([0, UNIT + 1, UNIT, 1]), 2 * UNIT + 2
-    source_P, went_R1, whole_e = evened(counts, rows)
+    source_P, went_R1, whole_e = fill_units(counts, rows)
     assert whole_e.tolist() == [0, 2 * UNIT, UNIT, UNIT]
     assert source_P[went_R1[:, 0]].tolist() == list(range(rows))
     assert (source_P == rows).sum() == len(source_P) - rows == 2 * (UNIT - 1)

@@ -159,7 +159,7 @@ def chosen(latency: float, message: float, product: float) -> chunks.Choice:
     """On four ranks, of messages and products that take a latency, and so many seconds a row."""
     config = parity.read({}, 4)
     group = Group(dist.group.WORLD.group_name, 4, dist.get_rank())
-    experts = chunks.stand_in(config.model, config.moe, 4, 1, torch.float32, torch.device("cpu"))
+    experts = chunks.dummy_experts(config.model, config.moe, 4, 1, torch.float32, torch.device("cpu"))
     products, clock = experts.products, Clock()
 
     def takes(x: Tensor) -> None:

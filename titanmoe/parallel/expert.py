@@ -12,7 +12,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.capacity import Capacity
-from titanmoe.moe.chunks import Choice, choose, measure, stand_in
+from titanmoe.moe.chunks import Choice, choose, dummy_experts, measure
 from titanmoe.moe.dispatch import Dispatcher, dispatcher_class
 from titanmoe.moe.symmetric import Memory
 from titanmoe.parallel.tensor import place
@@ -62,9 +62,9 @@ def measured_chunks(
     again = config.activation_checkpoint
     forwards = 1 + (1 / again.every if again.mode in ("full", "moe") else 0)
     compute = getattr(torch, config.training.mixed_precision_param)
-    experts = stand_in(config.model, config.moe, meshes.fold.ep, meshes.fold.etp, compute, device)
+    experts = dummy_experts(config.model, config.moe, meshes.fold.ep, meshes.fold.etp, compute, device)
     rows = routed_rows(config, meshes)
     choice = choose(measure(experts, rows, wire, meshes.world), rows, forwards)
     for dispatcher in dispatchers:
-        dispatcher.cut_into(choice.chunks)
+        dispatcher.set_chunks(choice.chunks)
     return choice
