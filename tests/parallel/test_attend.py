@@ -72,7 +72,7 @@ def test_documents_that_come_nevertheless_are_refused() -> None:
     x, document = torch.zeros(1, 4, 2, 16), torch.zeros(1, 4)
     rest = dict(placement=Placement(2, True), masks=Masks(Placement(2, True), 0), group=Group("", 2, 0))
     with pytest.raises(ValueError, match="neither documents nor windows"):
-        attend(x, x, x, document, asked="torch", kind="ring", **rest)
+        attend(x, x, x, document, backend="torch", kind="ring", **rest)
 
 
 @pytest.mark.parametrize("chosen", ["flex", "ring"])
@@ -82,7 +82,7 @@ def test_what_is_chosen_runs(chosen: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(room, "flex_attention_over", lambda *given, masks, group: "flex")
     monkeypatch.setattr(room, "torch_ring_attention", lambda *given, placement, group: "ring")
     x, masks = torch.zeros(1, 4, 2, 16), Masks(Placement(1, False), 0)
-    assert attend(x, x, x, asked="auto", kind="ring", placement=masks.placement, masks=masks, group=ALONE) == chosen
+    assert attend(x, x, x, backend="auto", kind="ring", placement=masks.placement, masks=masks, group=ALONE) == chosen
 
 
 class KernelsOfGpus(TorchDispatchMode):

@@ -63,8 +63,8 @@ def sortable(weights: Tensor) -> Tensor:
 def over_capacity(
     chosen_NK: Tensor, weights_NK: Tensor | None, order_N: Tensor, scope_N: Tensor, num_experts: int, capacity: int
 ) -> Tensor:
-    """Which entries are not among the first `capacity` of their (scope, expert), by falling weight if weights are given,
-    then by order.
+    """Entries beyond the first `capacity` of their (scope, expert), which are sorted by falling weight if weights are
+    given, then by order.
     """
     bucket = (scope_N.unsqueeze(1) * (num_experts + 1) + chosen_NK).flatten()
     rank = order_N.argsort(stable=True)

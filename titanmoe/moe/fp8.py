@@ -1,16 +1,15 @@
 """The experts' products in 8 bits: `[moe] expert_dtype = "fp8"`.
 
-Both factors are e4m3 with one float32 scale per row: a row of tokens (or gradients), or a row of a weight along the
-width that the product sums over,
+Both factors are e4m3 with a float32 scale per row: of tokens, of gradients, or of a weight along the summed width,
 
     q = round(x / s),  s = max|x| over the row / 448        y = (q_x q_w^T) s_x s_w
 
-so forward and the gradient of the inputs are such products; for the latter the other width of a weight is quantised.
-The gradient of the weights sums over tokens, which have different scales, and is not computed in 8 bits. Router, norms,
+so forward and the gradient of the inputs are such products; the latter quantises weights along the other width. The
+gradient of the weights sums over tokens, which have different scales, and is not computed in 8 bits. Router, norms,
 attention and head never use 8 bits.
 
-`scaled_rows` is the product on hardware that has it, `plain_scaled_rows` the formula: the same quantised numbers, scaled
-back and multiplied in float32. It is the reference, and what "fp8_emulated" runs.
+`scaled_rows` is the product on hardware that has it, `plain_scaled_rows` the formula: the same quantised numbers,
+scaled back and multiplied in float32. It is the reference, and what "fp8_emulated" runs.
 
 Shapes: R routed rows sorted by local expert, e local experts, D and F the widths of a weight.
 """

@@ -80,7 +80,7 @@ class Router(nn.Module):
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_k]
 
     def _best_groups(self, scores_TE: Tensor) -> Tensor:
-        """Scores outside the token's best groups become -inf. A group is rated by its two best (sigmoid) or its best."""
+        """Scores outside the token's best groups become -inf. A group counts its two best (sigmoid) or its best."""
         model = self.model
         scores_TGe = scores_TE.unflatten(1, (model.num_groups, -1))
         best = 2 if model.score_function == "sigmoid" and scores_TGe.shape[-1] > 1 else 1

@@ -30,7 +30,7 @@ from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
 from titanmoe.moe.symmetric import Memory
 from titanmoe.ops.region import heard_by, named
-from titanmoe.parallel.apply import build, drive, lay_ranks
+from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
@@ -82,12 +82,12 @@ class Trainer:
         self._lock: TextIO | None = None
 
         self.fold = derive(runtime.world, config.parallelism)
-        self.meshes = lay_ranks(self.fold, config.parallelism, config.moe, config.training, self.device)
+        self.meshes = make_meshes(self.fold, config.parallelism, config.moe, config.training, self.device)
         self.loader = loader(config, self.meshes.data.rank, self.meshes.data.size)
         microbatches = self.loader.microbatches
 
         self.parts = build(config, self.meshes, microbatches, self.device)
-        self.engine = drive(self.parts, config.pipeline, config.training, self.meshes, microbatches, self.device)
+        self.engine = make_engine(self.parts, config.pipeline, config.training, self.meshes, microbatches, self.device)
         self.placement = placement(config.parallelism)
         self.tied = TiedEnds(self.parts, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
         self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
