@@ -312,8 +312,8 @@ def test_a_full_disk_pauses_metrics_and_tells_when_they_are_back(config, clock, 
     run.close()
     assert [line["step"] for line in lines(run.folder)] == [7, 8]
     assert told(run.folder) == [
-        f"{file}: No space left on device: the run goes on without it and tries again in 30 s, then more seldom",
-        f"{file}: written again; 5 lines of it were lost",
+        f"{file}: No space left on device: the run goes on without it and tries again in 30 s, then less often",
+        f"{file}: works again; 5 lines were lost",
     ]
     shown = capsys.readouterr().out
     assert "step 2  LOG: " in shown and "step 7  LOG: " in shown
@@ -332,7 +332,7 @@ def test_events_that_fail_tell_of_themselves_on_the_console(config, clock, capsy
     run.event(2, "save", "step-00000002")
     run.close()
     assert "LOG: " + str(file) + ": No space left on device" in capsys.readouterr().out
-    assert told(run.folder) == [f"{file}: written again; 2 lines of it were lost"]  # the warning was one
+    assert told(run.folder) == [f"{file}: works again; 2 lines were lost"]  # the warning was one
 
 
 def test_a_config_that_cannot_be_written_ends_no_run(config):
@@ -378,5 +378,5 @@ def test_tensorboard_that_fails_is_opened_anew(config, clock, monkeypatch):
     run.close()
     first, last = told(run.folder)
     assert first.startswith("TensorBoard: RuntimeError: worker is gone: the run goes on")
-    assert last.startswith("TensorBoard: written again; ")
+    assert last.startswith("TensorBoard: works again; ")
     assert len(list((run.folder / "tensorboard").iterdir())) == 2

@@ -55,7 +55,7 @@ def test_a_place_that_cannot_be_opened_at_the_start_is_tried_again(monkeypatch):
     assert lines == [31]
     assert [text.partition(":")[2].split(";")[0].split(":")[0] for text in told] == [
         " No space left on device",
-        " written again",
+        " works again",
     ]
 
 

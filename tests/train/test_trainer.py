@@ -99,7 +99,7 @@ def test_a_nan_stops_every_rank_and_names_step_and_parameter() -> None:
     assert len(set(answers)) == 1
     assert answers[0].startswith("step 1: loss nan")
     assert "first parameter with a non-finite gradient:" in answers[0]
-    assert "The weights were not finite already after step 0: on rank 2 layers.1.moe.router.weight (" in answers[0]
+    assert "The weights were already not finite after step 0: on rank 2 layers.1.moe.router.weight (" in answers[0]
 
 
 def _with_a_nan_in_the_batch(changes: dict[str, Any]) -> str:
@@ -116,7 +116,7 @@ def _with_a_nan_in_the_batch(changes: dict[str, Any]) -> str:
 
 def test_weights_are_said_to_be_still_those_of_the_step_before_where_they_are() -> None:
     (answer,) = world.run(1, _with_a_nan_in_the_batch, {"model.num_layers": 1, "data.source": "synthetic"})
-    assert "step 2: loss nan" in answer and "Weights are still those of step 1. " in answer
+    assert "step 2: loss nan" in answer and "The weights are still those of step 1. " in answer
 
 
 def train_py(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
