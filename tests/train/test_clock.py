@@ -1,4 +1,4 @@
-"""Where a step's time goes: laps add up to the whole, and a GPU's are read once it has come so far."""
+"""Where a step's time goes: laps add up to the whole, and a GPU's are read once it has passed them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def now(monkeypatch):
 
 def test_laps_add_up_and_parts_are_counted_apart(now):
     clock = Clock(torch.device("cpu"))
-    clock.lap("other")  # nothing is known of what was before
+    clock.lap("other")  # the time before the first lap is unknown
     for data, forward in ((1.0, 5.0), (3.0, 7.0)):
         now[0] += data
         clock.lap("data")
@@ -48,9 +48,9 @@ def test_a_part_leaves_out_what_another_did_meanwhile(now):
             turns.sent()
             turns.hand_over()
             now[0] += seconds
-        now[0] += 100.0  # of no part,
+        now[0] += 100.0  # not in any part,
         turns.sent()
-        turns.hand_over()  # nor is the other's, while this is in none
+        turns.hand_over()  # nor is the other side's time, while this side is in none
 
     clock.lap("other")
     with heard_by(clock):
@@ -68,7 +68,7 @@ def test_a_rank_that_does_not_report_keeps_nothing(now):
 
 
 def test_a_part_within_a_part_is_counted_once(now):
-    """Across nodes a dispatcher has another within. The way back counts as dispatch; other regions do not count."""
+    """A hierarchical dispatcher contains another. The way back counts as dispatch; other regions do not count."""
     clock = Clock(torch.device("cpu"))
 
     @named("dispatch")
@@ -85,12 +85,12 @@ def test_a_part_within_a_part_is_counted_once(now):
             now[0] += 1.0
             _ = 1 / 0
         sends(0)
-    sends(0)  # which nobody hears
+    sends(0)  # nobody listens
     assert clock.take(1) == {"dispatch": 5.0}
 
 
 def test_on_a_gpu_only_marks_that_it_has_passed_are_read(monkeypatch):
-    """With the interface of torch.cuda.Event, on a stream of our own: nothing may wait for it."""
+    """With the interface of torch.cuda.Event on a fake stream: nothing may wait for it."""
     program, device = [0.0], [0.0]
 
     class Event:
