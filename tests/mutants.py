@@ -12,7 +12,7 @@ class Mutant(NamedTuple):
     file: str
     """Below titanmoe/."""
     tests: str
-    """What to run, as words for pytest: the cheapest that should notice it."""
+    """What to run, as arguments of pytest: the cheapest test that should notice it."""
     breaks: str
     old: str
     """Occurs exactly once in the file."""
@@ -22,7 +22,7 @@ class Mutant(NamedTuple):
 PARITY, PAIRS = "tests/test_parity.py", "tests/test_parity.py::test_every_pair_of_choices_on_4_ranks"
 ALONE = f"{PARITY}::test_smaller_worlds[1]"
 
-# By file and by what to run: what it breaks, the code as it is, and as it would be.
+# By file and tests to run: what it breaks, the code as it is, and the code with the bug.
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("moe/router.py", "tests/moe/test_router.py"): [
         (

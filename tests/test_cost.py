@@ -14,7 +14,7 @@ def report(nodeid: str, seconds: float, when: str = "teardown") -> Any:
     return SimpleNamespace(nodeid=nodeid, when=when, user_properties=[(cost.PROPERTY, seconds)])
 
 
-def test_a_bill_is_by_folder_and_tells_of_what_is_beyond_twice_its_budget() -> None:
+def test_costs_are_by_folder_and_those_beyond_twice_the_budget_are_reported() -> None:
     bill = cost.Bill()
     for one in (
         report("tests/moe/test_router.py::test_a", 30.0),

@@ -179,7 +179,7 @@ def test_no_node_outlives_the_launcher(fake, how, send):
 
 
 @pytest.mark.parametrize(
-    "words, told",
+    "words, message",
     [
         ([RECIPE], "--hosts is missing"),
         (["--hosts", "a", RECIPE], "--gpus = ''"),
@@ -190,9 +190,9 @@ def test_no_node_outlives_the_launcher(fake, how, send):
         (["--hosts"], "--hosts needs a value"),
     ],
 )
-def test_ssh_refuses(words, told):
+def test_ssh_refuses(words, message):
     done = launch(SSH, *words)
-    assert done.returncode == 2 and told in done.stderr
+    assert done.returncode == 2 and message in done.stderr
 
 
 # ---- Slurm
@@ -247,7 +247,7 @@ while true; do sleep 0.05; done
 
 
 @pytest.mark.parametrize(
-    ("more", "code", "told", "asked"),
+    ("more", "code", "message", "requeued"),
     [
         ({}, 0, "has saved: queued again", "requeue 7\n"),
         ({"SLURM_RESTART_COUNT": "1"}, 0, "has saved: queued again", "requeue 7\n"),
@@ -255,10 +255,10 @@ while true; do sleep 0.05; done
         ({"REFUSES": "yes"}, 1, "scontrol requeue 7 failed", "requeue 7\n"),
     ],
 )
-def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, told, asked):
+def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, message, requeued):
     for name, text in {
         "srun": FAKE_LONG_SRUN,
-        "scontrol": '#!/bin/bash\necho "$*" >> "$0.asked"; [[ -z ${REFUSES:-} ]]\n',
+        "scontrol": '#!/bin/bash\necho "$*" >> "$0.requeued"; [[ -z ${REFUSES:-} ]]\n',
     }.items():
         (fake / name).write_text(text)
         (fake / name).chmod(0o755)
@@ -269,20 +269,20 @@ def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, told, asked
         "PATH": f"{fake}:{os.environ['PATH']}",
     }
     done = launch(SLURM, RECIPE, **(job | more))
-    assert done.returncode == code and told in done.stdout + done.stderr, done.stderr
-    seen = fake / "scontrol.asked"
-    assert (seen.read_text() if seen.exists() else "") == asked
+    assert done.returncode == code and message in done.stdout + done.stderr, done.stderr
+    seen = fake / "scontrol.requeued"
+    assert (seen.read_text() if seen.exists() else "") == requeued
     logs = fake / f"logs{'-1' if 'SLURM_RESTART_COUNT' in more else ''}"
     assert (logs / "node0.log").exists(), "each time its own logs"
 
 
 def test_slurm_asks_for_the_signal_and_the_queue():
-    asked = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert {"--requeue", "--signal=B:USR1@120", "--open-mode=append"} <= set(asked)
+    requeued = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=B:USR1@120", "--open-mode=append"} <= set(requeued)
 
 
 def test_slurm_refuses(tmp_path):
-    for words, told, more in [
+    for words, message, more in [
         ([RECIPE], "no Slurm job: start with sbatch", {}),
         (["--dry-run"], "the recipe comes first", {}),
         (["--dry-run", "no.toml"], "there is no recipe no.toml", {}),
@@ -290,4 +290,4 @@ def test_slurm_refuses(tmp_path):
         ([RECIPE], "there is no /nowhere/bin/python", {"SLURM_JOB_ID": "1", "VENV": "/nowhere"}),
     ]:
         done = launch(SLURM, *words, **more)
-        assert done.returncode == 2 and told in done.stderr
+        assert done.returncode == 2 and message in done.stderr

@@ -75,7 +75,7 @@ def test_what_equals_the_plain_model_passes() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_wrong_number_is_an_error_of_its_size_and_no_number_an_infinite_one(place: str) -> None:
+def test_a_wrong_number_is_an_error_of_its_size_and_a_nan_an_infinite_one(place: str) -> None:
     config = parity.read(CHANGES, 1)
     for wrong in (math.nan, math.inf, None):
         got = perfect()
@@ -88,7 +88,7 @@ def test_a_wrong_number_is_an_error_of_its_size_and_no_number_an_infinite_one(pl
 
 
 @pytest.mark.parametrize("place", ["grads", "weights", "bias"])
-def test_a_reference_that_is_no_number_agrees_with_nothing(place: str) -> None:
+def test_a_reference_with_a_nan_agrees_with_nothing(place: str) -> None:
     got = perfect()
     for name in getattr(got, place):
         want = {key: tensor.clone() for key, tensor in getattr(got, place).items()}

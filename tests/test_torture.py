@@ -73,12 +73,12 @@ FULL = {"do": "fail", "errno": errno.ENOSPC}
         (1, {"do": "kill", "rank": 1, "on": ["rename"], "path": "step"}, -signal.SIGKILL, "rename"),
     ],
 )
-def test_a_fault_strikes_where_it_is_told_to(tmp_path, rank, fault, code, changed):
+def test_a_fault_strikes_where_it_is_set(tmp_path, rank, fault, code, changed):
     expected = ALL | changed if isinstance(changed, dict) else dict(list(ALL.items())[: list(ALL).index(changed)])
     assert said(tmp_path, rank, fault) == (code, expected)
 
 
-def test_a_slow_disk_takes_as_long_as_it_is_told_to(tmp_path):
+def test_a_slow_disk_takes_as_long_as_set(tmp_path):
     assert said(tmp_path, 0, {"do": "slow", "seconds": 0.2, "on": ["rename"]}, slow=0.19)[1]["rename"] == "slow"
 
 
@@ -136,7 +136,7 @@ def test_trials_go_on_where_a_run_of_them_stopped(tmp_path, monkeypatch, capsys)
     assert "13 of 13 trials are in " in capsys.readouterr().out
 
 
-def test_a_failed_trial_is_kept_and_told_with_its_command(tmp_path, monkeypatch):
+def test_a_failed_trial_is_kept_and_reported_with_its_command(tmp_path, monkeypatch):
     def fail(kind, seed, folder, calm):
         raise torture.Wrong("torchrun ended with 1")
 

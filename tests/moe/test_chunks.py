@@ -98,7 +98,7 @@ def test_a_hair_is_not_worth_a_chunk() -> None:
     assert fewest(lambda n: 1.0 - 0.05 * (n > 1)) == 2
 
 
-def test_a_choice_tells_its_numbers() -> None:
+def test_a_choice_shows_its_numbers() -> None:
     line = Line(2e-5, 3e-8)
     choice = choose(Costs(line, line, line, line), 4096)
     text = str(choice)
@@ -170,7 +170,7 @@ def reported(ep: int, folder: str) -> tuple[Choice | None, dict[str, str]]:
     return trainer.chunks, trainer.notes()
 
 
-def test_header_and_events_tell_the_choice(tmp_path: Path) -> None:
+def test_header_and_events_show_the_choice(tmp_path: Path) -> None:
     everyone = world.run(2, reported, 2, str(tmp_path))
     assert len({choice.chunks for choice, _ in everyone}) == 1
     for choice, notes in everyone:

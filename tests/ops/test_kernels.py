@@ -137,7 +137,7 @@ def test_activation_with_the_routing_weight(hidden: int, counts: list[int], clam
             close(got, want, dtype, terms=2 * hidden)
 
 
-def told(samples: int, length: int, valid: Tensor | None = None) -> Tokens:
+def padded_tokens(samples: int, length: int, valid: Tensor | None = None) -> Tokens:
     index = torch.arange(samples * length, device=DEVICE)
     valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid
     sample = index // max(1, length)
@@ -182,7 +182,9 @@ def test_routing(score: str, experts: int, norm: bool, shape: dict[str, Any]) ->
     options, real = dict(score_function=score, norm_topk=norm, **shape), valid.unsqueeze(1)
     for dtype, which in ((torch.float64, "both"), (torch.float32, "scores"), (torch.float32, "weights")):
         logits = random(3 * length, experts, dtype=dtype, seed=5)
-        got, want = (routed(logits, told(3, length, valid), which, kernels=k, **options) for k in ("triton", "torch"))
+        got, want = (
+            routed(logits, padded_tokens(3, length, valid), which, kernels=k, **options) for k in ("triton", "torch")
+        )
         for g, w in zip(got[2:4], want[2:4], strict=True):
             assert torch.equal(g, w)
         for g, w in zip((*got[:2], got[-1]), (*want[:2], want[-1]), strict=True):
@@ -193,7 +195,7 @@ def test_routing(score: str, experts: int, norm: bool, shape: dict[str, Any]) ->
 def test_ties_forced_balance_and_no_tokens(score: str) -> None:
     level = torch.zeros(9, 8, dtype=torch.float32, device=DEVICE, requires_grad=True)
     for forced in (False, True):
-        for logits, tokens in ((level, told(1, 9)), (level[:0].detach(), told(1, 0))):
+        for logits, tokens in ((level, padded_tokens(1, 9)), (level[:0].detach(), padded_tokens(1, 0))):
             got, want = (
                 routed(logits, tokens, kernels=k, forced=forced, score_function=score, norm_topk=False)
                 for k in ("triton", "torch")
@@ -205,7 +207,7 @@ def test_ties_forced_balance_and_no_tokens(score: str) -> None:
 def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
     """So that a diverged run ends with its own error and not with an access outside a table."""
     logits = torch.full((4, 8), float("nan"), device=DEVICE, requires_grad=True)
-    _, _, _, chosen, count = router(8, torch.float32, "triton")(logits, told(2, 2))
+    _, _, _, chosen, count = router(8, torch.float32, "triton")(logits, padded_tokens(2, 2))
     assert chosen.tolist() == [[0, 1, 2]] * 4 and count.tolist() == [[2, 2, 2, 0, 0, 0, 0, 0]] * 2
 
 
@@ -224,7 +226,7 @@ def test_compiled_calls_keep_the_kernels_whole() -> None:
         back = to_tokens(rows * row_weights, route.source_R, route.slot_TJ, "triton")
         return back.square().sum() + (scores.sum(1) * chosen_weights.sum(1)).sum()
 
-    tokens = told(2, 6)
+    tokens = padded_tokens(2, 6)
     results = []
     for function in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
         y = function(x, weights, logits)

@@ -252,7 +252,7 @@ def test_weights_and_biases_get_the_same_and_one_run_stays_one(config, monkeypat
     assert first["project"] == "titan" and first["id"] == again["id"] and first["resume"] == "allow"
     assert first["config"]["model"]["family"] == "mixtral"
     logged = next(args[0] for name, args, _ in seen if name == "log")
-    assert logged["train/loss"] == 5.5 and run["step"] == 1
+    assert logged["train/loss"] == 5.5 and logged["step"] == 1
     assert logged["load/layer 3"] == ("histogram", LOAD)
 
 
