@@ -61,16 +61,16 @@ def held(function: Callable[..., Tensor], *given: Tensor, terms: int = 0, wide: 
 
 
 @both
-@pytest.mark.parametrize("way", ["forward", "plain"])
+@pytest.mark.parametrize("variant", ["forward", "plain"])
 @pytest.mark.parametrize("kind", [RMSNorm, SplitRMSNorm])
-def test_norms(kind: type[RMSNorm], way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms(kind: type[RMSNorm], variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rowwise, "BLOCK_NUMBERS", 4 * 64)  # the weight's gradient is a sum over blocks
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         made = kind(64, 1e-6, x.dtype)
         del made.weight
         made.weight = weight
-        return getattr(made, way)(x)
+        return getattr(made, variant)(x)
 
     held(norm, 3 * random(40, 64, dtype=dtype), 1 + random(64, dtype=dtype, seed=1) / 4, terms=64)
 
@@ -92,11 +92,11 @@ def test_angles(shape: dict, dtype: torch.dtype) -> None:
 
 
 @both
-@pytest.mark.parametrize("way", [rotate, plain_rotate])
-def test_rotation(way: Callable[..., Tensor], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("variant", [rotate, plain_rotate])
+def test_rotation(variant: Callable[..., Tensor], dtype: torch.dtype) -> None:
     angle = random(1, 24, 1, 16, dtype=torch.float64, seed=1).repeat(1, 1, 1, 2)
     rope = angle.cos().float(), angle.sin().float()
-    held(lambda x: way(x, rope), random(2, 24, 3, 32, dtype=dtype))
+    held(lambda x: variant(x, rope), random(2, 24, 3, 32, dtype=dtype))
 
 
 # ---- softmax

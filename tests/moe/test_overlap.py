@@ -139,20 +139,21 @@ def seen_on_ranks(chunks: int, shared: bool, across: bool = False) -> list[dict[
     return world.run(RANKS, ordered, chunks, shared, across)
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("across", [False, True], ids=["flat", "across_nodes"])
-def test_the_shared_expert_is_computed_while_rows_are_under_way(across: bool, way: str) -> None:
+def test_the_shared_expert_is_computed_while_rows_are_under_way(across: bool, direction: str) -> None:
     for seen in seen_on_ranks(1, True, across):
-        at = seen[way]
+        at = seen[direction]
         assert at["shared in messages"] == at["shared"] == 1, at
         assert at["experts in messages"] == 0 < at["experts"], at
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
-def test_a_chunk_is_multiplied_while_others_are_under_way(way: str) -> None:
-    for alone, cut in zip(seen_on_ranks(1, False), seen_on_ranks(4, False), strict=True):
-        assert (alone[way]["messages"], alone[way]["experts"], alone[way]["experts in messages"]) == (2, 1, 0)
-        assert (cut[way]["messages"], cut[way]["experts"], cut[way]["experts in messages"]) == (8, 4, 4)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_chunk_is_multiplied_while_others_are_under_way(direction: str) -> None:
+    for one, four in zip(seen_on_ranks(1, False), seen_on_ranks(4, False), strict=True):
+        names = "messages", "experts", "experts in messages"
+        assert [one[direction][name] for name in names] == [2, 1, 0]
+        assert [four[direction][name] for name in names] == [8, 4, 4]
 
 
 def chosen(latency: float, message: float, product: float) -> chunks.Choice:

@@ -9,7 +9,7 @@ import torch
 
 from titanmoe.comm import turns
 from titanmoe.comm.turns import Turns
-from titanmoe.ops.region import OTHERS_TURN, heard_by, named, region
+from titanmoe.ops.region import OTHERS_TURN, measured_by, named, region
 from titanmoe.train import clock as clock_module
 from titanmoe.train.clock import Clock
 
@@ -53,7 +53,7 @@ def test_a_part_leaves_out_what_another_did_meanwhile(now):
         turns.hand_over()  # nor is the other side's time, while this side is in none
 
     clock.lap("other")
-    with heard_by(clock):
+    with measured_by(clock):
         both.take(lambda: half(1.0), lambda: half(10.0))
     clock.lap("forward_backward")
     assert clock.take(1) == {"forward_backward": 222.0, "dispatch": 22.0}
@@ -62,7 +62,7 @@ def test_a_part_leaves_out_what_another_did_meanwhile(now):
 def test_a_rank_that_does_not_report_keeps_nothing(now):
     clock = Clock(torch.device("cpu"), on=False)
     for name in ("other", "data"):
-        with heard_by(clock), region("dispatch"):
+        with measured_by(clock), region("dispatch"):
             clock.lap(name)
     assert clock.take(1) == {}
 
@@ -77,7 +77,7 @@ def test_a_part_within_a_part_is_counted_once(now):
         if depth:
             sends(depth - 1)
 
-    with heard_by(clock):
+    with measured_by(clock):
         sends(2)
         with region("experts"):
             now[0] += 10.0

@@ -52,7 +52,7 @@ class _Exchange(dist.Work):
         return True
 
 
-BLOCK_NUMBERS = 1 << 18  # numbers
+BLOCK_NUMBERS = 1 << 18
 
 
 class StraightToPlace:

@@ -22,7 +22,7 @@ from titanmoe.tokens import Tokens
 class Capacity:
     def __init__(self, model: Model, options: MoEOptions):
         self.model, self.options = model, options
-        self.sequence: Group = ALONE  # cp x tp, set when the model is laid on the meshes
+        self.sequence: Group = ALONE  # cp x tp, set when the model is placed on the meshes
         self.full = options.capacity_scope == "full_sequence"
 
     def limit(self, positions: int) -> int:

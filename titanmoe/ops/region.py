@@ -28,7 +28,7 @@ threads, and in plain functions that no caller could pass it to.
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def measured_by(listener: Listener) -> Iterator[None]:
     global _listener
     _listener = listener
     try:
@@ -40,10 +40,10 @@ def heard_by(listener: Listener) -> Iterator[None]:
 def region(name: str) -> AbstractContextManager[None]:
     if torch.compiler.is_compiling():  # a graph runs as a whole
         return nullcontext()
-    heard = None if _listener is None else _listener.region(name)
+    measured = None if _listener is None else _listener.region(name)
     if not profiler._is_profiler_enabled:  # record_function costs 6 us even without a profiler
-        return nullcontext() if heard is None else heard
-    return profiler.record_function(name) if heard is None else _both(profiler.record_function(name), heard)
+        return nullcontext() if measured is None else measured
+    return profiler.record_function(name) if measured is None else _both(profiler.record_function(name), measured)
 
 
 @contextmanager

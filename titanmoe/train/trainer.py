@@ -29,7 +29,7 @@ from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
 from titanmoe.moe.symmetric import Memory
-from titanmoe.ops.region import heard_by, named
+from titanmoe.ops.region import measured_by, named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.compiled import why_in_parts
@@ -207,7 +207,7 @@ class Trainer:
         totals = self.count(batches)
         self.clock.lap("data")
 
-        with heard_by(self.clock):
+        with measured_by(self.clock):
             loss, mtp_loss = self.forward_backward(batches, totals)
         self.finish_gradients()
         self.clock.lap("forward_backward")
