@@ -79,7 +79,7 @@ class _ScaledProducts(torch.autograd.Function):
                 scaled_product(g, w.transpose(1, 2), count_e, ctx.emulated) for g, w in zip(grads, weights, strict=True)
             ]
             grad_x = sum(parts[1:], parts[0])
-        if gradient_wanted(ctx, 2):  # numbered among the tensors, count_e included
+        if gradient_wanted(ctx, 2):  # its index among the inputs that are tensors
             grad_weights = [ctx.gradient(g, x_RD, count_e) for g in grads]
         return grad_x, None, None, None, *grad_weights
 

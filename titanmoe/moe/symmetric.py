@@ -7,7 +7,7 @@ group first sum their counts, and if any of them would receive more than fits, n
 the step is then repeated without the buffers, which is exact (`Trainer.forward_backward`).
 
 Shapes as in titanmoe.moe.dispatch, and: H rows of the send buffer, T * K * etp, the unused ones last; A rows of the
-receive buffer, with every expert's bin a multiple of ALIGN rows and unused rows between and after the bins.
+receive buffer: every expert's bin is a multiple of ALIGN rows, those after its own rows and after all bins unused.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute
         elif block.moe is not None:
             parts.append(block.moe.shared)
             experts = block.moe.experts
-            # The products only, because rows may be in flight in forward; torch's grouped product traces in bfloat16.
+            # Only the products: rows may be in flight in forward. torch's grouped product only traces in bfloat16.
             if compute == torch.bfloat16 and experts.dtype == "compute":
                 experts.products = compile_products(experts, options.backend, block.moe.pad)
     for part in parts:

@@ -67,7 +67,7 @@ class Board:
             self.images = report.step
 
     def _draw(self, step: int) -> None:
-        """An image with a row per expert and a column per report: grey is the mean, red more; and a histogram."""
+        """A row per expert and a column per report: grey is the mean, blue is less, red is more. Also a histogram."""
         for layer, history in self.loads.items():
             image_EC3 = colour_share(np.stack(history, 1))
             scale = max(1, 160 // image_EC3.shape[0]), max(1, 400 // image_EC3.shape[1])
