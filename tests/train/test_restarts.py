@@ -259,7 +259,7 @@ def meet(port: int, ranks: int, seconds: float = 20.0, only: tuple[int, ...] = (
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         timeout = timedelta(seconds=seconds)
         store.set_timeout(timeout)
-        return runtime._attempt(store, runtime.Environment(rank, rank, ranks, ranks, True), timeout)
+        return runtime._agree_on_name(store, runtime.Environment(rank, rank, ranks, ranks, True), timeout)
 
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(one, only or range(ranks)))

@@ -221,7 +221,7 @@ def _join(environment: Environment, device: torch.device, timeout: timedelta) ->
         store, _, _ = next(rendezvous("env://", environment.rank, environment.world, timeout=timeout))
         store.set_timeout(timeout)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = dist.PrefixStore(_attempt(store, environment, timeout), store)
+            store = dist.PrefixStore(_agree_on_name(store, environment, timeout), store)
         dist.init_process_group(backend, store=store, timeout=timeout, **ranks, **options)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -230,7 +230,7 @@ def _join(environment: Environment, device: torch.device, timeout: timedelta) ->
         ) from None
 
 
-def _attempt(store: Store, environment: Environment, timeout: timedelta) -> str:
+def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -> str:
     """A name that the ranks of this attempt share, and that no earlier attempt had.
 
     torchrun's agents keep one store for all attempts (pytorch#135712), so restarted ranks would find the addresses of
