@@ -136,7 +136,7 @@ def both_ways(device: str) -> list[str]:
         assert torch.is_grad_enabled() and z.requires_grad
 
     pairs = Pairs(torch.device(device))
-    pairs.turns.take(first, pairs._on_this_stream(made.sum().backward))
+    pairs.turns.take(first, pairs._here(made.sum().backward))
     assert torch.equal(y.grad.cpu(), torch.full((2,), 2.0))
     assert streams == ({torch.cuda.current_stream()} if device == "cuda" else set())
     return log

@@ -185,7 +185,7 @@ def test_header_and_events_show_the_choice(tmp_path: Path) -> None:
 def test_experts_of_one_rank_are_not_measured(tmp_path: Path) -> None:
     for choice, notes in world.run(2, reported, 1, str(tmp_path)):
         assert choice is None
-        assert notes["overlap chunks"].startswith("1: no row leaves")
+        assert notes["overlap chunks"].startswith("1: no rows are sent in chunks")
     assert '"kind": "chunks"' not in (tmp_path / "run" / "events.jsonl").read_text()
 
 

@@ -29,7 +29,7 @@ class Pairs:
 
     def __call__(self, action: Action, context: torch_schedules._PipelineContext) -> None:
         first, second = [self._ready(part, context) for part in action.sub_actions]
-        self.turns.take(first, self._on_this_stream(second))
+        self.turns.take(first, self._here(second))
 
     def _ready(self, action: Action, context: torch_schedules._PipelineContext) -> Callable[[], None]:
         """One half of a pair, after its input from other ranks has arrived."""
@@ -45,7 +45,7 @@ class Pairs:
         neighbour = stages.get(action.stage_index + (1 if forward else -1))
         return partial(_forward if forward else _backward, context, stage, m, neighbour)
 
-    def _on_this_stream(self, work: Callable[[], None]) -> Callable[[], None]:
+    def _here(self, work: Callable[[], None]) -> Callable[[], None]:
         """The same for another thread, which otherwise has a current stream of its own."""
         if self.device.type != "cuda":
             return work
