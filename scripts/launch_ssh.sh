@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Starts a recipe on several machines over ssh and stays until all have ended. docs/multi_node.md explains it.
+# Starts a recipe on several machines over ssh and waits until all have ended. docs/multi_node.md explains it.
 set -u -o pipefail
 
 usage() {
     cat <<'END'
 scripts/launch_ssh.sh --hosts a,b --gpus 8 [options] RECIPE.toml [--table.field value ...]
 
-  --hosts a,b,...    machines, as ssh knows them; the first is node 0, where the ranks meet
+  --hosts a,b,...    machines, as ssh knows them; the first is node 0, which has the rendezvous
   --gpus N           ranks per machine
   --master HOST      name or address of node 0 as the other nodes reach it (default: the first host without user@)
   --port P           free port on node 0 (default 29500)
-  --dir PATH         folder of titanmoe, the same on all machines (default: the one this script lies in)
+  --dir PATH         folder of titanmoe, the same on all machines (default: the one this script is in)
   --venv PATH        Python environment, absolute or in --dir (default .venv)
   --env NAME=VALUE   set on every node; may be repeated. OMP_NUM_THREADS is 1 unless set here or around this script
   --logs FOLDER      on this machine; gets node0.log, node1.log, ... (default runs/launch/RECIPE-DATE-TIME)
@@ -25,7 +25,7 @@ fail() {
     exit 2
 }
 
-quote() { # for any POSIX shell, which is what ssh hands a command to
+quote() { # for any POSIX shell, which is what ssh passes a command to
     local word quoted=()
     for word in "$@"; do
         if [[ $word =~ ^[A-Za-z0-9_./:=,@%+-]+$ ]]; then quoted+=("$word"); else quoted+=("'${word//\'/\'\\\'\'}'"); fi
@@ -64,7 +64,7 @@ logs=${logs:-runs/launch/$name-$(date +%Y%m%d-%H%M%S)}
 [[ $venv == /* ]] || venv=$dir/$venv
 
 # What node $1 runs. Its standard input is a lifeline: when that ends, because this script or the connection did, the
-# ranks are told to end. Killing ssh alone would leave them running.
+# ranks are stopped. Killing ssh alone would leave them running.
 command_of() {
     local run
     run=$(quote env "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}" PYTHONUNBUFFERED=1 \
@@ -99,7 +99,7 @@ trap 'rm -rf "$pipes"' EXIT
 mkfifo "$pipes/life" "$pipes/ended"
 exec 8<>"$pipes/ended" 9<>"$pipes/life"
 
-start() { # node, overrides: tells pipe 8 when it ended and how, even if all processes here are told to end
+start() { # node, overrides: reports to pipe 8 when it ended and how, even if all processes here are signalled
     local node=$1 code
     trap : INT TERM HUP
     # shellcheck disable=SC2086  # the ssh command is several words
@@ -119,7 +119,7 @@ for ((node = 0; node < nodes; node++)); do
 done
 
 stopping='' failed='' deadline=0 ended=()
-stop() { # every node, which has a minute for it
+stop() { # every node; each has a minute
     [[ -n $stopping ]] && return
     stopping=yes deadline=$((SECONDS + 60))
     exec 9>&-

@@ -2,8 +2,7 @@
 
     python scripts/quickstart.py [--table.field value ...]
 
-The trainer never alters a mapping. This script picks one that fits the devices and passes it as overrides, which it
-prints.
+The trainer never alters a mapping. This script picks one that fits the devices, prints it and passes it as overrides.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ CPU_RANKS = 4
 
 
 def overrides(config: Config, ranks: int) -> list[str]:
-    """The recipe is written for 4 ranks. On any other number: experts over as many ranks as divide them, tp 2 if that
+    """The recipe is written for 4 ranks. For any other number: experts over as many ranks as divide them, tp 2 if that
     leaves data ranks, and a global batch that the data ranks share evenly.
     """
     tp = 2 if ranks % 4 == 0 else 1
@@ -55,7 +54,7 @@ def find_ranks(device: str) -> tuple[int, str]:
 
 
 def configure(extra: list[str]) -> tuple[int, list[str], Config]:
-    """The number of ranks, the mapping's overrides and what will run; refuses here what the ranks would refuse."""
+    """The number of ranks, the mapping's overrides and the config; refuses here what the ranks would refuse."""
     recipe = load(["--config", RECIPE], preset, lambda config: [])
     asked = load(["--config", RECIPE, *extra], preset, lambda config: [])
     ranks, devices = find_ranks(asked.training.device)
@@ -69,14 +68,14 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
         for word in (key, value)
     ]
     print(f"mapping   {' '.join(mapping) if mapping else 'as in the recipe'}")
-    # A run that can be resumed, and a new one each time.
+    # A run that can be resumed, but a new one each time.
     saving = [] if any(key.startswith("checkpoint.") for key in chosen) else ["--checkpoint.enable"]
     added = [*mapping, *saving, *([] if "checkpoint.load" in chosen else ["--checkpoint.load", "none"])]
     return ranks, added, load(["--config", RECIPE, *added, *extra], preset, lambda config: refusals(config, ranks))
 
 
 def run(ranks: int, arguments: list[str]) -> int:
-    """--standalone lets torchrun pick a free port; the address keeps it from asking for this machine's name."""
+    """--standalone lets torchrun pick a free port; the address keeps it from looking up this machine's name."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     torchrun = [
@@ -97,7 +96,7 @@ def run(ranks: int, arguments: list[str]) -> int:
             code = process.wait()
             return 130 if interrupted and code else code
         except KeyboardInterrupt:
-            interrupted = True  # the terminal told torchrun too, which ends its ranks
+            interrupted = True  # the terminal interrupted torchrun too, which ends its ranks
 
 
 def newest_run(config: Config, since: float) -> Path | None:
@@ -123,7 +122,7 @@ def summary(folder: Path, seconds: float, ranks: int, arguments: list[str]) -> s
             f"every step  tail -n 3 {shlex.quote(f'{shown}/metrics.jsonl')}",
             f"a page      {tensorboard.parent / 'titanmoe'} report {shlex.quote(str(shown))}",
             f"curves      {tensorboard} --logdir {shlex.quote(str(shown.parent))}",
-            f"go on       {resume(folder, ranks, arguments, last['step'])}",
+            f"resume      {resume(folder, ranks, arguments, last['step'])}",
             *text(folder, tensorboard.parent / "titanmoe", str(shown)),
         ]
     )
@@ -137,7 +136,7 @@ def text(folder: Path, titanmoe: Path, shown: str) -> list[str]:
 
 
 def resume(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
-    """The command that continues the run for as many steps again; load = "auto" is the default, so it is left out."""
+    """The command that continues the run for the same number of steps; the default load = "auto" is left out."""
     words = [word for word in arguments if word not in ("--checkpoint.load", "none")]
     if "--training.steps" in words:  # another is given below
         at = words.index("--training.steps")

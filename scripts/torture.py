@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""Hurts runs under the real torchrun in every way a cluster does, and compares each with a run never disturbed.
+"""Disturbs runs under the real torchrun in every way a cluster does, and compares each with an undisturbed run.
 
     python scripts/torture.py                                   # 200 trials, unattended; a table at the end
-    python scripts/torture.py --results runs/torture.jsonl      # the same; given again after an end, it goes on
-    python scripts/torture.py --only "full disk" --first 17 --trials 1     # one trial again, as a failure names it
+    python scripts/torture.py --results runs/torture.jsonl      # the same; the same command again resumes it
+    python scripts/torture.py --only "full disk" --first 17 --trials 1     # repeat one trial, as a failure prints it
     python scripts/torture.py --soak 10000                      # one long run: memory, open files and threads
 
 A trial trains a small model on 2 CPU ranks, strikes at a moment drawn from its seed, lets torchrun start the ranks
@@ -11,7 +11,7 @@ again (--max-restarts) or gives the same command again, and waits for the end. L
 moments must then be those of the undisturbed run, to the last bit. docs/reliability.md has the results.
 
 The first process imports torch once and each torchrun is a fork of it, which saves seconds; the ranks are started by
-torchrun as ever.
+torchrun as usual.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def trial(kind: str, seed: int, folder: Path, calm: Run) -> Run:
             shutil.copy(run.log, folder / f"{seed}.log")
             if os.path.ismount(run.folder):
                 subprocess.run(["umount", str(run.folder)], check=False)
-    raise Wrong("five times the run had ended before the fault came")
+    raise Wrong("five times the run ended before the fault struck")
 
 
 def losses(run: Run) -> list[tuple[int, float, float]]:
@@ -132,10 +132,10 @@ def compare(run: Run, calm: Run) -> None:
 
     if (ours := losses(run)) != (theirs := losses(calm)):
         first = next((a for a, b in zip(ours, theirs, strict=False) if a != b), None)
-        raise Wrong(f"another loss or norm: {first or f'{len(ours)} lines for {len(theirs)} steps'}")
+        raise Wrong(f"a different loss or norm: {first or f'{len(ours)} lines for {len(theirs)} steps'}")
     ours, theirs = (open_checkpoint(each.checkpoints / layout.name_of(STEPS)) for each in (run, calm))
     if ours.tensors != theirs.tensors:
-        raise Wrong("the last checkpoint has other tensors")
+        raise Wrong("the last checkpoint has different tensors")
     if odd := [name for name in theirs.tensors if not ours.read(name).equal(theirs.read(name))]:
         raise Wrong(f"{len(odd)} tensors differ in bits, among them {odd[0]}")
 
@@ -155,7 +155,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def write(file: Path, name: str, text: str) -> None:
-    """Between the page's marks of that name, if it has them; else a file of its own."""
+    """Between the page's marks of that name, if it has them; else as a file of its own."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     page = file.read_text(encoding="utf-8") if file.exists() else ""
     if begin in page:
@@ -237,7 +237,7 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
 
 
 def run_step(metrics: Path) -> int:
-    """Of the last whole line; reading all of a long file each time would slow what is watched."""
+    """From the last complete line; reading all of a long file each time would slow the run being watched."""
     with metrics.open("rb") as stream:
         stream.seek(max(0, metrics.stat().st_size - 65536))
         whole = stream.read().rpartition(b"\n")[0]
@@ -271,7 +271,7 @@ def main() -> int:
     args = parser.parse_args()
     if not sys.platform.startswith("linux"):
         parser.error("this needs Linux: it reads /proc")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what unmounts and tells
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the code that unmounts and reports
     with workplace() as folder:
         return soak(args, folder) if args.soak else torture(args, folder)
 

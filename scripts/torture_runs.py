@@ -1,4 +1,4 @@
-"""The runs of torture.py, and what is done to them."""
+"""The runs of torture.py, and what it does to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titanmoe.train.runtime import PR_SET_PDEATHSIG
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, INTERVAL, RANKS = 24, 3, 2
 LIMIT_S = 240.0
-"""For one attempt of a trial; past it, it counts as failed."""
+"""For one attempt of a trial; after that it counts as failed."""
 TINY = {
     "model.family": "mixtral", "model.size": "debug", "model.vocab_size": 64, "model.dim": 16, "model.num_layers": 2,
     "model.num_heads": 2, "model.num_kv_heads": 2, "model.head_dim": 8, "model.num_experts": 4,
@@ -35,11 +35,11 @@ TINY = {
 
 
 class Wrong(Exception):
-    """A trial did not end as it must."""
+    """A trial did not end as it should."""
 
 
 class Missed(Exception):
-    """The run ended before the fault came, or had not yet saved what the fault needs."""
+    """The run ended before the fault struck, or had not yet saved what the fault needs."""
 
 
 def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]]) -> None:
@@ -57,7 +57,7 @@ def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]]) -> None:
 
 
 class Run:
-    """A run in a folder, as often as it is started."""
+    """A run in a folder, over all its starts."""
 
     def __init__(self, folder: Path, seed: int = 0, options: dict[str, Any] = TINY):
         self.folder, self.draw, self.options = folder, random.Random(seed), options
@@ -96,21 +96,21 @@ class Run:
         return max((line["step"] for line in self.lines("metrics.jsonl")), default=0)
 
     def begun(self) -> list[int]:
-        """After which step each start of the run began."""
+        """The step after which each start of the run began."""
         return [event["step"] for event in self.lines("events.jsonl") if event["kind"] in ("start", "restart")]
 
     def wait(self, condition: Callable[[], object], what: str, ended: type[Exception] | None = Missed) -> None:
-        """ended: what it means that torchrun has ended first, if anything."""
+        """ended: the error if torchrun ends first, if that is one."""
         end = time.monotonic() + LIMIT_S
         while not condition():
             if ended and not self.agent.is_alive() and not condition():
-                raise ended(f"{what} did not come, the run has ended: {last_words(self.log)}")
+                raise ended(f"{what} did not happen, the run has ended: {last_words(self.log)}")
             if time.monotonic() > end:
-                raise Wrong(f"{what} did not come within {LIMIT_S:.0f} s")
+                raise Wrong(f"{what} did not happen within {LIMIT_S:.0f} s")
             time.sleep(0.02)
 
     def wait_for_a_moment(self, least: int = INTERVAL + 1) -> None:
-        """Some step after the first checkpoint, and some part of it."""
+        """A random moment in a random step after the first checkpoint."""
         step = self.draw.randint(least, STEPS - 2 * INTERVAL)
         self.wait(lambda: self.step() >= step and layout.latest(self.checkpoints), f"step {step}")
         time.sleep(self.draw.uniform(0, 0.1))
@@ -118,7 +118,7 @@ class Run:
     # ---- striking
 
     def struck(self) -> None:
-        """Note what was there at that moment: what comes after it is measured against that."""
+        """Record the state at that moment: what follows is compared with it."""
         self.struck_at, self.made, self.starts = time.monotonic(), self.step(), len(self.begun())
         self.committed = max(layout.steps(self.checkpoints), default=0)
 
@@ -142,13 +142,13 @@ class Run:
         self.struck()
 
     def ended(self) -> None:
-        """Started with no restarts left, and struck: it ends by itself, and says why without a traceback."""
+        """Struck with no restarts left: it must end by itself, and say why without a traceback."""
         self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
         self.agent.join()
         self.committed = max(layout.steps(self.checkpoints), default=0)
 
     def goes_on(self) -> None:
-        """Until the end, measured."""
+        """Wait until the end, and measure."""
         self.wait(lambda: len(self.begun()) > self.starts, "another start", Wrong)
         began = self.begun()[self.starts]
         self.wait(lambda: self.step() > began, "a step after the restart", Wrong)
@@ -175,11 +175,11 @@ def alive(pid: int) -> bool:
 
 
 def last_words(log: Path) -> str:
-    """What the run said of its end: our own line if there is one."""
+    """What the run said about its end: our own line if there is one."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     ours = [line for line in lines if line.startswith(("error:", "rank "))]
     theirs = [line for line in lines if "Error: " in line]
-    return (ours or theirs or ["it said nothing of an error"])[-1].strip()[:300]
+    return (ours or theirs or ["it reported no error"])[-1].strip()[:300]
 
 
 # ---- kinds of trials
@@ -207,13 +207,13 @@ def launcher(run: Run) -> None:
 def saving(run: Run) -> None:
     step = INTERVAL * run.draw.randint(2, STEPS // INTERVAL - 1)
     fault = {"do": "kill", "path": layout.name_of(step) + layout.WRITING, "once": str(run.struck_file)}
-    rank = run.draw.choice([0, 1])  # rank 0 does more of it to the disk
+    rank = run.draw.choice([0, 1])  # rank 0 does more with the disk
     run.start(restarts=3, faults=(fault | {"rank": rank, "at": run.draw.randint(1, 9 if rank == 0 else 3)},))
     run.wait_for_strike()
 
 
 def renames(run: Run) -> None:
-    """The checkpoint has its name, `latest` does not say so yet."""
+    """The checkpoint has its name, but `latest` does not point to it yet."""
     on = run.draw.choice(["write", "rename"])
     path = f"{layout.LATEST}.new" if on == "write" else f"/{layout.LATEST}"
     fault = {"do": "kill", "rank": 0, "on": [on], "path": path, "at": run.draw.randint(2, STEPS // INTERVAL - 1)}
@@ -238,7 +238,7 @@ def flipped_bit(run: Run) -> None:
 
 
 def full_disk(run: Run) -> None:
-    """A file takes all room there is; later it is removed."""
+    """A file takes all the space there is; later it is removed."""
     if tmpfs(run.folder):
         run.start()
         run.wait_for_a_moment()
@@ -249,7 +249,7 @@ def full_disk(run: Run) -> None:
         run.struck()
         run.ended()
         filler.unlink()
-    else:  # mounting takes root; then the disk only says that it is full
+    else:  # mounting needs root; without it the disk only claims to be full
         fault = {"do": "fail", "errno": errno.ENOSPC, "on": ["write", "mkdir"], "path": str(run.checkpoints)}
         at = run.draw.randint(8, 24)
         run.start(faults=(fault | {"at": at, "times": 10**9, "once": str(run.struck_file)},))
@@ -265,7 +265,7 @@ def tmpfs(folder: Path) -> bool:
 
 
 def slow_disk(run: Run) -> None:
-    """Half a second for whatever touches it, and a rank is killed meanwhile."""
+    """Half a second for every access, and a rank is killed meanwhile."""
     fault = {"do": "slow", "seconds": run.draw.uniform(0.1, 0.5), "on": ["write", "rename", "fsync"], "times": 10**9}
     run.start(restarts=3, faults=(fault | {"path": str(run.checkpoints)},))
     run.wait_for_a_moment()
@@ -297,7 +297,7 @@ def asked_to_stop(run: Run) -> None:
     run.ended()
     run.made = run.step()
     if run.made != run.committed:
-        raise Wrong(f"asked to stop it ended at step {run.made} with step {run.committed} saved")
+        raise Wrong(f"asked to stop, it ended at step {run.made} with step {run.committed} saved")
     run.start()
 
 

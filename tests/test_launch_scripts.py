@@ -231,7 +231,7 @@ def test_slurm_starts_a_torchrun_per_node(fake):
         )
     done = launch(SLURM, RECIPE, FAILS="3", **job)
     assert done.returncode == 1
-    assert "a node failed (exit code 1) and the others were ended" in done.stderr
+    assert "a node failed (exit code 1) and the others were stopped" in done.stderr
     assert f"the logs are {fake}/logs/node*.log" in done.stderr
 
 
@@ -249,9 +249,9 @@ while true; do sleep 0.05; done
 @pytest.mark.parametrize(
     ("more", "code", "message", "requeued"),
     [
-        ({}, 0, "has saved: queued again", "requeue 7\n"),
-        ({"SLURM_RESTART_COUNT": "1"}, 0, "has saved: queued again", "requeue 7\n"),
-        ({"SAVES": "no"}, 143, "the run did not save: not queued again", ""),
+        ({}, 0, "has saved: requeued", "requeue 7\n"),
+        ({"SLURM_RESTART_COUNT": "1"}, 0, "has saved: requeued", "requeue 7\n"),
+        ({"SAVES": "no"}, 143, "the run did not save: not requeued", ""),
         ({"REFUSES": "yes"}, 1, "scontrol requeue 7 failed", "requeue 7\n"),
     ],
 )
