@@ -57,11 +57,11 @@ def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, floa
         if config.model.mtp_depth:
             note("mtp_loss", relative(report["mtp_loss"], step.mtp))
         for layer, count in step.counts.items():
-            told = {key: report[f"layers.{layer}.{key}"] for key in LAYER}
-            note("dropped", relative(told["dropped_fraction"], step.dropped[layer], scale=1.0))
-            note("imbalance", relative(told["imbalance"], step.imbalance[layer]))
-            note("entropy", relative(told["router_entropy"], step.entropy[layer]))
-            for a, b in zip(told["load"], count.tolist(), strict=True):
+            reported = {key: report[f"layers.{layer}.{key}"] for key in LAYER}
+            note("dropped", relative(reported["dropped_fraction"], step.dropped[layer], scale=1.0))
+            note("imbalance", relative(reported["imbalance"], step.imbalance[layer]))
+            note("entropy", relative(reported["router_entropy"], step.entropy[layer]))
+            for a, b in zip(reported["load"], count.tolist(), strict=True):
                 note("load", relative(a, b, scale=float(count.sum())))
     note("grads", error(got.grads, want.steps[0].grads)[0])
     note("weights", error(got.weights, want.weights)[0])

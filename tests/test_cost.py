@@ -25,8 +25,8 @@ def test_costs_are_by_folder_and_those_beyond_twice_the_budget_are_reported() ->
         bill.add(one)
     assert bill.spent == {"moe": 70.0, "test_parity": 21.0}
     assert bill.beyond({"moe": 25.0, "test_parity": 0.5}) == []
-    (told,) = bill.beyond({"moe": 24.9, "test_parity": 0.5})
-    assert told.startswith("tests/moe took 70.0 CPU-seconds, over 2 times its budget of 24.9")
+    (line,) = bill.beyond({"moe": 24.9, "test_parity": 0.5})
+    assert line.startswith("tests/moe took 70.0 CPU-seconds, over 2 times its budget of 24.9")
     assert bill.beyond({"moe": 25.0})[0].startswith("tests/test_parity took 21.0")
     assert [line.split() for line in bill.lines({"moe": 25.0, "fold": 3.0})][1:] == [
         ["moe", "70.0", "25"],

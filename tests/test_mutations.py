@@ -28,9 +28,9 @@ def test_no_change_is_there_twice_and_all_parts_are_met() -> None:
 def test_the_page_names_the_test_that_notices_each() -> None:
     """If this fails: python -m tests.mutations"""
     lines = mutations.PAGE.read_text().partition(mutations.BEGIN)[2].partition(mutations.END)[0].strip().splitlines()
-    told = dict(line.removesuffix("` |").rsplit(" `", 1) for line in lines[2:])
-    assert told.keys() == {mutations.row(mutant) for mutant in MUTANTS}
-    for name in told.values():
+    noticed = dict(line.removesuffix("` |").rsplit(" `", 1) for line in lines[2:])
+    assert noticed.keys() == {mutations.row(mutant) for mutant in MUTANTS}
+    for name in noticed.values():
         file, test = name.split("::")
         assert f"def {test}(" in (mutations.ROOT / file).read_text(), name
 

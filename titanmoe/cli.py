@@ -103,11 +103,11 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
 def run_fold(args: argparse.Namespace) -> int:
     asked = {name: getattr(args, name) for name in KEYS if getattr(args, name) is not None}
     config, problems, source = _model(args)
-    wish = _wish(asked, config)
-    if wish.node == -1:
-        wish = replace(wish, node=args.node)
+    requested = _requested(asked, config)
+    if requested.node == -1:
+        requested = replace(requested, node=args.node)
     if config is not None:
-        config = replace(config, parallelism=wish)
+        config = replace(config, parallelism=requested)
     if args.node < 1:
         problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if args.list:
@@ -115,16 +115,16 @@ def run_fold(args: argparse.Namespace) -> int:
     elif config is not None:
         broken = violations(config, args.world)
     else:
-        broken = resolve(args.world, wish)[1]
+        broken = resolve(args.world, requested)[1]
     if problems or broken:
         print(format_problems(problems + broken, source), file=sys.stderr)
         if broken and args.world > 0:
-            print(_nearest(args.world, wish, config), file=sys.stderr)
+            print(_nearest(args.world, requested, config), file=sys.stderr)
         return 2
 
     if args.list:
         return _list(args, asked, config)
-    fold = derive(args.world, wish)
+    fold = derive(args.world, requested)
     if args.json:
         print(json.dumps(_groups(fold)))
     else:
@@ -161,7 +161,7 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
     return seen[0], [], ""
 
 
-def _wish(asked: dict[str, int], config: Config | None = None) -> Parallelism:
+def _requested(asked: dict[str, int], config: Config | None = None) -> Parallelism:
     """The degrees as asked for, including impossible ones."""
     table = config.parallelism if config else Parallelism()
     experts = {name: asked[name] for name in EXPERT_DEGREES if name in asked}
@@ -169,11 +169,11 @@ def _wish(asked: dict[str, int], config: Config | None = None) -> Parallelism:
     return replace(table, **attention, experts=replace(table.experts, **experts))
 
 
-def _nearest(world: int, wish: Parallelism, config: Config | None) -> str:
+def _nearest(world: int, requested: Parallelism, config: Config | None) -> str:
     lines = []
-    for fold in nearest(world, wish, config):
+    for fold in nearest(world, requested, config):
         change = []
-        for name, (old, new) in changes(wish, fold).items():
+        for name, (old, new) in changes(requested, fold).items():
             change.append(f"{name} {'derived' if old == -1 and name in DERIVED else old} -> {new}")
         lines.append("  " + ", ".join(change))
         for view, axes in ("attention", fold.attention_axes), ("experts", fold.expert_axes):

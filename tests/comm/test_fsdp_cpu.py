@@ -93,8 +93,8 @@ def unanswered(gradients: bool) -> str:
             NarrowOnTheWire(2, torch.float32, Kept())(torch.empty(4), whole, group, dist.ReduceOp.SUM)
         else:
             StraightToPlace()(whole, whole[:4], group).wait()
-    except TimeoutError as told:
-        error = str(told)
+    except TimeoutError as raised:
+        error = str(raised)
     dist.group.WORLD.get_group_store().set(key, "over")
     return error
 
@@ -103,11 +103,11 @@ def unanswered(gradients: bool) -> str:
 def test_a_rank_that_never_answers_is_named_when_the_time_is_over(gradients: bool) -> None:
     what = "reduce-scatter of gradients" if gradients else "all-gather of weights"
     try:
-        told = world.run(2, unanswered, gradients, timeout=20)[0]
+        message = world.run(2, unanswered, gradients, timeout=20)[0]
     finally:
         world.restart(2)  # that group cannot be used between the two again
-    assert f"rank 0 waited 0.3 s in FSDP's {what} for rank 1 to send its piece" in told
-    assert "training.timeout_s" in told
+    assert f"rank 0 waited 0.3 s in FSDP's {what} for rank 1 to send its piece" in message
+    assert "training.timeout_s" in message
 
 
 def test_kept_memory_is_used_again_when_no_tensor_lies_in_it() -> None:

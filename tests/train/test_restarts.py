@@ -140,8 +140,8 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
     assert layout.latest(checkpoints) == name_of(stopped), "saved at the step it stopped at"
 
     last = {"training.steps": stopped + 1, "lr_schedule.decay": "none"}
-    told = world.run(2, said, options(tmp_path / "hurt", **last))[0]
-    assert f"{name_of(stopped)}, after step {stopped}" in told
+    printed = world.run(2, said, options(tmp_path / "hurt", **last))[0]
+    assert f"{name_of(stopped)}, after step {stopped}" in printed
     assert "nothing is left to do" in world.run(2, said, options(tmp_path / "hurt", **last))[0]
     assert len(layout.steps(checkpoints)) == 3, "older ones are removed"
 
@@ -183,8 +183,8 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
     second.kill()
     agents.wait(lambda: not Path(f"/proc/{rank}").exists(), "the end of the rank whose launcher is gone")
     shrink.touch()
-    told = "mapping: started again on 1 rank: parallelism.dp_shard 2 -> 1, parallelism.experts.edp 2 -> 1"
-    agents.wait(lambda: told in agents.said(), "a run on one rank")
+    line = "mapping: started again on 1 rank: parallelism.dp_shard 2 -> 1, parallelism.experts.edp 2 -> 1"
+    agents.wait(lambda: line in agents.said(), "a run on one rank")
     agents.wait(lambda: (folder / "checkpoints" / name_of(4)).exists(), "the fourth checkpoint")
 
     third = node(0)

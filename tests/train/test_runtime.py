@@ -60,9 +60,9 @@ def refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], device
     monkeypatch.setattr(runtime, "_keep_pages", lambda: None)  # it cannot be undone
     config = Config()
     config.training.device = device
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as refusal:
         runtime.start(config)
-    (problem,) = told.value.problems
+    (problem,) = refusal.value.problems
     assert "\n" not in problem
     return problem
 

@@ -50,21 +50,21 @@ MAPPINGS = {
 def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     """Losses, norms and whole weights of a run with its own loader, and the reports of its validations."""
     trainer = parity.make_trainer(changes)
-    told: dict[str, Any] = {"loss": [], "norm": [], "validation": []}
+    reported: dict[str, Any] = {"loss": [], "norm": [], "validation": []}
     for _ in range(steps):
         report = trainer.train_step()
-        told["loss"].append(report["loss"])
-        told["norm"].append(report["grad_norm"])
-        told["tokens"] = report["tokens"]
+        reported["loss"].append(report["loss"])
+        reported["norm"].append(report["grad_norm"])
+        reported["tokens"] = report["tokens"]
         if trainer.validation:
-            told["validation"].append(trainer.validation.after_step())
+            reported["validation"].append(trainer.validation.after_step())
     trainer.loader.close()
     buffers = {name: b.clone() for part in trainer.parts for name, b in part.named_buffers() if "bias" in name}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, buffers)
-    told["weights"] = parity.whole(trainer.parameters, dist.get_rank(), trainer.fold)
-    told["bias"] = {name: b for part in gathered for name, b in part.items()}
-    return told
+    reported["weights"] = parity.whole(trainer.parameters, dist.get_rank(), trainer.fold)
+    reported["bias"] = {name: b for part in gathered for name, b in part.items()}
+    return reported
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mappi
 def test_it_is_time_every_so_many_steps_and_after_the_last() -> None:
     validation = object.__new__(Validation)
     validation.interval, validation.last, validation.best, validation.loss = 4, 6, math.inf, lambda: 1.0
-    told = []
+    reports = []
     for step in range(1, 7):
         validation.trainer = SimpleNamespace(step=step)
-        told.append("val_loss" in validation.after_step())
-    assert told == [False, False, False, True, False, True]
+        reports.append("val_loss" in validation.after_step())
+    assert reports == [False, False, False, True, False, True]
 
 
 def _stopped_and_resumed(folder: str, changes: dict[str, Any]) -> tuple[float, float]:

@@ -69,8 +69,8 @@ def test_a_resumed_run_says_so_and_a_failed_one_says_why(tmp_path: Path) -> None
     with pytest.raises(world.RankError, match="NonFinite"):
         world.run(1, broken, saving | {"training.steps": 9})
     events = read(tmp_path, "events.jsonl")
-    told = [(line["step"], line["kind"]) for line in events]
-    assert told == [(0, "start"), (1, "save"), (1, "restart"), (3, "save"), (3, "restart"), (4, "stop")]
+    kinds = [(line["step"], line["kind"]) for line in events]
+    assert kinds == [(0, "start"), (1, "save"), (1, "restart"), (3, "save"), (3, "restart"), (4, "stop")]
     assert "Lower optimizer.lr" in events[-1]["text"]
     assert [line["step"] for line in read(tmp_path, "experts.jsonl")] == [1, 2, 3]
 
