@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# Runs the tests as other processors would, and once more beside a busy loop on every core. Prints a table for
-# docs/benchmarks.md and every test that did not end alike in all runs; exit status 1 if there is one, or a failure.
+# Runs the tests as other processors would, and once more with a busy loop on every core. Prints a table for
+# docs/benchmarks.md and every test whose result differed between runs; exit status 1 if there is one, or a failure.
 #
 #   scripts/test_cpus.sh                        all kinds below, one after the other
 #   scripts/test_cpus.sh -k "moe and not gpu"   options of pytest
 #   KINDS="own own" scripts/test_cpus.sh        some of: avx2 avx512 avx512_bf16 own busy; twice for two runs in a row
 #   LOGS=DIR                                    a log and a junit.xml per run; runs/test_cpus if not given
-#   PYTEST="python3 -m pytest"                  the command; as make test's if not given
+#   PYTEST="python3 -m pytest"                  the command; that of make test if not given
 #
-# avx2, avx512 and avx512_bf16 limit oneDNN (ONEDNN_MAX_CPU_ISA) and torch's own kernels (ATEN_CPU_CAPABILITY); own limits
-# nothing. Each kind keeps its compiled code to itself: torch does not tell code for AVX-512 from code for AVX2, and the
-# wrong one ends in a segmentation fault.
+# avx2, avx512 and avx512_bf16 limit oneDNN (ONEDNN_MAX_CPU_ISA) and torch's own kernels (ATEN_CPU_CAPABILITY); own
+# limits nothing. Each kind has its own cache of compiled code: torch does not tell code for AVX-512 from code for AVX2,
+# and the wrong one ends in a segmentation fault.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,7 +27,7 @@ stop_loops() {
 }
 trap stop_loops EXIT
 
-has() {  # flags that the processor must have: torch takes ATEN_CPU_CAPABILITY at its word and dies of it
+has() {  # flags that the processor must have: torch trusts ATEN_CPU_CAPABILITY and crashes without them
     for flag in "$@"; do grep -qw -m1 "$flag" "$cpuinfo" || return 1; done
 }
 

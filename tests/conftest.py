@@ -1,6 +1,7 @@
-"""What holds for every test: one thread, the project importable, deterministic properties, all ranks ended, a bill.
+"""For every test: one thread, the project importable, deterministic property tests, no rank left over, the cost
+counted.
 
-It does not import torch: where workers run the tests, the process that hands them out needs none of it.
+It does not import torch: when workers run the tests, the process that distributes them does not need it.
 """
 
 import gc
@@ -23,7 +24,7 @@ for compiler in ("TORCHINDUCTOR", "TRITON"):
     folder = Path(tempfile.gettempdir(), f"titanmoe_tests_{os.getuid()}", CPU, compiler.lower())
     os.environ.setdefault(f"{compiler}_CACHE_DIR", str(folder))
 
-gc.disable()  # until all is imported: a fifth of the time that imports take
+gc.disable()  # until everything is imported: saves a fifth of the time of imports
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -46,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-    METER.read()  # imports are no test's cost
+    METER.read()  # imports are not part of any test's cost
 
 
 @pytest.hookimpl(wrapper=True)

@@ -19,7 +19,7 @@ BUDGET = Path(__file__).with_name("budget.toml")
 FAIL_AT = 2.0
 """Multiple of the budget, in CI. Processors differ by less."""
 START = 20.0
-"""Whichever test comes first in a worker pays for its processes' imports."""
+"""The first test in a worker pays for its processes' imports."""
 LONG = (
     "test_parity", "train/test_trainer", "checkpoint/test_resume", "train/test_restarts", "parallel/test_compiled",
     "ops/test_interpreter", "parallel/test_pairs", "train/test_validation", "moe/test_dispatch", "train/test_watch",
@@ -35,13 +35,13 @@ def children(pid: int | str) -> list[int]:
     try:
         for task in os.listdir(f"/proc/{pid}/task"):
             out += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
-    except OSError:  # ended, or the kernel does not say
+    except OSError:  # it has ended, or this kernel has no such file
         pass
     return out
 
 
 def ticks(pid: int | str) -> int:
-    """Of a process and those of its children that were waited for."""
+    """CPU ticks of a process and of those of its children that it has waited for."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -77,7 +77,7 @@ def place(nodeid: str) -> str:
 
 
 def turn(nodeid: str) -> int:
-    """Where a test's file stands in LONG."""
+    """The position of a test's file in LONG."""
     file = nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
     return LONG.index(file) if file in LONG else len(LONG)
 

@@ -57,11 +57,11 @@ def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, floa
         if config.model.mtp_depth:
             note("mtp_loss", relative(report["mtp_loss"], step.mtp))
         for layer, count in step.counts.items():
-            told = {key: report[f"layers.{layer}.{key}"] for key in LAYER}
-            note("dropped", relative(told["dropped_fraction"], step.dropped[layer], scale=1.0))
-            note("imbalance", relative(told["imbalance"], step.imbalance[layer]))
-            note("entropy", relative(told["router_entropy"], step.entropy[layer]))
-            for a, b in zip(told["load"], count.tolist(), strict=True):
+            reported = {key: report[f"layers.{layer}.{key}"] for key in LAYER}
+            note("dropped", relative(reported["dropped_fraction"], step.dropped[layer], scale=1.0))
+            note("imbalance", relative(reported["imbalance"], step.imbalance[layer]))
+            note("entropy", relative(reported["router_entropy"], step.entropy[layer]))
+            for a, b in zip(reported["load"], count.tolist(), strict=True):
                 note("load", relative(a, b, scale=float(count.sum())))
     note("grads", error(got.grads, want.steps[0].grads)[0])
     note("weights", error(got.weights, want.weights)[0])
@@ -71,13 +71,14 @@ def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, floa
 
 
 ROUNDINGS = 3 * 20 + 4
-"""To bfloat16 in a block, forward and twice backward: a norm's result and weight, queries, keys, values, two of each
-rotation, scores, shares, their sum and its projection, a sum; a norm, gate, up, activation, product, the sum of several
-experts' and two of the ways, a sum; and weights that were narrowed. With the ends of the model as two blocks more."""
+"""Roundings to bfloat16 in a block, forward and twice backward: a norm's result and weight, queries, keys, values, two
+of each rotation, scores, shares, their sum and its projection, a sum; a norm, gate, up, activation, product, the sum of
+several experts' and two all-to-alls, a sum; and weights that were narrowed. The ends of the model count as two more
+blocks."""
 
 
 def tolerance(config: Config) -> float:
-    """By the narrowest dtype involved; the plain model's own error does not count."""
+    """By the narrowest dtype involved; the plain model's own error is negligible."""
     dtypes = {getattr(config.training, key.removeprefix("training.")) for key in NUMERICS}
     if "bfloat16" in dtypes:
         return near.bound(torch.bfloat16, roundings=ROUNDINGS * (config.model.num_layers + 1)) / 2

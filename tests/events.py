@@ -1,4 +1,4 @@
-"""What a program did in which order, and a clock that a test moves: results that do not depend on speed."""
+"""The order of what a program did, and a clock that a test moves: results that do not depend on speed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Events:
         return self.places
 
     def begin(self, name: str, key: Hashable) -> None:
-        """Until `end(key)`: for something issued, up to the wait for it."""
+        """Lasts until `end(key)`: from issuing something to waiting for it."""
         self.open[key] = Event(name, self._place())
         self.all.append(self.open[key])
 
@@ -50,7 +50,7 @@ class Events:
 
 
 class Clock:
-    """Replaces a module's `time`: it moves when told to, and by `tick` whenever it is read."""
+    """Replaces a module's `time`: it only moves when a test moves it, and by `tick` whenever it is read."""
 
     def __init__(self, tick: float = 0.0):
         self.now, self.tick = 0.0, tick

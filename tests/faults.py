@@ -1,4 +1,4 @@
-"""Mistakes that public trainers have made, each monkeypatched in on every rank: the oracle must notice every one.
+"""Mistakes that public trainers have made, each patched in on every rank: the oracle must notice every one.
 
 A fault is a function that breaks something and returns a function that repairs it.
 """
@@ -146,7 +146,7 @@ def router_not_summed_over_cp() -> Callable[[], None]:
 
 
 def balance_terms_by_the_wrong_group() -> Callable[[], None]:
-    """Per-sample counts go over data ranks, and counts of all samples over the ranks of one."""
+    """Per-sample counts are summed over data ranks, and counts of all samples over the ranks of one sample."""
     from titanmoe.moe.balance import Balance
 
     def exchanged(terms: Any) -> Any:
@@ -179,7 +179,7 @@ def balance_terms_counted_again_in_recomputation() -> Callable[[], None]:
 
 
 def router_without_its_gradient() -> Callable[[], None]:
-    """Only the one through the routing weights: what is left comes from a balance term."""
+    """The gradient through the routing weights is lost: the rest comes from a balance term."""
     from titanmoe.moe.router import Router
 
     def detached(plain: Any) -> Any:
@@ -219,7 +219,7 @@ def nan_in_a_gradient() -> Callable[[], None]:
     return _patch(trainer.Trainer, "check_finite", spoiled)
 
 
-def _told(spoil: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+def _spoiled_report(spoil: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
     from titanmoe.train import trainer
 
     def spoiled(step: Any) -> Any:
@@ -234,15 +234,15 @@ def _told(spoil: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
 
 
 def nan_in_a_load() -> Callable[[], None]:
-    return _told(lambda report: report["layers.1.load"].__setitem__(-1, float("nan")))
+    return _spoiled_report(lambda report: report["layers.1.load"].__setitem__(-1, float("nan")))
 
 
 def nan_in_an_aux_term() -> Callable[[], None]:
-    return _told(lambda report: report.update(aux_loss=float("nan")))
+    return _spoiled_report(lambda report: report.update(aux_loss=float("nan")))
 
 
 def nan_in_the_mtp_loss() -> Callable[[], None]:
-    return _told(lambda report: report.update(mtp_loss=float("nan")))
+    return _spoiled_report(lambda report: report.update(mtp_loss=float("nan")))
 
 
 FAULTS = {

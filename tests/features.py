@@ -127,7 +127,7 @@ def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
     for feature, name in choice.items():
         out |= FEATURES[feature][name]
     if out.get("moe.dispatcher") == "symm_mem":
-        out["moe.pad_to_capacity"] = False  # useless together, and refused
+        out["moe.pad_to_capacity"] = False  # this combination is useless, and refused
     if out.get("moe.dispatcher") == "hierarchical":
         out["parallelism.node"] = fold.etp * max(1, fold.ep // 2)
     microbatches = 2
@@ -140,5 +140,5 @@ def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
 
 
 def steps(choice: dict[str, str]) -> int:
-    """Two where something but weights and moments goes from one step to the next."""
+    """Two if something other than weights and moments carries over from one step to the next."""
     return 2 if choice["balance"] == "global+bias" else 1

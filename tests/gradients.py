@@ -2,9 +2,9 @@
 
     python -m tests.gradients                      write it into docs/parallelism.md
 
-In such a step rank r's own share of every gradient is 8^r, put in as backward leaves it. What the step makes of that
-shows, digit by digit, how often each rank was added, and so along which axes; what each axis has of the parameter says
-by what.
+In such a step rank r's own summand of every gradient is replaced by 8^r right after backward. The digits of the step's
+result show how often each rank was added, and so along which axes; how the parameter is placed on an axis shows by
+what.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ CASES: tuple[dict[str, Any], ...] = (
     *(model | mapping for model in (EVERYTHING, LATENT) for mapping in (TP_CP, DP, PP | TIED)),
     *(SMALL | mapping for mapping in (TP_CP, DP, PP, PP | {"parallelism.cp": 2}, PP | {"parallelism.dp_replicate": 2})),
 )
-"""On 4 ranks. Together they have every parameter there is, each with every axis over several ranks."""
+"""On 4 ranks. Together they have every kind of parameter, each with every axis of several ranks."""
 
 
 def probe(modules: Iterable[nn.Module], value: float) -> None:
@@ -68,34 +68,34 @@ def probe(modules: Iterable[nn.Module], value: float) -> None:
 
 
 def summed(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, tuple[int, ...]]:
-    """The ranks in each gradient of which this rank has an element."""
+    """For each gradient of which this rank has an element, the ranks that were added."""
     found = {}
     for name, parameter in parameters.items():
         grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
         values = (grad / microbatches).unique().tolist()
-        assert len(values) <= 1, f"{name}: not one number in all of its gradient: {values}"
+        assert len(values) <= 1, f"{name}: its gradient has several values: {values}"
         if values:
             times = [int(values[0] / BASE**rank) % BASE for rank in range(dist.get_world_size())]
             assert sum(n * BASE**rank for rank, n in enumerate(times)) == values[0] > 0, f"{name}: {values[0]}"
             # A stage may hold two copies of the embedding.
             most = 2 if name in ("embed.weight", "embed_copy.weight", "head.weight") else 1
-            assert max(times) <= most, f"{name}: of the ranks in turn, so often: {times}"
+            assert max(times) <= most, f"{name}: times that each rank was added: {times}"
             found[name] = tuple(rank for rank, n in enumerate(times) if n)
     return found
 
 
 def along(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
-    """The axes along which these ranks lie; they are all of them that do."""
+    """The axes along which these ranks differ; checks that they form a whole group."""
     here = coordinates(fold, seen, rank)
     axes = {a for other in ranks for a, at in coordinates(fold, seen, other).items() if at != here[a]}
-    assert ranks == (group_of(fold, seen, tuple(axes), rank) if axes else (rank,)), f"{ranks} are no group of {axes}"
+    assert ranks == (group_of(fold, seen, tuple(axes), rank) if axes else (rank,)), f"{ranks} are not a group of {axes}"
     return axes
 
 
 def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     """On a rank: for each of its parameters and each axis of several ranks, who adds up."""
     trainer = parity.make_trainer(changes, loader=parity.samples())
-    trainer.train_step()  # FSDP makes the tensors of whole weights in its first
+    trainer.train_step()  # FSDP creates the tensors of whole weights in the first step
     fold, rank = trainer.fold, dist.get_rank()
     probe((module for part in trainer.parts for module in part.modules()), float(BASE**rank))
     batches = trainer.loader.next_step()
@@ -119,8 +119,8 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
                 row[axis] = "`TiedEnds`" if axis in after else "one stage"
                 continue
             row[axis] = adds_up(axis, cut[axis])
-            seen_so = axis in in_backward, axis in after
-            assert seen_so == (axis in DATA, axis in DATA or not cut[axis]), f"{name}, {axis}: {row[axis]}, {seen_so}"
+            summed_there = axis in in_backward, axis in after
+            assert summed_there == (axis in DATA, axis in DATA or not cut[axis]), (name, axis, row[axis], summed_there)
         table[name] = row
     return table
 
@@ -131,7 +131,7 @@ def kind(name: str) -> str:
 
 
 def collect() -> dict[str, dict[str, dict[str, set[str]]]]:
-    """By view, kind of parameter and axis, what was found; one word where all mappings and models agree."""
+    """What was found, by view, kind of parameter and axis; one entry if all mappings and models agree."""
     found: dict[str, dict[str, dict[str, set[str]]]] = {"attention": {}, "experts": {}}
     for case in CASES:
         for rows in world.run(4, of_a_step, {"training.global_batch_size": 1} | case):
@@ -143,7 +143,7 @@ def collect() -> dict[str, dict[str, dict[str, set[str]]]]:
 
 
 def table() -> str:
-    """As a page has it: a row for each set of parameters that are treated alike."""
+    """The table for the page: a row for each set of parameters that are treated alike."""
     lines = []
     for seen, rows in collect().items():
         axes = AXES[seen]

@@ -36,7 +36,7 @@ def degrees(fold: Fold) -> dict[str, int]:
 
 
 def as_changes(fold: Fold) -> dict[str, Any]:
-    """The mapping as recipe keys. A deeper model where there are more stages than layers."""
+    """The mapping as recipe keys, with a deeper model if there are more stages than layers."""
     changes: dict[str, Any] = {f"parallelism.{axis}": getattr(fold, axis) for axis in ATTENTION}
     changes |= {f"parallelism.experts.{axis}": getattr(fold, axis) for axis in EXPERTS}
     if fold.pp > 2:
@@ -72,7 +72,7 @@ def cover(
     random.Random(seed).shuffle(order)
     chosen = []
     while left:
-        order = [i for i in order if pairs[i] & left]  # a row that adds nothing now never will
+        order = [i for i in order if pairs[i] & left]  # a row that adds nothing now will not later
         best = max(order, key=lambda i: (pairs[i] & left).bit_count())
         chosen.append(best)
         left &= ~pairs[best]
@@ -80,5 +80,5 @@ def cover(
 
 
 def one_or_more(fold: Fold) -> dict[str, bool]:
-    """Which axes are used at all: what a covering sample is about."""
+    """Which axes have several ranks: a sample covers the pairs of these."""
     return {axis: n > 1 for axis, n in degrees(fold).items()}

@@ -51,7 +51,7 @@ def saved_bytes(function: Callable[[], torch.Tensor], but: Iterable[torch.Tensor
     def pack(x: torch.Tensor) -> torch.Tensor:
         storage = x.untyped_storage()
         if storage._cdata not in known:
-            kept[storage._cdata] = storage  # held, so that its address is not reused
+            kept[storage._cdata] = storage  # kept, so that its address is not reused
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):

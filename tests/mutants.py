@@ -1,7 +1,6 @@
-"""Small wrong changes of the code, each of which some test has to notice. `tests/mutations.py` plants them in turn.
+"""Small bugs, each of which some test has to notice. `tests/mutations.py` plants them one by one.
 
-Faults that only ranks can have against each other are in tests/faults.py, for the oracle; here is what one line can get
-wrong.
+Faults between ranks are in tests/faults.py, for the oracle; this is what a single line can get wrong.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ class Mutant(NamedTuple):
     file: str
     """Below titanmoe/."""
     tests: str
-    """What to run, as words for pytest: the cheapest that should notice it."""
+    """What to run, as arguments of pytest: the cheapest test that should notice it."""
     breaks: str
     old: str
-    """Stands exactly once in the file."""
+    """Occurs exactly once in the file."""
     new: str
 
 
 PARITY, PAIRS = "tests/test_parity.py", "tests/test_parity.py::test_every_pair_of_choices_on_4_ranks"
 ALONE = f"{PARITY}::test_smaller_worlds[1]"
 
-# By file and by what to run: what it breaks, the code as it is, and as it would be.
+# By file and tests to run: what it breaks, the code as it is, and the code with the bug.
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("moe/router.py", "tests/moe/test_router.py"): [
         (
@@ -211,8 +210,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("models/multi_token.py", f"{PAIRS} -k yes-whole-mtp"): [
         (
             "no weight on the loss of further tokens",
-            "return _Beside.apply(loss, self.weight * own)",
-            "return _Beside.apply(loss, own)",
+            "return _AddGradient.apply(loss, self.weight * own)",
+            "return _AddGradient.apply(loss, own)",
         ),
     ],
     ("models/vocabulary.py", "tests/models/test_transformer.py"): [

@@ -7,8 +7,8 @@ and with sums of that many `terms` in its accumulator (float32 for narrower dtyp
 
     4 sqrt(roundings u(dtype)^2 + terms u(accumulator)^2)
 
-of the tensor's largest entry, or of `scale` where far larger terms cancel. exp and its like err by 2 u or so: 4
-roundings. A rounding whose effect is m times as large, as that of an angle m, counts m^2 times.
+of the tensor's largest entry, or of `scale` where far larger terms cancel. exp and the like err by about 2 u: 4
+roundings. A rounding whose effect is m times as large, such as that of an angle m, counts m^2 times.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def bound(dtype: torch.dtype, terms: int = 0, roundings: int = 1) -> float:
 
 
 def apart(got: Tensor, want: Tensor, scale: float = 0.0) -> float:
-    """The largest difference, of the largest entry or of a larger `scale`; equal infinities do not differ, and a NaN is
-    infinitely far.
+    """The largest difference, relative to the largest entry or a larger `scale`; equal infinities do not differ, and a
+    NaN is infinitely far.
     """
     if not want.numel():
         return 0.0
@@ -50,7 +50,7 @@ def close(
     dtype: torch.dtype | None = None,
     scale: float = 0.0,
 ) -> None:
-    """dtype: the narrowest on the way, where it is not the result's own."""
+    """dtype: the narrowest one involved, if it is not that of the result."""
     assert got.dtype == want.dtype and got.shape == want.shape, (got.dtype, want.dtype, got.shape, want.shape)
     allowed = bound(dtype or want.dtype, terms, roundings)
     off = apart(got, want, scale)

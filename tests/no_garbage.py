@@ -1,4 +1,4 @@
-"""Imported first in the process that ranks are forked from: no collections while modules are imported."""
+"""Imported first in the process that ranks are forked from: no garbage collection while modules are imported."""
 
 import gc
 

@@ -1,7 +1,7 @@
 """The oracle: a mapping's loss, gradients, norm and stepped weights against the plain model in tests/reference.py.
 
 `measure` runs on every rank of a pool and calls what train.py calls: a recipe is read, checked and resolved, a Trainer
-is built from it and takes two steps. Only the samples are the test's own: they hold padding and labels without loss.
+is built from it and takes two steps. Only the samples are the test's own: they have padding and labels without loss.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def read(changes: dict[str, Any], size: int) -> Config:
 def sample(config: Config, number: int, clean: bool = False) -> Batch:
     """Sample of a global number: random tokens; some end in padding, one is all padding, some labels have no loss.
 
-    It begins with five equal tokens: as long as they see nothing else, they are equal in every layer.
+    It begins with five equal tokens: as long as they see nothing else, they stay equal in every layer.
     """
     length = config.training.seq_len
     ids = counted.bits(counted.key("sample", config.training.seed), number * 1000 + torch.arange(length + 1))
@@ -101,8 +101,8 @@ def sample(config: Config, number: int, clean: bool = False) -> Batch:
 
 
 def batch(config: Config, numbers: list[int], documents: bool = False) -> Batch:
-    """documents: of 1 to 5 tokens, which begin with the sample's first; with positions in no order. RoPE sees distances
-    alone, so that positions within documents would give the right numbers even if they never reached it."""
+    """documents: of 1 to 5 tokens, starting with the sample's first, with shuffled positions: RoPE only depends on
+    distances, so ordinary positions would give the right numbers even if they never reached it."""
     tokens, labels, valid, *_ = zip(*(sample(config, n) for n in numbers), strict=True)
     length = config.training.seq_len
     document = position = None
@@ -142,7 +142,7 @@ class Samples:
 
 
 class NaNPositions(Loader):
-    """From step 2 on positions are NaN, and so is all that attention makes of them."""
+    """From step 2 on positions are NaN, and so is everything that attention computes from them."""
 
     def next_step(self) -> list[Batch]:
         batches = super().next_step()
@@ -162,13 +162,13 @@ class Outcome:
 
 
 def whole(pieces: dict[str, Any], rank: int, fold: Fold) -> dict[str, torch.Tensor]:
-    """Logical tensors from every rank's pieces, on rank 0; replicas must be equal to the last bit or nearly."""
+    """Logical tensors from every rank's pieces, on rank 0; replicas must be equal, up to rounding."""
     from titanmoe.parallel.materialize import piece
 
     mine, places = {}, suspects.held(pieces)
     for name, tensor in pieces.items():
         part, _ = piece(tensor.detach())
-        part = part.float() if part.dtype == torch.bfloat16 else part  # which numpy does not know
+        part = part.float() if part.dtype == torch.bfloat16 else part  # numpy has no bfloat16
         mine[name] = (part.numpy(), places[name], tuple(tensor.shape))  # a tensor takes ten times as long to pickle
     gathered = [None] * dist.get_world_size() if rank == 0 else None
     dist.gather_object(mine, gathered)
@@ -189,12 +189,12 @@ def whole(pieces: dict[str, Any], rank: int, fold: Fold) -> dict[str, torch.Tens
 
 
 def no_collection(every: int) -> Any:
-    """In place of GarbageCollection, whose first full collection would be a third of a short test's time."""
+    """Replaces GarbageCollection, whose first full collection would be a third of a short test's time."""
     return SimpleNamespace(collect=lambda step: None)
 
 
 def runtime_here() -> Any:
-    """Of a pool's rank. The ranks stay, and so must the time-outs of their groups."""
+    """The runtime of a pool's rank. The ranks are reused, so the time-outs of their groups must not change."""
     from titanmoe.train.runtime import Runtime
 
     rank = dist.get_rank()
@@ -202,7 +202,7 @@ def runtime_here() -> Any:
 
 
 def make_trainer(changes: dict[str, Any], **seams: Any) -> Any:
-    """On a rank: the Trainer of a recipe, with the samples that the recipe names unless a loader is given."""
+    """On a rank: the Trainer of a recipe, with the recipe's own data unless a loader is given."""
     from titanmoe.train.trainer import Trainer
 
     runtime = runtime_here()
@@ -220,7 +220,7 @@ Choices = dict[int, torch.Tensor]
 
 @contextmanager
 def frozen(choices: Choices | None) -> Iterator[None]:
-    """Every router on this rank chooses so, whatever its scores."""
+    """Every router on this rank makes these choices, whatever its scores."""
     from titanmoe.moe.router import Router
 
     def choose(self: Router, scores_TE: torch.Tensor, index_T: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,7 @@ def measure(
     prepare: Callable[[Any], None] = lambda trainer: None,
     train_step: Callable[[Any], dict[str, Any]] = lambda trainer: trainer.train_step(),
 ) -> Outcome | None:
-    """prepare: called with the Trainer before its first step. train_step: makes a step of it."""
+    """prepare: called with the Trainer before its first step. train_step: runs one step of it."""
     from tests import faults
 
     config, rank = read(changes, dist.get_world_size()), dist.get_rank()
@@ -268,7 +268,7 @@ def measure(
         return None
     for copy in ("head.weight",) * config.model.tie_embeddings + ("embed_copy.weight",):
         for tensors in (grads[0], weights):
-            if copy in tensors:  # the two ends of a pipeline hold one matrix
+            if copy in tensors:  # the two ends of a pipeline have one matrix
                 assert torch.equal(tensors.pop(copy), tensors["embed.weight"]), "copies of the embedding differ"
     return Outcome(
         [r["loss"] for r in reports],
@@ -290,7 +290,7 @@ def train(argv: list[str]) -> None:
 
 
 def places(changes: dict[str, Any]) -> dict[str, suspects.Held]:
-    """On a rank: where its pieces of the parameters lie."""
+    """On a rank: where its pieces of the parameters are."""
     return suspects.held(make_trainer(changes, loader=samples()).parameters)
 
 

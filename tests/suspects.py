@@ -1,11 +1,12 @@
-"""What a parity failure says: which tensors, on which ranks, and along which axis of the mapping the mistake may lie.
+"""The text of a parity failure: which tensors are wrong, on which ranks, and which axis of the mapping is suspected.
 
-The axis is derived from what differs, the surest sign first:
+The axis is derived from what differs, the most reliable sign first:
 
-    ranks that hold the same piece have other numbers in it     the axis along which they lie apart
-    pieces are wrong at one place of an axis and at no other    that axis
-    a tensor is wrong by one factor                             the axes that are as large
-    all wrong tensors are added up so, and no right one is      the axis they are added up over (docs/parallelism.md)
+    ranks with the same piece have different numbers in it       the axis along which these ranks differ
+    pieces are wrong only at some positions of an axis           that axis
+    a tensor is wrong by a constant factor                       the axes of that size
+    all wrong tensors, and no right one, are summed in one way   the axis that they are summed over
+    (docs/parallelism.md)
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import View, coordinates
 
 OF_MESH = {"fsdp": ("dp_shard", "cp")}
-"""What an axis of a mesh is made of, where it has another name."""
+"""The axes that an axis of a mesh combines, if it has a name of its own."""
 DATA = ("dp_replicate", "dp_shard", "cp", "edp_replicate", "edp")
 SHOWN = 12
 
@@ -33,7 +34,7 @@ def view(parameter: Any) -> View:
 
 
 def cuts(parameter: Any) -> dict[str, bool]:
-    """By axis of the parameter's mesh: whether it is cut along it (else each of the axis's ranks has all)."""
+    """For each axis of the parameter's mesh, whether the parameter is cut along it (otherwise it is replicated)."""
     if not isinstance(parameter, DTensor):
         return {}
     placed = zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True)
@@ -41,7 +42,7 @@ def cuts(parameter: Any) -> dict[str, bool]:
 
 
 def adds_up(axis: str, cut: bool) -> str:
-    """Who adds up a gradient over an axis of a stage, by whether the parameter is cut along it."""
+    """What sums a gradient over an axis of a stage, by whether the parameter is cut along it."""
     if axis in DATA:
         return "FSDP reduce-scatter" if cut else "FSDP all-reduce"
     return "cut" if cut else "`sum_replicated`"
@@ -61,7 +62,7 @@ class Held(NamedTuple):
 
 
 def held(parameters: Mapping[str, Any]) -> dict[str, Held]:
-    """On a rank: where its pieces lie."""
+    """On a rank: where its pieces are in the whole tensors."""
     from titanmoe.parallel.materialize import piece
 
     found = {}
@@ -72,7 +73,7 @@ def held(parameters: Mapping[str, Any]) -> dict[str, Held]:
 
 
 Pieces = list[dict[str, Held]]
-"""By rank."""
+"""One entry per rank."""
 
 
 def axes_of(fold: Fold, seen: View) -> dict[str, int]:
@@ -81,7 +82,9 @@ def axes_of(fold: Fold, seen: View) -> dict[str, int]:
 
 
 def between(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
-    """The axes along which the first of these ranks and another lie apart; those that alone part two, if any do."""
+    """The axes along which the first of these ranks differs from the others; if it differs from some along a single
+    axis, only those axes.
+    """
     first, *others = (coordinates(fold, seen, rank) for rank in ranks)
     apart = [{axis for axis in first if first[axis] != other[axis]} for other in others]
     alone = [axes for axes in apart if len(axes) == 1]
@@ -89,7 +92,7 @@ def between(fold: Fold, seen: View, ranks: Iterable[int]) -> set[str]:
 
 
 def at_one_place(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> dict[str, set[int]]:
-    """The axes on which no right piece lies where a wrong one does, and where those are."""
+    """The axes on which right and wrong pieces have no position in common, with the positions of the wrong ones."""
     found = {}
     for axis in axes_of(fold, seen) if wrong and right else ():
         bad, good = ({coordinates(fold, seen, rank)[axis] for rank in ranks} for ranks in (wrong, right))
@@ -99,7 +102,7 @@ def at_one_place(fold: Fold, seen: View, wrong: set[int], right: set[int]) -> di
 
 
 def factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
-    """By what a whole tensor is too large, if by one number throughout."""
+    """The factor by which a whole tensor is wrong, if it is the same everywhere."""
     scale = float(want.abs().max())
     if scale == 0.0 or not bool(got.isfinite().all()):
         return None
@@ -109,12 +112,12 @@ def factor(got: torch.Tensor, want: torch.Tensor) -> float | None:
 
 
 class Wrong(NamedTuple):
-    """A tensor that is."""
+    """A tensor with wrong numbers."""
 
     error: float
     ranks: set[int]
     right: set[int]
-    differ: tuple[tuple[int, ...], ...]  # ranks with other numbers in the same piece
+    differ: tuple[tuple[int, ...], ...]  # ranks with different numbers in the same piece
     times: float | None
 
 
@@ -126,8 +129,8 @@ def judge(
     differ: Mapping[str, tuple[tuple[int, ...], ...]] | None = None,
     times: Callable[[str], float | None] = lambda name: None,
 ) -> str:
-    """errors: of a tensor in a rank's piece, as a part of its own scale. differ: ranks with other numbers in one piece.
-    times: the factor that a tensor is wrong by.
+    """errors: the relative error of a tensor in a rank's piece. differ: ranks with different numbers in the same piece.
+    times: the factor by which a tensor is wrong.
     """
     wrong, right, differ = {}, [], differ or {}
     holders: dict[str, dict[int, Held]] = {}
@@ -145,10 +148,10 @@ def judge(
     for name, one in sorted(wrong.items(), key=lambda item: -item[1].error)[:SHOWN]:
         some = next(iter(holders[name].values()))
         axes = [f"{a} {adds_up(a, some.cuts[a])}" for a in axes_of(fold, some.view) if a in some.cuts]
-        only = f"ranks {sorted(one.ranks)}" + ("" if one.right else ", all that hold it")
+        only = f"ranks {sorted(one.ranks)}" + ("" if one.right else ", all that have it")
         more = "".join(f"; ranks {list(group)} differ in one piece" for group in one.differ)
         more += f"; {one.times:.6g} times what it should be" if one.times is not None else ""
-        lines.append(f"  {name}: {one.error:.1e} on {only} ({', '.join(axes) or 'not shared out'}){more}")
+        lines.append(f"  {name}: {one.error:.1e} on {only} ({', '.join(axes) or 'not split'}){more}")
     if len(wrong) > SHOWN:
         lines.append(f"  and {len(wrong) - SHOWN} more")
     return "\n".join([*lines, *_suspected(fold, holders, wrong, right)])
@@ -162,7 +165,7 @@ def _suspected(fold: Fold, holders: dict[str, dict[int, Held]], wrong: dict[str,
     for name, one in wrong.items():
         for group in one.differ:
             for axis in between(fold, seen(name), group):
-                found.setdefault(axis, f"ranks {list(group)} hold the same piece of {name} and lie apart along it")
+                found.setdefault(axis, f"ranks {list(group)} have the same piece of {name} and differ along this axis")
     if not found:
         for name, one in wrong.items():
             for axis, places in at_one_place(fold, seen(name), one.ranks, one.right).items():
@@ -177,30 +180,30 @@ def _suspected(fold: Fold, holders: dict[str, dict[int, Held]], wrong: dict[str,
     if not found:
         axes = {axis: size for name in wrong for axis, size in axes_of(fold, seen(name)).items()}
         if not axes:
-            return ["suspected axis: none, as no axis has several ranks"]
-        return [f"suspected axis: any of {', '.join(axes)}; nothing tells them apart"]
+            return ["suspected axis: none, because no axis has several ranks"]
+        return [f"suspected axis: any of {', '.join(axes)}; they cannot be told apart"]
     return [f"suspected axis: {axis} ({why})" for axis, why in found.items()]
 
 
 def _in_common(fold: Fold, holders: dict[str, dict[int, Held]], wrong: list[str], right: list[str]) -> dict[str, str]:
-    """Axes over which all wrong tensors are added up by one, and no right tensor is."""
+    """Axes over which all wrong tensors, and no right one, are summed in one way."""
 
-    def ways(name: str) -> set[tuple[str, str]]:
+    def sums_of(name: str) -> set[tuple[str, str]]:
         one = next(iter(holders[name].values()))
         stages = {coordinates(fold, "attention", rank)["pp"] for rank in holders[name]}
         by = {(axis, adds_up(axis, cut)) for axis, cut in one.cuts.items() if axis in axes_of(fold, one.view)}
         return by | ({("pp", f"stage {min(stages)}")} if fold.pp > 1 and len(stages) == 1 else set())
 
-    shared = set.intersection(*(ways(name) for name in wrong)) if wrong else set()
+    shared = set.intersection(*(sums_of(name) for name in wrong)) if wrong else set()
     for name in right:
-        shared -= ways(name)
-    return {axis: f"of all that are wrong and of nothing that is right: {how}" for axis, how in sorted(shared)}
+        shared -= sums_of(name)
+    return {axis: f"all wrong tensors and no right one have it: {how}" for axis, how in sorted(shared)}
 
 
 def of_gradients(
     fold: Fold, pieces: Pieces, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], allowed: float
 ) -> str:
-    """Of whole tensors, compared as `tests.errors.error` compares them."""
+    """For whole tensors, compared as in `tests.errors.error`."""
     floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
 
     def errors(name: str, rank: int, one: Held) -> float:
@@ -212,7 +215,7 @@ def of_gradients(
 
 
 def of_replicas(fold: Fold, gathered: list[dict[str, tuple[torch.Tensor, Held]]], allowed: float) -> str:
-    """What differs by more than allowed between ranks that hold the same piece of a tensor; empty if nothing does."""
+    """What differs by more than `allowed` between ranks with the same piece of a tensor; empty if nothing does."""
     differ: dict[str, tuple[tuple[int, ...], ...]] = {}
     worst: dict[str, float] = {}
 

@@ -5,7 +5,7 @@
     python -m tests.sweep --minutes 30      stop after a while; the next call goes on from there
 
 517 mappings, each with one family, dispatcher, schedule, ... of those in tests/features.py: dealt out in turn, so each
-choice gets as many mappings as any other of its kind. Also, schedules and context-parallel kinds by a cover of all
+choice gets as many mappings as any other of its feature. Also, schedules and context-parallel kinds by a cover of all
 pairs; and 16-rank mappings, including the paper's convergence run. Pools of ranks are renewed along the way
 (tests/world.py), so the number of process groups stays bounded.
 """
@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 def dealt(feature: str) -> Iterator[str]:
-    """Every choice once in each round; the rounds in different orders, so that no two features stay in step."""
+    """Every choice once per round; rounds in different orders, so that no two features stay in step."""
     draw, choices = random.Random(feature), list(FEATURES[feature])
     while True:
         draw.shuffle(choices)
@@ -129,7 +129,7 @@ def run(rows: Path, only: str = "", minutes: float = math.inf) -> dict[str, Row]
         worst = failure.partition("\n")[0] or f"{max(errors.values()):.1e}"
         print(f"{number}/{len(todo)}  {name:<55} {worst}  {left / 60:.0f} min left", flush=True)
     done = {name: done[name] for name in every if name in done}
-    rows.write_text("".join(json.dumps(row) + "\n" for row in done.values()))  # in order, and each once
+    rows.write_text("".join(json.dumps(row) + "\n" for row in done.values()))  # in order, without duplicates
     return done
 
 
@@ -151,7 +151,7 @@ def summary(rows: list[Row]) -> str:
 
 
 def page(rows: list[Row]) -> str:
-    """What docs/parity.md says of docs/parity.jsonl."""
+    """The summary of docs/parity.jsonl in docs/parity.md."""
     minutes = round(sum(row["cpu_s"] for row in rows) / 60)
     return f"{len(rows)} of {len(cases())} mappings; float64 over gloo, {minutes} CPU-minutes.\n\n{summary(rows)}"
 

@@ -1,7 +1,7 @@
 """The symmetric-memory operations that titanmoe.moe.symmetric calls, emulated on CPUs by their documented contract.
 
 Importing this gives torch's own operations a CPU kernel over gloo, and makes `symm_mem.empty` return a CPU tensor that
-is known to be symmetric. What the real operations leave undefined is filled with NaN here, and what would corrupt
+counts as symmetric. What the real operations leave undefined is filled with NaN here, and what would corrupt
 memory or race with a peer raises: operands that are not symmetric, contiguous or as large as they must be, more rows
 than `input` has or than `out` can take, and buffers reused by the very next operation.
 

@@ -1,4 +1,4 @@
-"""scripts/bench/layers.py runs where there is no GPU, on tiny shapes, and its shapes are the published ones."""
+"""scripts/bench/layers.py runs without a GPU, on tiny shapes, and its shapes are the published ones."""
 
 import importlib.util
 import json
@@ -47,13 +47,13 @@ def test_a_tiny_run_measures_every_part(tmp_path: Path) -> None:
     parts = {part["part"]: part for part in row["parts"]}
     names = ["attention", "norms", "router", "dispatch", "permute", "experts", "combine", "head, loss", "shared"]
     assert list(parts) == names
-    # 256 tokens of 64 wide, each to 2 of 8 experts of 32: three products, forward and twice backward
+    # 256 tokens of width 64, each to 2 of 8 experts of width 32: three products, forward and twice backward
     assert parts["experts"]["flops"] == 9 * 2 * 512 * 64 * 32
     assert parts["permute"]["bytes"] == parts["combine"]["bytes"] == 2 * (256 + 512) * 64 * 2
     assert all(part["ms"] > 0 for part in parts.values())
 
 
-def test_goals_are_told_with_what_was_reached() -> None:
+def test_goals_are_printed_with_the_results() -> None:
     row = {"shape": "mixtral", "side": "titanmoe", "balanced": {"mfu": 0.6}, "learned": {"mfu": 0.5}}
     (line,) = layers.verdicts([row, row | {"shape": "qwen2"}])
     assert line == "goal for mixtral: MFU of at least 55.0%; titanmoe: balanced 60.0%, learned 50.0%: not met"
@@ -61,7 +61,7 @@ def test_goals_are_told_with_what_was_reached() -> None:
     assert layers.verdicts([row])[0].endswith(": met")
 
 
-def test_torchtitan_is_told_with_what_it_shares() -> None:
+def test_torchtitan_is_compared_where_both_ran_the_same() -> None:
     row = {"shape": "qwen3", "side": "titanmoe", "layers": 6, "samples": 8}
     row |= {routing: {"s": 1.0, "mfu": None} for routing in layers.ROUTINGS}
     peer = row | {"side": "torchtitan", "balanced": {"s": 1.5, "mfu": None}, "learned": {"s": 1.3, "mfu": None}}

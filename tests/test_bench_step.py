@@ -1,4 +1,4 @@
-"""What scripts/bench/step.py measures is what its page says: the shapes, the batch, and mappings that are legal."""
+"""scripts/bench/step.py measures what its page says: the shapes, the batch, and legal mappings."""
 
 import importlib.util
 import subprocess
@@ -67,4 +67,4 @@ def test_the_last_column_is_the_ratio_to_torchtitan(capsys: pytest.CaptureFixtur
         step.show(row)
     here, against, titan = capsys.readouterr().out.splitlines()
     assert here.split()[-2:] == ["46.0%", "1.50"]
-    assert against.endswith("46.0%") and titan.endswith("46.0%")  # nothing of that routing; itself
+    assert against.endswith("46.0%") and titan.endswith("46.0%")  # no row with that routing; the same row

@@ -1,4 +1,4 @@
-"""What tests cost is counted by folder, and what is too much is told."""
+"""What tests cost is counted by folder, and what is too much is reported."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ def report(nodeid: str, seconds: float, when: str = "teardown") -> Any:
     return SimpleNamespace(nodeid=nodeid, when=when, user_properties=[(cost.PROPERTY, seconds)])
 
 
-def test_a_bill_is_by_folder_and_tells_of_what_is_beyond_twice_its_budget() -> None:
+def test_costs_are_by_folder_and_those_beyond_twice_the_budget_are_reported() -> None:
     bill = cost.Bill()
     for one in (
         report("tests/moe/test_router.py::test_a", 30.0),
         report("tests/moe/test_experts.py::test_b[x/y]", 40.0),
-        report("tests/moe/test_experts.py::test_b[x/y]", 900.0, "call"),  # told again at its end
+        report("tests/moe/test_experts.py::test_b[x/y]", 900.0, "call"),  # reported again at its end
         report("tests/test_parity.py::test_c", 21.0),
     ):
         bill.add(one)
     assert bill.spent == {"moe": 70.0, "test_parity": 21.0}
     assert bill.beyond({"moe": 25.0, "test_parity": 0.5}) == []
-    (told,) = bill.beyond({"moe": 24.9, "test_parity": 0.5})
-    assert told.startswith("tests/moe took 70.0 CPU-seconds, over 2 times its budget of 24.9")
+    (line,) = bill.beyond({"moe": 24.9, "test_parity": 0.5})
+    assert line.startswith("tests/moe took 70.0 CPU-seconds, over 2 times its budget of 24.9")
     assert bill.beyond({"moe": 25.0})[0].startswith("tests/test_parity took 21.0")
     assert [line.split() for line in bill.lines({"moe": 25.0, "fold": 3.0})][1:] == [
         ["moe", "70.0", "25"],

@@ -1,4 +1,4 @@
-"""docs/extending.md: its files and changes, made in a copy of the code, work as the tests say that it shows."""
+"""docs/extending.md: its files and changes work in a copy of the code, as shown by the tests that it contains."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = re.compile(r"^`([\w./]+)`:\n\n```(\w+)\n(.*?)^```$", re.DOTALL | re.MULT
 
 
 def changed(text: str, diff: str) -> str:
-    """With the lines marked + after those that are not."""
+    """The text with the lines marked + added after the unmarked ones."""
     before, after = [], []
     for line in diff.splitlines(keepends=True):
         after.append(line[1:])

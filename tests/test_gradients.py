@@ -1,4 +1,4 @@
-"""Who adds up which gradient: the page says what steps of small models show."""
+"""Who sums which gradient: the page says what steps of small models show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of wrong changes follows the code, and the page says which test notices each. The runs are by hand."""
+"""The table of bugs follows the code, and the page says which test notices each. The runs are made by hand."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.mutants import MUTANTS, Mutant
 
 
 def test_every_change_can_be_planted_and_is_python() -> None:
-    """Not so: the code has moved on, and tests/mutants.py has to follow."""
+    """If this fails, the code has changed, and tests/mutants.py has to follow."""
     for mutant in MUTANTS:
         ast.parse(mutations.planted(mutant))
         assert mutant.old != mutant.new
@@ -26,11 +26,11 @@ def test_no_change_is_there_twice_and_all_parts_are_met() -> None:
 
 
 def test_the_page_names_the_test_that_notices_each() -> None:
-    """Not so: python -m tests.mutations"""
+    """If this fails: python -m tests.mutations"""
     lines = mutations.PAGE.read_text().partition(mutations.BEGIN)[2].partition(mutations.END)[0].strip().splitlines()
-    told = dict(line.removesuffix("` |").rsplit(" `", 1) for line in lines[2:])
-    assert told.keys() == {mutations.row(mutant) for mutant in MUTANTS}
-    for name in told.values():
+    noticed = dict(line.removesuffix("` |").rsplit(" `", 1) for line in lines[2:])
+    assert noticed.keys() == {mutations.row(mutant) for mutant in MUTANTS}
+    for name in noticed.values():
         file, test = name.split("::")
         assert f"def {test}(" in (mutations.ROOT / file).read_text(), name
 

@@ -1,5 +1,5 @@
-"""Where the host need not wait for a GPU, it does not: models on meta tensors take the branches of GPUs and have no
-values to ask for. What a forward and backward would wait for fails here.
+"""The host does not wait for a GPU unless it must: models on meta tensors take the GPU branches and have no values to
+read. Anything that a forward and backward would wait for fails here.
 """
 
 from __future__ import annotations

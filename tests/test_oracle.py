@@ -1,4 +1,4 @@
-"""The oracle itself, in one process: what equals the plain model passes, and no wrong number or NaN does, wherever."""
+"""The oracle itself, in one process: what equals the plain model passes, and no wrong number or NaN does, anywhere."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CHANGES = {
     "training.global_batch_size": 2,
 }
 TERMS = {"aux_loss_sequence": "seq", "aux_loss": "mb", "aux_loss_global": "glob", "z_loss": "z"}
-LAYERS = 3  # with that of multi-token prediction
+LAYERS = 3  # including that of multi-token prediction
 
 
 @functools.cache
@@ -35,7 +35,7 @@ def wanted() -> reference.Run:
 
 
 def perfect() -> Outcome:
-    """What a run would tell that agrees to the last bit."""
+    """The report of a run that agrees to the last bit."""
     want, moe = wanted(), parity.read(CHANGES, 1).moe
     reports: list[dict[str, Any]] = []
     for step in want.steps:
@@ -52,7 +52,7 @@ def at(tensors: dict[str, Any], which: int) -> tuple[Any, int]:
     return tensors[list(tensors)[which]].view(-1), -1
 
 
-# By the error's name: where a number lies that it has to tell of; the last of several, which a comparison may skip.
+# By the error's name: the place of a number that it has to catch; the last of several, which a comparison may skip.
 PLACES: dict[str, Callable[[Outcome], tuple[Any, Any]]] = {
     "loss": lambda got: (got.loss, 1),
     "norm": lambda got: (got.norm, 1),
@@ -75,7 +75,7 @@ def test_what_equals_the_plain_model_passes() -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_wrong_number_is_an_error_of_its_size_and_no_number_an_infinite_one(place: str) -> None:
+def test_a_wrong_number_is_an_error_of_its_size_and_a_nan_an_infinite_one(place: str) -> None:
     config = parity.read(CHANGES, 1)
     for wrong in (math.nan, math.inf, None):
         got = perfect()
@@ -88,7 +88,7 @@ def test_a_wrong_number_is_an_error_of_its_size_and_no_number_an_infinite_one(pl
 
 
 @pytest.mark.parametrize("place", ["grads", "weights", "bias"])
-def test_a_reference_that_is_no_number_agrees_with_nothing(place: str) -> None:
+def test_a_reference_with_a_nan_agrees_with_nothing(place: str) -> None:
     got = perfect()
     for name in getattr(got, place):
         want = {key: tensor.clone() for key, tensor in getattr(got, place).items()}

@@ -40,7 +40,7 @@ def sample(pool: list[tuple[Fold, dict[str, str]]], chosen: list[int], *marks: p
 def on_4_ranks() -> list[Any]:
     """Every pair of an axis (there or not) with an axis or a feature, and of schedules with kinds of cp.
 
-    The sweep has every pair of two features besides.
+    The sweep also has every pair of two features.
     """
     pool = candidates(4, 1500)
     rows = [one_or_more(fold) | choice for fold, choice in pool]
@@ -48,7 +48,7 @@ def on_4_ranks() -> list[Any]:
     for fold, choice in pool:
         kind = zip(("kind", "placement"), choice["cp"].rsplit("-", 1), strict=True) if "cp" in choice else ()
         apart.append(choice | one_or_more(fold) | dict(kind))
-    features = {*FEATURES, "kind", "placement"} - {"cp"}  # which is the axis here
+    features = {*FEATURES, "kind", "placement"} - {"cp"}  # cp is an axis here
     # Of 60 seeds, one with the fewest rows.
     quick = cover(
         apart, seed=1, left_out=lambda a, b: a in features and b in features and {a, b} != {"schedule", "kind"}
@@ -58,8 +58,8 @@ def on_4_ranks() -> list[Any]:
 
 
 def on_8_ranks() -> list[Any]:
-    """Every pair of two axes, there or not; features as chance has them, but for those that only take more samples or
-    layers. The sweep takes all.
+    """Every pair of two axes, used or not; random features, except those that need more samples or layers. The sweep
+    has all of them.
     """
 
     def small(fold: Fold, choice: dict[str, str]) -> bool:
@@ -85,9 +85,9 @@ def test_every_pair_of_axes_on_8_ranks(fold: Fold, choice: dict[str, str]) -> No
 
 
 def in_few(size: int, case: dict[str, Any]) -> dict[str, Any]:
-    """With two microbatches a step for every stage of a pipeline, as schedules need at most, in place of up to eight.
+    """With two microbatches per step and pipeline stage, the most that a schedule needs, instead of up to eight.
 
-    Four samples at least: they are of every kind.
+    At least four samples, which are of every kind.
     """
     sequence = case.get("parallelism.cp", 1) * case.get("parallelism.tp", 1)
     return {"training.global_batch_size": min(8, max(4, 2 * size // sequence))} | case
@@ -100,7 +100,7 @@ def test_smaller_worlds(size: int) -> None:
 
 @pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate", "cp", "tp", "pp", "experts.ep", "experts.etp"])
 def test_each_axis_alone(axis: str) -> None:
-    """What `make check` runs. Experts follow attention where nothing is said of them: in dp_shard, edp too is 2."""
+    """What `make check` runs. Experts follow attention unless set: with dp_shard 2, edp is 2 too."""
     parity.check(2, in_few(2, {f"parallelism.{axis}": 2, "moe.aux_loss_sequence": 0.02}), steps=1)
 
 
@@ -109,7 +109,7 @@ FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "llama3_moe", "deepseek_v3", "o
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_debug_sizes_of_every_family(family: str) -> None:
-    """As they are, but for the vocabulary and depth that the test's samples need."""
+    """Unchanged, except for the vocabulary and depth that the test's samples need."""
     shape = [key for key in parity.TINY if key.startswith("model.") and not key.endswith(("num_layers", "init_std"))]
     own = parity.preset_of(family)
     changes = {key: own[key.removeprefix("model.")] for key in shape} | {"model.num_layers": 2}
@@ -288,7 +288,7 @@ def test_torchs_own_ring(case: str, placement: str, dtype: str) -> None:
 @pytest.mark.parametrize("dispatcher", DISPATCHERS)
 @pytest.mark.parametrize("crowd", ["all to one expert", "none to half of them"])
 def test_crowded_and_deserted_experts(dispatcher: str, crowd: str) -> None:
-    """Biased routers: experts without a row still have gradients, exact zeros."""
+    """Biased routers: experts without a row still have gradients, exactly zero."""
     case = DISPATCHERS[dispatcher] | {
         "parallelism.node": 2,  # for the hierarchical ones
         "parallelism.tp": 2,
@@ -321,14 +321,14 @@ def numerics(dtype: str, param: str, reduce: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("case", NARROW)
 def test_narrow_weights_in_a_wide_run(case: str) -> None:
-    """As a run has them by default, each dtype twice as wide: what is computed, sent and added up in which."""
+    """The default dtypes of a run, each twice as wide: those of computation, messages and sums."""
     size = 4 if case in ("ep_etp", "nodes_chunks") else 2
     parity.check(size, in_few(size, NARROW[case] | numerics("float64", "float32", "float64")), steps=1)
 
 
 @pytest.mark.parametrize("case", ["tp", "cp", "ep_etp", "nodes_chunks"])
 def test_default_numerics_with_the_plain_models_choices(case: str) -> None:
-    """bfloat16 turns choices around; with the plain model's, numbers are those of its roundings. With the grouped
+    """bfloat16 changes choices; with the plain model's choices, numbers differ only by rounding. With the grouped
     product and messages of 16 bits.
     """
     size = 4 if case in ("ep_etp", "nodes_chunks") else 2

@@ -1,6 +1,6 @@
-"""What computes in at least float32, compared with float64: the input's roundings and one of the result, no more.
+"""Code that computes in at least float32, compared with float64: only the input's roundings and one of the result.
 
-`final` allows each number one rounding to its own dtype, and the tensor what float32 sums leave (tests/near.py).
+`final` allows each number one rounding to its own dtype, and the tensor the error of float32 sums (tests/near.py).
 Numbers that were bfloat16 in between have larger errors, so that even one such step is noticed.
 """
 
@@ -61,16 +61,16 @@ def held(function: Callable[..., Tensor], *given: Tensor, terms: int = 0, wide: 
 
 
 @both
-@pytest.mark.parametrize("way", ["forward", "plain"])
+@pytest.mark.parametrize("variant", ["forward", "plain"])
 @pytest.mark.parametrize("kind", [RMSNorm, SplitRMSNorm])
-def test_norms(kind: type[RMSNorm], way: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms(kind: type[RMSNorm], variant: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rowwise, "BLOCK_NUMBERS", 4 * 64)  # the weight's gradient is a sum over blocks
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         made = kind(64, 1e-6, x.dtype)
         del made.weight
         made.weight = weight
-        return getattr(made, way)(x)
+        return getattr(made, variant)(x)
 
     held(norm, 3 * random(40, 64, dtype=dtype), 1 + random(64, dtype=dtype, seed=1) / 4, terms=64)
 
@@ -92,11 +92,11 @@ def test_angles(shape: dict, dtype: torch.dtype) -> None:
 
 
 @both
-@pytest.mark.parametrize("way", [rotate, plain_rotate])
-def test_rotation(way: Callable[..., Tensor], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("variant", [rotate, plain_rotate])
+def test_rotation(variant: Callable[..., Tensor], dtype: torch.dtype) -> None:
     angle = random(1, 24, 1, 16, dtype=torch.float64, seed=1).repeat(1, 1, 1, 2)
     rope = angle.cos().float(), angle.sin().float()
-    held(lambda x: way(x, rope), random(2, 24, 3, 32, dtype=dtype))
+    held(lambda x: variant(x, rope), random(2, 24, 3, 32, dtype=dtype))
 
 
 # ---- softmax
@@ -166,7 +166,7 @@ def test_loss(chunks: int, dtype: torch.dtype) -> None:
 # ---- gating and balance
 
 
-def told(count: int) -> Tokens:
+def tokens_of(count: int) -> Tokens:
     index = torch.arange(count)
     return Tokens(index[None], index, index * 0, index % 5 != 4, torch.tensor(0))
 
@@ -174,9 +174,9 @@ def told(count: int) -> Tokens:
 @both
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "softmax_after_topk"])
 def test_gating_and_balance_terms(score: str, dtype: torch.dtype) -> None:
-    """From the logits to what the run reports of them, against the plain model."""
+    """From the logits to the reported values, against the plain model."""
     model = Model(num_experts=16, top_k=3, dim=64, score_function=score, norm_topk=True, route_scale=2.5)
-    options, tokens = MoE(**dict.fromkeys(AUX, 0.01), jitter=0.1), told(40)
+    options, tokens = MoE(**dict.fromkeys(AUX, 0.01), jitter=0.1), tokens_of(40)
     made, balance = Router(model, options, 0, 0, dtype), Balance(model, options, 1)
     made.weight = torch.nn.Parameter(random(16, 64, seed=1) / 4)
     made.begin_step(1)

@@ -1,4 +1,4 @@
-"""The frame of the project: what a newcomer reads and runs is there and true."""
+"""The project as a whole: what a newcomer reads and runs exists and is true."""
 
 import ast
 import hashlib
@@ -62,7 +62,7 @@ def test_declared_python_versions_agree():
 # ---- rooms, and who may import whom
 
 ARROWS: dict[str, set[str]] = {"config": set(), "tokens": set(), "load_colours": set(), "comm": set(), "ops": set()}
-"""By room or file beside the rooms: what it may import. Everything else in titanmoe/ stands above all of these."""
+"""By room, or file next to the rooms: what it may import. Everything else in titanmoe/ is above all of these."""
 ARROWS["fold"] = {"config", "comm"}
 ARROWS["moe"] = {"config", "tokens", "comm", "ops", "fold"}
 ARROWS["models"] = ARROWS["moe"] | {"moe"}
@@ -73,7 +73,7 @@ ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
 
 
 def imports() -> Iterator[tuple[str, str]]:
-    """Module and what it imports, wherever in the file."""
+    """Modules and what they import, anywhere in the file."""
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "titanmoe").rglob("*.py")}
     for name, path in files.items():
         for node in ast.walk(ast.parse(path.read_text())):

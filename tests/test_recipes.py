@@ -44,7 +44,7 @@ def test_legal_on_its_world(recipe):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_head_tells_how_to_start_it(recipe):
+def test_head_says_how_to_start_it(recipe):
     assert f"train_configs/{recipe.name}" in comments(recipe)
     nodes = re.search(r"sbatch -N (\d+)", comments(recipe))
     ranks = re.search(r"--nproc-per-node (\d+)", comments(recipe))
@@ -78,6 +78,6 @@ def test_mappings_of_the_paper(name):
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_readme_tells_its_ranks(recipe):
+def test_readme_says_its_ranks(recipe):
     row = re.search(rf"\(train_configs/{re.escape(recipe.name)}\) \| ([\d,]+) \|", (ROOT / "README.md").read_text())
     assert row and int(row[1].replace(",", "")) == world(recipe)

@@ -1,4 +1,4 @@
-"""A parity failure names the tensors, the ranks and the axis: of faults planted in real steps, and of made-up ones."""
+"""A parity failure names the tensors, the ranks and the axis, for faults planted in real steps and for made-up ones."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def failure(fault: str) -> list[str]:
     return str(failed.value).splitlines()
 
 
-def test_a_sum_left_out_is_told_by_the_ranks_that_it_leaves_apart() -> None:
+def test_a_missing_sum_shows_in_the_ranks_that_differ() -> None:
     lines = failure("router_not_reduced_over_tp")
     (wrong,) = (line for line in lines if line.startswith("  layers.0.moe.router.weight: "))
-    assert "on ranks [0, 1, 2, 3], all that hold it (cp FSDP reduce-scatter, tp `sum_replicated`)" in wrong
+    assert "on ranks [0, 1, 2, 3], all that have it (cp FSDP reduce-scatter, tp `sum_replicated`)" in wrong
     assert "; ranks [0, 1] differ in one piece; ranks [2, 3] differ in one piece" in wrong
     assert "AssertionError: replicas of layers.0.moe.router.weight differ by " in "\n".join(lines)
     assert [line for line in lines if line.startswith("suspected axis")] == [
-        "suspected axis: tp (ranks [0, 1] hold the same piece of layers.0.moe.router.weight and lie apart along it)"
+        "suspected axis: tp (ranks [0, 1] have the same piece of layers.0.moe.router.weight and differ along this axis)"
     ]
 
 
-def test_a_factor_is_told_by_the_axis_that_is_as_large() -> None:
+def test_a_factor_points_to_the_axis_of_that_size() -> None:
     lines = failure("expert_gradients_scaled_by_ep")
     assert "grads is off by 3.00e+00" in lines[0] and lines[0].endswith("of gradients, 6 of 23 tensors are wrong:")
     assert all(".moe.experts." in line and "; 4 times what it should be" in line for line in lines[1:7])
@@ -64,34 +64,34 @@ def pieces() -> list[dict[str, Held]]:
     return out
 
 
-def told(**wrong: torch.Tensor) -> list[str]:
+def report(**wrong: torch.Tensor) -> list[str]:
     return of_gradients(FOLD, pieces(), WHOLE | wrong, WHOLE, 1e-10).splitlines()
 
 
-def test_a_place_of_an_axis_that_alone_is_wrong_tells_the_axis() -> None:
+def test_errors_at_one_position_of_an_axis_point_to_it() -> None:
     wrong = WHOLE["wq"].clone()
     wrong[:, 2:] += torch.rand(8, 2)
-    lines = told(wq=wrong)
+    lines = report(wq=wrong)
     assert lines[0] == "1 of 3 tensors are wrong:" and "on ranks [1, 3, 5, 7] (dp_shard FSDP" in lines[1]
     assert lines[2:] == ["suspected axis: tp (wq is wrong only where tp is [1])"]
 
 
-def test_what_only_the_wrong_ones_have_in_common_tells_the_axis() -> None:
-    lines = told(norm=torch.rand(8, 4))
-    assert lines[2:] == ["suspected axis: tp (of all that are wrong and of nothing that is right: `sum_replicated`)"]
-    lines = told(expert=torch.rand(8, 4))
+def test_what_only_the_wrong_tensors_have_in_common_points_to_the_axis() -> None:
+    lines = report(norm=torch.rand(8, 4))
+    assert lines[2:] == ["suspected axis: tp (all wrong tensors and no right one have it: `sum_replicated`)"]
+    lines = report(expert=torch.rand(8, 4))
     assert [line.partition(" (")[0] for line in lines[2:]] == ["suspected axis: edp", "suspected axis: ep"]
 
 
-def test_where_nothing_tells_the_axes_apart_it_says_so() -> None:
-    lines = told(**{name: torch.rand(8, 4) for name in WHOLE})
-    assert lines[4:] == ["suspected axis: any of dp_shard, cp, tp, edp, ep; nothing tells them apart"]
+def test_axes_that_cannot_be_told_apart_are_all_named() -> None:
+    lines = report(**{name: torch.rand(8, 4) for name in WHOLE})
+    assert lines[4:] == ["suspected axis: any of dp_shard, cp, tp, edp, ep; they cannot be told apart"]
     alone = derive(1, Parallelism())
     mine = [{"norm": Held((0, 0), (8, 4), "attention", {})}]
     text = judge(alone, mine, lambda name, rank, one: 1.0, 1e-10)
     assert text.splitlines()[1:] == [
-        "  norm: 1.0e+00 on ranks [0], all that hold it (not shared out)",
-        "suspected axis: none, as no axis has several ranks",
+        "  norm: 1.0e+00 on ranks [0], all that have it (not split)",
+        "suspected axis: none, because no axis has several ranks",
     ]
 
 
@@ -102,4 +102,4 @@ def test_a_nan_in_one_replica_is_a_difference() -> None:
     text = of_replicas(FOLD, gathered, 1e-12)
     assert text.startswith("replicas of norm differ by inf; 1 of 3 tensors are wrong:")
     assert "norm: inf on ranks [6, 7] (" in text and "; ranks [6, 7] differ in one piece" in text
-    assert text.splitlines()[-1].startswith("suspected axis: tp (ranks [6, 7] hold the same piece of norm ")
+    assert text.splitlines()[-1].startswith("suspected axis: tp (ranks [6, 7] have the same piece of norm ")

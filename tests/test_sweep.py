@@ -1,4 +1,4 @@
-"""The sweep deals its choices evenly, its page says what its rows say; and all of it as a test: pytest -m sweep."""
+"""The sweep deals out its choices evenly, and its page agrees with its rows; the sweep as a test: pytest -m sweep."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_pairs_of_schedules_and_cp_kinds_all_meet() -> None:
 
 
 def test_the_page_says_what_the_rows_say_and_each_row_is_a_case() -> None:
-    """If not: run python -m tests.sweep again."""
+    """If this fails: run python -m tests.sweep again."""
     rows, cases = sweep.read(sweep.ROWS), sweep.cases()
     assert len({row["name"] for row in rows}) == len(rows)
     for row in rows:

@@ -1,4 +1,4 @@
-"""scripts/test_cpus.sh over a file of two tests: what each kind of run is given, the table, what differs."""
+"""scripts/test_cpus.sh with a file of two tests: what each kind of run gets, the table, what differs."""
 
 import os
 import subprocess
@@ -33,7 +33,7 @@ def run(folder: Path, kinds: str, *options: str, flags: str = "avx2 fma") -> tup
         "PYTEST": f"{sys.executable} -m pytest -c {os.devnull} --rootdir {folder} -p no:cacheprovider {folder}",
         "SEEN": str(seen),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-        "ATEN_CPU_CAPABILITY": "default",  # from outside: for none of the runs
+        "ATEN_CPU_CAPABILITY": "default",  # set outside: must not reach any of the runs
     }
     done = subprocess.run([SCRIPT, *options], env=os.environ | given, capture_output=True, text=True, timeout=300)
     return done, [line.split() for line in seen.read_text().splitlines()]
@@ -61,7 +61,7 @@ def test_options_reach_pytest_and_passes_end_well(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_an_unknown_kind_is_told(tmp_path: Path) -> None:
+def test_an_unknown_kind_is_reported(tmp_path: Path) -> None:
     done, _ = run(tmp_path, "avx1024")
     assert done.returncode == 2
     assert "KINDS holds 'avx1024'; it may hold avx2 avx512 avx512_bf16 own busy" in done.stderr

@@ -178,7 +178,7 @@ def test_death_of_a_rank():
         world.run(2, rank_one_dies)
 
 
-def test_a_crash_in_compiled_code_gets_one_more_try_and_is_told(tmp_path):
+def test_a_crash_in_compiled_code_gets_one_more_try_and_is_reported(tmp_path):
     with pytest.warns(UserWarning, match=r"a rank of 2 crashed in .*rank_one_crashes_once .*rank 1, SIGSEGV"):
         assert world.run(2, rank_one_crashes_once, str(tmp_path / "crashed")) == [2.0, 2.0]
     with pytest.raises(world.RankError), pytest.warns(UserWarning, match="crashed"):

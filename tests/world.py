@@ -347,12 +347,12 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int, size: int, po
 
 
 def begin_in_fork() -> None:
-    """In a fork of it. The fork server ends with pytest once nobody else holds this pipe, and a fork, even one that is
-    stopped, with the fork server.
+    """Called in a fork of it. The fork server ends with pytest once no other process has this pipe open, and a fork,
+    even a stopped one, ends with the fork server.
     """
     os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    gc.freeze()  # what the fork server imported is no fork's garbage
+    gc.freeze()  # no fork needs to collect what the fork server imported
     gc.enable()
 
 
@@ -372,10 +372,11 @@ def _answer(message: bytes) -> Answer:
 
 
 def _keep_groups() -> Callable[[], None]:
-    """From here on a call's n-th new group of some ranks is the n-th that an earlier call made of them, if one did.
+    """From here on the n-th new group of some ranks in a call is the n-th one that an earlier call made of them, if
+    any.
 
-    Within a call all are distinct, as without this. A mapping of 8 ranks makes 60 groups, in up to 0.3 s. Returns a
-    function that begins a call.
+    Within a call all groups stay distinct. A mapping of 8 ranks makes 60 groups, in up to 0.3 s. Returns a function
+    that begins a call.
     """
     kept: dict[Any, Any] = {}
     asked: Counter[Any] = Counter()

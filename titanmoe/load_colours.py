@@ -1,4 +1,4 @@
-"""Colours for an expert's load: blue below the mean of its layer, red above, by doublings."""
+"""Colours for an expert's load: blue below the mean of its layer, red above, on a logarithmic scale."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import numpy as np
 LOW, HIGH = np.array([42, 120, 214.0]), np.array([214, 59, 45.0])
 MEAN = np.array([240, 239, 236.0])
 DOUBLINGS = 2.0
-"""A quarter of the mean and less, and four times the mean and more, have the full colour."""
+"""A quarter of the mean or less, and four times the mean or more, have the full colour."""
 
 
 def strength(share: np.ndarray) -> np.ndarray:
-    """-1 to 1 for a load over the mean."""
+    """-1 to 1 for the ratio of a load to the mean."""
     return np.clip(np.log2(np.maximum(share, 2**-DOUBLINGS)) / DOUBLINGS, -1, 1)
 
 

@@ -1,4 +1,4 @@
-"""What a rank must know about its tokens besides their ids.
+"""What a rank needs to know about its tokens besides their ids.
 
 B samples of the microbatch, S positions of the attention slice (the sequence over cp), L the whole sequence, T tokens
 this rank owns (B times the sequence over cp and tp, flattened): the disjoint set that the MoE layer sees.
@@ -28,7 +28,6 @@ class Tokens(NamedTuple):
     document_BL: Tensor | None = None
     """Document of each position of the whole sequence; None when a sample is one document."""
     next_BS: Tensor | None = None
-    """Id of the token after each one of the attention slice; None unless the model predicts the one after that as
-    well."""
+    """Id of the token after each one of the attention slice; None unless the model also predicts the one after that."""
     later_BS: Tensor | None = None
     """The label for that prediction."""

@@ -1,10 +1,10 @@
-"""How long saving holds training up, asynchronous against synchronous, on about 1 GB of weights and moments.
+"""How long saving pauses training, asynchronous against synchronous, with about 1 GB of weights and moments.
 
     torchrun --standalone --nproc-per-node 2 scripts/bench/checkpoint.py [--rounds 3] [--config RECIPE] [--json FILE]
 
-Both ways take turns in one run. "blocked" is how long the training loop stood still in a save; "written after" how long
-until the checkpoint was on disk; "step" the time of a step with nothing being written, "step beside" of one while the
-asynchronous writer works. "check" is how long the slowest rank takes in a save to see that every number is finite.
+The two modes alternate in one run. "blocked" is how long the training loop was paused by a save; "written after" how
+long until the checkpoint was on disk; "step" the time of a step with nothing being written, "step beside" of one while
+the asynchronous writer works. "check" is how long the slowest rank takes in a save to see that every number is finite.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODEL = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="saves of each kind")
-    parser.add_argument("--config", help="a recipe, in place of the model of 1 GB")
+    parser.add_argument("--config", help="a recipe, instead of the model of 1 GB")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     model = [*MODEL, f"--parallelism.experts.ep={world_size()}"]
@@ -56,7 +56,7 @@ def main() -> None:
     try:
         figures = measure(Trainer(config, runtime), folder, args.rounds)
         if runtime.rank == 0:
-            tell(figures, args.json)
+            report(figures, args.json)
     finally:
         stop()
         if runtime.rank == 0:
@@ -85,7 +85,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
                 taken["step beside"].append(timed(trainer.train_step))
             saver.wait()
             taken["written after"].append(time.monotonic() - began)
-            if mode == "sync":  # beside the training it would be the share of a core that is measured
+            if mode == "sync":  # next to training, it would measure the share of a core that it gets
                 checks.append(slowest(looks[-1]))
     folder = layout.candidates(saver.folder)[0]
     size = sum(s.bytes for s in layout.read_manifest(folder).files.values())
@@ -100,7 +100,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
 
 
 def busy(saver) -> bool:
-    """On any rank: a step is an affair of all of them."""
+    """On any rank: all ranks take part in a step."""
     alive = torch.tensor(float(saver._thread is not None and saver._thread.is_alive()))
     dist.all_reduce(alive)
     return bool(alive)
@@ -119,7 +119,7 @@ def timed(step) -> float:
     return time.monotonic() - began
 
 
-def tell(figures: dict[str, dict[str, float]], file: Path | None) -> None:
+def report(figures: dict[str, dict[str, float]], file: Path | None) -> None:
     every = figures["all"]
     machine = f"torch {torch.__version__}, {platform.machine()}"
     print(f"{every['gb']:.2f} GB, {every['ranks']:.0f} ranks, step {every['step']:.3f} s; {machine}")

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# All there is to learn from one H200, in one call of under nine minutes:
+# Everything that one H200 can show, in one call of under nine minutes:
 #
 #     scripts/bench/h200.sh [OUT]        OUT: a folder for logs and figures, runs/h200 by default
 #
-#   1. the kernels and what else a GPU does otherwise than a CPU, against their references   (pytest -m gpu)
+#   1. the kernels and whatever else differs on a GPU, against their references   (pytest -m gpu)
 #   2. MFU of whole steps of real layer shapes, forced-balanced and learned routing, and the parts of a layer against
 #      their floors   (scripts/bench/layers.py; goals: 55 % on Mixtral-8x7B's layers, 40 % on Qwen3-30B-A3B's), and 1.2
-#      times TorchTitan's steps where it imports and has such layers, which is else said in one line
+#      times TorchTitan's steps if it imports and has such layers; otherwise one line says why not
 #
-# Where packages are missing and nothing can be fetched, carry the wheels that scripts/bench/wheels.sh collects: they are
-# taken from the folder wheels/. The exit status is that of the tests, or else of the benchmark.
+# If packages are missing and there is no network, bring the wheels that scripts/bench/wheels.sh collects: they are
+# installed from the folder wheels/. The exit status is that of the tests, or else of the benchmark.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}
@@ -25,7 +25,7 @@ fi
 "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "h200.sh: torch finds no CUDA device")' || exit 2
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv | tee "$out/gpu.csv"
 
-# Each of many shapes is compiled: eight processes on as many cores, none waiting for another's compiler.
+# Many shapes are compiled, each on its own: eight processes on as many cores do not wait for each other's compiler.
 kernels=tests/ops/test_kernels.py
 run() { timeout 170 "$python" -m pytest -m gpu -q -p no:cacheprovider "${@:2}" > "$out/tests-$1.log" 2>&1; }
 pids=()

@@ -1,20 +1,20 @@
 """How fast real layers train on one device: MFU of whole steps, then each part of a layer against its floor.
 
     python scripts/bench/layers.py [--shapes mixtral qwen3 ...] [--sides titanmoe compiled fp8 plain] [--json FILE]
-    python scripts/bench/layers.py --tiny      the same on CPUs with tiny shapes: shows that it runs, measures nothing
+    python scripts/bench/layers.py --tiny      the same on CPUs with tiny shapes: checks that it runs, measures nothing
 
-SHAPES are published models with as many layers as fit one GPU of 139 GiB beside float32 weights, gradients and both
-moments of AdamW; where one does not fit, the next of its attempts (layers, samples per microbatch) is taken, and the
-output says which. A step is 32,768 tokens in sequences of 4,096, computed in bf16, dropless, nothing recomputed, its
-time that of Trainer.train_step: data, forward, backward, clipping, AdamW and the report.
+SHAPES are published models with as many layers as fit on one GPU of 139 GiB next to float32 weights, gradients and
+both AdamW moments; if one does not fit, the next of its attempts (layers, samples per microbatch) is used, and the
+output says which. A step is 32,768 tokens in sequences of 4,096, computed in bf16, dropless, without recomputation; its
+time is that of Trainer.train_step: data, forward, backward, clipping, AdamW and the report.
 
     MFU = tokens per second * FLOPs per token / peak
     FLOPs per token = 3 * (2 * active parameters but the embedding + causal attention), titanmoe/models/count.py
 
 Sides: "titanmoe" as it comes, "compiled" with torch.compile per part of a block, "fp8" with the experts' products in
-8 bits (its MFU is of the bf16 peak all the same), and the yardsticks: "plain" with torch's operations in place of the
-kernels and one product per expert in place of the grouped one; "torchtitan" is TorchTitan, where it has such layers and
-imports (scripts/bench/torchtitan_side.py says what it takes), with CUDA graphs as it comes, or where they fail without:
+8 bits (its MFU is still of the bf16 peak), and the yardsticks: "plain" with torch's operations instead of the kernels
+and one product per expert instead of the grouped one; "torchtitan" is TorchTitan, if it has such layers and imports
+(scripts/bench/torchtitan_side.py says what it needs), with CUDA graphs as it comes, or without them if they fail:
 "torchtitan-eager". Routing: learned, or forced to be balanced.
 
 A part's floor is the longer of its FLOPs at the device's peak and its bytes at the device's bandwidth, forward and
@@ -44,7 +44,7 @@ from torchtitan_side import NotCompared, Side, reason  # noqa: E402
 class Shape(NamedTuple):
     model: str
     attempts: list[tuple[int, int]]
-    """(layers, samples per microbatch), the most first."""
+    """(layers, samples per microbatch), the largest first."""
     goal: float | None = None
     """MFU to reach."""
 
@@ -53,7 +53,7 @@ SHAPES = {
     "mixtral": Shape("family=mixtral size=8x7b", [(3, 8), (3, 4), (2, 4)], 0.55),
     "qwen3": Shape("family=qwen3_moe size=30b_a3b", [(6, 8), (6, 4), (4, 4)], 0.40),
     "qwen2": Shape("family=qwen2_moe size=57b_a14b", [(2, 8), (2, 4), (1, 4)]),
-    # As on one of 8 ranks of ep: 32 of 256 experts, all of a token's 8 among them.
+    # As on one of 8 ep ranks: 32 of 256 experts, including all 8 of a token.
     "deepseek": Shape(
         "family=deepseek_v3 size=671b num_experts=32 num_dense_layers=0 mtp_depth=0", [(2, 8), (2, 4), (1, 4)]
     ),
@@ -68,12 +68,12 @@ SIDES = {
 }
 PEERS = {"torchtitan", "torchtitan-eager"}
 PEER_GOAL, PEER_SECONDS = 1.2, 90
-"""titanmoe's tokens per second over the peer's; what one model of the peer may take."""
+"""titanmoe's tokens per second over the peer's; the time limit for one model of the peer."""
 ROUTINGS = ("balanced", "learned")
 SEQ_LEN, SAMPLES = 4096, 8
 FP32_TFLOPS = {"H200": 67.0}
 BANDWIDTH = {"H200": 4.8e12}
-"""Bytes per second, and TFLOP/s without tensor cores, from the maker's data sheet."""
+"""Bytes per second, and TFLOP/s without tensor cores, from the manufacturer's data sheet."""
 TINY = (
     "dim=64 num_heads=4 num_kv_heads=4 head_dim=16 expert_hidden=32 vocab_size=256 num_experts=8 top_k=2 num_groups=1"
 )
@@ -103,7 +103,7 @@ def synchronize(device: Any) -> None:
 
 
 def seconds(work: Callable[[], Any], device: Any, times: int) -> float:
-    """Of one call, the mean over several after two that do not count."""
+    """For one call: the mean over several, after two that do not count."""
     for _ in range(2):
         work()
     synchronize(device)
@@ -293,7 +293,7 @@ def one(args: argparse.Namespace) -> None:
 
 
 def alone() -> Any:
-    """What torchrun would tell one rank, and its device."""
+    """What torchrun would set for a single rank, and its device."""
     import torch
 
     with socket.socket() as probe:
@@ -327,7 +327,7 @@ def measure(name: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def first_that_fits(name: str, side: str, args: argparse.Namespace) -> dict[str, Any]:
-    """The first attempt that does, in a process of its own."""
+    """The first attempt that fits, in a process of its own."""
     attempts = [(1, SAMPLES)] if args.tiny else SHAPES[name].attempts
     answer: dict[str, Any] = {}
     for layers, batch in attempts:
@@ -390,7 +390,7 @@ def versions() -> dict[str, str]:
 
 
 def verdicts(rows: list[dict[str, Any]]) -> list[str]:
-    """Each goal and what was reached, by side and routing."""
+    """Each goal and the result, by side and routing."""
     out = []
     for name, shape in SHAPES.items():
         for row in rows:
@@ -407,7 +407,7 @@ def verdicts(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def beside_peers(rows: list[dict[str, Any]]) -> list[str]:
-    """titanmoe's speed over TorchTitan's, of as many layers in as large batches."""
+    """titanmoe's speed over TorchTitan's, for the same number of layers and batch size."""
     out = []
     for peer in rows:
         for row in rows:
@@ -428,12 +428,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=["titanmoe", "plain"])
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each routing, after two that are not")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps per routing, after two untimed ones")
     parser.add_argument("--times", type=int, default=10, help="timed calls of each part of a layer")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no further model after so long")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no more models after this time")
     parser.add_argument("--peak-tflops", type=float, default=0.0, help="of the device in bf16; 0: known GPUs'")
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a machine without a GPU")
-    parser.add_argument("--set", nargs="*", default=[], help="further options of the run: table.field=value")
+    parser.add_argument("--set", nargs="*", default=[], help="more options of the run: table.field=value")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -459,7 +459,7 @@ def main() -> None:
     for line in verdicts(rows):
         print(line)
     if left_out:
-        print(f"left out, as {args.seconds:.0f} s were over: {', '.join(left_out)}")
+        print(f"left out, because {args.seconds:.0f} s were over: {', '.join(left_out)}")
     if any("failed" in row or "out_of_memory" in row for row in rows):
         raise SystemExit(1)
 

@@ -1,11 +1,11 @@
-"""What autograd keeps, and for what time: the expert path, latent attention, the loss over a large vocabulary.
+"""What autograd keeps, and at what cost in time: the expert path, latent attention, the loss over a large vocabulary.
 
     python scripts/bench/memory.py [--rounds 9] [--json FILE]
 
 Kept bytes are those of the storages made in a forward pass that outlive it, and the rows that enter; the peak is that
-of a forward and a backward pass over the operands, the head's gradient (128 MiB) included. Both are counted tensor by
-tensor (tests/memory.py), parameters left out. Times are CPU seconds of forward and backward on one thread; the ways
-take turns within one process, and the ratio's median over the rounds is told. All in float32.
+of a forward and a backward pass on top of the operands, including the head's gradient (128 MiB). Both are counted
+tensor by tensor (tests/memory.py), without parameters. Times are CPU seconds of forward and backward on one thread; the
+variants alternate within one process, and the ratio's median over the rounds is printed. All in float32.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from titanmoe.models.vocabulary import chunk_count, chunked_cross_entropy_sum, c
 from titanmoe.moe.experts import Experts, grouped_product, plain_down
 from titanmoe.parallel.recompute import recompute
 
-Way = Callable[[], Tensor]
+Variant = Callable[[], Tensor]
 Row = dict[str, float | str]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each way")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each variant")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -56,7 +56,7 @@ def main() -> None:
         print(f"\n{name}\n{'':<44}{unit:>22}{'of the first':>14}{'time':>8}")
         for row in rows:
             share = row["bytes"] / rows[0]["bytes"]
-            print(f"{row['way']:<44}{row['bytes']:22,.0f}{share:14.2f}{row['time']:8.2f}")
+            print(f"{row['variant']:<44}{row['bytes']:22,.0f}{share:14.2f}{row['time']:8.2f}")
     print(f"\ntorch {torch.__version__}, {platform.machine()}, one thread, {args.rounds} rounds")
     if args.json:
         args.json.write_text(json.dumps(tables | {"torch": torch.__version__, "command": " ".join(sys.argv)}, indent=1))
@@ -79,14 +79,14 @@ def experts(rounds: int) -> Iterator[Row]:
     def before() -> Tensor:
         return plain_down(*halves(), weight_R1, made.w2, count_e, True, False)
 
-    ways = {
+    variants = {
         "plain, weighted after the down projection": after,
         "plain, weighted before it": before,
         "titanmoe": lambda: made.products(x_RD, weight_R1, count_e),
     }
-    # The rows themselves came from dispatch, which keeps nothing of them: each way does.
+    # The rows themselves came from dispatch, which keeps nothing of them: each variant keeps them.
     yield from compare(
-        ways, rounds, lambda way: (kept(way, [x_RD, weight_R1, *made.parameters()]) + x_RD.nbytes) / tokens
+        variants, rounds, lambda variant: (kept(variant, [x_RD, weight_R1, *made.parameters()]) + x_RD.nbytes) / tokens
     )
 
 
@@ -106,11 +106,11 @@ def latent_attention(rounds: int) -> Iterator[Row]:
 
     modes = {mode: attention(mode) for mode in ("none", "selective")}
     known = [x_BSD, *rope, *(p for made in modes.values() for p in made.parameters())]
-    ways = {
+    variants = {
         f"activation_checkpoint.mode = {mode}": lambda made=made: made(x_BSD, rope, None)
         for mode, made in modes.items()
     }
-    yield from compare(ways, rounds, lambda way: kept(way, known) / (samples * length))
+    yield from compare(variants, rounds, lambda variant: kept(variant, known) / (samples * length))
 
 
 def loss(rounds: int) -> Iterator[Row]:
@@ -118,20 +118,20 @@ def loss(rounds: int) -> Iterator[Row]:
     x_TD = torch.randn(tokens, dim, requires_grad=True)
     weight_VD = (0.02 * torch.randn(vocabulary, dim)).requires_grad_()
     label_T = torch.randint(vocabulary, (tokens,))
-    ways = {"loss_chunks = 0": lambda: cross_entropy_sum(F.linear(x_TD, weight_VD), label_T, ALONE)}
-    for asked_for in (4, -1, 16, 64):
-        n = chunk_count(tokens, vocabulary, 4, asked_for)
-        ways[f"loss_chunks = {asked_for}" + f" ({n})" * (asked_for == -1)] = lambda n=n: chunked_cross_entropy_sum(
+    variants = {"loss_chunks = 0": lambda: cross_entropy_sum(F.linear(x_TD, weight_VD), label_T, ALONE)}
+    for requested in (4, -1, 16, 64):
+        n = chunk_count(tokens, vocabulary, 4, requested)
+        variants[f"loss_chunks = {requested}" + f" ({n})" * (requested == -1)] = lambda n=n: chunked_cross_entropy_sum(
             x_TD, weight_VD, label_T, ALONE, n
         )
 
-    def peak(way: Way) -> float:
+    def peak(variant: Variant) -> float:
         x_TD.grad = weight_VD.grad = None
         with Live([x_TD, weight_VD]) as live:
-            run(way)
+            run(variant)
         return live.peak / 2**20
 
-    yield from compare(ways, min(rounds, 3), peak)
+    yield from compare(variants, min(rounds, 3), peak)
 
 
 def init(module: nn.Module) -> nn.Module:
@@ -140,29 +140,29 @@ def init(module: nn.Module) -> nn.Module:
     return module
 
 
-def kept(way: Way, but: Iterable[Tensor]) -> int:
+def kept(variant: Variant, but: Iterable[Tensor]) -> int:
     with Live(but) as live:
-        out = way()
+        out = variant()
         return live.now - out.nbytes
 
 
-def run(way: Way) -> None:
-    out = way()
+def run(variant: Variant) -> None:
+    out = variant()
     out.backward(torch.ones_like(out))
 
 
-def compare(ways: dict[str, Way], rounds: int, measure: Callable[[Way], float]) -> Iterator[Row]:
-    times: dict[str, list[float]] = {name: [] for name in ways}
+def compare(variants: dict[str, Variant], rounds: int, measure: Callable[[Variant], float]) -> Iterator[Row]:
+    times: dict[str, list[float]] = {name: [] for name in variants}
     for turn in range(rounds + 1):
-        for name, way in ways.items():
+        for name, variant in variants.items():
             began = time.process_time()
-            run(way)
+            run(variant)
             if turn:  # the first warms up
                 times[name].append(time.process_time() - began)
     first = next(iter(times.values()))
-    for name, way in ways.items():
+    for name, variant in variants.items():
         ratios = [a / b for a, b in zip(times[name], first, strict=True)]
-        yield {"way": name, "bytes": measure(way), "time": statistics.median(ratios)}
+        yield {"variant": name, "bytes": measure(variant), "time": statistics.median(ratios)}
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ MODELS; 4,096 tokens per step in sequences of 512, bf16 compute, AdamW, clipping
 one rank of two threads; four ranks of one thread with ep = 4; the same with ep = 2 and tp = 2 for the rest.
 
 CPU-seconds are user + system of all ranks (getrusage), which other work on the machine disturbs far less than it does
-the clock. "peak" is that of one bf16 matrix product of 2048^3 by one thread, measured here before every round; "floor"
-the CPU-seconds of a step in which the model's FLOPs (titanmoe/models/count.py) all ran at it. With --against, the
-checkout DIR runs the same: both worlds stay alive and take turns, so that their ratio holds even where the machine's
-speed does not. With --torchtitan, TorchTitan takes turns too (side "titan"), from the folder that it was installed
+the clock. "peak" is that of one bf16 matrix product of 2048^3 on one thread, measured here before every round; "floor"
+is the CPU-seconds of a step if all of the model's FLOPs (titanmoe/models/count.py) ran at it. With --against, the
+checkout DIR runs the same: both sides stay alive and take turns, so that their ratio is stable even if the machine's
+speed is not. With --torchtitan, TorchTitan takes turns too (side "titan"), from the folder that it was installed
 into: scripts/bench/torchtitan_side.py says how. The last column is titanmoe's tokens per CPU-second over TorchTitan's.
 Each figure is the median over the rounds. Routing: learned, or forced to be balanced.
 """
@@ -33,7 +33,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve()
 BOTH = ["--training.seq_len=512", "--training.global_batch_size=8", "--data.source=synthetic", "--training.device=cpu"]
 BOTH += ["--training.steps=1000000", "--model.vocab_size=2048", "--model.dim=256"]
-BOTH += ["--parallelism.reshard_after_forward=never"]  # nothing is recomputed, weights are not gathered twice either
+BOTH += ["--parallelism.reshard_after_forward=never"]  # like recomputation, gathering weights twice is off
 MODELS = {
     # 33.0M parameters
     "ds": "num_layers=6 num_heads=16 num_kv_heads=16 head_dim=192 kv_lora_rank=512 qk_nope_head_dim=128 "
@@ -58,9 +58,9 @@ def recipe(model: str, case: str) -> list[str]:
 
 
 class World:
-    """The ranks of one checkout, each waiting for a line that tells it how many steps to make.
+    """The ranks of one checkout, each waiting for a line that says how many steps to make.
 
-    With `torchtitan`, the folder that has it, they are TorchTitan's, over what the checkout makes of the options.
+    With `torchtitan`, the folder it is in, they are TorchTitan's, with the checkout's config.
     """
 
     def __init__(self, root: Path, ranks: int, threads: int, options: list[str], torchtitan: Path | None = None):
@@ -89,8 +89,8 @@ class World:
         if not all(lines):
             gone = self.ranks[lines.index("")]
             self.stop()
-            killed = ", killed: for want of memory?" * (gone.returncode == -9)
-            raise SystemExit(f"a rank ended before its time, exit status {gone.returncode}{killed}; its error is above")
+            killed = ", killed: out of memory?" * (gone.returncode == -9)
+            raise SystemExit(f"a rank ended early, exit status {gone.returncode}{killed}; its error is above")
         answers = [json.loads(line) for line in lines]
         if refused := [answer["not compared"] for answer in answers if "not compared" in answer]:
             self.stop()
@@ -112,7 +112,7 @@ class World:
         for rank in self.ranks:
             try:
                 rank.wait(STOP_SECONDS)
-            except subprocess.TimeoutExpired:  # it waits for one that is gone
+            except subprocess.TimeoutExpired:  # it waits for a rank that is gone
                 rank.kill()
                 rank.wait()
 
@@ -217,7 +217,7 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
 
 
 def with_ratios(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """titanmoe's rows with what they are of TorchTitan's tokens per CPU-second, where it ran the same."""
+    """titanmoe's rows with the ratio to TorchTitan's tokens per CPU-second, where it ran the same."""
     titan = {row["routing"]: row["tokens/cpu-s"] for row in rows if row["side"] == "titan"}
     return [
         row | {"x titan": row["tokens/cpu-s"] / titan[row["routing"]]}
@@ -247,9 +247,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10, help="steps of each routing that are not timed")
     parser.add_argument("--against", type=Path, help="another checkout, to take turns with")
     parser.add_argument("--torchtitan", type=Path, help="the folder of an installed TorchTitan, to take turns with")
-    parser.add_argument("--apart", action="store_true", help="one side's ranks at a time, where memory is short")
+    parser.add_argument("--apart", action="store_true", help="one side's ranks at a time, to save memory")
     parser.add_argument("--compile", action="store_true", help="with torch.compile, per part of a block")
-    parser.add_argument("--set", nargs="*", default=[], help="further options of the run: table.field=value")
+    parser.add_argument("--set", nargs="*", default=[], help="more options of the run: table.field=value")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     if args.torchtitan:

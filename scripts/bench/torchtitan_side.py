@@ -73,7 +73,7 @@ def check(folder: Path) -> None:
         raise NotCompared(f"no torchtitan in {folder}: {INSTALL.format(folder)}")
 
 
-def _stand_in_for_datasets() -> None:
+def _stub_datasets() -> None:
     if importlib.util.find_spec("datasets") is not None:
         return
     for name, wanted in (
@@ -90,7 +90,7 @@ def _import(device: str) -> None:
     """TorchTitan looks for the device while it is imported."""
     if sys.version_info < (3, 11):
         raise NotCompared("torchtitan needs Python 3.11")
-    _stand_in_for_datasets()
+    _stub_datasets()
     import torch.distributed.fsdp as fsdp
 
     if not hasattr(fsdp, "DataParallelMeshDims"):

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Collects wheels for a machine that can fetch nothing, into the folder wheels/, which scripts/bench/h200.sh installs:
+# Collects wheels for a machine without a network, into the folder wheels/, which scripts/bench/h200.sh installs:
 #
-#     scripts/bench/wheels.sh [NAME[==VERSION] ...]       by default what an image with torch and no more usually lacks
+#     scripts/bench/wheels.sh [NAME[==VERSION] ...]       by default what an image with only torch usually lacks
 #
-# For CPython 3.12 on x86-64 Linux; PY=3.11 for another. Without what they depend on: name all that is missing there.
+# For CPython 3.12 on x86-64 Linux; PY=3.11 for another. Dependencies are not included: name all that are missing there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 python=${PYTHON:-python3}

@@ -66,7 +66,7 @@ def refused(capsys, folder, *options):
         ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window = True"),
         ("qwen2_moe", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
         ("mixtral", {"rope_parameters": {"rope_theta": 1e4, "rope_type": "llama3", "factor": 8}}, "type 'llama3'"),
-        ("mixtral", {"rope_parameters": None, "rope_theta": None}, "rope_theta = None, which is no number"),
+        ("mixtral", {"rope_parameters": None, "rope_theta": None}, "rope_theta = None, which is not a number"),
         ("mixtral", {"rope_parameters": {"rope_type": "yarn"}}, "of type 'yarn' without factor"),
         (
             "qwen3_moe",

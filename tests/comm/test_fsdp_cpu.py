@@ -1,4 +1,4 @@
-"""What FSDP sends between CPUs: pieces straight to their place, 16 bits added up in 32, and no wait without an end."""
+"""What FSDP sends between CPUs: pieces straight to their place, 16 bits summed in 32, and no endless wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ ROUNDS = 3
 
 
 def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
-    """Of a sharded weight after several backward passes, and what they should be: sums of each rank's 16 bits."""
+    """Gradients of a sharded weight after several backward passes, and what they should be: sums of each rank's 16
+    bits."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     layer = nn.Linear(24, 4 * ranks, bias=False)
@@ -38,7 +39,7 @@ def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
     want = torch.zeros(4 * ranks, 24)
     for number in range(ROUNDS):
         x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * number + rank)).bfloat16()
-        with mock.patch.object(fsdp_cpu, "BLOCK_NUMBERS", 7):  # several, the last not whole
+        with mock.patch.object(fsdp_cpu, "BLOCK_NUMBERS", 7):  # several, the last one incomplete
             layer(x).float().square().sum().backward()
         alone.weight.grad = None
         alone(x).float().square().sum().backward()
@@ -55,12 +56,12 @@ def test_sixteen_bits_are_summed_in_thirty_two() -> None:
     for replicas in (2, 4):
         for got, want in world.run(4, gradients, True, replicas):
             near.close(got, want, terms=4 * ROUNDS)
-    got, want = world.run(4, gradients, False)[0]  # torch's own adds up in 16 bits: the difference is seen
+    got, want = world.run(4, gradients, False)[0]  # torch's own sums in 16 bits: the difference shows
     assert (got - want).abs().max() > 1e-3 * want.abs().max()
 
 
 def gathered(numbers: int) -> bool:
-    """Several in flight at once; the whole lies in its place, ours in place from the start."""
+    """Several in flight at once; the whole ends up in its place, our piece is there from the start."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     pending = []
     for seed in range(3):
@@ -79,7 +80,7 @@ def test_pieces_go_straight_to_their_place(ranks: int, numbers: int) -> None:
 
 
 def unanswered(gradients: bool) -> str:
-    """Rank 1 never takes part, and leaves once rank 0 has given up: what ended rank 0's wait."""
+    """Rank 1 never takes part, and leaves once rank 0 has given up; returns what ended rank 0's wait."""
     group = dist.new_group([0, 1], timeout=timedelta(seconds=600))
     _set_pg_timeout(timedelta(seconds=0.3), group)  # as after the first step
     key, error = f"unanswered {gradients}", "nothing"
@@ -92,8 +93,8 @@ def unanswered(gradients: bool) -> str:
             NarrowOnTheWire(2, torch.float32, Kept())(torch.empty(4), whole, group, dist.ReduceOp.SUM)
         else:
             StraightToPlace()(whole, whole[:4], group).wait()
-    except TimeoutError as told:
-        error = str(told)
+    except TimeoutError as raised:
+        error = str(raised)
     dist.group.WORLD.get_group_store().set(key, "over")
     return error
 
@@ -102,11 +103,11 @@ def unanswered(gradients: bool) -> str:
 def test_a_rank_that_never_answers_is_named_when_the_time_is_over(gradients: bool) -> None:
     what = "reduce-scatter of gradients" if gradients else "all-gather of weights"
     try:
-        told = world.run(2, unanswered, gradients, timeout=20)[0]
+        message = world.run(2, unanswered, gradients, timeout=20)[0]
     finally:
-        world.restart(2)  # nothing passes between the two in that group again
-    assert f"rank 0 waited 0.3 s in FSDP's {what} for rank 1 to send its piece" in told
-    assert "training.timeout_s" in told
+        world.restart(2)  # that group cannot be used between the two again
+    assert f"rank 0 waited 0.3 s in FSDP's {what} for rank 1 to send its piece" in message
+    assert "training.timeout_s" in message
 
 
 def test_kept_memory_is_used_again_when_no_tensor_lies_in_it() -> None:
@@ -114,7 +115,7 @@ def test_kept_memory_is_used_again_when_no_tensor_lies_in_it() -> None:
     first = kept.take((20, 5), torch.float32)
     place, part = first.data_ptr(), first[3:].view(-1)
     del first
-    assert kept.take((10,), torch.float32).data_ptr() != place  # a part of it lives
+    assert kept.take((10,), torch.float32).data_ptr() != place  # part of it is in use
     del part
     assert kept.take((200,), torch.bfloat16).data_ptr() == place
     large = kept.take((101,), torch.float32)

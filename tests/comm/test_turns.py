@@ -1,4 +1,4 @@
-"""Two sides that take turns: who runs when, what each hands over, and what becomes of an error."""
+"""Two sides that take turns: who runs when, where each yields, and what happens to an error."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titanmoe.parallel.pairs import Pairs
 
 
 def script(name: str, segments: int, log: list[str], lands: int = 1) -> Callable[[], None]:
-    """So many segments with something sent after each but the last, which then is landed in `lands` pieces."""
+    """A number of segments with something sent after each but the last, which is then received in `lands` pieces."""
 
     def run() -> None:
         for i in range(segments):
@@ -48,7 +48,7 @@ def alternation(a: int, b: int) -> list[str]:
 def test_sides_alternate_until_one_is_done_and_the_other_runs_on(a: int, b: int, lands: int) -> None:
     log: list[str] = []
     both = Turns()
-    for _ in range(2):  # of one pair nothing is left for the next
+    for _ in range(2):  # a pair leaves nothing behind for the next
         log.clear()
         both.take(script("a", a, log, lands), script("b", b, log, lands))
         assert log == alternation(a, b)
@@ -63,7 +63,7 @@ def test_nobody_hands_over_what_is_not_under_way() -> None:
         turns.sent()
         turns.sent()
         turns.hand_over()
-        turns.hand_over()  # the second of the two that were sent: it was under way all the while
+        turns.hand_over()  # the second of the two that were sent: it was in flight all along
         log.append("a1")
 
     def second() -> None:
@@ -161,7 +161,7 @@ def test_an_error_ends_both_and_is_raised_once(side: int, at: int) -> None:
     with pytest.raises(Broken, match="as it was") as caught:
         both.take(*works)
     assert "breaks" in [entry.name for entry in caught.traceback]
-    # The other had as many turns as the failed one, or one less, and none after it.
+    # The other had as many turns as the failed one, or one fewer, and none after it.
     assert sum(entry.startswith("a") for entry in log) == at + side
     log.clear()
     both.take(script("a", 2, log), script("b", 2, log))
@@ -188,7 +188,7 @@ def test_the_side_that_is_left_unwinds_where_it_waits() -> None:
 
 
 def test_an_interrupt_of_the_one_that_waits_ends_the_other_at_its_next_turn() -> None:
-    """Ctrl-C reaches the main thread alone, wherever it is."""
+    """Ctrl-C only reaches the main thread, wherever it is."""
     both, log = Turns(), []
     wait = both.wait_for_turn
 

@@ -1,4 +1,4 @@
-"""The loss over slices of the vocabulary against the loss over whole logits, and the bytes it spares."""
+"""The loss over slices of the vocabulary against the loss over whole logits, and the bytes it saves."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.
 
 @pytest.mark.parametrize("chunks", [4, 16])
 def test_the_peak_falls_by_the_number_of_slices(chunks: int) -> None:
-    """Over what every way needs: the gradients of hidden states and weight, and a few numbers per token."""
+    """On top of what every variant needs: the gradients of hidden states and weight, and a few numbers per token."""
     tokens, dim, vocabulary = 256, 8, 8192
     x_TD, weight_VD = torch.randn(tokens, dim), torch.randn(vocabulary, dim)
     label_T = torch.randint(vocabulary, (tokens,))
@@ -123,7 +123,7 @@ def test_wide_slices_are_whole_units() -> None:
 def test_slices_on_gpus_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
     monkeypatch.setattr(vocabulary_room, "chunked_cross_entropy_sum", lambda *a: given.append(a[4]))
-    for device in ("cpu", "meta"):  # what is not the CPU
+    for device in ("cpu", "meta"):  # anything but the CPU
         head = Head(131072, 2, 1e-5, -1, torch.bfloat16).to(device)
         head.loss(torch.empty(1, 4096, 2, dtype=torch.bfloat16, device=device), torch.empty(1, 4096, device=device))
     assert given == [64, 2]

@@ -1,4 +1,4 @@
-"""Auxiliary losses: their values under uniform routing, their gradient, and that a recomputed forward adds nothing."""
+"""Auxiliary losses: their values under uniform routing, their gradients, and that recomputing forward adds nothing."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def tokens(samples: int, microbatch: int, valid_T: Tensor | None = None) -> Toke
     return Tokens(index_T.view(samples, L) % L, index_T, index_T // L, valid_T, torch.tensor(microbatch))
 
 
-def forward(one: Balance, logits_TE: Tensor, chosen_TK: Tensor, told: Tokens) -> Tensor:
+def forward(one: Balance, logits_TE: Tensor, chosen_TK: Tensor, about: Tokens) -> Tensor:
     sigmoid = one.model.score_function == "sigmoid"
     scores_TE = logits_TE.sigmoid() if sigmoid else logits_TE.softmax(-1)
     weights_TK = scores_TE.gather(1, chosen_TK)
-    chosen_TK = chosen_TK.where(told.valid_T.unsqueeze(1), E)
-    count_BE = count_choices(chosen_TK, told.sample_T, len(told.position_BS), E)
-    return one(weights_TK, logits_TE, scores_TE, count_BE, told)
+    chosen_TK = chosen_TK.where(about.valid_T.unsqueeze(1), E)
+    count_BE = count_choices(chosen_TK, about.sample_T, len(about.position_BS), E)
+    return one(weights_TK, logits_TE, scores_TE, count_BE, about)
 
 
 def reported(one: Balance) -> dict[str, float]:
@@ -51,9 +51,9 @@ def round_robin(count: int) -> Tensor:
 @pytest.mark.parametrize("score", ["softmax", "softmax_after_topk", "sigmoid"])
 @pytest.mark.parametrize("even", ["scores", "choices"])
 def test_terms_are_one_under_uniform_routing(score: str, even: str) -> None:
-    """Over two microbatches of two samples, some tokens being padding."""
+    """Over two microbatches of two samples with some padding."""
     one = balance(2, score)
-    valid_T = torch.arange(2 * L) % L < 12  # 12 tokens of 2 choices go three times round 8 experts
+    valid_T = torch.arange(2 * L) % L < 12  # 12 tokens of 2 choices go three times around 8 experts
     one.begin_step(torch.tensor(2 * 24.0), 4)
     for m in range(2):
         logits_TE = torch.zeros(2 * L, E, dtype=torch.float64) if even == "scores" else random(2 * L, E, seed=m)
@@ -80,7 +80,7 @@ def test_a_coefficient_scales_its_term_and_the_others_stay_out() -> None:
 
 
 def plain_terms(logits_TE: Tensor, chosen_TK: Tensor, valid_T: Tensor, all_tokens: int, all_samples: int) -> Tensor:
-    """Of one microbatch that is the first of its step: sequence, microbatch and global terms, and z."""
+    """For a microbatch that is the first of its step: sequence, microbatch and global terms, and z."""
     p_TE, samples = logits_TE.softmax(-1), len(logits_TE) // L
 
     def f(chosen: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def plain_terms(logits_TE: Tensor, chosen_TK: Tensor, valid_T: Tensor, all_token
 def test_the_gradient_is_injected_whatever_the_loss_is(name: str) -> None:
     one = balance(1, **{name: 0.5})
     valid_T = torch.arange(3 * L) % 5 != 0
-    valid_T[2 * L :] = False  # a sample of padding alone
+    valid_T[2 * L :] = False  # a sample of padding only
     logits_TE = random(3 * L, E).requires_grad_()
     chosen_TK = logits_TE.detach().topk(K).indices
     one.begin_step(torch.tensor(100.0), 6)
@@ -137,7 +137,7 @@ def test_a_recomputed_forward_changes_nothing() -> None:
 
 
 def test_the_global_term_counts_the_microbatches_so_far() -> None:
-    """The first sends all to expert 0 and 1, the second all to 2 and 3; scores favour 0."""
+    """The first sends everything to experts 0 and 1, the second to 2 and 3; scores favour 0."""
     one = balance(2, aux_loss_global=1.0)
     one.begin_step(torch.tensor(2.0 * L), 2)
     logits_TE = torch.zeros(L, E, dtype=torch.float64)

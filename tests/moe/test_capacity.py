@@ -1,4 +1,4 @@
-"""Dropping against a plain loop; what a scope is; what C and a padded bin are."""
+"""Dropping against a plain loop; scopes; C and the size of a padded bin."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Entries(NamedTuple):
 
 @st.composite
 def entries(draw: st.DrawFn) -> Entries:
-    """Few weights, so that many are equal; a token's experts are distinct or E; orders stand in no order."""
+    """Few weights, so that many are equal; a token's experts are distinct or E; positions are shuffled."""
     n, experts = draw(st.integers(0, 10)), draw(st.integers(1, 4))
     k = draw(st.integers(1, experts))
     chosen = [draw(st.permutations(range(experts)))[:k] for _ in range(n)]
@@ -69,7 +69,9 @@ def test_equal_weights_keep_the_earlier_token_wherever_it_lies() -> None:
 
 
 def test_tokens_that_differ_by_rounding_are_equal_under_any_order_of_rows() -> None:
-    """12 tokens of two kinds: each of 20 mappings has them in an order of its own and rounds their weights its way."""
+    """12 tokens of two kinds: each of 20 mappings has them in a different order and rounds their weights
+    differently.
+    """
     kind_T = torch.tensor([0.3, 0.7]).double().repeat(6)
     one = capacity(capacity_factor=7 / 6, top_k=1)  # C is ceil(7 / 6 * 12 / 4) = 4 of the 6 of the better kind
     for seed in range(20):
@@ -84,7 +86,9 @@ def test_tokens_that_differ_by_rounding_are_equal_under_any_order_of_rows() -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_weights_compete_by_8_significant_bits(dtype: torch.dtype) -> None:
-    """1 / 128 is the last of the 8 bits at 1; beyond half of it a weight is larger, below it is equal and later."""
+    """1 / 128 is the last of the 8 bits at 1; above half of it a weight is larger, below it equal, and then the later
+    one loses.
+    """
     for more, first in ((0.6 / 128, 1), (0.4 / 128, 0), (0.0, 0), (-0.3 / 256, 0)):
         one = capacity(capacity_factor=2.0, top_k=1, drop_policy="probability")  # C = 1
         weights_TK = torch.tensor([[1.0], [1.0 + more]], dtype=torch.float64).to(dtype)
@@ -102,12 +106,12 @@ def capacity(size: int = 1, top_k: int = 2, **options: Any) -> Capacity:
     "factor, positions, rows", [(1.0, 16, 8), (1.0, 15, 8), (1.25, 16, 10), (0.1, 16, 1), (4.0, 16, 32)]
 )
 def test_capacity_is_the_formula(factor: float, positions: int, rows: int) -> None:
-    assert capacity(capacity_factor=factor).of(positions) == rows == math.ceil(factor * 2 * positions / 4)
+    assert capacity(capacity_factor=factor).limit(positions) == rows == math.ceil(factor * 2 * positions / 4)
 
 
 def test_a_padded_bin_holds_what_one_rank_can_have() -> None:
     one = capacity(capacity_factor=1.0)
-    assert one.bin(samples=3, owned=24) == one.of(24) == 12
+    assert one.bin(samples=3, owned=24) == one.limit(24) == 12
     # 8 positions of each of 3 samples here, 8 * size in the whole sample: C is 4 * size, but never more than the 8
     for size, rows in ((1, 3 * 4), (2, 3 * 8), (4, 3 * 8)):
         assert capacity(size, capacity_factor=1.0, capacity_scope="full_sequence").bin(3, 24) == rows

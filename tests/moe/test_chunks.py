@@ -1,4 +1,4 @@
-"""The count of chunks: fits and choices from invented costs, and the count that a run measures, sets and tells."""
+"""The number of chunks: fits and choices from made-up costs, and the number that a run measures, sets and reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests import parity, world
 from tests.events import Clock
 from titanmoe.comm.collectives import Group
 from titanmoe.moe import chunks as module
-from titanmoe.moe.chunks import MOST, Choice, Costs, Line, choose, fewest, fit, measure, pipelined, stand_in
+from titanmoe.moe.chunks import MOST, Choice, Costs, Line, choose, dummy_experts, fewest, fit, measure, pipelined
 
 ROWS = [1024, 2048, 4096, 8192]
 FREE = Line(0.0, 0.0)
@@ -38,7 +38,7 @@ def test_a_fit_weighs_errors_by_their_size() -> None:
     [
         ([1, 2, 4], [4.0, 2.0, 1.0], None),  # falls: all latency
         ([10], [3.0], (3.0, 0.0)),  # one size
-        ([1, 2, 4], [1e-3, 4e-3, 16e-3], 0.0),  # more than proportional: no latency below zero
+        ([1, 2, 4], [1e-3, 4e-3, 16e-3], 0.0),  # grows faster than the rows: the latency is not below zero
     ],
 )
 def test_no_fitted_number_is_negative(rows: list[int], seconds: list[float], want: Any) -> None:
@@ -60,7 +60,7 @@ def test_pipelined_times_by_hand() -> None:
     assert pipelined(there, products, back, 12, 2) == 36
     # A slow wire carries everything one after the other, behind the first: done at 14 and 26, wire free at 24.
     assert pipelined(Line(0, 2), Line(0, 1 / 3), Line(0, 2), 12, 2) == pytest.approx(48)
-    # A second of latency in every message and product of three.
+    # One second of latency in every message and product, three chunks.
     assert pipelined(Line(1, 0), Line(1, 0), Line(1, 0), 12, 3) == 6
 
 
@@ -98,7 +98,7 @@ def test_a_hair_is_not_worth_a_chunk() -> None:
     assert fewest(lambda n: 1.0 - 0.05 * (n > 1)) == 2
 
 
-def test_a_choice_tells_its_numbers() -> None:
+def test_a_choice_shows_its_numbers() -> None:
     line = Line(2e-5, 3e-8)
     choice = choose(Costs(line, line, line, line), 4096)
     text = str(choice)
@@ -110,7 +110,7 @@ CHOSEN = 3
 
 
 def measured(changes: dict[str, Any]) -> tuple[Any, tuple[int, float], list[tuple[int, int]]]:
-    """parity.measure with a choice of CHOSEN, whatever the (real) measurements; and what was asked and set."""
+    """parity.measure with CHOSEN as the choice, whatever the (real) measurements; also what was requested and set."""
     from titanmoe.parallel import expert
 
     asked, trainers = [], []
@@ -160,7 +160,7 @@ def test_a_chosen_count_is_set_and_changes_no_number(changes: dict[str, Any], wo
             assert max(errors.values()) <= parity.TOLERANCE["float64"], errors
 
 
-def told(ep: int, folder: str) -> tuple[Choice | None, dict[str, str]]:
+def reported(ep: int, folder: str) -> tuple[Choice | None, dict[str, str]]:
     """A run of one step, the whole loop."""
     changes = {"model.vocab_size": 320, "training.steps": 1, "job.dump_folder": folder, "job.name": "run"}
     trainer = parity.make_trainer(changes | {"moe.overlap_chunks": -1, "parallelism.experts.ep": ep})
@@ -170,8 +170,8 @@ def told(ep: int, folder: str) -> tuple[Choice | None, dict[str, str]]:
     return trainer.chunks, trainer.notes()
 
 
-def test_header_and_events_tell_the_choice(tmp_path: Path) -> None:
-    everyone = world.run(2, told, 2, str(tmp_path))
+def test_header_and_events_show_the_choice(tmp_path: Path) -> None:
+    everyone = world.run(2, reported, 2, str(tmp_path))
     assert len({choice.chunks for choice, _ in everyone}) == 1
     for choice, notes in everyone:
         assert notes["overlap chunks"] == str(choice)
@@ -183,9 +183,9 @@ def test_header_and_events_tell_the_choice(tmp_path: Path) -> None:
 
 
 def test_experts_of_one_rank_are_not_measured(tmp_path: Path) -> None:
-    for choice, notes in world.run(2, told, 1, str(tmp_path)):
+    for choice, notes in world.run(2, reported, 1, str(tmp_path)):
         assert choice is None
-        assert notes["overlap chunks"].startswith("1: no row leaves")
+        assert notes["overlap chunks"].startswith("1: no rows are sent in chunks")
     assert '"kind": "chunks"' not in (tmp_path / "run" / "events.jsonl").read_text()
 
 
@@ -199,7 +199,7 @@ def test_all_ranks_fit_the_numbers_of_the_slowest() -> None:
 def slowest() -> Costs:
     config = parity.read({}, 2)
     both = Group(dist.group.WORLD.group_name, 2, dist.get_rank())
-    experts = stand_in(config.model, config.moe, 2, 1, torch.float32, torch.device("cpu"))
+    experts = dummy_experts(config.model, config.moe, 2, 1, torch.float32, torch.device("cpu"))
     products, clock = experts.products, Clock(tick=1e-9)
 
     def slow(*work: Any) -> torch.Tensor:

@@ -26,7 +26,7 @@ SHAPE = dict(num_experts=4, top_k=2, dim=16, expert_hidden=24)
 
 
 @pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
+def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     counters.clear()
     yield
@@ -48,7 +48,7 @@ def graphs() -> int:
 
 
 def same(results: list[list[Tensor]], dtype: torch.dtype) -> None:
-    """There and back: a rounding after each of some 6 steps forward and twice as many backward, each a sum of 40."""
+    """Forward and backward: a rounding after each of some 6 steps, twice as many in backward, each a sum of 40."""
     for got, want in zip(*results, strict=True):
         near.close(got, want, terms=18 * 40, roundings=18, dtype=dtype)
 
@@ -62,7 +62,7 @@ def same(results: list[list[Tensor]], dtype: torch.dtype) -> None:
     ids=["swiglu", "gpt_oss"],
 )
 def test_dropless_experts_compile_once_for_any_number_of_rows(switches: dict[str, Any]) -> None:
-    """None and one are numbers that torch.compile likes to make graphs of their own for."""
+    """torch.compile tends to make separate graphs for no rows and for one."""
     experts = filled(Experts(Model(**SHAPE, **switches), MoE(), torch.bfloat16))
     compiled = compile_products(experts, "aot_eager", static=False)
     for counts in ([3, 4, 5, 6], [9, 0, 1, 0], [0, 0, 0, 1], [0, 0, 0, 0], [0, 40, 0, 0], [1, 1, 1, 1]):
@@ -77,7 +77,7 @@ def test_dropless_experts_compile_once_for_any_number_of_rows(switches: dict[str
 
 
 def test_a_layer_with_padded_bins_is_one_graph_whatever_the_routing() -> None:
-    """tests/parallel/test_compiled.py holds its numbers, in float64."""
+    """tests/parallel/test_compiled.py checks its numbers, in float64."""
     options = MoE(capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.02)
     shape = Model(**SHAPE, score_function="sigmoid", num_groups=2, top_groups=1)
     layer = filled(Layer(shape, options, None, 0, 0, 1, torch.bfloat16))

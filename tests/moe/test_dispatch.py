@@ -1,6 +1,7 @@
-"""Rows to their experts and back: what arrives, what comes home, what the gradients are and how many bytes it takes.
+"""Rows to their experts and back: what arrives, what returns, the gradients, and how many bytes travel.
 
-The toy expert number e multiplies a row by (e + 1) and by its routing weight; of etp ranks each gives its share.
+Toy expert number e multiplies a row by (e + 1) and by its routing weight; each of its etp ranks returns a share of
+that.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
     for grad, wanted in zip(grads, want_grads, strict=True):
         torch.testing.assert_close(grad, wanted, rtol=1e-13, atol=1e-13)
 
-    # without weights: every kept choice returns once from each of the etp ranks
+    # without weights, every kept choice returns once from each of the etp ranks
     rows_RD, _, _, route = dispatcher.dispatch(x_TD.detach(), weights_TK.detach(), chosen_TK, bin)
     kept_T1 = (chosen_TK < E).sum(1, keepdim=True)
     copies_TD = dispatcher.combine(rows_RD, route)
@@ -133,12 +134,12 @@ def test_a_round_trip_on_one_rank(kind: type, case: str, padded: bool) -> None:
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
 def test_a_round_trip_on_four_ranks(ep: int, etp: int) -> None:
-    """Both dispatchers agree with the plain formula, hence with each other, in values and in every gradient."""
+    """Both dispatchers agree with the plain formula, and so with each other, in values and in every gradient."""
     world.run(RANKS, round_trips, ep, etp)
 
 
 class Recorder(TorchDispatchMode):
-    """Bytes that leave this rank in every collective of its life, in order, however it was called."""
+    """Bytes that leave this rank in every collective, in order, however it is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +154,7 @@ class Recorder(TorchDispatchMode):
 
 
 def leaving(name: str, args: Any, group: dist.ProcessGroup) -> int:
-    """Elements: a piece of one's own for each other rank, or what the splits give the others."""
+    """Number of elements: one piece for each other rank, or what the splits give them."""
     x, others = args[0], group.size() - 1
     if name == "all_gather_into_tensor":
         return x.numel() * others
@@ -186,7 +187,7 @@ def traffic(
 
 
 def added(sent: list[tuple[str, torch.dtype, int]]) -> dict[tuple[str, torch.dtype], int]:
-    """Bytes of all messages of a kind; one without bytes counts as none."""
+    """Total bytes by kind of message; messages without bytes are left out."""
     out: dict[tuple[str, torch.dtype], int] = {}
     for name, dtype, count in sent:
         out[name, dtype] = out.get((name, dtype), 0) + count
@@ -197,7 +198,9 @@ def added(sent: list[tuple[str, torch.dtype, int]]) -> dict[tuple[str, torch.dty
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("case, bin", [("some_dropped", 0), ("idle_rank", 0), ("random", T)])
 def test_bytes_are_the_documented_ones(ep: int, etp: int, chunks: int, case: str, bin: int) -> None:
-    """Per rank and direction: the copies of its routed rows that leave it, D elements each; the weight goes one way."""
+    """Per rank and direction: the copies of its routed rows that leave it, D elements each; weights only
+    travel there.
+    """
     out = torch.zeros(RANKS, RANKS, dtype=torch.int64)  # rows from, to
     for rank in range(RANKS):
         experts = torch.arange(E).repeat(bin) if bin else inputs(case, rank)[2].flatten()
@@ -215,7 +218,7 @@ def test_bytes_are_the_documented_ones(ep: int, etp: int, chunks: int, case: str
         counts = 0 if bin else (RANKS - 1) * chunks * (E // ep) * 8
         assert added(dispatching) == kinds(int64=counts, float32=there * D * 4, float64=there * 8)
         assert added(combining) == kinds(float32=back * D * 4)
-        # backward: the outputs' gradients go as the rows went; the rows' and the weights' gradients return
+        # backward: the outputs' gradients travel like the rows; the gradients of rows and weights return
         assert added(backward[:chunks]) == kinds(float32=there * D * 4)
         assert added(backward[chunks:]) == kinds(float32=back * D * 4, float64=back * 8)
         assert [len(sent) for sent in (dispatching, combining, backward)] == [
@@ -244,7 +247,7 @@ def test_bytes_of_the_all_gather(ep: int, etp: int) -> None:
 
 
 def visit(dispatcher: Any, group: Group, ep: int, etp: int, case: str, padded: bool) -> list[int]:
-    """A round trip in pieces, as the layer makes it; returns the rows of each part."""
+    """A round trip in pieces, as in the layer; returns the rows of each part."""
     dispatcher.set_groups(group, ep, etp)
     local, expert_rank, share = E // ep, group.rank // etp, (group.rank % etp + 1) / (etp * (etp + 1) / 2)
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
@@ -260,7 +263,7 @@ def visit(dispatcher: Any, group: Group, ep: int, etp: int, case: str, padded: b
     y_TD, want_TD = dispatcher.land(back, home), plain(x_TD, weights_TK, chosen_TK)
     torch.testing.assert_close(y_TD, want_TD, rtol=1e-13, atol=1e-13)
     cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
-    for _ in range(2):  # a graph that is kept can be gone through again
+    for _ in range(2):  # a retained graph can be used again
         grads = torch.autograd.grad(y_TD, (x_TD, weights_TK), cotangent, retain_graph=True)
         want_grads = torch.autograd.grad(want_TD, (x_TD, weights_TK), cotangent, retain_graph=True)
         for grad, wanted in zip(grads, want_grads, strict=True):
@@ -276,25 +279,25 @@ def visits(ep: int, etp: int) -> None:
                 assert len(rows) == chunks
                 if padded:
                     assert rows == [-(-T // chunks) * E // ep * RANKS] * chunks
-                elif case == "random" and chunks < T:  # even to a row of each sender and local expert
+                elif case == "random" and chunks < T:  # even, up to a row of each sender and local expert
                     assert max(rows) - min(rows) <= RANKS * E // ep
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
 def test_chunks_come_home_whatever_their_number(ep: int, etp: int) -> None:
-    """More chunks than tokens, empty ones and all: equal to the plain formula, forward and backward."""
+    """Also with more chunks than tokens, so that some are empty: equal to the plain formula, forward and backward."""
     world.run(RANKS, visits, ep, etp)
 
 
 @functools.cache
 def nodes_of(node: int) -> tuple[Group, Group]:
-    """within and across, of 4 ranks on nodes of so many."""
+    """`within` and `across` for 4 ranks on nodes of `node` ranks."""
     mesh = init_device_mesh("cpu", (RANKS // node, node), mesh_dim_names=("across", "within"))
     return Group.of(mesh["within"].get_group()), Group.of(mesh["across"].get_group())
 
 
 class OnNodes(Hierarchical):
-    """Laid on nodes of `node` ranks whenever it is laid."""
+    """On nodes of `node` ranks whenever its groups are set."""
 
     def __init__(self, node: int, chunks: int = 1):
         self.node = node
@@ -306,7 +309,7 @@ class OnNodes(Hierarchical):
             self.set_nodes(*nodes_of(self.node))
 
 
-NODES = [(4, 1, 2), (4, 1, 1), (2, 2, 2), (4, 1, 4)]  # ep, etp, ranks of a node
+NODES = [(4, 1, 2), (4, 1, 1), (2, 2, 2), (4, 1, 4)]  # ep, etp, ranks per node
 
 
 def visits_on_nodes(ep: int, etp: int, node: int) -> None:
@@ -350,7 +353,7 @@ def crossings(ep: int, etp: int, node: int, case: str, flat: bool) -> list[int]:
 @pytest.mark.parametrize("ep, etp, node", NODES)
 @pytest.mark.parametrize("case", ["random", "some_dropped"])
 def test_a_token_crosses_to_a_node_once(ep: int, etp: int, node: int, case: str) -> None:
-    """One row there and back for each token and other node, where the flat all-to-all has one per expert and etp."""
+    """One row there and back for each token and other node; the flat all-to-all has one per expert and etp rank."""
     nodes = RANKS // node
     once, often = torch.zeros(nodes, RANKS), torch.zeros(nodes, RANKS)  # rows to a node, from a rank
     for rank in range(RANKS):
@@ -382,7 +385,7 @@ def test_chunks_on_one_rank(padded: bool, case: str) -> None:
 
 @st.composite
 def choices(draw: st.DrawFn, least: int = 0) -> tuple[Tensor, int, int, int, int]:
-    """chosen_TK of at least that many tokens, E, ep, etp, bin"""
+    """chosen_TK for at least `least` tokens, E, ep, etp, bin."""
     ep, etp = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     experts = ep * draw(st.integers(1, 3))
     tokens, k = draw(st.integers(least, 6)), draw(st.integers(1, 3))
@@ -454,7 +457,7 @@ def test_no_tokens_at_all() -> None:
 
 @pytest.mark.parametrize("experts", [7, 2**15 - 1, 2**15, 40000])
 def test_entries_are_sorted_by_expert_and_then_by_token(experts: int) -> None:
-    """Keys are narrow where every expert's number fits, the number of no expert among them."""
+    """Keys are narrow if all expert numbers fit, including that of "no expert"."""
     chosen_TK = torch.randint(experts - 6, experts + 1, (30, 2), generator=torch.Generator().manual_seed(0))
     order, count = sort_by_expert(chosen_TK, experts)
     flat = chosen_TK.flatten().tolist()

@@ -1,4 +1,4 @@
-"""The experts' own backward against plain autograd: the same numbers out of fewer kept bytes."""
+"""The experts' own backward against plain autograd: the same numbers from fewer saved bytes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def inputs(counts: list[int], dtype: torch.dtype, weight_dtype: torch.dtype) -> 
 def test_the_down_half_equals_plain_autograd(
     grouped: bool, dtype: torch.dtype, counts: list[int], clamped: bool
 ) -> None:
-    """In bfloat16 ours is no farther from the truth, or as near as the result's own rounding."""
+    """In bfloat16 ours is no farther from the truth, or within the rounding of the result."""
     results, weight_dtype = [], torch.promote_types(dtype, torch.float32)
     ways = [(down, dtype, grouped), (plain_down, dtype, grouped)]
     for half, wide, together in [*ways, (plain_down, torch.float64, False)]:
         leaves = [x.detach().to(torch.promote_types(x.dtype, wide)) for x in inputs(counts, dtype, weight_dtype)]
         leaves = [x.requires_grad_() for x in leaves]
-        # `down` asks for its inputs by their nodes, so none may be a leaf.
+        # `down` looks at the autograd nodes of its inputs, so none may be a leaf.
         y_RD = half(*(x.view_as(x) for x in leaves), torch.tensor(counts), together, clamped)
         cotangent = random(*y_RD.shape, dtype=dtype, seed=4).detach().to(wide)
         results.append([y_RD.detach(), *torch.autograd.grad(y_RD, leaves, cotangent)])
@@ -55,7 +55,7 @@ def test_the_down_half_equals_plain_autograd(
 
 
 def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As zero-bubble schedules run it: inputs first, weights later from the recorded gradient of the node."""
+    """As in zero-bubble schedules: inputs first, weights later from the recorded gradient of the node."""
     from titanmoe.moe import experts as module
 
     products = []
@@ -90,13 +90,13 @@ def test_within_a_recomputed_block(switches: dict[str, Any]) -> None:
 
 
 def weighted_after(made: Experts, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-    """As usually written: the routing weight on the experts' outputs, and autograd keeps what it likes."""
+    """As usually written: the routing weight multiplies the experts' outputs, and autograd saves what it needs."""
     hidden = F.silu(grouped_loop(x_RD, made.w1, count_e)) * grouped_loop(x_RD, made.w3, count_e)
     return (grouped_loop(hidden, made.w2, count_e) * weight_R1).to(x_RD.dtype)
 
 
 def test_kept_bytes_per_row_at_a_qwen_shape() -> None:
-    """64 experts, model 768, hidden 256: a row's input, gate, up and weight; 40 % less than as usually written."""
+    """64 experts, model 768, hidden 256: a row's input, gate, up and weight are saved, 40 % less than usual."""
     made = Experts(Model(num_experts=64, dim=768, expert_hidden=256), MoE(), torch.bfloat16)
     for weight in made.parameters():
         torch.nn.init.normal_(weight, std=0.02)

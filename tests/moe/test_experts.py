@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests import near
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.experts import COPIED, UNIT, Experts, Product, can_group, evened, grouped_loop, grouped_product
+from titanmoe.moe.experts import COPIED, UNIT, Experts, Product, can_group, fill_units, grouped_loop, grouped_product
 
 D, HIDDEN = 16, 24
 STEPS = 12
@@ -93,7 +93,7 @@ def test_experts_are_weighted_swiglus_and_idle_ones_have_zero_gradients(
         rows.append(made.w2[e] @ hidden * weight_R1[r])
     inputs = [x_RD, weight_R1, *made.parameters()]
     cotangent = random(sum(counts), D, dtype=dtype, seed=7).detach()
-    grads = torch.autograd.grad(y_RD, inputs, cotangent)  # raises where a parameter took no part
+    grads = torch.autograd.grad(y_RD, inputs, cotangent)  # raises if a parameter took no part
     for grad in grads[2:]:
         assert all(torch.equal(grad[e], torch.zeros_like(grad[e])) for e, n in enumerate(counts) if n == 0)
     if rows:
@@ -104,7 +104,7 @@ def test_experts_are_weighted_swiglus_and_idle_ones_have_zero_gradients(
 
 
 def test_widths_that_cannot_be_grouped_take_the_loop() -> None:
-    """22 float32 are no whole 16-byte units: the grouped product would refuse them."""
+    """22 float32 numbers are not whole 16-byte units: the grouped product would refuse them."""
     made = {kind: experts(kind, torch.float32, hidden=22) for kind in ("auto", "loop")}
     x_RD, weight_R1 = random(9, D, dtype=torch.float32, seed=5), random(9, 1, dtype=torch.float32, seed=6)
     auto, loop = (made[kind].products(x_RD, weight_R1, torch.tensor([2, 0, 6, 1])) for kind in ("auto", "loop"))
@@ -115,7 +115,7 @@ GPT_OSS = {"expert_biases": True, "expert_activation": "clamped_swiglu"}
 
 
 def biased_row(made: Experts, e: int, x_D: Tensor) -> Tensor:
-    """One token through one expert, as it is published."""
+    """One token through one expert, by the published formula."""
     gate, up = made.w1[e] @ x_D + made.w1_bias[e], made.w3[e] @ x_D + made.w3_bias[e]
     gate, up = torch.minimum(gate, gate.new_tensor(7.0)), torch.minimum(up, up.new_tensor(7.0))
     up = torch.maximum(up, up.new_tensor(-7.0))
@@ -125,7 +125,7 @@ def biased_row(made: Experts, e: int, x_D: Tensor) -> Tensor:
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 @pytest.mark.parametrize("kind, dtype", [("loop", torch.float64), ("grouped", torch.float32)])
 def test_biases_and_the_clamp_row_by_row(kind: str, dtype: torch.dtype, counts: list[int]) -> None:
-    """Inputs so large that gates and ups meet the clamp from every side; idle experts' gradients are exact zeros."""
+    """Inputs so large that gate and up reach every bound of the clamp; idle experts' gradients are exactly zero."""
     made = experts(kind, dtype, **GPT_OSS)
     assert len(list(made.parameters())) == 6
     x_RD, weight_R1 = random(sum(counts), D, dtype=dtype, seed=5), random(sum(counts), 1, dtype=dtype, seed=6)
@@ -134,7 +134,7 @@ def test_biases_and_the_clamp_row_by_row(kind: str, dtype: torch.dtype, counts: 
     of = torch.arange(4).repeat_interleave(torch.tensor(counts)).tolist()
     inputs = [x_RD, weight_R1, *made.parameters()]
     cotangent = random(sum(counts), D, dtype=dtype, seed=7).detach()
-    grads = torch.autograd.grad(y_RD, inputs, cotangent)  # raises where a parameter took no part
+    grads = torch.autograd.grad(y_RD, inputs, cotangent)  # raises if a parameter took no part
     for grad in grads[2:]:
         assert all(torch.equal(grad[e], torch.zeros_like(grad[e])) for e, n in enumerate(counts) if n == 0)
     if not of:
@@ -149,7 +149,7 @@ def test_biases_and_the_clamp_row_by_row(kind: str, dtype: torch.dtype, counts: 
 
 
 def test_the_etp_ranks_of_a_biased_expert_add_up() -> None:
-    """Each has a part of the hidden width and adds the last bias to columns of its own."""
+    """Each has a part of the hidden width and adds the last bias to its own columns."""
     whole = experts("loop", torch.float64, **GPT_OSS)
     x_RD, weight_R1 = random(18, D, dtype=torch.float64, seed=5), random(18, 1, dtype=torch.float64, seed=6)
     counts, total = torch.tensor([0, 7, 0, 11]), torch.zeros(18, D, dtype=torch.float64)
@@ -163,7 +163,7 @@ def test_the_etp_ranks_of_a_biased_expert_add_up() -> None:
 
 
 def test_the_rows_of_padded_bins_give_biases_no_gradient() -> None:
-    """A padded row is a zero token with weight 0, and nothing comes back to it."""
+    """A padded row is a zero token with weight 0, and its gradient is zero."""
     made = experts("loop", torch.float64, **GPT_OSS)
     x_RD, weight_R1 = (random(9, n, dtype=torch.float64, seed=n).detach() for n in (D, 1))
     cotangent = random(9, D, dtype=torch.float64, seed=7).detach()
@@ -184,7 +184,7 @@ def test_the_rows_of_padded_bins_give_biases_no_gradient() -> None:
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("counts", [[0, 400, 1, 111], [0, 0, 512, 0], [128, 128, 128, 128], [33, 31, 448, 0]])
 def test_rows_in_whole_units_change_no_number(counts: list[int], biases: bool) -> None:
-    """As on CPUs in bfloat16; but for roundings, since zeros among the rows may change the order of sums."""
+    """As on CPUs in bfloat16, apart from rounding, because zeros among the rows may change the order of sums."""
     model = Model(num_experts=4, dim=D, expert_hidden=HIDDEN, expert_biases=biases)
     results = []
     for in_units in (True, False):
@@ -205,7 +205,7 @@ def test_rows_in_whole_units_change_no_number(counts: list[int], biases: bool) -
 
 def test_units_are_filled_up_expert_by_expert() -> None:
     counts, rows = torch.tensor([0, UNIT + 1, UNIT, 1]), 2 * UNIT + 2
-    source_P, went_R1, whole_e = evened(counts, rows)
+    source_P, went_R1, whole_e = fill_units(counts, rows)
     assert whole_e.tolist() == [0, 2 * UNIT, UNIT, UNIT]
     assert source_P[went_R1[:, 0]].tolist() == list(range(rows))
     assert (source_P == rows).sum() == len(source_P) - rows == 2 * (UNIT - 1)

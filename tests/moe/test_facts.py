@@ -1,4 +1,4 @@
-"""The table of dispatchers tells the truth of each class, and an entry in it is all that a new class needs."""
+"""The table of dispatchers is true of each class, and an entry in it is all that a new class needs."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from titanmoe.tokens import Tokens
 RANKS = 4
 
 
-class Asked(TorchFunctionMode):
-    """How often a value of a tensor becomes one of Python's."""
+class HostReads(TorchFunctionMode):
+    """Counts how often a tensor's value is read into Python."""
 
     WAYS = ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu")
 
@@ -39,8 +39,8 @@ class Asked(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def laid(name: str, chunks: int = 1) -> Dispatcher:
-    """On four ranks, of two nodes, as a step uses it."""
+def on_four_ranks(name: str, chunks: int = 1) -> Dispatcher:
+    """On four ranks on two nodes, as a step uses it."""
     shape = {"model.dim": D, "model.top_k": K, "training.seq_len": T, "parallelism.experts.ep": RANKS}
     config = parity.read(shape | {"moe.dispatcher": name}, RANKS)
     fold = derive(RANKS, config.parallelism)
@@ -54,15 +54,15 @@ def laid(name: str, chunks: int = 1) -> Dispatcher:
 
 
 def host_syncs(name: str, bin: int) -> int:
-    dispatcher = laid(name)
-    with Asked() as asked:
+    dispatcher = on_four_ranks(name)
+    with HostReads() as reads:
         rows, _, _, route = dispatcher.dispatch(*inputs("some_dropped", dist.get_rank()), bin)
         dispatcher.combine(rows, route)
-    return asked.times
+    return reads.times
 
 
 def messages(name: str, chunks: int) -> int:
-    dispatcher = laid(name, chunks)
+    dispatcher = on_four_ranks(name, chunks)
     parts, _ = dispatcher.parts(dispatcher.start(*inputs("random", dist.get_rank()), 0))
     return len(parts)
 
@@ -70,7 +70,7 @@ def messages(name: str, chunks: int) -> int:
 def rows_for_no_expert(name: str) -> bool:
     found = False
     for case in CASES:
-        rows, _, count_e, _ = laid(name).dispatch(*inputs(case, dist.get_rank()), 0)
+        rows, _, count_e, _ = on_four_ranks(name).dispatch(*inputs(case, dist.get_rank()), 0)
         arrived, _ = arriving(case, RANKS, range(2 * dist.get_rank(), 2 * dist.get_rank() + 2))
         found |= len(rows) != int(count_e.sum()) or len(rows) != len(arrived)
     return found
@@ -89,7 +89,7 @@ def test_facts_are_true(name: str) -> None:
 
 
 class Nowhere(Dispatcher):
-    """Experts of this rank alone, one row for each choice that is kept, and no message."""
+    """Only this rank's experts, one row for each kept choice, and no message."""
 
     def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple:
         flat = chosen_TK.flatten()
@@ -104,7 +104,7 @@ class Nowhere(Dispatcher):
 
 
 def test_a_new_dispatcher_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which need know no more than how rows get to their experts and back."""
+    """The class only defines how rows get to their experts and back."""
     module = ModuleType("titanmoe.moe.nowhere")
     module.Nowhere = Nowhere
     monkeypatch.setitem(sys.modules, "titanmoe.moe.nowhere", module)

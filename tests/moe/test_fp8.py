@@ -13,20 +13,20 @@ from titanmoe.moe.experts import Experts, loop_gradient, weighted
 from titanmoe.moe.fp8 import LARGEST, quantise, scaled_products
 
 D, HIDDEN = 16, 32
-# Every number that e4m3 has: 3 bits of fraction, exponents -6 to 8, subnormals of 2^-9; all ones is no number.
+# Every number that e4m3 has: 3 bits of fraction, exponents -6 to 8, subnormals of 2^-9; all ones is NaN.
 E4M3 = sorted(
     {(1 + f / 8) * 2.0**e for e in range(-6, 9) for f in range(8)} - {480.0} | {f * 2.0**-9 for f in range(8)}
 )
 
 
 def nearest(value: float) -> float:
-    """The e4m3 number next to it; of two the one with an even fraction, which is at an even place of the list."""
+    """The nearest e4m3 number; of two the one with an even fraction, which has an even index in the list."""
     place = min(range(len(E4M3)), key=lambda i: (abs(E4M3[i] - abs(value)), i % 2))
     return E4M3[place] if value >= 0 else -E4M3[place]
 
 
 def rounded(x: Tensor) -> Tensor:
-    """What a tensor stands for once its rows are quantised."""
+    """The values that a tensor represents after its rows are quantised."""
     q, scale = quantise(x)
     return q.float() * scale.unsqueeze(-1)
 
@@ -53,7 +53,7 @@ def test_rows_are_rounded_to_e4m3_under_their_own_scale() -> None:
 
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_products_and_gradients_are_those_of_the_formula(counts: list[int]) -> None:
-    """Forward and dx of rounded factors, dw of those that came in."""
+    """Forward and dx use rounded factors, dw the original ones."""
     x, of = random(sum(counts), D, dtype=torch.float32, seed=0), torch.arange(4).repeat_interleave(torch.tensor(counts))
     weights = [random(4, HIDDEN, D, dtype=torch.float32, seed=s) for s in (1, 2)]
     outputs = scaled_products(x, torch.tensor(counts), True, loop_gradient, *weights)

@@ -1,6 +1,6 @@
-"""What is computed while rows are under way: seen in the order in which a program sends, computes and waits.
+"""What is computed while rows are in flight, from the order in which a program sends, computes and waits.
 
-Two ranks, the real layer. A message lasts from its sending to the wait for it, in the program's order.
+Two ranks and the real layer. A message lasts from its sending to the wait for it, in the program's order.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MESSAGES, EXPERTS, SHARED = "messages", "experts", "shared"
 
 
 class Wire:
-    """In place of the operations that collectives.py calls: notes rows that are sent and waited for, and what the clock
-    would show of a wire that carries them at `latency + rows * slope` seconds each."""
+    """Replaces the operations that collectives.py calls: records the rows that are sent and waited for, and the times
+    on a wire that takes `latency + rows * slope` seconds for each message."""
 
     def __init__(self, events: Events, clock: Clock | None = None, latency: float = 0.0, slope: float = 0.0):
         self.real, self.events = collectives._ops, events
         self.clock, self.latency, self.slope = clock or Clock(), latency, slope
-        self.under_way: list[Tensor] = []  # kept, so that their numbers are their own
+        self.in_flight: list[Tensor] = []  # kept, so that no id is used twice
 
     def __enter__(self) -> Wire:
         collectives._ops = self
@@ -47,7 +47,7 @@ class Wire:
     def all_to_all_single(self, x: Tensor, receive: list[int], send: list[int], name: str) -> Tensor:
         y = self.real.all_to_all_single(x, receive, send, name)
         if x.dim() == 2 and x.shape[1] > 1 and x.is_floating_point():  # rows, not counts or weights
-            self.under_way.append(y)
+            self.in_flight.append(y)
             self.events.begin(MESSAGES, id(y))
             self.clock.now += self.latency + self.slope * sum(send)
         return y
@@ -62,7 +62,7 @@ class Wire:
 
 
 class _Work(torch.autograd.Function):
-    """x, noted on its way forward and backward."""
+    """Returns x, and records when it passes forward and backward."""
 
     @staticmethod
     def forward(ctx, x, note):
@@ -102,7 +102,7 @@ def counted(events: Events) -> dict[str, int]:
 
 
 def ordered(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[str, int]]:
-    """Forward and backward of a layer whose experts lie on two ranks."""
+    """Forward and backward of a layer whose experts are on two ranks."""
     events = Events()
     kind = "hierarchical" if across else "alltoall"
     changes = {"moe.dispatcher": kind, "moe.overlap_chunks": chunks, "moe.force_balance": True}
@@ -111,7 +111,7 @@ def ordered(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[s
     nn.init.normal_(moe.router.weight)
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
     moe.dispatcher.set_groups(group, RANKS, 1)
-    if across:  # each rank a node of its own
+    if across:  # each rank is a node
         moe.dispatcher.set_nodes(ALONE, group)
     moe.experts.products = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))
     x_BsD = torch.randn(1, T, config.model.dim, dtype=torch.float64, requires_grad=True)
@@ -139,27 +139,28 @@ def seen_on_ranks(chunks: int, shared: bool, across: bool = False) -> list[dict[
     return world.run(RANKS, ordered, chunks, shared, across)
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("across", [False, True], ids=["flat", "across_nodes"])
-def test_the_shared_expert_is_computed_while_rows_are_under_way(across: bool, way: str) -> None:
+def test_the_shared_expert_is_computed_while_rows_are_under_way(across: bool, direction: str) -> None:
     for seen in seen_on_ranks(1, True, across):
-        at = seen[way]
+        at = seen[direction]
         assert at["shared in messages"] == at["shared"] == 1, at
         assert at["experts in messages"] == 0 < at["experts"], at
 
 
-@pytest.mark.parametrize("way", ["forward", "backward"])
-def test_a_chunk_is_multiplied_while_others_are_under_way(way: str) -> None:
-    for alone, cut in zip(seen_on_ranks(1, False), seen_on_ranks(4, False), strict=True):
-        assert (alone[way]["messages"], alone[way]["experts"], alone[way]["experts in messages"]) == (2, 1, 0)
-        assert (cut[way]["messages"], cut[way]["experts"], cut[way]["experts in messages"]) == (8, 4, 4)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_chunk_is_multiplied_while_others_are_under_way(direction: str) -> None:
+    for one, four in zip(seen_on_ranks(1, False), seen_on_ranks(4, False), strict=True):
+        names = "messages", "experts", "experts in messages"
+        assert [one[direction][name] for name in names] == [2, 1, 0]
+        assert [four[direction][name] for name in names] == [8, 4, 4]
 
 
 def chosen(latency: float, message: float, product: float) -> chunks.Choice:
-    """On four ranks, of messages and products that take a latency, and so many seconds a row."""
+    """On four ranks, with messages and products that take a latency plus so many seconds per row."""
     config = parity.read({}, 4)
     group = Group(dist.group.WORLD.group_name, 4, dist.get_rank())
-    experts = chunks.stand_in(config.model, config.moe, 4, 1, torch.float32, torch.device("cpu"))
+    experts = chunks.dummy_experts(config.model, config.moe, 4, 1, torch.float32, torch.device("cpu"))
     products, clock = experts.products, Clock()
 
     def takes(x: Tensor) -> None:
@@ -182,7 +183,7 @@ def test_chunks_are_chosen_where_messages_are_slow() -> None:
 
 
 def test_what_is_under_way_cannot_be_used() -> None:
-    """The mark that stands for it is empty."""
+    """The mark that represents it is empty."""
     assert all(world.run(RANKS, marks))
 
 
@@ -198,7 +199,7 @@ def marks() -> bool:
 
 
 def a_step(pairs: bool) -> dict[str, int]:
-    """Of DualPipeV on two pipeline ranks, experts on two ranks each."""
+    """A step of DualPipeV on two pipeline ranks, with experts on two ranks each."""
     events, products = Events(), Experts.products
 
     def multiplied(self: Experts, x_RD: Tensor, *given: Any) -> Tensor:
@@ -222,7 +223,7 @@ TWO_STAGES = {
 
 
 def test_rows_of_one_microbatch_travel_under_the_experts_of_another() -> None:
-    """3 of 8 forwards and 3 of 8 backwards are in pairs, and none waits without the other's turn."""
+    """3 of 8 forwards and 3 of 8 backwards are in pairs, and none waits without giving the other the turn."""
     for taken, apart in zip(world.run(4, a_step, True), world.run(4, a_step, False), strict=True):
         assert apart["experts in messages"] == 0 < apart["experts"] == taken["experts"], (taken, apart)
         assert taken["experts in messages"] == 3 / 8 * taken["experts"], (taken, apart)

@@ -1,4 +1,4 @@
-"""Tokens to rows and back: against plain indexing, and each the other's transpose, with and without gradients."""
+"""Tokens to rows and back: against plain indexing, and each as the other's transpose, with and without gradients."""
 
 from __future__ import annotations
 

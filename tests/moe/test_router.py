@@ -26,7 +26,7 @@ def tokens(count: int, first: int = 0, valid: Tensor | None = None) -> Tokens:
 
 
 def router(dim: int, dtype: torch.dtype = torch.float64, layer: int = 1, **options: Any) -> Router:
-    """Options of either table by their names."""
+    """Options of [model] or [moe] by name."""
     moe = {name: options.pop(name) for name in list(options) if hasattr(MoE(), name)}
     out = Router(Model(**({"num_experts": 8, "top_k": 2} | options), dim=dim), MoE(**moe), 0, layer, dtype)
     torch.nn.init.normal_(out.weight, generator=torch.Generator().manual_seed(1))
@@ -34,7 +34,7 @@ def router(dim: int, dtype: torch.dtype = torch.float64, layer: int = 1, **optio
 
 
 def route(logits_TE: Tensor, bias: list[float] | None = None, **options: Any) -> tuple[Tensor, ...]:
-    """Through a router that gives exactly these logits: the inputs are unit vectors."""
+    """A router with exactly these logits: the inputs are unit vectors."""
     count, experts = logits_TE.shape
     made = router(count, logits_TE.dtype, num_experts=experts, **options)
     with torch.no_grad():
@@ -73,7 +73,7 @@ def plain(logits: list[float], bias: list[float], model: Model) -> tuple[list[in
 def test_choice_and_weights_are_those_of_a_plain_loop(
     data: st.DataObject, score: str, norm: bool, groups: tuple[int, int]
 ) -> None:
-    """Few different logits and biases, so that many scores are equal."""
+    """Few distinct logits and biases, so that many scores are equal."""
     top_k, scale = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([1.0, 2.5]))
     logits = data.draw(st.lists(st.lists(st.integers(-2, 2), min_size=8, max_size=8), min_size=1, max_size=4))
     bias = data.draw(st.lists(st.sampled_from([0.0, 0.25, -0.5]), min_size=8, max_size=8))
@@ -97,7 +97,7 @@ def test_ties_go_to_the_lower_expert(score: str) -> None:
 
 
 def test_scores_outside_the_best_groups_are_never_chosen() -> None:
-    """Expert 0 is the best of all, but sigmoid groups count their two best."""
+    """Expert 0 is the best of all, but a sigmoid group is rated by its two best."""
     logits = torch.tensor([[9.0, -9, 1, 1, 0, 0, 0, 0]], dtype=torch.float64)
     groups = dict(num_groups=4, top_groups=1, top_k=2)
     assert route(logits, score_function="sigmoid", **groups)[3].tolist() == [[2, 3]]

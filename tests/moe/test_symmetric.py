@@ -1,5 +1,5 @@
-"""The dispatcher over symmetric memory, on operations emulated by their contract: unused rows hold NaN, sizes are not
-told to the host, and a step in which a receive buffer is too small is made again.
+"""The dispatcher over symmetric memory, on operations emulated by their contract: unused rows are NaN, the host does
+not read sizes, and a step in which a receive buffer is too small runs again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def make(group: Group, ep: int, etp: int, factor: float = 8.0) -> Symmetric:
 
 
 def lent(config: Config, group: Group) -> Symmetric:
-    """As in a step."""
+    """A dispatcher with memory, as in a step."""
     fold = derive(group.size, config.parallelism)
     dispatcher = Symmetric(config.model.num_experts, kernels=config.moe.kernels)
     dispatcher.set_groups(group, fold.ep, fold.etp)
@@ -105,7 +105,7 @@ def cases_on_ranks(ep: int, etp: int) -> None:
     before = len(symmetric.calls)
     for case in CASES:
         check_case(dispatcher, case)
-    # rows and weights there, twice; and once back, and with the gradients there, back, back
+    # twice: rows and weights there, rows back, and the gradients there, back and back
     once = ["there", "there", "there", "there", "back", "there", "back", "back"]
     assert symmetric.calls[before:] == once * len(CASES)
 
@@ -123,7 +123,7 @@ def test_a_rank_alone_sends_nothing(case: str) -> None:
 
 
 class HostMustNotWait(TorchFunctionMode):
-    """Raises where a value of a tensor becomes one of Python's."""
+    """Raises if a tensor's value is read into Python."""
 
     ASKS = ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu")
 
@@ -157,9 +157,9 @@ def crowded(case: str) -> tuple[bool, list[bool]]:
     """One round trip with buffers for even routing: whether this rank would overflow, and whether all is finite."""
     dispatcher = make(whole_world(), RANKS, 1, 1.0)
     memory = dispatcher.memory
-    memory.away_rows = 4 * ALIGN  # less than any layout needs for one expert's rows of all ranks
+    memory.away_rows = 4 * ALIGN  # less than one expert's rows of all ranks need
     x_TD, weights_TK, chosen_TK = inputs(case, dist.get_rank())
-    if case == "one_expert":  # 3 of a token's rows to rank 2, which holds experts 4 and 5, in bins of 24 and 48
+    if case == "one_expert":  # 3 of a token's rows to rank 2, which has experts 4 and 5, in bins of 24 and 48
         chosen_TK[:, 0], chosen_TK[:, 2] = 4, 5
     memory.rows = memory.rows._replace(away=tuple(b[: 4 * ALIGN] for b in memory.rows.away))
     memory.weights = memory.weights._replace(away=tuple(b[: 4 * ALIGN] for b in memory.weights.away))
@@ -169,14 +169,16 @@ def crowded(case: str) -> tuple[bool, list[bool]]:
 
 
 def test_nothing_is_sent_where_one_rank_has_no_room() -> None:
-    """The emulated operation raises if it is made to write more than the buffer holds; the real one would not."""
+    """The emulated operation raises if it would write past the end of the buffer; the real one does not check."""
     answers = world.run(RANKS, crowded, "one_expert")
     assert [flag for flag, _ in answers] == [False, False, True, False]
     assert all(all(empty) for _, empty in answers)
 
 
 def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
-    """parity.measure, one layer's choice forced in the first step; the flags by step; how many operations ran."""
+    """parity.measure, with one layer's choice forced in the first step; also the flags by step and how many operations
+    ran.
+    """
     flags, before = [], len(symmetric.calls)
 
     def forced(trainer: Any) -> dict[str, float]:
@@ -195,7 +197,7 @@ FORCED = [1e6, 1e6] + [0.0] * 6
 
 
 V = {"pipeline.schedule": "ZBVZeroBubble", "model.num_layers": 4, "activation_checkpoint.mode": "full"}
-OVERFLOWS = {  # the last layer's experts 0 and 1 get all rows; the mapping, and which rank of the world holds them
+OVERFLOWS = {  # the last layer's experts 0 and 1 get all rows; the mapping, and the rank of the world that has them
     "second stage": ({"parallelism.pp": 2, "parallelism.experts.ep": 2}, 2),
     "end of a V": ({"parallelism.pp": 2, "parallelism.experts.ep": 2} | V, 0),
     "ep across tp and cp": (
@@ -215,7 +217,7 @@ OVERFLOWS = {  # the last layer's experts 0 and 1 get all rows; the mapping, and
     "case", ["second stage", *(pytest.param(case, marks=pytest.mark.slow) for case in list(OVERFLOWS)[1:])]
 )
 def test_a_step_that_overflows_on_one_rank_is_made_again(case: str) -> None:
-    """Every number of both steps is the plain model's, counters and balance included; the second does not overflow."""
+    """Every number of both steps equals the plain model's, including counters and balance; the second step fits."""
     mapping, full = OVERFLOWS[case]
     changes = {
         "moe.dispatcher": "symm_mem",
@@ -256,7 +258,7 @@ def test_a_step_that_overflows_on_one_rank_is_made_again(case: str) -> None:
 
 
 class _Garbage(torch.autograd.Function):
-    """NaN in the rows from `end` on, forward or backward."""
+    """Puts NaN in the rows from `end` on, forward or backward."""
 
     @staticmethod
     def forward(ctx, x, end, backward):
@@ -271,7 +273,9 @@ class _Garbage(torch.autograd.Function):
 
 
 def with_garbage(changes: dict[str, Any]) -> Any:
-    """parity.measure; torch's grouped product leaves NaN in rows of no expert, forward and backward, as it may."""
+    """parity.measure; here torch's grouped product leaves NaN in rows of no expert, forward and
+    backward, which it may.
+    """
     real: Callable[..., Tensor] = torch._grouped_mm
     rows = []
 
@@ -293,7 +297,7 @@ def with_garbage(changes: dict[str, Any]) -> Any:
     "model",
     [
         {},
-        # the clamp would take NaN for too large, and so keep it out of the gradients
+        # a clamp would replace NaN, and so hide it from the gradients
         MODELS["gpt_oss"] | {"model.expert_activation": "swiglu"},
     ],
     ids=["plain", "biases"],
@@ -310,7 +314,7 @@ def test_unused_rows_touch_no_number(model: dict[str, Any]) -> None:
 
 
 def test_a_machine_that_cannot_run_it_is_refused() -> None:
-    """In a process of its own, without the emulation. A group of one sends nothing, and so asks for nothing."""
+    """In a process of its own, without the emulation. A group of one sends nothing, so it needs nothing."""
     code = (
         "from titanmoe.config import ConfigError\n"
         "from titanmoe.train.launch import read\n"

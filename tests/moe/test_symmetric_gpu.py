@@ -25,7 +25,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_rows_through_the_experts_without_a_host_sync() -> None:
-    """The dispatcher over symmetric memory on a rank alone, the grouped product, and back; some choices dropped."""
+    """The dispatcher over symmetric memory on a single rank, the grouped product, and back; some choices
+    are dropped.
+    """
     config = Config()
     config.moe.dispatcher = "symm_mem"
     model, T = config.model, config.training.seq_len

@@ -1,4 +1,4 @@
-"""Blocked attention against the same in plain operations, with every score at once."""
+"""Blocked attention against plain operations, with all scores at once."""
 
 import math
 
@@ -25,7 +25,7 @@ def both(dtype, S, heads, key_heads, width, value_width, documents, size=1.0):
     make = torch.Generator().manual_seed(0)
 
     def draw(heads: int, width: int) -> torch.Tensor:
-        # As the projections leave them: positions before heads.
+        # In the projections' layout: positions before heads.
         x = torch.randn(2, S, heads, width, generator=make, dtype=torch.float64) * size
         return x.to(dtype).transpose(1, 2)
 
@@ -73,7 +73,7 @@ def test_documents_of_any_length(lengths):
 
 
 def test_work_is_that_of_the_documents():
-    """As data.balance_work counts it, to a block: 16 documents of a block each against one of all."""
+    """As data.balance_work counts it, to a block: 16 documents of one block each against a single document."""
     cost = []
     for length in (16 * QUERIES, QUERIES):
         document = (torch.arange(16 * QUERIES) // length).unsqueeze(0)
@@ -93,5 +93,5 @@ def test_huge_scores_do_not_overflow():
 def test_bfloat16_is_as_near_as_its_rounding():
     for got, want in both(torch.bfloat16, 2 * QUERIES, 4, 2, 64, 64, False):
         assert got.dtype == torch.bfloat16
-        # Scores, shares, sums; and of gradients as many again.
+        # Scores, weights, sums; and the same number again for gradients.
         assert (got.double() - want).norm() <= near.bound(torch.bfloat16, roundings=6) / 2 * want.norm()

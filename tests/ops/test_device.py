@@ -1,4 +1,4 @@
-"""One place decides which way a device goes."""
+"""Only titanmoe.ops.device decides which code runs on a device."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "titanmoe"
 HOPPER, AMPERE = Hardware("cuda", (9, 0)), Hardware("cuda", (8, 0))
 CALLS_CUDA = {"train/clock.py", "train/metrics.py", "train/profile.py", "train/runtime.py", "parallel/pairs.py"}
 CALLS_CUDA |= {"moe/chunks.py", "moe/symmetric.py", "checkpoint/saver.py"}
-"""Files that ask for a GPU at hand because they call torch.cuda, not because a way is to be chosen."""
+"""Files that check for a real GPU because they call torch.cuda, not to choose which code runs."""
 
 
 def test_nobody_else_asks():

@@ -39,12 +39,12 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype, terms: int = 300) -> None:
-    """The plain way rounds after each of some 6 operations; the interpreter rounds towards zero, twice as far."""
+    """The reference rounds after each of some 6 operations; the interpreter rounds towards zero, twice as far."""
     near.close(got, want, terms, roundings=4 * 6, dtype=dtype)
 
 
 def choices(kind: str, tokens: int, top_k: int) -> Tensor:
-    """Distinct experts of each token, E for none."""
+    """Distinct experts for each token, E for none."""
     rows = torch.rand(tokens, E, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :top_k]
     if kind == "one expert":
         rows = torch.arange(top_k).expand(tokens, -1) + (E - top_k)
@@ -88,7 +88,7 @@ def test_tokens_to_rows_and_back(kind: str, tokens: int, top_k: int, etp: int, b
 
 
 def test_rows_wider_than_a_program() -> None:
-    """5,000 columns are two tiles; 300 rows of one column are one tile and no more."""
+    """5,000 columns are two tiles; 300 rows of one column are just one tile."""
     for rows, width in ((3, 5000), (300, 1)):
         order = torch.randperm(rows, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         x = random(rows, width, dtype=torch.float32)
@@ -137,7 +137,7 @@ def test_activation_with_the_routing_weight(hidden: int, counts: list[int], clam
             close(got, want, dtype, terms=2 * hidden)
 
 
-def told(samples: int, length: int, valid: Tensor | None = None) -> Tokens:
+def padded_tokens(samples: int, length: int, valid: Tensor | None = None) -> Tokens:
     index = torch.arange(samples * length, device=DEVICE)
     valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid
     sample = index // max(1, length)
@@ -148,7 +148,7 @@ def router(experts: int, dtype: torch.dtype, kernels: str, forced: bool = False,
     shape = Model(**({"top_k": 3, "dim": experts} | model), num_experts=experts)
     made = Router(shape, MoE(kernels=kernels, force_balance=forced), 0, 0, dtype).to(DEVICE)
     with torch.no_grad():
-        made.weight.copy_(torch.eye(experts))  # what enters are the logits
+        made.weight.copy_(torch.eye(experts))  # the inputs are the logits
         made.expert_bias.copy_(torch.linspace(-0.1, 0.1, experts))
     return made
 
@@ -159,7 +159,7 @@ def routed(logits: Tensor, tokens: Tokens, which: str = "both", **options: Any) 
     if not logits.numel():
         return [scores, weights, chosen, count]
     outputs = {"both": (scores, weights), "scores": (scores,), "weights": (weights,)}[which]
-    valid = tokens.valid_T.unsqueeze(1)  # nothing comes back to padding
+    valid = tokens.valid_T.unsqueeze(1)  # padding gets nothing back
     cotangents = [random(*y.shape, dtype=y.dtype, seed=7 + y.shape[1]).detach() * valid for y in outputs]
     return [scores, weights, chosen, count, *torch.autograd.grad(outputs, logits, cotangents)]
 
@@ -182,7 +182,9 @@ def test_routing(score: str, experts: int, norm: bool, shape: dict[str, Any]) ->
     options, real = dict(score_function=score, norm_topk=norm, **shape), valid.unsqueeze(1)
     for dtype, which in ((torch.float64, "both"), (torch.float32, "scores"), (torch.float32, "weights")):
         logits = random(3 * length, experts, dtype=dtype, seed=5)
-        got, want = (routed(logits, told(3, length, valid), which, kernels=k, **options) for k in ("triton", "torch"))
+        got, want = (
+            routed(logits, padded_tokens(3, length, valid), which, kernels=k, **options) for k in ("triton", "torch")
+        )
         for g, w in zip(got[2:4], want[2:4], strict=True):
             assert torch.equal(g, w)
         for g, w in zip((*got[:2], got[-1]), (*want[:2], want[-1]), strict=True):
@@ -193,7 +195,7 @@ def test_routing(score: str, experts: int, norm: bool, shape: dict[str, Any]) ->
 def test_ties_forced_balance_and_no_tokens(score: str) -> None:
     level = torch.zeros(9, 8, dtype=torch.float32, device=DEVICE, requires_grad=True)
     for forced in (False, True):
-        for logits, tokens in ((level, told(1, 9)), (level[:0].detach(), told(1, 0))):
+        for logits, tokens in ((level, padded_tokens(1, 9)), (level[:0].detach(), padded_tokens(1, 0))):
             got, want = (
                 routed(logits, tokens, kernels=k, forced=forced, score_function=score, norm_topk=False)
                 for k in ("triton", "torch")
@@ -205,7 +207,7 @@ def test_ties_forced_balance_and_no_tokens(score: str) -> None:
 def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
     """So that a diverged run ends with its own error and not with an access outside a table."""
     logits = torch.full((4, 8), float("nan"), device=DEVICE, requires_grad=True)
-    _, _, _, chosen, count = router(8, torch.float32, "triton")(logits, told(2, 2))
+    _, _, _, chosen, count = router(8, torch.float32, "triton")(logits, padded_tokens(2, 2))
     assert chosen.tolist() == [[0, 1, 2]] * 4 and count.tolist() == [[2, 2, 2, 0, 0, 0, 0, 0]] * 2
 
 
@@ -224,7 +226,7 @@ def test_compiled_calls_keep_the_kernels_whole() -> None:
         back = to_tokens(rows * row_weights, route.source_R, route.slot_TJ, "triton")
         return back.square().sum() + (scores.sum(1) * chosen_weights.sum(1)).sum()
 
-    tokens = told(2, 6)
+    tokens = padded_tokens(2, 6)
     results = []
     for function in (forward, torch.compile(forward, backend="aot_eager", fullgraph=True)):
         y = function(x, weights, logits)

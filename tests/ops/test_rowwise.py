@@ -1,4 +1,4 @@
-"""Chains block by block against the plain formulas beside their callers: values and gradients."""
+"""Chains block by block against the plain formulas next to their callers: values and gradients."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def near(one: Callable[..., Tensor], other: Callable[..., Tensor], *given: Tenso
 def test_norm(rows: int) -> None:
     made = RMSNorm(8, 1e-6, torch.float64)
 
-    def norm(way: str) -> Callable[[Tensor, Tensor], Tensor]:
+    def norm(variant: str) -> Callable[[Tensor, Tensor], Tensor]:
         def run(x: Tensor, weight: Tensor) -> Tensor:
-            return torch.func.functional_call(Way(made, way), {"norm.weight": weight}, (x,))
+            return torch.func.functional_call(Variant(made, variant), {"norm.weight": weight}, (x,))
 
         return run
 
@@ -51,13 +51,13 @@ def test_norm(rows: int) -> None:
     near(norm("forward"), norm("plain"), random(rows, 12)[:, 2:10], random(8, seed=1))  # a part of wider rows
 
 
-class Way(torch.nn.Module):
-    def __init__(self, norm: RMSNorm, way: str):
+class Variant(torch.nn.Module):
+    def __init__(self, norm: RMSNorm, variant: str):
         super().__init__()
-        self.norm, self.way = norm, way
+        self.norm, self.variant = norm, variant
 
     def forward(self, x: Tensor) -> Tensor:
-        return getattr(self.norm, self.way)(x)
+        return getattr(self.norm, self.variant)(x)
 
 
 @pytest.mark.parametrize("samples", [1, 2])

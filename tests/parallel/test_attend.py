@@ -1,4 +1,6 @@
-"""Whose attention runs: the table of docs/parallelism.md, what is refused, and that what is chosen is what runs."""
+"""Whose attention runs: the table of docs/parallelism.md, what is refused, and that the one chosen is the one that
+runs.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,7 @@ def test_documents_that_come_nevertheless_are_refused() -> None:
     x, document = torch.zeros(1, 4, 2, 16), torch.zeros(1, 4)
     rest = dict(placement=Placement(2, True), masks=Masks(Placement(2, True), 0), group=Group("", 2, 0))
     with pytest.raises(ValueError, match="neither documents nor windows"):
-        attend(x, x, x, document, asked="torch", kind="ring", **rest)
+        attend(x, x, x, document, backend="torch", kind="ring", **rest)
 
 
 @pytest.mark.parametrize("chosen", ["flex", "ring"])
@@ -82,11 +84,11 @@ def test_what_is_chosen_runs(chosen: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(room, "flex_attention_over", lambda *given, masks, group: "flex")
     monkeypatch.setattr(room, "torch_ring_attention", lambda *given, placement, group: "ring")
     x, masks = torch.zeros(1, 4, 2, 16), Masks(Placement(1, False), 0)
-    assert attend(x, x, x, asked="auto", kind="ring", placement=masks.placement, masks=masks, group=ALONE) == chosen
+    assert attend(x, x, x, backend="auto", kind="ring", placement=masks.placement, masks=masks, group=ALONE) == chosen
 
 
 class KernelsOfGpus(TorchDispatchMode):
-    """What the memory-efficient kernel of CUDA demands beyond torch's rules for its shapes."""
+    """What the memory-efficient kernel of CUDA requires beyond torch's checks of shapes."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if "efficient_attention" in str(func):
@@ -98,7 +100,7 @@ class KernelsOfGpus(TorchDispatchMode):
                 assert bias.stride(3) == 1 and all(stride % 8 == 0 for stride in bias.stride()[:3])
             if backward:
                 out, lse = args[5:7]
-                # It takes the output's strides of samples and heads, but computes the one of positions.
+                # It uses the output's strides of samples and heads, but computes that of positions.
                 assert out.stride(2) == out.shape[1] * out.shape[3] and out.stride(3) == 1
                 assert lse.shape[2] % 32 == 0 and lse.shape[2] >= query.shape[2]
         return func(*args, **kwargs or {})
@@ -110,7 +112,7 @@ class KernelsOfGpus(TorchDispatchMode):
     [(HALF, False, 16), (HALF, True, 16), (HALF, False, 8), (SINGLE, False, 16), (SINGLE, True, 8)],
 )
 def test_the_kernels_of_gpus_take_what_they_are_given(dtype: torch.dtype, bias: bool, width: int, length: int) -> None:
-    """No GPU: shapes alone, through torch's own rules for its kernels. 2 key heads for 4 of queries."""
+    """Without a GPU: only shapes, through torch's own checks for its kernels. 2 key heads for 4 query heads."""
 
     def of(heads: int, wide: int) -> Tensor:
         return torch.empty(2, length, heads, wide, device="meta", dtype=dtype).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""torch.compile in the trainer: what is one graph on several ranks, that it stays so, and that no number changes."""
+"""torch.compile in the trainer: what is one graph on several ranks, that it stays one, and that no number changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIXED = {"training.dtype": "float32", "training.mixed_precision_param": "bfloat1
 }
 EP2 = {"parallelism.experts.ep": 2}
 STEPS, CROWDED = 4, 3
-"""In step 3 every token goes to the first experts, which one rank holds."""
+"""In step 3 every token goes to the first experts, which one rank has."""
 
 
 class Seen(NamedTuple):
@@ -33,7 +33,7 @@ _graphs: dict[str, Counter[str]] = {}
 
 
 def kept(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-    """aot_eager, and what it was given."""
+    """aot_eager that records the graphs it is given."""
     inside = [module for module in graph.modules() if isinstance(module, torch.fx.GraphModule)]
     number = str(torch._guards.CompileContext.current_compile_id())
     _graphs[number] = Counter(str(node.target) for module in inside for node in module.graph.nodes)
@@ -41,7 +41,7 @@ def kept(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 
 def trained(changes: dict[str, Any], steps: int = STEPS) -> Seen:
-    """On a rank: `parity.measure`, and what torch.compile made of it."""
+    """On a rank: `parity.measure`, and the graphs that torch.compile made."""
     made: list[int] = []
 
     def train_step(trainer: Any) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def trained(changes: dict[str, Any], steps: int = STEPS) -> Seen:
 
 
 def run(size: int, changes: dict[str, Any]) -> tuple[list[Seen], parity.Outcome]:
-    """Compiled, on every rank, and not; neither compiles again for another routing."""
+    """On every rank, compiled and not; checks that other routing does not compile again."""
     compiled = world.run(size, trained, changes | COMPILED, timeout=400)
     for seen in compiled:
         assert seen.made == seen.made[:1] * STEPS, f"compiled again: {seen.made}, {list(seen.graphs)}"
@@ -76,7 +76,7 @@ def run(size: int, changes: dict[str, Any]) -> tuple[list[Seen], parity.Outcome]
 
 
 def named(seen: Seen, word: str) -> dict[str, int]:
-    """How often each graph has operations of that name."""
+    """How many operations with this name each graph has."""
     counts = {graph: sum(n for op, n in ops.items() if word in op) for graph, ops in seen.graphs.items()}
     return {graph: n for graph, n in counts.items() if n}
 
@@ -107,7 +107,7 @@ def test_a_padded_layer_is_one_graph_whatever_the_routing(size: int, case: dict[
 
 
 def test_dropless_parts_compile_once_whatever_the_routing() -> None:
-    """With float32 weights stored and bfloat16 computed in, which the experts need to be compiled at all."""
+    """With weights stored in float32 and computing in bfloat16, the only dtype in which experts compile."""
     compiled, plain = run(2, EP2 | MIXED)
     for seen in compiled:
         assert len(named(seen, "grouped_mm")) == 1
@@ -117,7 +117,7 @@ def test_dropless_parts_compile_once_whatever_the_routing() -> None:
 
 @pytest.mark.slow
 def test_a_padded_layer_whose_router_is_wider_than_its_experts() -> None:
-    """The router is an FSDP unit of its own then."""
+    """Then the router is an FSDP unit of its own."""
     compiled, plain = run(4, PADDED | EP2 | MIXED)
     for seen in compiled:
         assert len(named(seen, "grouped_mm")) == len(named(seen, "all_to_all")) == 1

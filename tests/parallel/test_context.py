@@ -1,4 +1,6 @@
-"""Pieces of context parallel attention: blocks against plain operations, the merge, where chunks lie, the head swap."""
+"""Pieces of context parallel attention: blocks against plain operations, merging, placement of chunks,
+the head swap.
+"""
 
 from __future__ import annotations
 
@@ -51,13 +53,13 @@ def masked(dtype: torch.dtype, lonely: bool) -> Tensor:
 
 
 def close(got: Tensor, want: Tensor, scale: float = 0.0) -> None:
-    """Scores of up to 4 shift an exponent by 4 roundings each; there and back, sums over the width and the keys."""
+    """Scores of up to 4 shift an exponent by 4 roundings each; forward and backward sum over the width and the keys."""
     near.close(got, want, terms=4 * (WIDTH + 4 * C), roundings=4 * 16, scale=scale)
 
 
 def before_cancelling(cotangent: Tensor, v: Tensor, other: Tensor) -> float:
-    """The gradient of a query or key, as large as the terms that it is a difference of. A query that sees a single key
-    has none: what is left is the rounding of these terms.
+    """The size of the terms whose difference is the gradient of a query or key. With a single visible key the gradient
+    is zero, and only the rounding of these terms is left.
     """
     change = torch.einsum("bqhd,bkhd->bhqk", cotangent, v.repeat_interleave(H // v.shape[2], 2)).detach()
     return float(change.abs().max() * other.detach().abs().max()) / WIDTH**0.5
@@ -137,7 +139,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, query: list[int], document: Tensor | 
 def test_blocks_merge_to_the_whole(
     mine: list[int], arrivals: list[list[int]], documents: bool, dtype: torch.dtype
 ) -> None:
-    """In the order of a ring's hops. A document begins at 13 of 32, so later queries see none of the first chunk."""
+    """In the order of a ring's hops. A document starts at 13 of 32, so later queries see nothing of the first chunk."""
     chunks = sum(map(len, arrivals))
     q = random(B, H, len(mine) * C, WIDTH, dtype=dtype, seed=0).requires_grad_()
     k, v = (random(B, H, chunks * C, WIDTH, dtype=dtype, seed=s).requires_grad_() for s in (1, 2))
@@ -171,7 +173,7 @@ def test_blocks_merge_to_the_whole(
 
 @given(st.integers(1, 3), st.integers(1, 24), st.integers(0, 30), st.booleans())
 def test_the_pairs_see_what_the_window_and_causality_let_them(size: int, chunk: int, window: int, cut: bool) -> None:
-    """Every (query, key) of all ranks exactly once where it is to be seen, whatever chunks are skipped or cut finer."""
+    """Every visible (query, key) pair occurs on exactly one rank, once, whatever chunks are skipped or cut finer."""
     placement = Placement(size, zigzag=True)
     length = placement.chunks * chunk
     document = (torch.arange(length) // 5).unsqueeze(0) if cut else None
@@ -185,7 +187,7 @@ def test_the_pairs_see_what_the_window_and_causality_let_them(size: int, chunk: 
             bias = _bias(document, i, j, step, window, torch.zeros(1))
             allowed = torch.ones(step, step) if bias is None else (bias[0, 0] == 0).float()
             if bias is None and i == j:
-                allowed = allowed.tril()  # what the kernel is told
+                allowed = allowed.tril()  # the kernel's flag
             assert cut or allowed.any(), "a pair that could have been skipped"
             seen[where[rows].unsqueeze(1), torch.arange(keys.start, keys.stop)] += allowed
     apart = torch.arange(length).unsqueeze(1) - torch.arange(length)
@@ -207,7 +209,7 @@ def test_a_narrow_window_leaves_out_most_pairs() -> None:
 @pytest.mark.parametrize("window", [0, 1, 3, 40])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_attention_by_chunks_is_the_plain_one(sinks: bool, window: int, documents: bool, dtype: torch.dtype) -> None:
-    """Outputs and gradients, those of the sinks too, from none to overwhelming; four query heads over two key heads."""
+    """Outputs and gradients, including those of sinks from negligible to dominant; four query heads, two key heads."""
     length = 24
     q = random(B, length, H, WIDTH, dtype=dtype, seed=0).requires_grad_()
     k, v = (random(B, length, 2, WIDTH, dtype=dtype, seed=s).requires_grad_() for s in (1, 2))

@@ -1,7 +1,7 @@
-"""flex_attention against plain attention: numbers of the forward pass, which is all it has on CPUs, and the blocks.
+"""flex_attention against plain attention: the forward pass, which is all it has on CPUs, and the blocks.
 
-The kernels of GPUs visit the blocks that the mask names, the plain operations here ask for every pair. So the blocks
-are judged by themselves.
+On GPUs the kernels visit the blocks that the mask lists; on CPUs plain operations check every pair. So the lists of
+blocks are tested separately.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def random(*shape: int, seed: int) -> Tensor:
 
 
 def visited(mask: BlockMask) -> tuple[Tensor, Tensor]:
-    """(B, blocks, blocks): where the kernel asks for pairs, and where it takes them all."""
+    """(B, blocks, blocks): blocks in which the kernel checks pairs, and blocks in which it takes all of them."""
 
     def dense(count_BHQ: Tensor, order_BHQN: Tensor) -> Tensor:
         taken = torch.arange(order_BHQN.shape[-1]) < count_BHQ.unsqueeze(-1)
@@ -63,7 +63,7 @@ def test_no_pair_is_lost_or_let_in(size: int, chunk: int, window: int, documents
         blocks = padded.unflatten(2, (-1, MASK_BLOCK)).unflatten(1, (-1, MASK_BLOCK))
         assert not (blocks.any((2, 4)) & ~(asks | takes)).any(), "a block with pairs is left out"
         assert not (takes & ~blocks.all(4).all(2)).any(), "a block is taken whole, and is not"
-        if document is None:  # then nothing is visited in vain
+        if document is None:  # then no block is visited for nothing
             assert not (asks & ~blocks.any((2, 4))).any()
 
 
@@ -88,7 +88,7 @@ def test_it_is_plain_attention(with_sinks: bool, window: int, documents: bool) -
 
 @pytest.mark.parametrize("zigzag", [True, False])
 def test_the_queries_of_a_rank_see_what_they_would_alone(zigzag: bool) -> None:
-    """What allgather does after it has gathered; values are narrower, as in latent attention."""
+    """What allgather does after gathering; values are narrower than keys, as in latent attention."""
     length, placement = 24, Placement(3, zigzag)
     q, k, v = (random(B, length, n, w, seed=s) for s, (n, w) in enumerate(((H, WIDTH), (H, WIDTH), (H, 10))))
     document = torch.stack([torch.arange(length) // n for n in (5, 11)])

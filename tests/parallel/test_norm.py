@@ -1,4 +1,4 @@
-"""With all gradients 1 the norm is the root of the number of logical parameters, whatever the mapping."""
+"""With all gradients 1 the norm is the square root of the number of logical parameters, under any mapping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pairs of a forward and a backward that take turns: what may be asked for, and that no number changes."""
+"""Pairs of a forward and a backward that take turns: what is allowed, and that no number changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from titanmoe.fold.schedules import pair_violations, schedule_violations
 PP = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8}
 V = PP | {"pipeline.schedule": "DualPipeV"}
 
-# Stages in loops: 0 and 2 on one rank, 1 and 3 on the other. No backward is split.
+# Looped stages: 0 and 2 on one rank, 1 and 3 on the other. No backward is split.
 PAIR = "({};{})OVERLAP_F_B".format
 LOOPS = [
     [PAIR(*action.split("+")) if "+" in action else action for action in row.split()]
@@ -33,7 +33,7 @@ LOOPS = [
 ]
 
 
-def told(pipeline: dict[str, Any], ep: int = 2, moe: dict[str, Any] | None = None) -> list[str]:
+def problems_of(pipeline: dict[str, Any], ep: int = 2, moe: dict[str, Any] | None = None) -> list[str]:
     config = Config(
         model=Model(num_layers=4), pipeline=Pipeline(overlap_pairs=True, **pipeline), moe=MoE(**(moe or {}))
     )
@@ -46,28 +46,28 @@ def told(pipeline: dict[str, Any], ep: int = 2, moe: dict[str, Any] | None = Non
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_a_schedule_without_pairs_is_refused(schedule: str) -> None:
-    (problem,) = told(dict(schedule=schedule))
+    (problem,) = problems_of(dict(schedule=schedule))
     assert f"pairs of a forward and a backward, and {schedule} has none: set pipeline.schedule = DualPipeV" in problem
 
 
 @pytest.mark.parametrize("dispatcher", ["allgather", "symm_mem"])
 def test_a_dispatcher_that_never_waits_for_rows_is_refused(dispatcher: str) -> None:
-    (problem,) = told(dict(schedule="DualPipeV"), moe=dict(dispatcher=dispatcher))
+    (problem,) = problems_of(dict(schedule="DualPipeV"), moe=dict(dispatcher=dispatcher))
     assert f'moe.dispatcher = "{dispatcher}" has no such place: use dispatcher = "alltoall" or' in problem
 
 
-def test_all_is_told_at_once() -> None:
-    found = told(dict(), 1, dict(dispatcher="allgather"))
+def test_all_problems_are_reported_at_once() -> None:
+    found = problems_of(dict(), 1, dict(dispatcher="allgather"))
     assert ["has none" in found[0], "allgather" in found[1], "ep * etp = 1 sends none" in found[2]] == [True] * 3
     assert len(found) == 3
 
 
 def test_pairs_of_a_file_are_of_two_stages_and_whole(tmp_path: Path) -> None:
-    assert told(dict(schedule_csv=write(tmp_path / "loops.csv", LOOPS))) == []
+    assert problems_of(dict(schedule_csv=write(tmp_path / "loops.csv", LOOPS))) == []
 
     def refused(name: str, rows: list[list[str]], message: str) -> None:
         path = write(tmp_path / name, rows)
-        (problem,) = told(dict(schedule_csv=path))
+        (problem,) = problems_of(dict(schedule_csv=path))
         assert f"{path} {message}" in problem
 
     first, last = table(2, 4)
@@ -79,7 +79,7 @@ def test_pairs_of_a_file_are_of_two_stages_and_whole(tmp_path: Path) -> None:
 
 
 def test_what_runs_has_no_problems() -> None:
-    assert told(dict(schedule="DualPipeV")) == []
+    assert problems_of(dict(schedule="DualPipeV")) == []
 
 
 # ---- on ranks
@@ -88,7 +88,7 @@ def test_what_runs_has_no_problems() -> None:
 def measured(
     changes: dict[str, Any], documents: bool = False, steps: int = 1
 ) -> tuple[parity.Outcome | None, list[int]]:
-    """And how often each side waited for its turn."""
+    """Also returns how often each side waited for its turn."""
     waits, wait = [0, 0], Turns.wait_for_turn
 
     def counted(self: Turns, me: int) -> None:
@@ -143,7 +143,7 @@ CASES = {
 
 
 def check(changes: dict[str, Any], documents: bool = False, timeout: float = 300) -> None:
-    """The plain model's numbers, and the same to the last bit as without turns."""
+    """The plain model's numbers, and bit-equal to a run without turns."""
     on, off = ({"pipeline.overlap_pairs": flag} | changes for flag in (True, False))
     steps = 2 if "moe.bias_update_rate" in changes else 1
     results = world.run(4, measured, on, documents, steps, timeout=timeout)
@@ -185,7 +185,7 @@ def test_forward_alone_knows_no_pairs() -> None:
     assert parity.error(grads, parity.expected(changes, 4).steps[0].grads)[0] <= parity.TOLERANCE["float64"]
 
 
-def test_the_header_tells_of_them_and_a_trace_shows_both_halves(tmp_path: Path) -> None:
+def test_the_header_names_them_and_a_trace_shows_both_halves(tmp_path: Path) -> None:
     changes = V | {"parallelism.experts.ep": 2, "pipeline.overlap_pairs": True}
     assert (
         "pairs of forward and backward take turns"
@@ -195,7 +195,7 @@ def test_the_header_tells_of_them_and_a_trace_shows_both_halves(tmp_path: Path) 
     (trace,) = (tmp_path / "profile").glob("*.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     threads = {event["tid"] for event in events if event.get("name") == "_StartBackward"}
-    assert len(threads) == 2, threads  # backward alone, and as a half
+    assert len(threads) == 2, threads  # backward on its own, and as half of a pair
 
 
 def header(changes: dict[str, Any]) -> dict[str, str]:

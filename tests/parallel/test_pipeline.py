@@ -1,4 +1,4 @@
-"""Which layers a stage has; schedules from files; forward alone."""
+"""Which layers a stage has; schedules from files; forward without backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from titanmoe.parallel.pipeline import split_layers
 
 
 def cost_of(model: Model, seq_len: int, parts: list[range]) -> int:
-    """Of the costliest stage: FLOPs per token of its layers, of the head on the last, the lookup on the first."""
+    """The cost of the costliest stage: FLOPs per token of its layers, of the head on the last, the
+    lookup on the first.
+    """
     layer, head = layer_flops(model, seq_len)
     costs = [sum(layer[i] for i in part) for part in parts]
     costs[0] += 2 * model.dim

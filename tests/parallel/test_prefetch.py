@@ -1,4 +1,4 @@
-"""Weights are asked for before the host waits for the dispatcher: seen in the order of a step's collectives."""
+"""Weights are prefetched before the host waits for the dispatcher: shown by the order of a step's collectives."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ MAPPING = {"model.vocab_size": 320, "model.num_layers": 3, "parallelism.experts.
 
 
 class _Order(TorchDispatchMode):
-    """Weights by the elements of this rank's piece, and all-to-alls."""
+    """Records gathers of weights, by the number of elements of this rank's piece, and all-to-alls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Any] = []
         gather = StraightToPlace.__call__
 
-        def noted(unit: StraightToPlace, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **named: Any) -> Any:
+        def recorded(
+            unit: StraightToPlace, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **named: Any
+        ) -> Any:
             self.seen.append(input_tensor.numel())
             return gather(unit, output_tensor, input_tensor, *given, **named)
 
-        self.patch = mock.patch.object(StraightToPlace, "__call__", noted)
+        self.patch = mock.patch.object(StraightToPlace, "__call__", recorded)
 
     def __enter__(self) -> _Order:
         self.patch.start()
@@ -46,7 +48,7 @@ class _Order(TorchDispatchMode):
 
 
 def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
-    """Forward's and backward's, of the first microbatch of two steps; messages in a row stand there once."""
+    """Forward and backward of the first microbatch of two steps; repeated messages are listed once."""
     from torch.distributed.tensor import DTensor
 
     trainer = parity.make_trainer(MAPPING | changes)
@@ -80,7 +82,7 @@ def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
 
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_weights_are_asked_for_before_the_counts(mode: str) -> None:
-    """With recomputation too, where the rows are counted once more before the experts' backward."""
+    """Also with recomputation, where the rows are counted again before the experts' backward."""
     ahead = ["block", "experts", "block", "rows", "experts", "block", "rows", "experts"]
     for steps in world.run(4, orders, {"activation_checkpoint.mode": mode}):
         for forward, backward in steps:

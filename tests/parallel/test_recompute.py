@@ -1,4 +1,4 @@
-"""Selective recomputation of latent attention: the same numbers, and its queries, keys and values are not kept."""
+"""Selective recomputation of latent attention: the same numbers, and queries, keys and values are not saved."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run(model: Model, mode: str) -> tuple[list[Tensor], int]:
         y_BSD = module(x_BSD, rope, document_BS)
     kept = live.now
     first = torch.autograd.grad(y_BSD.square().sum(), leaves, retain_graph=True)
-    second = torch.autograd.grad(y_BSD.square().sum(), leaves)  # as schedules that split backward come twice
+    second = torch.autograd.grad(y_BSD.square().sum(), leaves)  # schedules that split backward run it twice
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     return [y_BSD.detach(), *first], kept
 

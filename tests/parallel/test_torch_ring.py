@@ -1,4 +1,4 @@
-"""Torch's ring template against our own ring, on real ranks. tests/test_parity.py has it against the reference."""
+"""Torch's ring template against our own ring, on real ranks. tests/test_parity.py compares it with the reference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compared(zigzag: bool, dtype: torch.dtype, key_heads: int, value_width: int,
     assert vars(torch_ring._torch._cp_options) == options, "torch's global is left changed"
     for mine, wanted in zip((got, *grads[0]), (want, *grads[1]), strict=True):
         assert mine.dtype == dtype
-        # Scores of up to 4 shift an exponent by 4 roundings each; there and back, sums over the width and the keys.
+        # Scores of up to 4 shift an exponent by 4 roundings each; forward and backward sum over the width and the keys.
         near.close(mine, wanted, terms=4 * (WIDTH + S * size), roundings=4 * 16)
 
 

@@ -1,4 +1,4 @@
-"""Where a step's time goes: laps add up to the whole, and a GPU's are read once it has come so far."""
+"""Where a step's time goes: laps add up to the whole, and a GPU's are read once it has passed them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from titanmoe.comm import turns
 from titanmoe.comm.turns import Turns
-from titanmoe.ops.region import OTHERS_TURN, heard_by, named, region
+from titanmoe.ops.region import OTHERS_TURN, measured_by, named, region
 from titanmoe.train import clock as clock_module
 from titanmoe.train.clock import Clock
 
@@ -23,7 +23,7 @@ def now(monkeypatch):
 
 def test_laps_add_up_and_parts_are_counted_apart(now):
     clock = Clock(torch.device("cpu"))
-    clock.lap("other")  # nothing is known of what was before
+    clock.lap("other")  # the time before the first lap is unknown
     for data, forward in ((1.0, 5.0), (3.0, 7.0)):
         now[0] += data
         clock.lap("data")
@@ -48,12 +48,12 @@ def test_a_part_leaves_out_what_another_did_meanwhile(now):
             turns.sent()
             turns.hand_over()
             now[0] += seconds
-        now[0] += 100.0  # of no part,
+        now[0] += 100.0  # not in any part,
         turns.sent()
-        turns.hand_over()  # nor is the other's, while this is in none
+        turns.hand_over()  # nor is the other side's time, while this side is in none
 
     clock.lap("other")
-    with heard_by(clock):
+    with measured_by(clock):
         both.take(lambda: half(1.0), lambda: half(10.0))
     clock.lap("forward_backward")
     assert clock.take(1) == {"forward_backward": 222.0, "dispatch": 22.0}
@@ -62,13 +62,13 @@ def test_a_part_leaves_out_what_another_did_meanwhile(now):
 def test_a_rank_that_does_not_report_keeps_nothing(now):
     clock = Clock(torch.device("cpu"), on=False)
     for name in ("other", "data"):
-        with heard_by(clock), region("dispatch"):
+        with measured_by(clock), region("dispatch"):
             clock.lap(name)
     assert clock.take(1) == {}
 
 
 def test_a_part_within_a_part_is_counted_once(now):
-    """Across nodes a dispatcher has another within. The way back counts as dispatch; other regions do not count."""
+    """A hierarchical dispatcher contains another. The way back counts as dispatch; other regions do not count."""
     clock = Clock(torch.device("cpu"))
 
     @named("dispatch")
@@ -77,7 +77,7 @@ def test_a_part_within_a_part_is_counted_once(now):
         if depth:
             sends(depth - 1)
 
-    with heard_by(clock):
+    with measured_by(clock):
         sends(2)
         with region("experts"):
             now[0] += 10.0
@@ -85,12 +85,12 @@ def test_a_part_within_a_part_is_counted_once(now):
             now[0] += 1.0
             _ = 1 / 0
         sends(0)
-    sends(0)  # which nobody hears
+    sends(0)  # nobody listens
     assert clock.take(1) == {"dispatch": 5.0}
 
 
 def test_on_a_gpu_only_marks_that_it_has_passed_are_read(monkeypatch):
-    """With the interface of torch.cuda.Event, on a stream of our own: nothing may wait for it."""
+    """With the interface of torch.cuda.Event on a fake stream: nothing may wait for it."""
     program, device = [0.0], [0.0]
 
     class Event:

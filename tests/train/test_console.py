@@ -1,4 +1,4 @@
-"""The screen: a panel on a terminal, lines elsewhere, other ranks stamped."""
+"""The console: a panel on a terminal, lines elsewhere, other ranks marked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which folder a run writes in, and what becomes of the lines of steps that are made again."""
+"""Which folder a run writes to, and what happens to the lines of steps that run again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_run_that_does_not_save_has_a_folder_of_its_own_each_time(config):
     assert claim(config)[0] == folders[0]
 
 
-def test_so_has_one_that_saves_but_is_told_to_begin_anew(config):
+def test_so_does_a_run_that_saves_but_must_start_fresh(config):
     config.checkpoint.enable, config.checkpoint.load = True, "none"
     assert [claim(config)[0].name for _ in range(2)] == ["run", "run-2"]
 
@@ -62,12 +62,12 @@ def test_a_folder_that_cannot_be_made_is_one_line(config, tmp_path):
 
 def test_steps_that_will_be_made_again_are_forgotten(tmp_path):
     lines = [json.dumps({"step": step}) for step in (1, 2, 3, 4)]
-    (tmp_path / METRICS).write_text("\n".join(lines) + '\n{"step": 5, "lo')  # a kill cut the last line off
+    (tmp_path / METRICS).write_text("\n".join(lines) + '\n{"step": 5, "lo')  # the last line is cut off by a kill
     rewind(tmp_path, 3)
     assert [json.loads(line)["step"] for line in (tmp_path / METRICS).read_text().splitlines()] == [1, 2, 3]
 
 
-def test_a_run_that_begins_anew_in_an_old_folder_puts_the_old_lines_aside(tmp_path):
+def test_a_fresh_run_in_an_old_folder_moves_the_old_lines_aside(tmp_path):
     for n in (1, 2):
         (tmp_path / METRICS).write_text(f'{{"step": {n}}}\n')
         rewind(tmp_path, 0)
@@ -77,7 +77,7 @@ def test_a_run_that_begins_anew_in_an_old_folder_puts_the_old_lines_aside(tmp_pa
     assert not (tmp_path / "metrics-3.jsonl").exists()
 
 
-def test_loads_go_the_way_of_the_metrics_and_of_events_only_spikes(tmp_path):
+def test_loads_are_rewound_like_metrics_and_of_events_only_spikes(tmp_path):
     (tmp_path / METRICS).write_text('{"step": 1}\n{"step": 4}\n')
     (tmp_path / EXPERTS).write_text('{"step":1,"load":{}}\n{"step":4,"load":{}}\n')
     events = [(0, "start"), (2, "spike"), (3, "save"), (4, "spike"), (4, "save"), (3, "restart")]
@@ -90,7 +90,7 @@ def test_loads_go_the_way_of_the_metrics_and_of_events_only_spikes(tmp_path):
     assert (tmp_path / METRICS).read_text() == '{"step": 1}\n'
 
 
-def test_they_are_put_aside_together(tmp_path):
+def test_they_are_moved_aside_together(tmp_path):
     for name in (METRICS, EXPERTS, EVENTS):
         (tmp_path / name).write_text('{"step": 7, "kind": "start"}\n')
     rewind(tmp_path, 0)

@@ -31,23 +31,23 @@ def test_kernels_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch):
     from titanmoe.ops import kernels
 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    asked = ["--moe.kernels", "triton", "--training.device", "cpu", "--training.seq_len", "64"]
+    options = ["--moe.kernels", "triton", "--training.device", "cpu", "--training.seq_len", "64"]
     with pytest.raises(ConfigError, match="but Triton compiles for GPUs"):
-        read(asked, 1)
+        read(options, 1)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert read(asked, 1).moe.kernels == "triton"
+    assert read(options, 1).moe.kernels == "triton"
     monkeypatch.setattr(kernels, "installed", lambda: False)
     with pytest.raises(ConfigError, match="but Triton is not installed"):
-        read(asked, 1)
+        read(options, 1)
 
 
 def test_8_bit_products_are_refused_where_there_are_none(monkeypatch: pytest.MonkeyPatch):
     small = ["--training.device", "cpu", "--training.seq_len", "64"]
     with pytest.raises(ConfigError) as refused:
         read([*small, "--moe.expert_dtype", "fp8", "--moe.grouped_mm", "loop", "--model.expert_hidden", "40"], 1)
-    told = refused.value.problems
-    assert len(told) == 3, told
-    assert 'moe.grouped_mm = "loop" asks for none' in told[0]
-    assert "model.expert_hidden / etp is 40: use a multiple of 16" in told[1]
-    assert 'needs 8-bit products, but the run is on CPUs, which have none: use expert_dtype = "compute"' in told[2]
+    problems = refused.value.problems
+    assert len(problems) == 3, problems
+    assert 'moe.grouped_mm = "loop" asks for none' in problems[0]
+    assert "model.expert_hidden / etp is 40: use a multiple of 16" in problems[1]
+    assert 'needs 8-bit products, but the run is on CPUs, which have none: use expert_dtype = "compute"' in problems[2]
     assert read([*small, "--moe.expert_dtype", "fp8_emulated"], 1).moe.expert_dtype == "fp8_emulated"

@@ -55,18 +55,18 @@ def lines(folder: Path) -> list[dict]:
 def test_rates_cover_the_time_since_the_last_line_and_the_first_step_stands_apart(config, clock, capsys):
     config.metrics.log_every = 2
     config.metrics.peak_tflops = 1e-3
-    told = make(config)
+    run = make(config)
     for step, seconds in enumerate((50.0, 1.0, 4.0, 1.0), 1):
         clock[0] += seconds
-        told.log(step, VALUES)
-    told.close()
+        run.log(step, VALUES)
+    run.close()
 
-    first, second, last = lines(told.folder)
+    first, second, last = lines(run.folder)
     assert [line["step"] for line in (first, second, last)] == [1, 2, 4]
     assert (first["step_time_s"], first["tokens_per_s"]) == (50.0, 20.0)
     assert (second["step_time_s"], second["tokens_per_s"]) == (1.0, 1000.0)
     assert (last["step_time_s"], last["tokens_per_s"]) == (2.5, 400.0)
-    assert last["mfu"] == pytest.approx(400.0 * told.flops_per_token / (4 * 1e9))
+    assert last["mfu"] == pytest.approx(400.0 * run.flops_per_token / (4 * 1e9))
     assert last["memory_gib"] > 0.05
     assert {name: last[name] for name in VALUES} == VALUES
 
@@ -86,19 +86,19 @@ def test_rates_cover_the_time_since_the_last_line_and_the_first_step_stands_apar
         assert part in steps[1]
 
 
-def test_a_validation_is_always_told_and_its_time_is_in_no_other_figure(config, clock, capsys):
+def test_a_validation_is_always_reported_and_its_time_is_in_no_other_figure(config, clock, capsys):
     config.metrics.log_every = 4
-    told = make(config)
+    run = make(config)
     for step in range(1, 4):
         clock[0] += 1.0
-        told.log(step, VALUES)
+        run.log(step, VALUES)
     clock[0] += 1.0 + 5.0
     config.training.steps = 9
-    told.log(5, VALUES | {"val_loss": 2.0, "val_perplexity": math.exp(2), "val_best": 1.5, "val_s": 5.0})
+    run.log(5, VALUES | {"val_loss": 2.0, "val_perplexity": math.exp(2), "val_best": 1.5, "val_s": 5.0})
     clock[0] += 1.0
-    told.log(6, VALUES | {"val_loss": 1.25, "val_perplexity": math.exp(1.25), "val_best": 1.25, "val_s": 0.0})
-    told.close()
-    _, line, _ = lines(told.folder)
+    run.log(6, VALUES | {"val_loss": 1.25, "val_perplexity": math.exp(1.25), "val_best": 1.25, "val_s": 0.0})
+    run.close()
+    _, line, _ = lines(run.folder)
     assert line["step"] == 5 and line["val_best"] == 1.5
     assert (line["step_time_s"], line["tokens_per_s"]) == (0.75, 1000.0)  # 3 s for 3 steps of 1,000 tokens, to step 5
     shown = capsys.readouterr().out
@@ -109,9 +109,9 @@ def test_the_banner_names_model_mapping_and_batch_and_never_hides_forced_balance
     config.parallelism.tp, config.parallelism.experts.ep = 2, 4
     config.training.local_batch_size, config.training.global_batch_size = 4, 16
     config.moe.force_balance = True
-    told = make(config)
-    told.log(1, VALUES)
-    told.close()
+    run = make(config)
+    run.log(1, VALUES)
+    run.close()
     printed = capsys.readouterr().out
     for part in (
         "895,552 parameters",
@@ -127,9 +127,9 @@ def test_the_banner_names_model_mapping_and_batch_and_never_hides_forced_balance
 
 
 def test_other_ranks_write_nothing(config, capsys):
-    told = make(config, rank=1)
-    told.log(1, VALUES)
-    told.close()
+    run = make(config, rank=1)
+    run.log(1, VALUES)
+    run.close()
     assert not list(Path(config.job.dump_folder).iterdir())
     assert not capsys.readouterr().out
 
@@ -149,11 +149,11 @@ def test_tensorboard_holds_the_same_numbers_in_groups(config):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     config.metrics.tensorboard = True
-    told = make(config)
-    told.log(1, VALUES | {"layers.3.load": LOAD})
-    told.event(1, "spike", "loss 9")
-    told.close()
-    events = EventAccumulator(str(told.folder / "tensorboard"))
+    run = make(config)
+    run.log(1, VALUES | {"layers.3.load": LOAD})
+    run.event(1, "spike", "loss 9")
+    run.close()
+    events = EventAccumulator(str(run.folder / "tensorboard"))
     events.Reload()
     assert events.Scalars("train/loss")[0].value == 5.5
     assert events.Scalars("layers imbalance/layer 3")[0].value == 1.5
@@ -169,28 +169,28 @@ def test_tensorboard_holds_the_same_numbers_in_groups(config):
 
 def test_loads_have_a_file_of_their_own_and_never_swell_the_lines(config):
     config.training.steps, config.metrics.experts_every = 7, 3
-    told = make(config)
+    run = make(config)
     for step in range(1, 8):
-        told.log(step, VALUES | {"layers.3.load": LOAD})
-    told.close()
-    found = [json.loads(line) for line in (told.folder / "experts.jsonl").read_text().splitlines()]
+        run.log(step, VALUES | {"layers.3.load": LOAD})
+    run.close()
+    found = [json.loads(line) for line in (run.folder / "experts.jsonl").read_text().splitlines()]
     assert [line["step"] for line in found] == [1, 3, 6, 7]
     assert found[0]["load"] == {"3": [100, 300, 0, 0]}
-    assert all("layers.3.load" not in line for line in lines(told.folder))
+    assert all("layers.3.load" not in line for line in lines(run.folder))
 
 
 def test_loads_are_left_out_on_demand_and_thin_in_a_long_run(config):
     config.metrics.experts_every = 0
-    told = make(config)
-    told.log(1, VALUES | {"layers.3.load": LOAD})
-    told.close()
-    assert (told.folder / "experts.jsonl").read_text() == ""
+    run = make(config)
+    run.log(1, VALUES | {"layers.3.load": LOAD})
+    run.close()
+    assert (run.folder / "experts.jsonl").read_text() == ""
     config.metrics.experts_every, config.training.steps, config.metrics.log_every = -1, 1500, 100
-    told = make(config)
+    run = make(config)
     for step in range(1, 11):
-        told.log(step, VALUES | {"layers.3.load": LOAD})
-    told.close()
-    assert len((told.folder / "experts.jsonl").read_text().splitlines()) == 4  # 1, 3, 6, 9
+        run.log(step, VALUES | {"layers.3.load": LOAD})
+    run.close()
+    assert len((run.folder / "experts.jsonl").read_text().splitlines()) == 4  # 1, 3, 6, 9
 
 
 def test_times_of_the_parts_are_per_step(config):
@@ -199,22 +199,22 @@ def test_times_of_the_parts_are_per_step(config):
             return {"data": 6.0 / steps}
 
     config.metrics.log_every = 3
-    told = make(config)
-    told.clock = Clock()
+    run = make(config)
+    run.clock = Clock()
     for step in (1, 2, 3, 4):
-        told.log(step, VALUES)
-    told.close()
-    assert [line["time.data"] for line in lines(told.folder)] == [6.0, 3.0, 6.0]
+        run.log(step, VALUES)
+    run.close()
+    assert [line["time.data"] for line in lines(run.folder)] == [6.0, 3.0, 6.0]
 
 
-def test_events_name_the_machine_a_spike_and_what_is_told(config, capsys):
+def test_events_name_the_machine_a_spike_and_what_is_reported(config, capsys):
     config.training.steps, config.metrics.log_every = 40, 10
-    told = make(config)
+    run = make(config)
     for step in range(1, 31):
-        told.log(step, VALUES | {"loss": 9.0 if step == 25 else 3.0})
-    told.event(30, "stop", "loss nan")
-    told.close()
-    start, spike, stop = (json.loads(line) for line in (told.folder / "events.jsonl").read_text().splitlines())
+        run.log(step, VALUES | {"loss": 9.0 if step == 25 else 3.0})
+    run.event(30, "stop", "loss nan")
+    run.close()
+    start, spike, stop = (json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines())
     assert (start["step"], start["kind"], start["environment"]["torch"]) == (0, "start", torch.__version__)
     assert (spike["step"], spike["kind"]) == (25, "spike")  # a step between two lines
     assert stop["text"] == "loss nan" and stop["time"].endswith("+00:00")
@@ -222,9 +222,9 @@ def test_events_name_the_machine_a_spike_and_what_is_told(config, capsys):
 
 
 def test_the_config_lies_in_the_folder_and_is_a_recipe(config):
-    told = make(config)
-    told.close()
-    again = load(["--config", str(told.folder / "config.toml")], preset, lambda config: [])
+    run = make(config)
+    run.close()
+    again = load(["--config", str(run.folder / "config.toml")], preset, lambda config: [])
     assert again == config
 
 
@@ -241,11 +241,11 @@ def test_weights_and_biases_get_the_same_and_one_run_stays_one(config, monkeypat
     monkeypatch.setitem(sys.modules, "wandb", fake)
     config.metrics.wandb, config.checkpoint.enable = "titan", True
     for _ in range(2):
-        told = make(config)
-        told.log(1, VALUES | {"layers.3.load": LOAD})
-        told.event(1, "spike", "loss 9")
-        told.event(1, "save", "step-00000001")
-        told.close()
+        run = make(config)
+        run.log(1, VALUES | {"layers.3.load": LOAD})
+        run.event(1, "spike", "loss 9")
+        run.event(1, "save", "step-00000001")
+        run.close()
     names = [name for name, _, _ in seen]
     assert names == ["init", "define_metric", "define_metric", "log", "alert", "finish"] * 2
     first, again = (named for name, _, named in seen if name == "init")
@@ -286,12 +286,12 @@ def test_tensorboard_puts_a_figure_where_a_person_looks(name: str, tag: str) -> 
 # ---- logs that cannot be written
 
 
-def told(folder: Path) -> list[str]:
+def logged(folder: Path) -> list[str]:
     events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
     return [event["text"] for event in events if event["kind"] == "log"]
 
 
-def test_a_full_disk_pauses_metrics_and_tells_when_they_are_back(config, clock, capsys):
+def test_a_full_disk_pauses_metrics_and_their_return_is_reported(config, clock, capsys):
     config.training.steps = 9
     run = make(config)
     run.log(1, VALUES)
@@ -302,7 +302,7 @@ def test_a_full_disk_pauses_metrics_and_tells_when_they_are_back(config, clock, 
     for step in (2, 3, 4):
         run.log(step, VALUES)
     clock[0] += 31
-    run.log(5, VALUES)  # tried again in vain: no second warning, and a longer pause
+    run.log(5, VALUES)  # fails again: no second warning, and a longer pause
     clock[0] += 31
     run.log(6, VALUES)
     file.unlink()
@@ -311,16 +311,16 @@ def test_a_full_disk_pauses_metrics_and_tells_when_they_are_back(config, clock, 
     run.log(8, VALUES)
     run.close()
     assert [line["step"] for line in lines(run.folder)] == [7, 8]
-    assert told(run.folder) == [
-        f"{file}: No space left on device: the run goes on without it and tries again in 30 s, then more seldom",
-        f"{file}: written again; 5 lines of it were lost",
+    assert logged(run.folder) == [
+        f"{file}: No space left on device: the run goes on without it and tries again in 30 s, then less often",
+        f"{file}: works again; 5 lines were lost",
     ]
     shown = capsys.readouterr().out
     assert "step 2  LOG: " in shown and "step 7  LOG: " in shown
     assert all(f"step {n}/9" in shown for n in range(1, 9)), "the console is another place"
 
 
-def test_events_that_fail_tell_of_themselves_on_the_console(config, clock, capsys):
+def test_failing_events_are_reported_on_the_console(config, clock, capsys):
     run = make(config)
     file = run.folder / "events.jsonl"
     run._events.close()
@@ -332,21 +332,21 @@ def test_events_that_fail_tell_of_themselves_on_the_console(config, clock, capsy
     run.event(2, "save", "step-00000002")
     run.close()
     assert "LOG: " + str(file) + ": No space left on device" in capsys.readouterr().out
-    assert told(run.folder) == [f"{file}: written again; 2 lines of it were lost"]  # the warning was one
+    assert logged(run.folder) == [f"{file}: works again; 2 lines were lost"]  # the warning was one
 
 
-def test_a_config_that_cannot_be_written_ends_no_run(config):
+def test_a_config_that_cannot_be_written_does_not_end_the_run(config):
     folder = Path(config.job.dump_folder, "run")
     folder.mkdir()
     (folder / "config.toml").symlink_to("/dev/full")
     run = make(config)
     run.log(1, VALUES)
     run.close()
-    assert told(run.folder) == [f"{folder}/config.toml: No space left on device"]
+    assert logged(run.folder) == [f"{folder}/config.toml: No space left on device"]
     assert [line["step"] for line in lines(run.folder)] == [1]
 
 
-def test_a_console_that_cannot_be_written_ends_no_run(config, monkeypatch):
+def test_a_console_that_cannot_be_written_does_not_end_the_run(config, monkeypatch):
     class Full(io.StringIO):
         def flush(self) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -358,10 +358,10 @@ def test_a_console_that_cannot_be_written_ends_no_run(config, monkeypatch):
     runtime.say("saved")
     run.close()
     assert [line["step"] for line in lines(run.folder)] == [1]
-    assert told(run.folder)[0].startswith("the console: No space left on device")
+    assert logged(run.folder)[0].startswith("the console: No space left on device")
 
 
-def test_tensorboard_that_fails_is_opened_anew(config, clock, monkeypatch):
+def test_tensorboard_that_fails_is_reopened(config, clock, monkeypatch):
     config.metrics.tensorboard, config.training.steps = True, 9
     run = make(config)
     log = board.Board.log
@@ -376,7 +376,7 @@ def test_tensorboard_that_fails_is_opened_anew(config, clock, monkeypatch):
     clock[0] += 31
     run.log(3, VALUES)
     run.close()
-    first, last = told(run.folder)
+    first, last = logged(run.folder)
     assert first.startswith("TensorBoard: RuntimeError: worker is gone: the run goes on")
-    assert last.startswith("TensorBoard: written again; ")
+    assert last.startswith("TensorBoard: works again; ")
     assert len(list((run.folder / "tensorboard").iterdir())) == 2

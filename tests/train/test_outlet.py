@@ -1,4 +1,4 @@
-"""Where a run's lines go: pauses of a place that fails, whole lines, and what a resumed run keeps of them."""
+"""Where a run's lines go: pauses after a failure, whole lines, and what a resumed run keeps."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from titanmoe.train.folder import rewind
 from titanmoe.train.outlet import LineFile, Outlet
 
 
-def test_a_pause_grows_to_ten_minutes_and_begins_short_again(monkeypatch):
+def test_a_pause_grows_to_ten_minutes_and_starts_short_again(monkeypatch):
     now, fails, tried = [0.0], [True], []
     monkeypatch.setattr(outlet.time, "monotonic", lambda: now[0])
 
-    class Place:
+    class Target:
         def close(self) -> None: ...
 
-    def write(place: Place) -> None:
+    def write(target: Target) -> None:
         tried.append(now[0])
         if fails[0]:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    out = Outlet("x", Place, lambda text: None)
+    out = Outlet("x", Target, lambda text: None)
     for now[0] in range(0, 4000, 10):
         out.put(write)
     assert tried[:5] == [0, 30, 90, 210, 450] and tried[-1] - tried[-2] == 600
@@ -37,29 +37,29 @@ def test_a_pause_grows_to_ten_minutes_and_begins_short_again(monkeypatch):
     assert tried == [5000, 5030]
 
 
-def test_a_place_that_cannot_be_opened_at_the_start_is_tried_again(monkeypatch):
-    now, told, lines = [0.0], [], []
+def test_an_outlet_that_cannot_be_opened_at_the_start_is_tried_again(monkeypatch):
+    now, warnings, lines = [0.0], [], []
     monkeypatch.setattr(outlet.time, "monotonic", lambda: now[0])
 
-    class Place:
+    class Target:
         def __init__(self) -> None:
             if not now[0]:
                 _full()
 
         def close(self) -> None: ...
 
-    out = Outlet("x", Place, told.append)
+    out = Outlet("x", Target, warnings.append)
     out.open()
     for now[0] in (1, 29, 31):
         out.put(lambda _: lines.append(now[0]))
     assert lines == [31]
-    assert [text.partition(":")[2].split(";")[0].split(":")[0] for text in told] == [
+    assert [text.partition(":")[2].split(";")[0].split(":")[0] for text in warnings] == [
         " No space left on device",
-        " written again",
+        " works again",
     ]
 
 
-def test_what_can_be_mended_at_once_ends_the_start():
+def test_what_the_user_can_fix_at_once_ends_the_start():
     def make() -> outlet.Closes:
         raise ImportError("no module named wandb")
 
@@ -67,7 +67,7 @@ def test_what_can_be_mended_at_once_ends_the_start():
         Outlet("x", make, lambda text: None).open()
 
 
-def test_of_a_line_that_does_not_fit_nothing_is_left(tmp_path, monkeypatch):
+def test_a_line_that_does_not_fit_leaves_nothing_behind(tmp_path, monkeypatch):
     file, write = LineFile(tmp_path / "lines"), os.write
     file.write("first")
     monkeypatch.setattr(outlet.os, "write", lambda fd, data: write(fd, data[:3]) if len(data) > 3 else _full())

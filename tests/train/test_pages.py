@@ -1,4 +1,4 @@
-"""What a step frees is there for the next one: no page is cleared twice."""
+"""The memory that a step frees is reused by the next one: no page is cleared twice."""
 
 from __future__ import annotations
 
@@ -31,5 +31,5 @@ def test_memory_that_was_freed_is_touched_without_page_faults() -> None:
         return int(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
 
     pages = 2**26 // os.sysconf("SC_PAGE_SIZE")
-    # A small object may settle in what was freed, and the next tensor find its place elsewhere, a time or two.
+    # A small object may take freed memory once or twice, so that the next tensor goes elsewhere.
     assert faults("left") > 14 * pages and faults("kept") < 3 * pages

@@ -1,4 +1,4 @@
-"""Runs under the real torchrun that lose ranks or whole nodes, and go on by themselves."""
+"""Runs under the real torchrun that lose ranks or whole nodes, and continue by themselves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def options(folder: Path, **changes: Any) -> list[str]:
 
 
 def agent(log: Path, argv: list[str], environment: dict[str, str]) -> None:
-    """torchrun, in a process that need not import torch once more."""
+    """torchrun, in a process that need not import torch again."""
     from torch.distributed.run import main
 
     world.begin_in_fork()
@@ -62,7 +62,7 @@ def agent(log: Path, argv: list[str], environment: dict[str, str]) -> None:
 
 
 class Agents:
-    """The torchruns of a test, each a node."""
+    """The torchrun processes of a test, one per node."""
 
     def __init__(self, log: Path):
         self.log, self.faults, self.all = log, [], []
@@ -109,7 +109,7 @@ def went_on_after(run: Path) -> list[int]:
 
 
 def said(argv: list[str]) -> str:
-    """By a rank, in the same run on ranks of a pool: without the seconds that a process takes to start."""
+    """What a rank prints in the same run on ranks of a pool, which saves the seconds that a process takes to start."""
     with contextlib.redirect_stdout(io.StringIO()) as out:
         parity.train(argv)
     return out.getvalue()
@@ -119,12 +119,12 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def test_killed_restarted_stopped_and_begun_again_and_no_bit_differs(tmp_path: Path, agents: Agents) -> None:
-    """One run: a rank is killed and torchrun starts both again; it is told to stop; the same command goes on."""
+def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path: Path, agents: Agents) -> None:
+    """One run: a rank is killed and torchrun restarts both; it gets a signal to stop; the same command continues."""
     struck, checkpoints = tmp_path / "struck", tmp_path / "hurt/run/checkpoints"
     agents.faults += [
         {"do": "kill", "rank": 1, "on": ["write"], "path": f"{name_of(4)}.writing", "once": str(struck)},
-        # Rank 0, which comes first, must not take what it finds of the rank 1 before for this one.
+        # Rank 0 comes first, and must not mistake what the previous rank 1 left for the new one.
         {"do": "slow", "rank": 1, "on": ["read"], "path": "titanmoe/train/", "seconds": 3},
     ]
     torchrun = agents.start(
@@ -133,15 +133,15 @@ def test_killed_restarted_stopped_and_begun_again_and_no_bit_differs(tmp_path: P
     )
     agents.wait(lambda: went_on_after(tmp_path / "hurt/run") == [3], "the restart")
     agents.wait(lambda: name_of(5) <= layout.latest(checkpoints), "a checkpoint after it")
-    torchrun.terminate()  # it hands the signal on
+    torchrun.terminate()  # it passes the signal on
     torchrun.join(PATIENCE)
     assert struck.exists() and "SIGTERM: saving after this step" in agents.said() and "\nsaved " in agents.said()
     stopped = losses(tmp_path / "hurt")[-1][0]
     assert layout.latest(checkpoints) == name_of(stopped), "saved at the step it stopped at"
 
     last = {"training.steps": stopped + 1, "lr_schedule.decay": "none"}
-    told = world.run(2, said, options(tmp_path / "hurt", **last))[0]
-    assert f"{name_of(stopped)}, after step {stopped}" in told
+    printed = world.run(2, said, options(tmp_path / "hurt", **last))[0]
+    assert f"{name_of(stopped)}, after step {stopped}" in printed
     assert "nothing is left to do" in world.run(2, said, options(tmp_path / "hurt", **last))[0]
     assert len(layout.steps(checkpoints)) == 3, "older ones are removed"
 
@@ -155,7 +155,7 @@ def test_killed_restarted_stopped_and_begun_again_and_no_bit_differs(tmp_path: P
 
 
 def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) -> None:
-    """Two nodes of a rank each: one is lost, the other goes on alone, and a new one joins it."""
+    """Two nodes of one rank each: one is lost, the other continues alone, and a new one joins it."""
     shrink, grow = tmp_path / "shrink", tmp_path / "grow"
     agents.faults += [
         {"do": "wait", "rank": 0, "on": ["mkdir"], "path": f"{name_of(3)}.writing", "until": str(shrink)},
@@ -183,8 +183,8 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
     second.kill()
     agents.wait(lambda: not Path(f"/proc/{rank}").exists(), "the end of the rank whose launcher is gone")
     shrink.touch()
-    told = "mapping: started again on 1 rank: parallelism.dp_shard 2 -> 1, parallelism.experts.edp 2 -> 1"
-    agents.wait(lambda: told in agents.said(), "a run on one rank")
+    line = "mapping: started again on 1 rank: parallelism.dp_shard 2 -> 1, parallelism.experts.edp 2 -> 1"
+    agents.wait(lambda: line in agents.said(), "a run on one rank")
     agents.wait(lambda: (folder / "checkpoints" / name_of(4)).exists(), "the fourth checkpoint")
 
     third = node(0)
@@ -193,7 +193,7 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
     for torchrun in (first, third):
         torchrun.join(PATIENCE)
         assert torchrun.exitcode == 0, agents.said()
-    assert went_on_after(folder) == [2, 6]  # the step it was asked in, and one more
+    assert went_on_after(folder) == [2, 6]  # the step in which it got the signal, and one more
     assert agents.said().count("mapping: ") == 1, "grown again, the recipe's own mapping holds"
 
     world.run(2, said, options(tmp_path / "calm"))
@@ -253,13 +253,13 @@ def test_a_launcher_that_died_before_the_kernel_knew(monkeypatch: pytest.MonkeyP
 
 
 def meet(port: int, ranks: int, seconds: float = 20.0, only: tuple[int, ...] = ()) -> list[str]:
-    """The name that each rank is told, all in threads of this process."""
+    """The name that each rank gets, all in threads of this process."""
 
     def one(rank: int) -> str:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         timeout = timedelta(seconds=seconds)
         store.set_timeout(timeout)
-        return runtime._attempt(store, runtime.Environment(rank, rank, ranks, ranks, True), timeout)
+        return runtime._agree_on_name(store, runtime.Environment(rank, rank, ranks, ranks, True), timeout)
 
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(one, only or range(ranks)))
@@ -273,15 +273,15 @@ def test_each_attempt_has_a_name_of_its_own_that_all_its_ranks_know() -> None:
     assert len({attempt[0] for attempt in names}) == len(names), "and another one each time"
 
 
-def test_ranks_that_do_not_come_are_counted() -> None:
+def test_missing_ranks_are_counted() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store.set("rank 1", "dead")
     store.set("rank 2", "dead")
-    with pytest.raises(RuntimeError, match="1 of 3 ranks came within 0 s"):
+    with pytest.raises(RuntimeError, match="only 1 of 3 ranks joined within 0 s"):
         meet(store.port, 3, 0.2, only=(0,))
 
 
-# ---- when a mapping may give way
+# ---- when a mapping may change
 
 
 def test_only_a_run_that_has_begun_takes_another_mapping(tmp_path, monkeypatch, capsys) -> None:

@@ -1,4 +1,4 @@
-"""Start and stop of the process; what goes further than a refusal has a process of its own."""
+"""Start and stop of the process; anything beyond a refusal runs in a process of its own."""
 
 import os
 import socket
@@ -17,7 +17,7 @@ from titanmoe.train.runtime import VARIABLES, grow_segments
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 240  # seconds; the groups of a first step wait for 600
-WAIT = "sys.stdin.read()"  # until the test lets go
+WAIT = "sys.stdin.read()"  # until the test ends it
 PRELUDE = """
 import sys, time
 from titanmoe.config.schema import Config
@@ -52,17 +52,17 @@ def free_port() -> int:
 
 
 def refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], device: str = "cpu") -> str:
-    """The one problem that start tells of, before it has begun anything."""
+    """The one problem that `start` reports, before it has started anything."""
     for name in (*VARIABLES, "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(runtime, "_keep_pages", lambda: None)  # it is for good
+    monkeypatch.setattr(runtime, "_keep_pages", lambda: None)  # it cannot be undone
     config = Config()
     config.training.device = device
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as refusal:
         runtime.start(config)
-    (problem,) = told.value.problems
+    (problem,) = refusal.value.problems
     assert "\n" not in problem
     return problem
 

@@ -1,4 +1,4 @@
-"""The trainer as a whole: bit-equal repeats, compiled parts, non-finite numbers, what train.py answers to mistakes."""
+"""The trainer as a whole: bit-equal repeats, compiled parts, non-finite numbers, train.py's answers to mistakes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_deterministic_runs_are_bit_equal() -> None:
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 def test_mixed_precision_keeps_router_and_sums_wide(stored: str) -> None:
-    """bfloat16 is outside the law, but the first loss is right to its rounding, and routers stay float32."""
+    """Parity does not cover bfloat16, but the first loss is right up to its rounding, and routers stay float32."""
     mixed = {"training.dtype": stored, "training.mixed_precision_param": "bfloat16", "moe.force_balance": True}
     mixed |= {"training.mixed_precision_reduce": "float32", "parallelism.experts.ep": 2, "parallelism.tp": 2}
     got = world.run(4, parity.measure, mixed)[0]
@@ -67,7 +67,7 @@ def test_compiled_parts_change_no_number(mapping: dict[str, Any]) -> None:
 
 
 def test_compiled_experts_take_chunks_that_have_arrived() -> None:
-    """In bfloat16, in which alone they compile; the rows that are under way stay outside."""
+    """In bfloat16, the only dtype in which they compile; rows in flight stay outside the graph."""
     changes = {"parallelism.experts.ep": 2, "moe.overlap_chunks": 3, "model.shared_hidden": 16}
     changes |= {"training.mixed_precision_param": "bfloat16", "model.num_layers": 1}
     compiled = changes | {"compile.enable": True, "compile.backend": "aot_eager"}
@@ -100,7 +100,7 @@ def test_a_nan_stops_every_rank_and_names_step_and_parameter() -> None:
     assert len(set(answers)) == 1
     assert answers[0].startswith("step 1: loss nan")
     assert "first parameter with a non-finite gradient:" in answers[0]
-    assert "The weights were not finite already after step 0: on rank 2 layers.1.moe.router.weight (" in answers[0]
+    assert "The weights were already not finite after step 0: on rank 2 layers.1.moe.router.weight (" in answers[0]
 
 
 def _with_a_nan_in_a_buffer(changes: dict[str, Any]) -> str:
@@ -136,9 +136,9 @@ def _with_a_nan_in_the_batch(changes: dict[str, Any]) -> str:
     return ""
 
 
-def test_weights_are_said_to_be_still_those_of_the_step_before_where_they_are() -> None:
+def test_the_message_says_whether_weights_are_still_finite() -> None:
     (answer,) = world.run(1, _with_a_nan_in_the_batch, {"model.num_layers": 1, "data.source": "synthetic"})
-    assert "step 2: loss nan" in answer and "Weights are still those of step 1. " in answer
+    assert "step 2: loss nan" in answer and "The weights are still those of step 1. " in answer
 
 
 def train_py(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:

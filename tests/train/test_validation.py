@@ -1,4 +1,4 @@
-"""Packed samples of the real loader, shared out by work, and validation: under mappings, against the plain model."""
+"""Packed samples of the real loader, distributed by work, and validation: under mappings, against the plain model."""
 
 from __future__ import annotations
 
@@ -48,30 +48,30 @@ MAPPINGS = {
 
 
 def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
-    """Losses, norms and whole weights of a run with its own loader, and what its validations tell."""
+    """Losses, norms and whole weights of a run with its own loader, and the reports of its validations."""
     trainer = parity.make_trainer(changes)
-    told: dict[str, Any] = {"loss": [], "norm": [], "validation": []}
+    reported: dict[str, Any] = {"loss": [], "norm": [], "validation": []}
     for _ in range(steps):
         report = trainer.train_step()
-        told["loss"].append(report["loss"])
-        told["norm"].append(report["grad_norm"])
-        told["tokens"] = report["tokens"]
+        reported["loss"].append(report["loss"])
+        reported["norm"].append(report["grad_norm"])
+        reported["tokens"] = report["tokens"]
         if trainer.validation:
-            told["validation"].append(trainer.validation.after_step())
+            reported["validation"].append(trainer.validation.after_step())
     trainer.loader.close()
     buffers = {name: b.clone() for part in trainer.parts for name, b in part.named_buffers() if "bias" in name}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, buffers)
-    told["weights"] = parity.whole(trainer.parameters, dist.get_rank(), trainer.fold)
-    told["bias"] = {name: b for part in gathered for name, b in part.items()}
-    return told
+    reported["weights"] = parity.whole(trainer.parameters, dist.get_rank(), trainer.fold)
+    reported["bias"] = {name: b for part in gathered for name, b in part.items()}
+    return reported
 
 
 @pytest.mark.parametrize(
     ("packing", "mapping"), [("best_fit", "dp4"), ("documents", "dp2 tp2"), ("best_fit", "cp2 pp2")]
 )
-def test_packed_samples_shared_out_by_work_change_no_number(texts: Path, packing: str, mapping: str) -> None:
-    """Jitter is of the sample's number in the step, wherever it has gone."""
+def test_packed_samples_distributed_by_work_change_no_number(texts: Path, packing: str, mapping: str) -> None:
+    """Jitter depends on the sample's number in the step, not on where the sample goes."""
     changes = recipe(texts, **{"data.packing": packing, "moe.jitter": 0.1})
     got = world.run(4, trained, changes | MAPPINGS[mapping] | {"data.balance_work": True})[0]
     config = parity.read(changes, 1)
@@ -90,8 +90,8 @@ def test_packed_samples_shared_out_by_work_change_no_number(texts: Path, packing
 
 @pytest.mark.parametrize("mapping", ["dp2 tp2", "cp2 pp2"])
 def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mapping: str) -> None:
-    """Of several steps with unequal numbers of labels, the last filled up with padding. With optimizer.lr = 0 the
-    weights stay those that the plain model begins with."""
+    """Over several steps with unequal numbers of labels, the last filled up with padding. With optimizer.lr = 0 the
+    weights stay equal to the plain model's initial ones."""
     own = {"validation.interval": 2, "validation.steps": 0, "validation.held_out": 3, "optimizer.lr": 0.0}
     changes = recipe(texts, **own, **{"moe.jitter": 0.1, "training.global_batch_size": 4})
     got = world.run(4, trained, changes | MAPPINGS[mapping])[0]["validation"]
@@ -115,15 +115,15 @@ def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mappi
 def test_it_is_time_every_so_many_steps_and_after_the_last() -> None:
     validation = object.__new__(Validation)
     validation.interval, validation.last, validation.best, validation.loss = 4, 6, math.inf, lambda: 1.0
-    told = []
+    reports = []
     for step in range(1, 7):
         validation.trainer = SimpleNamespace(step=step)
-        told.append("val_loss" in validation.after_step())
-    assert told == [False, False, False, True, False, True]
+        reports.append("val_loss" in validation.after_step())
+    assert reports == [False, False, False, True, False, True]
 
 
 def _stopped_and_resumed(folder: str, changes: dict[str, Any]) -> tuple[float, float]:
-    """The best loss before a save, and what a trainer that goes on from it knows."""
+    """The best loss before a save, and the one that a trainer has after resuming."""
     from titanmoe.train.checkpoints import Checkpoints
 
     own = {"job.dump_folder": folder, "job.name": "run", "checkpoint.enable": True, "checkpoint.interval": 1}
@@ -162,7 +162,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_run_with_validation_is_one_without(texts: Path, shape: dict[str, Any]) -> None:
-    """To the last bit, with all that a forward might leave behind."""
+    """Bit-equal, including everything that a forward might leave behind."""
     changes = recipe(texts, **shape) | {"moe.bias_update_rate": 0.05, "moe.jitter": 0.1, "model.mtp_depth": 1}
     changes |= {"training.deterministic": True, "data.packing": "stream"}
     apart = {"validation.paths": [str(texts)], "validation.interval": 1, "validation.steps": 2}

@@ -1,4 +1,4 @@
-"""What is watched in real steps: loads, times, names in a trace. Watching changes no number."""
+"""What is recorded in real steps: loads, times, names in a trace. Recording changes no number."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from titanmoe.train.legal import refusals
 
 
 def run(changes: dict[str, Any]) -> None:
-    """The whole loop, as train.py runs it, by a clock that counts how often it was asked."""
+    """The whole loop, as train.py runs it, with a clock that counts how often it is read."""
     with mock.patch.object(clock, "time", Clock(1.0)), mock.patch.object(metrics, "time", clock.time):
         parity.make_trainer(changes).train()
 
@@ -56,21 +56,21 @@ def test_loads_and_times_reach_the_files_under_any_mapping(tmp_path: Path) -> No
         parts = {
             name: line[f"time.{name}"] for name in ("data", "forward_backward", "optimizer", "checkpoint", "other")
         }
-        assert sum(parts.values()) == pytest.approx(line["step_time_s"], abs=2)  # of what looks at the clock between
+        assert sum(parts.values()) == pytest.approx(line["step_time_s"], abs=2)  # for the reads of the clock in between
         assert 0 < line["time.dispatch"] < parts["forward_backward"]
     events = [(line["step"], line["kind"]) for line in read(tmp_path / "4", "events.jsonl")]
     assert events == [(0, "start"), (2, "save"), (3, "save")]
 
 
-def test_a_run_that_goes_on_tells_so_and_one_that_breaks_down_why(tmp_path: Path) -> None:
+def test_a_resumed_run_says_so_and_a_failed_one_says_why(tmp_path: Path) -> None:
     saving = small(tmp_path) | {"checkpoint.enable": True, "checkpoint.interval": 0}
     world.run(1, run, saving | {"training.steps": 1})
     world.run(1, run, saving)
     with pytest.raises(world.RankError, match="NonFinite"):
         world.run(1, broken, saving | {"training.steps": 9})
     events = read(tmp_path, "events.jsonl")
-    told = [(line["step"], line["kind"]) for line in events]
-    assert told == [(0, "start"), (1, "save"), (1, "restart"), (3, "save"), (3, "restart"), (4, "stop")]
+    kinds = [(line["step"], line["kind"]) for line in events]
+    assert kinds == [(0, "start"), (1, "save"), (1, "restart"), (3, "save"), (3, "restart"), (4, "stop")]
     assert "Lower optimizer.lr" in events[-1]["text"]
     assert [line["step"] for line in read(tmp_path, "experts.jsonl")] == [1, 2, 3]
 
@@ -83,7 +83,7 @@ def test_a_trace_names_the_parts_of_a_step(tmp_path: Path) -> None:
     with gzip.open(trace, "rt") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"attention", "router", "permute", "dispatch", "experts", "shared expert", "combine", "optimizer"} <= names
-    # The longest operations; which ones they are depends on what else the machine does.
+    # The longest operations; which ones these are depends on what else the machine does.
     assert "Self CPU time total" in (trace.parent / "step-2-rank-1.txt").read_text()
     (event,) = (line for line in read(tmp_path, "events.jsonl") if line["kind"] == "profile")
     assert event["step"] == 2 and "ui.perfetto.dev" in event["text"]
@@ -124,7 +124,7 @@ def test_profiling_changes_no_number(case: dict[str, Any], tmp_path: Path) -> No
     assert len(list((tmp_path / "profile").glob("*.json.gz"))) == 1
 
 
-def test_what_cannot_be_watched_is_refused() -> None:
+def test_what_cannot_be_recorded_is_refused() -> None:
     asked = {"profile.steps": [99], "profile.ranks": [0, 7], "profile.memory": "oom", "metrics.wandb": "titan"}
     config = parity.read({}, 1)
     for path, value in asked.items():

@@ -1,6 +1,6 @@
-"""What FSDP2 takes in place of gloo's own collectives: pieces that go straight to their place, sums that travel narrow.
+"""Replacements for gloo's collectives in FSDP2: pieces that go straight to their place, gradients that travel narrow.
 
-CPUs alone use it; on GPUs NCCL does both.
+Only used on CPUs; on GPUs NCCL does both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class _Exchange(dist.Work):
-    """Between every two ranks of a group: `sent` by the rank that it goes to, `arrived` by the one it comes from."""
+    """One message between every two ranks of a group: `sent` by destination rank, `arrived` by source rank."""
 
     def __init__(
         self, sent: Sequence[Tensor], arrived: Sequence[Tensor], group: dist.ProcessGroup, what: str, tag: int
@@ -34,29 +34,30 @@ class _Exchange(dist.Work):
             self.works.append((dist.isend(sent[after], group=group, group_dst=after, tag=tag), "take", after))
 
     def wait(self, timeout: Any = None) -> bool:
-        """Within the group's time-out for all together: gloo by itself bounds these by what the group was made with."""
+        """All together within the group's current time-out: by itself gloo uses that of the group's creation."""
         bound = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         end = time.monotonic() + bound
         for work, does, other in self.works:
             try:
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))  # 0 would be without end
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))  # 0 would mean forever
             except RuntimeError as error:
                 if time.monotonic() < end:
                     raise
                 rank = dist.get_global_rank(self.group, other)
                 raise TimeoutError(
                     f"rank {dist.get_rank()} waited {bound:g} s in {self.what} for rank {rank} to {does} its piece: "
-                    f"see what rank {rank} says or hangs in; if it is only slow, raise training.timeout_s "
+                    f"see what rank {rank} prints or hangs in; if it is only slow, raise training.timeout_s "
                     "(training.first_step_timeout_s for the first step)"
                 ) from error
         return True
 
 
-BLOCK_NUMBERS = 1 << 18  # numbers
+BLOCK_NUMBERS = 1 << 18
 
 
 class StraightToPlace:
-    """All-gather for FSDP2 on CPUs: each rank's piece goes straight to its place in the whole, where FSDP has put ours.
+    """All-gather for FSDP2 on CPUs: each rank's piece goes straight to its place in the whole, where FSDP has already
+    put ours.
 
     gloo's own gathers into a second buffer and copies: twice the CPU time. FSDP waits when it needs the weights.
     """
@@ -74,9 +75,9 @@ class StraightToPlace:
 
 
 class NarrowOnTheWire:
-    """Reduce-scatter for FSDP2: gradients travel in the 16 bits they were computed in and are added up wide.
+    """Reduce-scatter for FSDP2: gradients travel in the 16 bits they were computed in and are summed wide.
 
-    The numbers are those of a wide reduce-scatter, which sends the same 16 bits as 32.
+    The result equals that of a wide reduce-scatter, which sends the same 16 bits as 32.
     """
 
     def __init__(self, ranks: int, wide: torch.dtype, sums: Kept):
@@ -84,7 +85,7 @@ class NarrowOnTheWire:
         self._sent = 0
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Called in turn for what is sent and for the sum of what arrives, which is so many times smaller."""
+        """Called alternately for what is sent and for the sum, which is smaller by the number of ranks."""
         numbers = math.prod(size)
         is_sum = numbers * self.ranks == self._sent
         self._sent = 0 if is_sum else numbers
@@ -96,7 +97,7 @@ class NarrowOnTheWire:
         pieces = input_tensor.chunk(self.ranks)
         summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         _Exchange(pieces, summands, group, "FSDP's reduce-scatter of gradients", tag=1).wait()
-        # A sum of two widths first copies the narrow one wide: block by block that stays in the cache.
+        # A sum of two widths first makes a wide copy of the narrow one: block by block, that stays in the cache.
         for out, first, *others in zip(
             output_tensor.split(BLOCK_NUMBERS), *(x.split(BLOCK_NUMBERS) for x in summands), strict=True
         ):
@@ -106,9 +107,9 @@ class NarrowOnTheWire:
 
 
 class Kept:
-    """Memory of this rank that is used again as soon as no tensor lies in it.
+    """Memory of this rank that is reused as soon as no tensor is in it.
 
-    The heap cuts up what a step's gradients leave and grows for ten steps, at 4 CPU-seconds for each new gigabyte.
+    The heap would fragment what a step's gradients free and grow for ten steps, at 4 CPU-seconds per new gigabyte.
     """
 
     def __init__(self) -> None:
@@ -122,6 +123,6 @@ class Kept:
             pages, _ = self.pages.pop(min(free, key=lambda i: len(self.pages[i][0])))
         else:
             pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        user = memoryview(pages)  # the tensor holds it as long as it lives
+        user = memoryview(pages)  # kept alive by the tensor
         self.pages.append((pages, weakref.ref(user)))
         return torch.frombuffer(user, dtype=dtype, count=numbers)[: math.prod(size)].view(size)

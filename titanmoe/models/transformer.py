@@ -107,7 +107,7 @@ class Transformer(nn.Module):
         second = mtp(x, next_BsD, rope, tokens), tokens.later_BS
         with region("head and loss"):
             loss, own = self.head(x, labels_BS, second)
-        return mtp.beside(loss, own, tokens.microbatch)
+        return mtp.add_loss(loss, own, tokens.microbatch)
 
     def tie(self) -> None:
         """One parameter if a stage's embedding and head are one matrix."""

@@ -7,9 +7,9 @@ With p_te a token's normalised score, count_e the choices (before dropping) and 
     global       the same with f_e over all data ranks and the step's microbatches so far
     z            mean over the step's tokens of logsumexp(logits)^2
 
-f is a constant, so a rank need only add up p over its own tokens: the sum over ranks is the whole. Each of the first
-three is 1 under uniform routing. What a forward writes is indexed by microbatch, so a recomputed forward, whenever it
-runs, writes the same again.
+f is a constant, so each rank sums p over its own tokens only, and the sum over ranks is the whole. Each of the first
+three is 1 under uniform routing. A forward writes its counts indexed by microbatch, so a recomputed forward, whenever
+it runs, writes the same values again.
 
 Shapes: M microbatches of a step, B samples of a microbatch, T owned tokens, E experts, K top-k.
 """
@@ -29,7 +29,7 @@ STATISTICS = (*AUX, "entropy", "tokens", "dropped")
 
 
 class _Attach(torch.autograd.Function):
-    """x unchanged; in backward the auxiliary loss, already scaled, receives the gradient 1."""
+    """Returns x unchanged; in backward the auxiliary loss, which is already scaled, receives the gradient 1."""
 
     @staticmethod
     def forward(ctx, x, aux):
@@ -68,11 +68,11 @@ class Balance(nn.Module):
     def forward(
         self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, count_BE: Tensor, tokens: Tokens
     ) -> Tensor:
-        """Returns the routing weights, the auxiliary losses' gradient attached."""
+        """Returns the routing weights with the gradient of the auxiliary losses attached."""
         valid_T1 = tokens.valid_T.unsqueeze(1).to(scores_TE.dtype)
         p_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if self.model.score_function == "sigmoid" else scores_TE
-        of_sample_B1 = tokens.valid_T.view(len(count_BE), -1).sum(1, keepdim=True)
-        count_BE = torch.cat((count_BE, of_sample_B1), 1).to(torch.float64)  # the last column: the sample's tokens
+        valid_B1 = tokens.valid_T.view(len(count_BE), -1).sum(1, keepdim=True)
+        count_BE = torch.cat((count_BE, valid_B1), 1).to(torch.float64)  # last column: the sample's tokens
 
         terms = self._terms(p_TE * valid_T1, logits_TE, valid_T1, count_BE, tokens.microbatch)
         with torch.no_grad():
@@ -87,7 +87,7 @@ class Balance(nn.Module):
     def _terms(
         self, p_TE: Tensor, logits_TE: Tensor, valid_T1: Tensor, count_BE: Tensor, microbatch: Tensor
     ) -> dict[str, Tensor]:
-        """This rank's share of each term times its coefficient."""
+        """This rank's summand of each term, times its coefficient."""
         E, K, wanted = self.model.num_experts, self.model.top_k, self.coefficients
         terms = {}
         if any(name in wanted for name in AUX[:3]):
@@ -113,5 +113,5 @@ class Balance(nn.Module):
         return {name: wanted[name] * value for name, value in terms.items()}
 
     def dropped(self, entries: Tensor, microbatch: Tensor) -> None:
-        """Note how many of this rank's choices the capacity refused."""
+        """Record how many of this rank's choices were over capacity."""
         self.statistics_MX[:, -1].index_copy_(0, microbatch.view(1), entries.view(1).to(torch.float64))

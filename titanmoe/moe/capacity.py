@@ -1,9 +1,9 @@
 """Dropping: an expert takes at most C tokens per scope, C = ceil(capacity_factor * K * L / E).
 
-L counts the scope's token positions, padding too, so C is static. The scope is what one rank owns in one microbatch
-(sub_sequence), or a sample (full_sequence), which needs the choices of every rank that shares it.
+L counts the scope's token positions, including padding, so C is static. The scope is the tokens that one rank owns in
+one microbatch (sub_sequence), or a sample (full_sequence), which needs the choices of every rank that has part of it.
 
-Shapes: T tokens this rank owns, N tokens of the ranks that share its samples, K top-k, E experts.
+Shapes: T tokens this rank owns, N tokens of all ranks that have parts of its samples, K top-k, E experts.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from titanmoe.tokens import Tokens
 class Capacity:
     def __init__(self, model: Model, options: MoEOptions):
         self.model, self.options = model, options
-        self.sequence: Group = ALONE  # cp x tp, set when the model is laid on the meshes
+        self.sequence: Group = ALONE  # cp x tp, set when the model is placed on the meshes
         self.full = options.capacity_scope == "full_sequence"
 
-    def of(self, positions: int) -> int:
-        """C of a scope of that many token positions."""
+    def limit(self, positions: int) -> int:
+        """C for a scope of this many token positions."""
         return math.ceil(self.options.capacity_factor * self.model.top_k * positions / self.model.num_experts)
 
     def bin(self, samples: int, owned: int) -> int:
-        """The most rows this rank can have for one expert: what a padded bin must hold."""
+        """The most rows that this rank can send to one expert: the size of a padded bin."""
         if not self.full:
-            return self.of(owned)
+            return self.limit(owned)
         positions = owned // samples
-        return samples * min(self.of(positions * self.sequence.size), positions)
+        return samples * min(self.limit(positions * self.sequence.size), positions)
 
     def drop(self, chosen_TK: Tensor, weights_TK: Tensor, tokens: Tokens, samples: int) -> Tensor:
-        """chosen_TK with what is over capacity set to E (no expert)."""
+        """chosen_TK, with the choices over capacity set to E (no expert)."""
         owned = chosen_TK.shape[0]
         scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)
         group = self.sequence if self.full else ALONE
@@ -45,17 +45,17 @@ class Capacity:
         chosen_NK, order_N, scope_N = (all_gather(x, 0, group) for x in (chosen_TK, tokens.index_T, scope_T))
         weight_NK = None
         if self.options.drop_policy == "probability":
-            weight_NK = ordered(all_gather(weights_TK.detach().to(torch.bfloat16), 0, group))
-        over_NK = over_capacity(chosen_NK, weight_NK, order_N, scope_N, self.model.num_experts, self.of(positions))
+            weight_NK = sortable(all_gather(weights_TK.detach().to(torch.bfloat16), 0, group))
+        over_NK = over_capacity(chosen_NK, weight_NK, order_N, scope_N, self.model.num_experts, self.limit(positions))
         over_TK = over_NK[group.rank * owned : (group.rank + 1) * owned]
         return chosen_TK.masked_fill(over_TK, self.model.num_experts)
 
 
-def ordered(weights: Tensor) -> Tensor:
-    """Weights of 0 or more in bfloat16 as integers of the same order.
+def sortable(weights: Tensor) -> Tensor:
+    """Non-negative bfloat16 weights as integers that sort the same way.
 
-    Equal tokens have weights that differ by rounding, and otherwise under every mapping. With 8 significant bits they
-    are equal, and positions decide. As integers, because a compiler may leave out a rounding that it can see is undone.
+    The weights of equal tokens differ by rounding, and differently under every mapping. In 8 significant bits they are
+    equal, and positions decide. Integers, because a compiler may drop a rounding that it sees undone later.
     """
     return weights.view(torch.int16)
 
@@ -63,10 +63,12 @@ def ordered(weights: Tensor) -> Tensor:
 def over_capacity(
     chosen_NK: Tensor, weights_NK: Tensor | None, order_N: Tensor, scope_N: Tensor, num_experts: int, capacity: int
 ) -> Tensor:
-    """Entries after the first `capacity` of their (scope, expert), by falling weight if given and then by order."""
+    """Entries beyond the first `capacity` of their (scope, expert), which are sorted by falling weight if weights are
+    given, then by order.
+    """
     bucket = (scope_N.unsqueeze(1) * (num_experts + 1) + chosen_NK).flatten()
     rank = order_N.argsort(stable=True)
-    # entries sorted by order; then stable sorts by weight and by bucket on top
+    # Sorted by order first; the stable sorts by weight and by bucket keep that order within equal keys.
     k = chosen_NK.shape[1]
     entry = (rank.unsqueeze(1) * k + torch.arange(k, device=rank.device)).flatten()
     if weights_NK is not None:

@@ -1,14 +1,15 @@
-"""How many chunks to cut the routed rows into, from what messages and products were measured to cost.
+"""How many chunks to cut the routed rows into, from the measured times of messages and products.
 
-A step of R rows in n chunks is played with two workers, the wire and the experts, each of which does one thing at a
-time. All n chunks are sent at once, and what the experts have done goes back behind them. With the costs of a chunk of
-R / n rows, `a` there, `m` for the products and `b` back, chunk i = 1..n
+The model of a layer with R rows in n chunks has two workers, the wire and the experts, each of which does one thing at
+a time. All n chunks are sent at once, and results queue behind them on the way back. If a chunk of R / n rows takes `a`
+to arrive, `m` for the products and `b` to return, chunk i = 1..n
 
     arrives     i * a
     is done     done(i) = max(i * a, done(i - 1)) + m
     is back     back(i) = max(done(i), back(i - 1), n * a) + b              T(n) = back(n)
 
-Backward is the same with its own products, and the ways exchanged: it begins with the gradients of what came back.
+Backward is the same with its own products and with `a` and `b` swapped: it starts by sending the gradients of the
+rows that came back.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from titanmoe.moe.experts import Experts
 
 MOST = 8
 NEAR = 1.02
-"""The fewest chunks within 2% of the least time: cutting costs memory traffic that is in no fitted number."""
+"""Take the fewest chunks within 2% of the least time: cutting costs memory traffic that the fit does not include."""
 SHARES = (8, 4, 2, 1)
-"""Messages and products are timed at these parts of the rows."""
+"""Messages and products are timed with the rows divided by each of these."""
 ROUNDS, CALLS = 3, 4
 
 
 class Line(NamedTuple):
-    """Seconds of a message or a product: latency + rows * slope."""
+    """The seconds that a message or a product takes: latency + rows * slope."""
 
     latency: float
     slope: float
@@ -45,16 +46,16 @@ class Line(NamedTuple):
 
 
 def fit(rows: list[int], seconds: list[float]) -> Line:
-    """Least squares of the relative errors, so that small sizes, which tell the latency, count as much as large ones.
-    Neither number is negative: where one would be, it is 0 and the other is fitted alone.
+    """Least squares of the relative errors, so that small sizes, which determine the latency, count as much as large
+    ones. Neither number is negative: if one would be, it is set to 0 and the other is fitted alone.
     """
     weight = [1 / s**2 for s in seconds]
     total = sum(weight)
     x = sum(w * r for w, r in zip(weight, rows, strict=True)) / total
     y = sum(w * s for w, s in zip(weight, seconds, strict=True)) / total
     spread = sum(w * (r - x) ** 2 for w, r in zip(weight, rows, strict=True))
-    together = sum(w * (r - x) * (s - y) for w, r, s in zip(weight, rows, seconds, strict=True))
-    slope = together / spread if spread else 0.0
+    covariance = sum(w * (r - x) * (s - y) for w, r, s in zip(weight, rows, seconds, strict=True))
+    slope = covariance / spread if spread else 0.0
     if slope <= 0:
         return Line(y, 0.0)
     if y < slope * x:
@@ -64,18 +65,18 @@ def fit(rows: list[int], seconds: list[float]) -> Line:
 
 
 def pipelined(there: Line, products: Line, back: Line, rows: int, chunks: int) -> float:
-    """T(n) of the head of this page."""
+    """T(n) of the module docstring."""
     a, m, b = (cost(rows / chunks) for cost in (there, products, back))
-    done = home = 0.0
+    done = returned = 0.0
     for i in range(1, chunks + 1):
         done = max(i * a, done) + m
-        home = max(done, home, chunks * a) + b
-    return home
+        returned = max(done, returned, chunks * a) + b
+    return returned
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one layer on the slowest rank. A row goes to its expert with its routing weight, and comes back without."""
+    """Of one layer on the slowest rank. A row goes to its expert with its routing weight and comes back without it."""
 
     there: Line
     back: Line
@@ -97,11 +98,11 @@ def fewest(seconds: Callable[[int], float]) -> int:
 @dataclass(frozen=True)
 class Choice:
     chunks: int
-    alone: tuple[int, int]  # what forward and backward would take, each for itself
+    alone: tuple[int, int]  # the best for forward alone, and for backward alone
     rows: int
     costs: Costs
-    seconds: tuple[float, float]  # of forward and backward in so many chunks,
-    whole: tuple[float, float]  # and in one
+    seconds: tuple[float, float]  # forward and backward in `chunks` chunks
+    whole: tuple[float, float]  # forward and backward in one chunk
 
     def __str__(self) -> str:
         def text(pair: tuple[float, float]) -> str:
@@ -129,8 +130,8 @@ class Choice:
 
 
 def choose(costs: Costs, rows: int, forwards: float = 1.0) -> Choice:
-    """One count for both ways, because backward follows the graph that forward left: the one with the least sum.
-    forwards: how often forward runs for a backward, which is above 1 under recomputation.
+    """One number of chunks for forward and backward, because backward follows forward's graph: the one with the least
+    total time. forwards: how often forward runs per backward, more than once under recomputation.
     """
     forward, backward = (lambda n: costs.forward_s(rows, n)), (lambda n: costs.backward_s(rows, n))
     chunks = fewest(lambda n: forwards * forward(n) + backward(n))
@@ -138,8 +139,10 @@ def choose(costs: Costs, rows: int, forwards: float = 1.0) -> Choice:
     return Choice(chunks, (fewest(forward), fewest(backward)), rows, costs, *times)
 
 
-def stand_in(model: Model, options: MoEOptions, ep: int, etp: int, dtype: torch.dtype, device: torch.device) -> Experts:
-    """A rank's experts of one layer, in no shards and of no particular weights."""
+def dummy_experts(
+    model: Model, options: MoEOptions, ep: int, etp: int, dtype: torch.dtype, device: torch.device
+) -> Experts:
+    """A rank's experts of one layer, unsharded and with arbitrary weights, to time them."""
     local = replace(model, num_experts=model.num_experts // ep, expert_hidden=model.expert_hidden // etp)
     with torch.device(device):
         experts = Experts(local, options, dtype)
@@ -150,12 +153,12 @@ def stand_in(model: Model, options: MoEOptions, ep: int, etp: int, dtype: torch.
 
 
 def measure(experts: Experts, rows: int, wire: Group, world: Group) -> Costs:
-    """By all ranks of the world together; a chunk travels among those of `wire`. Nothing of the run changes."""
+    """All ranks of the world call it together; a chunk travels among those of `wire`. It leaves no trace in the run."""
     local, _, dim = experts.w1.shape
     dtype, device = experts.w1.dtype, experts.w1.device
     parameters = list(experts.parameters())
     gradients = [torch.zeros_like(parameter) for parameter in parameters]
-    # Even pieces for every rank, at least a row each; a size may stand there once only.
+    # Equal pieces for every rank, at least one row each. A set, because small sizes coincide.
     sizes = sorted({-(-rows // (share * wire.size)) * wire.size for share in SHARES})
     table = []
     for size in sizes:
@@ -170,14 +173,14 @@ def measure(experts: Experts, rows: int, wire: Group, world: Group) -> Costs:
 
         def products(x_RD: Tensor = x_RD, weight_R1: Tensor = weight_R1, count_e: Tensor = count_e) -> list[Tensor]:
             inputs = [x_RD.detach().requires_grad_(), weight_R1.detach().requires_grad_()]
-            # Behind a node each, as the rows of a layer are.
+            # Each behind an autograd node of its own, like the rows of a layer.
             return [*inputs, experts.products(*(x.view_as(x) for x in inputs), count_e)]
 
         *inputs, y_RD = products()
 
         def backward(inputs: list[Tensor] = inputs, y_RD: Tensor = y_RD, grad_RD: Tensor = x_RD) -> None:
             found = torch.autograd.grad(y_RD, [*inputs, *parameters], grad_RD, retain_graph=True)
-            torch._foreach_add_(gradients, found[2:])  # every chunk adds its own
+            torch._foreach_add_(gradients, found[2:])  # each chunk adds its gradients to the sum
 
         works = (lambda x=x_RD, w=weight_R1: send(x, w)), (lambda x=x_RD: send(x)), products, backward
         table.append([_seconds(work, world, device) for work in works])
@@ -186,7 +189,7 @@ def measure(experts: Experts, rows: int, wire: Group, world: Group) -> Costs:
 
 
 def _seconds(work: Callable[[], Any], world: Group, device: torch.device) -> float:
-    """Of one call among several in a row; the best of some rounds, after one for the warm-up."""
+    """Seconds per call, several in a row; the best of a few rounds, after one call to warm up."""
 
     def settle() -> None:
         all_reduce(torch.zeros((), device=device), world)

@@ -1,4 +1,4 @@
-"""Rows to the ranks that hold their experts, and back. A dispatcher knows tokens and ranks, nothing of what experts do.
+"""Rows to the ranks of their experts, and back. A dispatcher knows tokens and ranks, not what experts do.
 
     rows, weights, counts, route = dispatcher.dispatch(x, weights, chosen, bin)
     y = dispatcher.combine(experts(rows, weights, counts), route)
@@ -35,16 +35,16 @@ from titanmoe.ops.region import named
 
 
 class Splits(NamedTuple):
-    """From where one part of the rows came."""
+    """Where the rows of one part came from."""
 
     regroup: tuple[Tensor, Tensor] | None  # order (and inverse) from by-sender to by-expert
     send: list[int] | None
     receive: list[int] | None
-    lent: Any = None  # where they came otherwise than by an all-to-all
+    lent: Any = None  # for rows that did not come by an all-to-all
 
 
 class Part(NamedTuple):
-    """Rows and their routing weights under way to this rank's experts."""
+    """Rows and their routing weights on their way to this rank's experts."""
 
     x_RD: InFlight
     weights_R1: InFlight
@@ -53,41 +53,43 @@ class Part(NamedTuple):
 
 
 class Route(NamedTuple):
-    """How combine finds the way back."""
+    """What combine needs to send rows back."""
 
-    source_R: Tensor  # token of each row laid out at home
+    source_R: Tensor  # token of each row in the send buffer
     slot_TJ: Tensor  # rows of each token
-    back: Any = None  # what the dispatcher needs beside these
+    back: Any = None  # anything else that the dispatcher needs
 
 
 class Dispatcher:
-    """The pieces as they are where nothing is ever under way: a dispatcher need only know dispatch and combine."""
+    """The pieces for dispatchers with nothing in flight between them: such a dispatcher only defines dispatch and
+    combine.
+    """
 
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
-        # Chunks that are to be measured (-1) are one until titanmoe.parallel.expert.measured_chunks has done so.
+        # -1, to be measured, means one chunk until titanmoe.parallel.expert.measured_chunks has chosen a number.
         self.num_experts, self.chunks, self.kernels = num_experts, max(1, chunks), kernels
         self.set_groups(ALONE, 1, 1)
 
     def set_groups(self, group: Group, ep: int, etp: int) -> None:
-        """Over which ranks the experts lie; called when the model is laid on the meshes."""
+        """The ranks that have the experts; called when the model is placed on the meshes."""
         self.group, self.ep, self.etp = group, ep, etp
         self.local_experts = self.num_experts // ep
 
     def set_nodes(self, within: Group, across: Group) -> None:
-        """within: this group's ranks on this node. across: those with this rank's place, one on each of its nodes."""
+        """within: this group's ranks on this node. across: the ranks at this rank's position on each of its nodes."""
 
-    def cut_into(self, chunks: int) -> None:
-        """Another number of chunks from now on; the same on all ranks of the group."""
+    def set_chunks(self, chunks: int) -> None:
+        """Change the number of chunks; it must be the same on all ranks of the group."""
         self.chunks = chunks
 
     @staticmethod
     def missing(device: str) -> str:
-        """What this machine lacks to run it; "" if nothing. device: as in training.device."""
+        """Why this machine cannot run it; "" if it can. device: as in training.device."""
         return ""
 
     @staticmethod
     def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Any:
-        """Memory for all layers of a rank, made by all ranks of the world together; None if there is none to make."""
+        """Memory for all layers of a rank, allocated by all ranks of the world together; None if it needs none."""
         return None
 
     @named("dispatch")
@@ -110,12 +112,12 @@ class Dispatcher:
 
 
 class _InPieces(Dispatcher):
-    """A dispatcher made of the pieces. What dispatch and combine do at once is for a single chunk."""
+    """A dispatcher that defines the pieces. Its dispatch and combine, in one call each, are for a single chunk."""
 
     def dispatch(
         self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int
     ) -> tuple[Tensor, Tensor, Tensor, Route]:
-        """bin: rows per expert and sender where bins are padded to a static size, else 0."""
+        """bin: rows per expert and sender if bins are padded to a static size, else 0."""
         (part,), home = self.parts(self.start(x_TD, weights_TK, chosen_TK, bin))
         x_RD, weights_R1, count_e, splits = self.arrive(part)
         return x_RD, weights_R1, count_e, home._replace(back=(home.back, splits))
@@ -126,21 +128,21 @@ class _InPieces(Dispatcher):
 
 
 class AllToAll(_InPieces):
-    """Each token travels to its experts' ranks and to no other: one all-to-all there, one back.
+    """Each token travels only to the ranks of its experts: one all-to-all there, one back.
 
-    A row goes to all etp ranks of its expert in the same all-to-all. Each returns its share of the down projection, and
-    the sum over top-k at home adds those shares too: expert tensor parallelism costs no collective of its own.
+    A row goes to all etp ranks of its expert in the same all-to-all. Each returns its summand of the down projection,
+    and the sum over top-k on the token's own rank adds these too: expert tensor parallelism costs no extra collective.
     Per rank and direction: T*K*etp rows of D elements, less the rows that stay.
 
-    In chunks, the rows of every expert are cut into so many pieces, and piece c of all experts travels in all-to-all c.
-    So chunks are of even work whatever the routing, and of a size known beforehand where bins are padded.
+    With chunks, the rows of every expert are cut into that many pieces, and piece c of all experts travels in
+    all-to-all c. So the work of chunks is even under any routing, and their sizes are static if bins are padded.
     """
 
     @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple[list[Part], Route]:
         C, G, e = self.chunks, self.group.size, self.local_experts
         bin = -(-bin // C)
-        chosen_TK, order, count_CE = cut(chosen_TK, self.num_experts, C, bin)
+        chosen_TK, order, count_CE = split_into_chunks(chosen_TK, self.num_experts, C, bin)
         if bin:
             send = receive = [None] * C
             sizes = [self.num_experts * self.etp * bin] * C
@@ -149,19 +151,19 @@ class AllToAll(_InPieces):
             send_CGe = count_CE.view(C, self.ep, 1, e).expand(-1, -1, self.etp, -1).reshape(C, G, e)
             send_GCe = send_CGe.transpose(0, 1).contiguous()
             count_GCe = all_to_all(send_GCe, self.group)
-            # The layer's one host sync: how many rows go where.
+            # The layer's only host sync: how many rows go where.
             send, receive = torch.stack((send_GCe.sum(2).t(), count_GCe.sum(2).t())).tolist()
             sizes = [sum(to) for to in send]
         entry_R, slot = lay_out(chosen_TK, order, count_CE, C * self.ep, self.etp, bin, sum(sizes))
         x_RD, weights_R1, home = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
-        under_way = [
+        in_flight = [
             (start(x, self.group, *split), start(weights, self.group, *split))
             for x, weights, split in zip(
                 x_RD.split(sizes), weights_R1.split(sizes), zip(send, receive, strict=True), strict=True
             )
         ]
         parts = []
-        for c, (x, weights) in enumerate(under_way):
+        for c, (x, weights) in enumerate(in_flight):
             count_Ge, regroup = count_GCe[:, c], None
             if G > 1 and e > 1:
                 regroup = by_expert(count_Ge, G * e * bin if bin else sum(receive[c]))
@@ -192,7 +194,7 @@ class AllToAll(_InPieces):
 
 
 class Relay(NamedTuple):
-    """A hierarchical dispatch whose rows are on their way across nodes."""
+    """A hierarchical dispatch while its rows travel between nodes."""
 
     x_VD: InFlight
     weights_VK: InFlight
@@ -202,12 +204,12 @@ class Relay(NamedTuple):
 
 
 class Hierarchical(_InPieces):
-    """Across nodes each token goes once to every node that holds experts of it, and inside the node to them all.
+    """Each token crosses once to every node that has experts of it, and goes to all of them inside the node.
 
-    First to the rank of that node with this rank's place, then by the node's own all-to-all, which makes the copies for
-    several experts and for etp. On the way back the node adds up what its experts return, and one row crosses.
-    Per rank and direction: one row for each token and other node it visits, V in all arriving here, and inside the node
-    what those V tokens need there. A group inside one node has nothing to cross, and this is AllToAll then.
+    First to the rank at this rank's position on that node, then by an all-to-all inside the node, which makes the
+    copies for several experts and for etp. On the way back the node sums what its experts return, and one row crosses.
+    Per rank and direction: one row for each token and other node it visits, V rows in all arriving here, and inside the
+    node what those V tokens need there. With a group inside one node nothing crosses, and this is AllToAll.
     """
 
     def set_groups(self, group: Group, ep: int, etp: int) -> None:
@@ -220,16 +222,16 @@ class Hierarchical(_InPieces):
         self.inner = AllToAll(self.node_experts, self.chunks, self.kernels)
         self.inner.set_groups(within, self.ep // across.size, self.etp)
 
-    def cut_into(self, chunks: int) -> None:
-        super().cut_into(chunks)
-        self.inner.cut_into(chunks)
+    def set_chunks(self, chunks: int) -> None:
+        super().set_chunks(chunks)
+        self.inner.set_chunks(chunks)
 
     @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
         T, N, across = x_TD.shape[0], self.across.size, self.across
         if N == 1:
             return self.inner.start(x_TD, weights_TK, chosen_TK, bin)
-        # Each node of a token once; "no expert" is on node N, which is none.
+        # Each node of a token once; "no expert" is on node N, which does not exist.
         visits_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=x_TD.device)
         visits_TN = visits_TN.scatter_(1, chosen_TK // self.node_experts, True)[:, :N]
         node_TN = torch.arange(N, device=x_TD.device).where(visits_TN, N)
@@ -240,11 +242,11 @@ class Hierarchical(_InPieces):
             send, receive = torch.stack((count_N, all_to_all(count_N, across))).tolist()  # the first of two host syncs
         entry_R, slot = lay_out(node_TN, order, count_N, N, 1, T if bin else 0, sum(send))
         home = Route(entry_R // N, slot.view(T, N), (send, receive))
-        wanted_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, home.source_R)
+        choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, home.source_R)
         rows = (
             to_rows(x_TD, home.source_R, home.slot_TJ, self.kernels),
             to_rows(weights_TK, home.source_R, home.slot_TJ, self.kernels),
-            wanted_RK.to(torch.int32),
+            choices_RK.to(torch.int32),
         )
         return Relay(*(start(row, across, send, receive) for row in rows), bin * N, home)
 
@@ -275,23 +277,23 @@ class Hierarchical(_InPieces):
 
 
 class AllGather(Dispatcher):
-    """Every rank of ep x etp sees every token of the group and picks what its experts want; the sums scatter back.
+    """Every rank of ep x etp gets all tokens of the group and picks those of its experts; the sums are scattered back.
 
-    Per rank and direction: T * (G - 1) rows of D elements whatever top_k is, in even pieces. Fits a group of two or so,
-    or top_k near ep.
+    Per rank and direction: T * (G - 1) rows of D elements for any top_k, in even pieces. Useful for a group of about
+    two, or if top_k is near ep.
     """
 
     def dispatch(
         self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int
     ) -> tuple[Tensor, Tensor, Tensor, Route]:
         x_ND, weights_NK = gather(x_TD, 0, self.group), gather(weights_TK, 0, self.group)
-        # Numbered from this rank's first expert; to this rank all others are no expert.
+        # Numbered from this rank's first expert; all other experts become "no expert".
         chosen_NK = all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts
         mine = (chosen_NK >= 0) & (chosen_NK < self.local_experts)
         chosen_NK = chosen_NK.where(mine, self.local_experts)
         order, count_e = sort_by_expert(chosen_NK, self.local_experts)
         bin *= self.group.size
-        rows = self.local_experts * bin if bin else int(count_e.sum())  # the layer's one host sync
+        rows = self.local_experts * bin if bin else int(count_e.sum())  # the layer's only host sync
         entry_R, slot = lay_out(chosen_NK, order, count_e, 1, 1, bin, rows)
         x, weights, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
         return x, weights, torch.full_like(count_e, bin) if bin else count_e, route
@@ -301,25 +303,25 @@ class AllGather(Dispatcher):
 
 
 def dispatcher_class(name: str) -> type[Dispatcher]:
-    """By `[moe] dispatcher`."""
+    """The class for a value of `[moe] dispatcher`."""
     module, kind = DISPATCHERS[name].where.split(".")
     return getattr(import_module(f"titanmoe.moe.{module}"), kind)
 
 
 def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Entries (token * K + slot) by expert and then by token, those without expert last; and each expert's count."""
+    """Entries (token * K + slot) by expert, then by token, those without an expert last; and each expert's count."""
     flat = chosen_TK.flatten()
     count = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
-    # A radix sort goes over the keys once for every few bits: 2.8 times faster so on a CPU (262,144 keys, 128 experts).
+    # A radix sort passes over the keys once per few bits: int16 is 2.8 times faster (CPU, 262,144 keys, 128 experts).
     keys = flat.to(torch.int16) if num_experts < 2**15 else flat
     return keys.argsort(stable=True), count[:num_experts]
 
 
-def cut(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The choices sorted by expert, or by chunk and expert: expert i's rows in chunk c are those of number c * E + i.
+def split_into_chunks(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The choices sorted by expert, or by chunk and expert: expert i's rows in chunk c get the number c * E + i.
 
-    Returns the choices renumbered so ("no expert" is chunks * E), their order, and the count of each number. An
-    expert's rows are cut evenly, or every `bin` rows.
+    Returns the choices with these numbers ("no expert" is chunks * E), their order, and the count of each number. An
+    expert's rows are cut evenly, or after every `bin` rows.
     """
     order, count_E = sort_by_expert(chosen_TK, num_experts)
     if chunks == 1:
@@ -338,22 +340,22 @@ def cut(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int) -> tuple[Ten
 def lay_out(
     chosen_TK: Tensor, order: Tensor, count_E: Tensor, ep: int, etp: int, bin: int, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Place every entry's etp copies in a buffer of `rows`: blocks by rank (ep outer, etp inner), in a block by expert,
-    in an expert by token; experts follow each other closely, or every `bin` rows.
+    """Place every entry's etp copies in a buffer of `rows` rows: one block per rank (ep outer, etp inner), sorted by
+    expert within a block and by token within an expert; experts start right after each other, or every `bin` rows.
 
     Returns the entry of each row (T*K for an empty row) and the rows of each entry, (T*K, etp) (`rows` for no expert).
     """
     expert = chosen_TK.flatten()[order]
     place = torch.arange(expert.numel(), device=order.device)
     if bin:
-        # from place in the sorted order to place in bins
+        # From a place in the sorted order to a place in the bins.
         start_E = F.pad(count_E.cumsum(0), (1, 0))
         place = place - start_E[expert] + expert * bin
         length_P = count_E.new_full((ep,), count_E.numel() // ep * bin)
     else:
         length_P = count_E.view(ep, -1).sum(1)
     block = (expert // (count_E.numel() // ep)).clamp(max=ep - 1)
-    before = (length_P.cumsum(0) - length_P)[block]  # rows of earlier blocks, each of which is there etp times
+    before = (length_P.cumsum(0) - length_P)[block]  # rows of earlier blocks, each repeated etp times
     copy = torch.arange(etp, device=order.device)
     row = (place + (etp - 1) * before).unsqueeze(1) + copy * length_P[block].unsqueeze(1)
     row = row.where((expert < count_E.numel()).unsqueeze(1), rows)
@@ -369,7 +371,7 @@ def lay_out(
 def copy_rows(
     x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor, Route]:
-    """The rows of x, (R, D), and of the routing weights, (R, 1)."""
+    """The rows of x, (R, D), the routing weight of each, (R, 1), and the route."""
     T, K = weights_TK.shape
     route = Route(entry_R // K, slot.view(T, K * slot.shape[1]))
     return *to_weighted_rows(x_TD, weights_TK, entry_R, route.slot_TJ, kernels), route

@@ -30,7 +30,7 @@ Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
     """Rows of expert i times its matrix, one product per expert. Empty groups give exact zero gradients.
 
-    Rows after the last expert's, which only a static buffer has, are zero here and anything in `grouped_product`.
+    Rows after the last expert's, which only a static buffer has, are zero here and arbitrary in `grouped_product`.
     """
     sizes = count_e.tolist()
     *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
@@ -39,17 +39,17 @@ def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
 
 
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
-    """The same in one call of torch's grouped matrix product."""
+    """The same in one call to torch's grouped matrix product."""
     return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=count_e.cumsum(0).to(torch.int32))
 
 
 def even_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
-    """The same for experts of equally many rows, whose number is then in the shape: any dtype can be traced."""
+    """The same if all experts have equally many rows: their number is in the shape, so any dtype can be traced."""
     return torch.bmm(x_RD.unflatten(0, (w_eFD.shape[0], -1)), w_eFD.transpose(1, 2)).flatten(0, 1)
 
 
 def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count_e: Tensor) -> Tensor:
-    """Of the weights (e, D, F): the sum over an expert's rows of their outer products."""
+    """The gradient of the weights, (e, D, F): the sum of outer products over each expert's rows."""
     sizes = count_e.tolist()
     pieces = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
     return torch.stack([g.t() @ h for g, h in pieces])
@@ -60,7 +60,7 @@ def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count_e: Tensor) -> Tensor:
 
 
 def can_group(x: Tensor, *widths: int) -> bool:
-    """torch's grouped product wants rows of whole 16-byte units, no float64; on GPUs bfloat16, Hopper or later."""
+    """torch's grouped product needs rows of whole 16-byte units, no float64; on GPUs bfloat16, Hopper or later."""
     if x.dtype == torch.float64 or any(width * x.element_size() % 16 for width in widths):
         return False
     if device.kind(x) == "cuda":
@@ -69,19 +69,21 @@ def can_group(x: Tensor, *widths: int) -> bool:
 
 
 def rows_of(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
-    """(R, e): 1 where the row is the expert's. Times biases: each row's own. Transposed, it adds up their gradients."""
+    """(R, e): 1 where a row belongs to an expert. Times the biases it gives each row its own; its transpose sums their
+    gradients.
+    """
     row_R1, end_e = torch.arange(rows, device=count_e.device).unsqueeze(1), count_e.cumsum(0)
     return ((row_R1 >= end_e - count_e) & (row_R1 < end_e)).to(dtype)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """gpt-oss's: linear in an up projection around 1, both within 7 of what they are at rest."""
+    """gpt-oss's activation: the gate is at most 7, the up projection within 7 of 0 and then shifted by 1."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 def weighted(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
-    """What enters the down projection: the routing weight does before it, so that backward needs no expert's output."""
+    """The input of the down projection, times the routing weight: applied here, backward needs no expert's output."""
     gate, up = gate_RF.to(weight_R1.dtype), up_RF.to(weight_R1.dtype)
     h_RF = clamped_swiglu(gate, up) if clamped else F.silu(gate) * up
     return (h_RF * weight_R1).to(gate_RF.dtype)
@@ -90,7 +92,7 @@ def weighted(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -
 def differentiated(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, ...]:
-    """What `weighted` returned, and the gradients of its tensors."""
+    """The value of `weighted`, and the gradients of its tensors."""
     leaves = [x.detach().requires_grad_() for x in (gate_RF, up_RF, weight_R1)]
     with torch.enable_grad():
         h_RF = weighted(*leaves, clamped)
@@ -98,7 +100,7 @@ def differentiated(
 
 
 def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
-    """`weighted` and `differentiated`: on GPUs by a kernel, on CPUs row by row, else as they stand."""
+    """`weighted` and `differentiated`: on GPUs as a kernel, on CPUs in blocks of rows, else the plain formulas."""
     if fused(kernels, x):
         from titanmoe.ops.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
@@ -123,7 +125,7 @@ def plain_down(
 
 
 def product_of(grouped: bool, dtype: str, even: bool = False) -> Product:
-    """By `[moe] expert_dtype`; in 8 bits without gradients."""
+    """By `[moe] expert_dtype`; the one in 8 bits has no gradients."""
     if dtype != "compute":
         return partial(scaled_product, emulated=dtype == "fp8_emulated")
     if even:
@@ -132,7 +134,7 @@ def product_of(grouped: bool, dtype: str, even: bool = False) -> Product:
 
 
 class _Down(torch.autograd.Function):
-    """plain_down, which keeps its inputs alone: 2F numbers per row in place of 5F. Backward activates again."""
+    """plain_down that saves only its inputs: 2F numbers per row instead of 5F. Backward recomputes the activation."""
 
     @staticmethod
     def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped, kernels, dtype):
@@ -170,26 +172,26 @@ def down(
     dtype: str = "compute",
     even: bool = False,
 ) -> Tensor:
-    if torch.compiler.is_compiling():  # the compiler fuses, and chooses by itself what to keep
+    if torch.compiler.is_compiling():  # the compiler fuses, and chooses what to save
         return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped, even)
     return _Down.apply(gate_RF, up_RF, weight_R1, with_own_node(w2_eDF), count_e, grouped, clamped, kernels, dtype)
 
 
 UNIT = 32
 COPIED = 1 << 18
-"""As many numbers of an expert's rows, on average, are worth copying to fill them up."""
+"""Copying an expert's rows to fill up units pays if they are at most this many numbers, on average."""
 
 
-def evened(count_e: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Every expert's rows filled up to whole units: the row each comes from (`rows`: none), where each went (R, 1), the
-    new counts.
+def fill_units(count_e: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Fill up every expert's rows to whole units. Returns the source of each new row (`rows`: an empty one), the new
+    place of each row (R, 1), and the new counts.
     """
     whole_e = (count_e + UNIT - 1) // UNIT * UNIT
-    further_e = (whole_e - count_e).cumsum(0) - (whole_e - count_e)  # rows put in before an expert's first
-    went_R = torch.arange(rows) + further_e.repeat_interleave(count_e)
+    added_e = (whole_e - count_e).cumsum(0) - (whole_e - count_e)  # rows inserted before an expert's first
+    slot_R = torch.arange(rows) + added_e.repeat_interleave(count_e)
     source_P = torch.full((int(whole_e.sum()),), rows)
-    source_P[went_R] = torch.arange(rows)
-    return source_P, went_R.unsqueeze(1), whole_e
+    source_P[slot_R] = torch.arange(rows)
+    return source_P, slot_R.unsqueeze(1), whole_e
 
 
 class Experts(nn.Module):
@@ -210,30 +212,31 @@ class Experts(nn.Module):
         self.set_etp_rank(0)
 
     def set_etp_rank(self, etp_rank: int) -> None:
-        """Which columns this rank adds the last bias to; called when the model is laid on the meshes."""
+        """Decides the columns that this rank adds the last bias to; called when the model is placed on the meshes."""
         self.etp_rank = etp_rank
 
     def forward(self, parts: list, dispatcher: Dispatcher) -> list:
-        """Each part through the experts and on its way back, while the parts after it are on their way here.
+        """Run each part through the experts and send it back, while the next parts are still arriving.
 
-        One call per layer: what hooks do around it, such as gathering sharded weights, is then done once.
+        One call per layer, so that hooks around it, such as gathering sharded weights, run once.
         """
         back = []
         for part in parts:
-            x_RD, weight_R1, count_e, way = dispatcher.arrive(part)
+            x_RD, weight_R1, count_e, splits = dispatcher.arrive(part)
             with region("experts"):
                 y_RD = self.products(x_RD, weight_R1, count_e)
-            back.append(dispatcher.leave(y_RD, way))
+            back.append(dispatcher.leave(y_RD, splits))
         return back
 
     def groups(self, x_RD: Tensor) -> bool:
-        """Whether its rows go through torch's grouped product."""
+        """Whether these rows go through torch's grouped product."""
         return self.grouped_mm != "loop" and can_group(x_RD, *local(self.w1).shape[1:])
 
     def prefers_units(self, x_RD: Tensor) -> bool:
-        """On CPUs oneDNN makes a bf16 product anew for every number of rows that it has not met lately, at half a
-        millisecond each: a third of the experts' time under learned routing. Whole units come again. Only where they
-        add little, 16 rows to at least 128 of an expert, and where copying an expert's rows costs less than they save.
+        """On CPUs oneDNN builds a new bf16 product for every number of rows that it has not seen recently, at half a
+        millisecond each: a third of the experts' time under learned routing. Whole units make row counts repeat. They
+        are used only if they add little, on average 16 rows to at least 128 per expert, and if copying an expert's rows
+        costs less than they save.
         """
         plain = self.dtype == "compute" and not self.unused_rows and not torch.compiler.is_compiling()
         narrow = device.kind(x_RD) == "cpu" and x_RD.dtype == torch.bfloat16
@@ -245,14 +248,14 @@ class Experts(nn.Module):
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         if not self.prefers_units(x_RD) or not (count_e % UNIT).any():
             return self.products_of_rows(x_RD, weight_R1, count_e)
-        source_P, went_R1, whole_e = evened(count_e, x_RD.shape[0])
-        x_PD, weight_P1 = (to_rows(x, source_P, went_R1, self.kernels) for x in (x_RD, weight_R1))
-        return to_tokens(self.products_of_rows(x_PD, weight_P1, whole_e), source_P, went_R1, self.kernels)
+        source_P, slot_R1, whole_e = fill_units(count_e, x_RD.shape[0])
+        x_PD, weight_P1 = (to_rows(x, source_P, slot_R1, self.kernels) for x in (x_RD, weight_R1))
+        return to_tokens(self.products_of_rows(x_PD, weight_P1, whole_e), source_P, slot_R1, self.kernels)
 
     def products_of_rows(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
         grouped = self.groups(x_RD)
-        # torch's grouped product can be traced in bfloat16 alone, the loop not at all.
+        # torch's grouped product can only be traced in bfloat16, the loop not at all.
         traced = grouped and x_RD.dtype == torch.bfloat16
         even = self.even_rows and torch.compiler.is_compiling() and not traced
         how = (grouped, self.clamped, self.kernels, self.dtype, even)
@@ -271,7 +274,7 @@ class Experts(nn.Module):
             used_R1 = torch.arange(x_RD.shape[0], device=x_RD.device).unsqueeze(1) < count_e.sum()
             gate_RF, up_RF = gate_RF.where(used_R1, 0), up_RF.where(used_R1, 0)
         y_RD = down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, *how)
-        # The etp ranks of an expert return summands: each adds the bias to columns of its own.
+        # The etp ranks of an expert return summands: each adds the bias to its own columns only.
         bias_ed = local(self.w2_bias)
         before = self.etp_rank * bias_ed.shape[1]
         bias_eD = F.pad(bias_ed, (before, y_RD.shape[1] - before - bias_ed.shape[1]))

@@ -1,4 +1,4 @@
-"""The MoE layer. It sees the tokens that this rank alone owns and knows nothing of how attention was laid out.
+"""The MoE layer. It gets the tokens that only this rank owns and does not know how attention was parallelised.
 
 Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k.
 """
@@ -44,7 +44,7 @@ class MoE(nn.Module):
         self.pad = options.pad_to_capacity
 
     def begin_step(self, step: int, tokens: Tensor, samples: int) -> None:
-        """tokens: how many the whole step routes; samples: of the whole step."""
+        """tokens: routed tokens of the whole step. samples: samples of the whole step."""
         self.router.begin_step(step)
         self.balance.begin_step(tokens, samples)
 
@@ -52,13 +52,13 @@ class MoE(nn.Module):
         x_TD = x_BsD.flatten(0, 1)
         weights_TK, chosen_TK, bin = self.route(x_TD, tokens)
         sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin)
-        shared_BsD = self.run_shared(x_BsD)  # while the rows are under way
+        shared_BsD = self.run_shared(x_BsD)  # while the rows are in flight
         parts, home = self.dispatcher.parts(sent)
         y_BsD = self.dispatcher.land(self.experts(parts, self.dispatcher), home).view_as(x_BsD)
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
     def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
-        """The routing weights, the experts chosen, and the rows of a padded bin (0: bins are not padded)."""
+        """The routing weights, the chosen experts, and the rows of a padded bin (0: bins are not padded)."""
         logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
         weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
         if self.capacity is None:
@@ -84,7 +84,7 @@ def finish_step(
     bias_update_rate: float,
     device: torch.device,
 ) -> dict[int, dict[str, Any]]:
-    """Once per optimizer step: add up what every rank and microbatch counted, move the selection biases, and tell.
+    """Once per optimizer step: sum the counts of all ranks and microbatches, move the selection biases, and report.
 
     `numbers` are all MoE layers of the model, `mine` those of this rank's stages: one table, one sum over the world.
     """

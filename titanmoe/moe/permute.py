@@ -2,7 +2,7 @@
 
 A row is one visit of a token to an expert. `source_R` says which token a row copies, `slot_TJ` lists a token's rows.
 A source of T (one past the last token) makes a zero row; a slot of R (one past the last row) adds nothing.
-No atomics: the order of every sum is fixed. `kernels` is `[moe] kernels`; what they do is in titanmoe.ops.kernels.rows.
+No atomics: the order of every sum is fixed. `kernels` is `[moe] kernels`; they are in titanmoe.ops.kernels.rows.
 
 Shapes: T tokens, D width, R rows, J rows per token, K weights per token.
 """
@@ -89,7 +89,7 @@ def to_tokens(y_RD: Tensor, source_R: Tensor, slot_TJ: Tensor, kernels: str = "a
 def to_weighted_rows(
     x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot_TJ: Tensor, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """Row r is a copy of token entry_R[r] // K, and has that token's weight entry_R[r] % K, (R, 1)."""
+    """Row r is a copy of token entry_R[r] // K, with that token's weight number entry_R[r] % K, (R, 1)."""
     if fused(kernels, x_TD):
         return _ToWeightedRows.apply(x_TD, weights_TK, entry_R, slot_TJ)
     K = weights_TK.shape[1]
@@ -112,7 +112,7 @@ class _Reorder(torch.autograd.Function):
 
 
 def _move(x_RD: Tensor, order_R: Tensor, kernels: str) -> Tensor:
-    # Nothing points past the end, so that the plain way need not pad.
+    # Nothing points past the end, so the plain version need not pad.
     return _copy(x_RD, order_R, kernels) if fused(kernels, x_RD) else x_RD.index_select(0, order_R)
 
 

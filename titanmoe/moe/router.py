@@ -35,10 +35,10 @@ class Router(nn.Module):
 
     @named("router")
     def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Logits (T, E), scores (T, E), weights of the chosen (T, K), the chosen (T, K), and the counts (B, E)."""
+        """Logits (T, E), scores (T, E), weights (T, K) and numbers (T, K) of the chosen experts, and counts (B, E)."""
         wide = torch.promote_types(x_TD.dtype, self.wide)
         x_TD = x_TD.to(wide)
-        if self.options.jitter and torch.is_grad_enabled():  # noise is for training
+        if self.options.jitter and torch.is_grad_enabled():  # no noise in validation
             x_TD = x_TD * self._jitter(tokens.index_T, wide)
         bias_E = None if self.bias is None else local(self.bias).to(wide)
         logits_TE = F.linear(x_TD, local(self.weight).to(wide), bias_E)
@@ -76,7 +76,7 @@ class Router(nn.Module):
         scores_TE = scores_TE + self.expert_bias.to(scores_TE.dtype)
         if model.num_groups > 1:
             scores_TE = self._best_groups(scores_TE)
-        # A stable sort, because top-k leaves the order of equal scores open: the lower expert number wins everywhere.
+        # A stable sort, because topk does not define the order of equal scores: the lower expert number always wins.
         return scores_TE.sort(dim=-1, descending=True, stable=True).indices[:, : model.top_k]
 
     def _best_groups(self, scores_TE: Tensor) -> Tensor:

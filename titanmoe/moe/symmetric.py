@@ -1,14 +1,13 @@
 """Rows to their experts through symmetric memory: sizes stay on the device, so the host never waits for them.
 
-`torch.ops.symm_mem.all_to_all_vdev_2d` carries rows laid out by rank and expert into a buffer laid out by expert and
-sender, and `all_to_all_vdev_2d_offset` carries them back; each is the other's backward. Both read their sizes on the
-device. The receive buffer is as large as an over-subscription factor says, and the ops do not look where it ends. So
-the ranks of a group first add up their counts, and if one of them would receive more than it can hold, nobody sends
-anything and a flag is raised: the step is then made again without the buffers, which is exact
-(`Trainer.forward_backward`).
+`torch.ops.symm_mem.all_to_all_vdev_2d` sends rows sorted by rank and expert into a buffer sorted by expert and sender,
+and `all_to_all_vdev_2d_offset` sends them back; each is the other's backward. Both read their sizes on the device. An
+over-subscription factor sets the size of the receive buffer, and the ops do not check where it ends. So the ranks of a
+group first sum their counts, and if any of them would receive more than fits, no rank sends anything and a flag is set:
+the step is then repeated without the buffers, which is exact (`Trainer.forward_backward`).
 
-Shapes as in titanmoe.moe.dispatch, and: H rows laid out at home, T * K * etp, the unused ones last; A rows of the
-receive buffer, every expert's bin a multiple of ALIGN rows, what is between and after the experts' rows unused.
+Shapes as in titanmoe.moe.dispatch, and: H rows of the send buffer, T * K * etp, the unused ones last; A rows of the
+receive buffer: every expert's bin is a multiple of ALIGN rows, those after its own rows and after all bins unused.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ from titanmoe.ops.region import named
 if TYPE_CHECKING:
     from titanmoe.moe.layer import MoE
 
-ALIGN = 8  # rows: 16 bytes of bfloat16, as the grouped product wants where it adds up over an expert's rows
+ALIGN = 8  # rows: 16 bytes of bfloat16, which the grouped product needs where it sums over an expert's rows
 OPS = ("symm_mem::all_to_all_vdev_2d", "symm_mem::all_to_all_vdev_2d_offset")
 
 
 def missing(device: str) -> str:
-    """What this machine lacks to send rows through symmetric memory; "" if nothing. device: as in training.device."""
+    """Why this machine cannot send rows through symmetric memory; "" if it can. device: as in training.device."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
@@ -50,7 +49,7 @@ def missing(device: str) -> str:
     return ""
 
 
-class Lane(NamedTuple):
+class Buffers(NamedTuple):
     """Symmetric buffers for rows of one width, (H, .) and (A, .), two of each."""
 
     home: tuple[Tensor, Tensor]
@@ -58,15 +57,15 @@ class Lane(NamedTuple):
 
 
 class Memory:
-    """The buffers of all layers of a rank. Made by all ranks of the world together, with equal sizes, as allocation
-    demands.
+    """The buffers of all layers of a rank. All ranks of the world allocate them together, in equal sizes, because the
+    allocation is collective.
     """
 
     def __init__(self, config: Config, fold: Fold, group: Group, device: torch.device):
         self.group = group
         tokens = config.training.local_batch_size * config.training.seq_len // (fold.cp * fold.tp)
         top_k, held = config.model.top_k, config.model.num_experts // fold.ep
-        self.home_rows = tokens * top_k * fold.etp  # also what arrives if routing is even
+        self.home_rows = tokens * top_k * fold.etp  # with even routing, as many arrive
         most = group.size * tokens * min(top_k, held)
         wanted = min(math.ceil(config.moe.symm_mem_factor * self.home_rows), most)
         self.away_rows = wanted + -wanted % ALIGN + held * ALIGN
@@ -82,16 +81,16 @@ class Memory:
             symm_mem.rendezvous(buffer, group.name)
             return buffer
 
-        def lane(width: int, dtype: torch.dtype) -> Lane:
+        def buffers(width: int, dtype: torch.dtype) -> Buffers:
             home, away = (
                 tuple(symmetric(rows, width, dtype=dtype) for _ in range(2))
                 for rows in (self.home_rows, self.away_rows)
             )
-            return Lane(home, away)
+            return Buffers(home, away)
 
         compute = getattr(torch, config.training.mixed_precision_param)
-        self.rows = lane(config.model.dim, compute)
-        self.weights = lane(1, torch.promote_types(compute, getattr(torch, config.moe.router_dtype)))
+        self.rows = buffers(config.model.dim, compute)
+        self.weights = buffers(1, torch.promote_types(compute, getattr(torch, config.moe.router_dtype)))
         pieces = group.size * held
         self.send = symmetric(pieces)
         self.give = symmetric(2, pieces)
@@ -99,7 +98,7 @@ class Memory:
 
     @contextmanager
     def serving(self, layers: Collection[MoE]) -> Iterator[None]:
-        """The layers' rows go through these buffers. `overflowed` tells afterwards what came of it."""
+        """Sends the layers' rows through these buffers; `overflowed` says afterwards whether they were too small."""
         self.overflowed.zero_()
         try:
             for moe in layers:
@@ -109,22 +108,23 @@ class Memory:
             for moe in layers:
                 moe.dispatcher.memory = None
 
-    # When an operation has ended here, a peer may still read what it sent, or have begun the next one, which writes
-    # sizes to `take` of this rank. But nobody gets further in an operation than its sizes before all have ended the one
-    # before. So what peers read and write takes turns, and what they wrote is copied at once.
+    # When an operation has ended here, a peer may still be reading what it sent, or have started the next one, which
+    # writes sizes to this rank's `take`. But no rank gets past the sizes of an operation before all have finished the
+    # previous one. So there are two of each buffer that peers read or write, used in turn, and what arrives is copied
+    # at once.
 
-    def there(self, lane: Lane, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
+    def there(self, buffers: Buffers, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
         """The receive buffer, to be copied before the next operation, and the sizes and places of its pieces."""
         self.turn ^= 1
-        home, away, take = lane.home[self.turn], lane.away[self.turn], self.take[self.turn]
+        home, away, take = buffers.home[self.turn], buffers.away[self.turn], self.take[self.turn]
         home[: x_HD.shape[0]].copy_(x_HD)
         self.send.copy_(send_Ge)
         torch.ops.symm_mem.all_to_all_vdev_2d(home, away, self.send, take, self.group.name, ALIGN)
         return away, take.clone()
 
-    def back(self, lane: Lane, y_AD: Tensor, back: Tensor) -> Tensor:
+    def back(self, buffers: Buffers, y_AD: Tensor, back: Tensor) -> Tensor:
         self.turn ^= 1
-        home, away, take = lane.home[self.turn], lane.away[self.turn], self.take[self.turn]
+        home, away, take = buffers.home[self.turn], buffers.away[self.turn], self.take[self.turn]
         away.copy_(y_AD)
         self.give.copy_(back)
         torch.ops.symm_mem.all_to_all_vdev_2d_offset(away, home, self.give, take, self.group.name)
@@ -132,17 +132,17 @@ class Memory:
 
 
 class Lent(NamedTuple):
-    """How rows that came through symmetric memory go back."""
+    """What rows that came through symmetric memory need to go back."""
 
     memory: Memory
-    rows: int  # laid out at home
+    rows: int  # of the send buffer
     send_Ge: Tensor
     back: Tensor  # sizes and places of the pieces here
     used_A1: Tensor
 
 
 class Symmetric(AllToAll):
-    """Through the memory that a step lends while it runs; elsewhere, where nothing could be made again, as AllToAll."""
+    """Uses the memory that a step lends while it runs; as AllToAll elsewhere, where no step could be repeated."""
 
     memory: Memory | None = None
 
@@ -156,7 +156,7 @@ class Symmetric(AllToAll):
 
     @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple[list[Part], Route]:
-        """Rows after the last expert's are zero here, and may be anything in what the experts make of them."""
+        """Rows after the last expert's are zero here, and may be anything in the experts' output."""
         memory = self.memory
         if memory is None:
             return super().start(x_TD, weights_TK, chosen_TK, bin)
@@ -170,7 +170,7 @@ class Symmetric(AllToAll):
         need_P, mine = bins(total_Pe).sum(1), self.group.rank // self.etp
         fits = (need_P <= memory.away_rows).all()
         memory.overflowed.logical_or_(need_P[mine] > memory.away_rows)
-        # If not, no row is sent and no token has one, so that everything up to the flag's reading is finite.
+        # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
         send_Ge = (count_E * fits).view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten()
         total_e = total_Pe[mine] * fits
@@ -194,9 +194,9 @@ def _arrived(x_AD: Tensor, weights_A1: Tensor, count_e: Tensor, splits: Splits) 
 
 class _There(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_HD, wire, lane, send_Ge, used_A1):
-        ctx.wire, ctx.lane, ctx.rows = wire, lane, x_HD.shape[0]
-        x_AD, back = wire.there(lane, x_HD, send_Ge)
+    def forward(ctx, x_HD, memory, buffers, send_Ge, used_A1):
+        ctx.memory, ctx.buffers, ctx.rows = memory, buffers, x_HD.shape[0]
+        x_AD, back = memory.there(buffers, x_HD, send_Ge)
         ctx.save_for_backward(back)
         ctx.mark_non_differentiable(back)
         return x_AD.where(used_A1, 0), back
@@ -204,30 +204,30 @@ class _There(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_AD, _):
         (back,) = ctx.saved_tensors
-        return ctx.wire.back(ctx.lane, grad_AD, back)[: ctx.rows].clone(), None, None, None, None
+        return ctx.memory.back(ctx.buffers, grad_AD, back)[: ctx.rows].clone(), None, None, None, None
 
 
 class _Back(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_AD, wire, lane, rows, send_Ge, back, used_A1):
-        ctx.wire, ctx.lane = wire, lane
+    def forward(ctx, y_AD, memory, buffers, rows, send_Ge, back, used_A1):
+        ctx.memory, ctx.buffers = memory, buffers
         ctx.save_for_backward(send_Ge, used_A1)
-        return wire.back(lane, y_AD, back)[:rows].clone()
+        return memory.back(buffers, y_AD, back)[:rows].clone()
 
     @staticmethod
     def backward(ctx, grad_HD):
         send_Ge, used_A1 = ctx.saved_tensors
-        grad_AD, _ = ctx.wire.there(ctx.lane, grad_HD, send_Ge)
+        grad_AD, _ = ctx.memory.there(ctx.buffers, grad_HD, send_Ge)
         return grad_AD.where(used_A1, 0), None, None, None, None, None, None
 
 
 def bins(total_e: Tensor) -> Tensor:
-    """Rows of each expert's bin: whole multiples of ALIGN, and never none."""
+    """Rows of each expert's bin: a multiple of ALIGN, at least one."""
     return ((total_e + ALIGN - 1) // ALIGN * ALIGN).clamp(min=ALIGN)
 
 
 def used(total_e: Tensor, rows: int) -> Tensor:
-    """Which rows of the receive buffer hold one: the first of each bin."""
+    """Which rows of the receive buffer are in use: the first of each bin."""
     bin_e = bins(total_e)
     end_e, row_A = bin_e.cumsum(0), torch.arange(rows, device=total_e.device)
     expert_A = torch.searchsorted(end_e, row_A, right=True)  # past the last bin: e

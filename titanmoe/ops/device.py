@@ -1,7 +1,7 @@
-"""Which way on this device? GPUs want kernels and few launches, CPUs what stays in their caches. Nobody else decides.
+"""Which code runs on which device: GPUs need kernels and few launches, CPUs data that stays in their caches.
 
-What only calls torch.cuda, and so needs a GPU at hand, asks the tensor's own device. A rehearsal runs on fake CPU
-tensors and goes the ways of hardware that is not there: `as_on`.
+Only this module decides. Code that merely calls torch.cuda, and so needs a real GPU, looks at the tensor's own device.
+A rehearsal runs on fake CPU tensors but takes the code of hardware that is not there: `as_on`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ Kind = Literal["cpu", "cuda"]
 class Hardware(NamedTuple):
     kind: Kind
     capability: tuple[int, int] = (0, 0)
-    """CUDA's number for the generation: 9.0 is Hopper."""
+    """CUDA's number for the GPU generation: (9, 0) is Hopper."""
 
 
 _instead: Hardware | None = None
-"""What CPU tensors stand for while a rehearsal runs: kernels deep inside autograd know of no caller to tell them."""
+"""The hardware that CPU tensors represent during a rehearsal. A global, because code deep inside autograd has no caller
+that could pass it on.
+"""
 
 
 @contextmanager
 def as_on(hardware: Hardware) -> Iterator[None]:
-    """Take the ways of this hardware, wherever tensors lie."""
+    """Run the code for this hardware, although the tensors are on the CPU."""
     global _instead
     before, _instead = _instead, hardware
     try:
@@ -38,7 +40,7 @@ def as_on(hardware: Hardware) -> Iterator[None]:
 
 
 def kind(where: Tensor | torch.device | str) -> str:
-    """ "cuda" for the ways of GPUs, "cpu" for those of CPUs; "meta" goes the ways of GPUs that need no kernel."""
+    """ "cuda" or "cpu" by the code to run; "meta" takes the code of GPUs where that needs no kernel."""
     own = where if isinstance(where, str) else where.type if isinstance(where, torch.device) else where.device.type
     return _instead.kind if _instead is not None and own == "cpu" else own
 
@@ -47,9 +49,9 @@ def capability(device: torch.device | None = None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if _instead is None else _instead.capability
 
 
-def chosen(asked: str) -> Kind:
-    """What `[training] device` comes to on this machine."""
-    if asked == "cpu":
+def chosen(setting: str) -> Kind:
+    """The device that `[training] device` selects on this machine."""
+    if setting == "cpu":
         return "cpu"
     if _instead is not None:
         return _instead.kind

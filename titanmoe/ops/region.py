@@ -1,4 +1,4 @@
-"""Named stretches of work, and who hears of them: torch's profiler while it runs, and the clock of a step."""
+"""Names for stretches of work, which torch's profiler records while it runs and the clock of a step measures."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch.autograd import profiler
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 OTHERS_TURN = "the other half's turn"
-"""Work of another thread, of no region that this one is in."""
+"""Work of another thread, which does not belong to any region of this one."""
 
 
 class Listener(Protocol):
     def region(self, name: str) -> AbstractContextManager[None] | None:
-        """Entered and left with the region of that name; None: not of interest."""
+        """A context to enter and leave with the region of this name, or None to ignore it."""
 
 
 _listener: Listener | None = None
-"""Of the step that runs now. Recomputation enters regions in autograd's own threads, and a copy of rows in a plain
-function: nobody could hand it down to either.
+"""The listener of the running step. A global, because regions are also entered by recomputation, in autograd's own
+threads, and in plain functions that no caller could pass it to.
 """
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def measured_by(listener: Listener) -> Iterator[None]:
     global _listener
     _listener = listener
     try:
@@ -40,10 +40,10 @@ def heard_by(listener: Listener) -> Iterator[None]:
 def region(name: str) -> AbstractContextManager[None]:
     if torch.compiler.is_compiling():  # a graph runs as a whole
         return nullcontext()
-    heard = None if _listener is None else _listener.region(name)
-    if not profiler._is_profiler_enabled:  # record_function costs 6 us even then
-        return nullcontext() if heard is None else heard
-    return profiler.record_function(name) if heard is None else _both(profiler.record_function(name), heard)
+    measured = None if _listener is None else _listener.region(name)
+    if not profiler._is_profiler_enabled:  # record_function costs 6 us even without a profiler
+        return nullcontext() if measured is None else measured
+    return profiler.record_function(name) if measured is None else _both(profiler.record_function(name), measured)
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]
 
 
 def named(name: str) -> Callable[[Function], Function]:
-    """A function that is a region."""
+    """Decorator: the function runs inside a region."""
 
     def wrap(function: Function) -> Function:
         @wraps(function)

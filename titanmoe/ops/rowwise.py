@@ -24,7 +24,7 @@ BLOCK_NUMBERS = 1 << 18
 
 
 def pays(x: Tensor) -> bool:
-    """Compilers fuse by themselves, and GPUs want few launches."""
+    """Compilers fuse by themselves, and GPUs need few launches."""
     return device.kind(x) == "cpu" and not torch.compiler.is_compiling()
 
 

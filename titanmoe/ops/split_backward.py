@@ -1,7 +1,7 @@
 """Which gradients a backward pass wants from an autograd function with inputs and weights in one node.
 
 Pipeline schedules that split backward run such a node twice: once for the gradients of its inputs, once for those of
-its weights. `ctx.needs_input_grad` does not tell them apart; the engine's plan for the running pass does.
+its weights. `ctx.needs_input_grad` does not distinguish them; the engine's plan for the running pass does.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""How a model is laid on the meshes."""
+"""How a model is parallelised over the meshes."""

@@ -1,4 +1,4 @@
-"""The order in which a model is laid on the meshes."""
+"""Parallelises a model: which part is applied to it after which."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from titanmoe.parallel.sharded import reshard, shard_data
 from titanmoe.parallel.tensor import tensor_parallel
 
 
-def lay_ranks(
+def make_meshes(
     fold: Fold, parallelism: Parallelism, moe: MoEOptions, training: Training, device: torch.device
 ) -> Meshes:
-    """The groups and meshes of a run. Collective over the world."""
+    """The process groups and meshes of a run. Collective over the world."""
     node = parallelism.node if DISPATCHERS[moe.dispatcher].nodes else -1
     return build_meshes(fold, device.type, node, timedelta(seconds=training.first_step_timeout_s))
 
 
 def build(config: Config, meshes: Meshes, microbatches: int, device: torch.device) -> list[Transformer]:
-    """This rank's part of the model, ready to train: one transformer per stage it holds.
+    """This rank's parts of the model, ready to train: one transformer for each of its pipeline stages.
 
-    Placements first, because FSDP shards what they leave; recomputation inside compilation inside FSDP, so that hooks
-    which gather weights stay outside both; memory last, so that no rank ever holds more than its shards.
+    Tensor, context and expert parallelism come first, because FSDP shards the pieces that they leave; recomputation
+    goes inside compilation, and both inside FSDP, so that the hooks that gather weights stay outside; memory is
+    allocated last, so that no rank ever allocates more than its shards.
     """
     ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
     layers = split_layers(config.model, config.training.seq_len, len(ranks), config.pipeline.layers_per_stage)
@@ -58,7 +59,7 @@ def build(config: Config, meshes: Meshes, microbatches: int, device: torch.devic
     return parts
 
 
-def drive(
+def make_engine(
     parts: list[Transformer],
     options: PipelineOptions,
     training: Training,
@@ -66,7 +67,7 @@ def drive(
     microbatches: int,
     device: torch.device,
 ) -> Alone | Pipeline:
-    """What runs forward and backward through the parts; the step does not know whether there is a pipeline."""
+    """Runs forward and backward through the parts; the training step need not know whether there is a pipeline."""
     if meshes.pp.size == 1:
         return Alone(parts)
     return Pipeline(parts, options, training, meshes, microbatches, device)

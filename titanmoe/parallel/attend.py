@@ -1,4 +1,4 @@
-"""Every block's attention, by whichever implementation `titanmoe.fold.attention.pick_backend` names for it."""
+"""Every block's attention, in the implementation that `titanmoe.fold.attention.pick_backend` picks for it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def attend(
     window: int = 0,
     sinks_H: Tensor | None = None,
     *,
-    asked: str,
+    backend: str,
     kind: str,
     placement: Placement,
     masks: Masks,
@@ -34,9 +34,9 @@ def attend(
 ) -> Tensor:
     masked, sinks = document_BL is not None or window > 0, sinks_H is not None
     device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64
-    chosen, why = pick_backend(asked, kind, group.size, device, float64, masked, sinks, ring_lacks)
-    if asked == "torch" and why:
-        raise ValueError(f'parallelism.attention_backend = "torch" cannot hold here: {why}; use "auto"')
+    chosen, why = pick_backend(backend, kind, group.size, device, float64, masked, sinks, ring_lacks)
+    if backend == "torch" and why:
+        raise ValueError(f'parallelism.attention_backend = "torch" cannot be used here: {why}; use "auto"')
     rest = {"placement": placement, "group": group}
     if chosen == "ring":
         return torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, **rest)
@@ -55,14 +55,14 @@ def _flexed(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, *, masks: Mask
 
 
 def context_parallel(model: Transformer, options: Parallelism, placement: Placement, cp: Group) -> None:
-    """Every block's attention, with cp or without."""
-    # After ulysses' exchange a rank has the whole sequence.
+    """Sets every block's attention, with or without cp."""
+    # After the all-to-all of ulysses a rank has the whole sequence.
     split = cp.size > 1 and options.cp_kind != "ulysses"
     masks = Masks(placement, cp.rank) if split else Masks(Placement(1, zigzag=False), 0)
     for block in model.blocks().values():
         block.attention.attend = partial(
             attend,
-            asked=options.attention_backend,
+            backend=options.attention_backend,
             kind=options.cp_kind,
             placement=placement,
             masks=masks,

@@ -1,7 +1,7 @@
-"""From the samples of a data rank to the slice this rank works on.
+"""From the samples of a data rank to the slice that this rank works on.
 
-A data rank's samples are alike on all its tp, cp and pp ranks. The sequence is cut over cp, and each cut over tp: those
-are the tokens a rank owns.
+All tp, cp and pp ranks of a data rank get the same samples. The sequence is cut over cp, and each piece over tp: these
+are the tokens that a rank owns.
 
 Shapes: B samples, S positions of the attention slice, T owned tokens.
 """
@@ -28,9 +28,9 @@ class Slice(NamedTuple):
 
 
 def shifted(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Each position's next token, and its label for the token after: of the whole samples, before anything is cut.
+    """For each position the next token, and the label of the token after that; for whole samples, before they are cut.
 
-    Without label where a sample ends, or where the next token begins another document.
+    There is no label at the end of a sample, or if the next token starts another document.
     """
     ids, labels, document = batch.tokens_BS, batch.labels_BS, batch.document_BS
     beyond = labels[:, -1:].where(labels[:, -1:] != IGNORE, ids[:, -1:])
@@ -43,7 +43,7 @@ def shifted(batch: Batch) -> tuple[Tensor, Tensor]:
 def cut(
     batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool = False
 ) -> Slice:
-    """with_mtp: with what multi-token prediction needs."""
+    """with_mtp: include what multi-token prediction needs."""
     next_BL, later_BL = shifted(batch) if with_mtp else (None, None)
     ids, labels, valid, document, position, number = (
         x if x is None else x.to(device, non_blocking=True) for x in batch
@@ -74,10 +74,12 @@ def cut(
 
 
 def check_alike(batches: list[Batch], meshes: Meshes, device: torch.device) -> None:
-    """Every rank of a data index must hold the same samples; anything else trains on nonsense without a sign of it."""
+    """All ranks of a data index must have the same samples; otherwise training silently runs on nonsense."""
     ids = torch.cat([batch.tokens_BS.flatten() for batch in batches])
     checksum = (ids * torch.arange(1, len(ids) + 1)).sum().view(1).to(device)
     fold = meshes.fold
     sums = all_gather(checksum, 0, meshes.world).view(fold.pp, fold.dp, -1)
     if not torch.equal(sums, sums[:1, :, :1].expand_as(sums)):
-        raise RuntimeError("ranks of one data index hold different samples: the data source differs between machines")
+        raise RuntimeError(
+            "ranks of one data index have different samples: make the data source the same on all machines"
+        )

@@ -1,10 +1,10 @@
-"""torch.compile, per part of a block.
+"""torch.compile, one part of a block at a time.
 
-Attention, dense layers and the head compile each as one graph. A MoE layer whose bins are padded does too, from router
-to combine, its all-to-alls within: experts and router are FSDP units of their own, but their hooks run around the graph
-(`compile_layer`). Where sizes follow the routing the dispatch runs as it is, beside graphs of the
-experts and the shared expert. However many rows a rank's experts are sent then, none and one as well, they run the one
-graph of their first call. Layers that are alike share their graphs.
+Attention, dense layers and the head are one graph each. So is a MoE layer with padded bins, from router to combine and
+including its all-to-alls: experts and router are FSDP units of their own, but their hooks run around the graph
+(`compile_layer`). If sizes depend on the routing, dispatch is not compiled, only the experts and the shared expert. Any
+number of rows, including none and one, then runs the graph of the experts' first call. Identical layers share their
+graphs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from titanmoe.moe.layer import MoE
 
 
 def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The experts' products as one graph. static: every call has as many rows, as where bins are padded."""
+    """The experts' products as one graph. static: every call has the same number of rows, as with padded bins."""
     plain = experts.products
 
     def products(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
     compiled = torch.compile(products, backend=backend, fullgraph=True)
 
     def run(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        if not experts.groups(x_RD):  # a loop over the experts asks the host for each one's rows
+        if not experts.groups(x_RD):  # the loop over experts reads each one's number of rows on the host
             return plain(x_RD, weight_R1, count_e)
         if not static:
             for rows in (x_RD, weight_R1):
@@ -46,8 +46,8 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
 def compile_layer(moe: MoE, backend: str) -> None:
     """A MoE layer as one graph.
 
-    Hooks that gather weights cannot be in it. So calling the layer calls the router, whose hooks run around a call of
-    the experts, whose hooks run around the graph.
+    Hooks that gather weights cannot be part of it. So calling the layer calls the router, whose hooks run around a call
+    to the experts, whose hooks run around the graph.
     """
     router, experts = moe.router, moe.experts
     graph = torch.compile(_without_hooks(moe).forward, backend=backend, fullgraph=True)
@@ -57,7 +57,7 @@ def compile_layer(moe: MoE, backend: str) -> None:
 
 
 def _without_hooks(moe: MoE) -> MoE:
-    """The same layer, with the functions of its router and experts in place of the modules that have the hooks."""
+    """The same layer, with plain forward functions instead of the router and experts modules, which have hooks."""
     bare = copy(moe)
     bare._modules = {name: part for name, part in moe._modules.items() if name not in ("router", "experts")}
     vars(bare).update(router=moe.router.forward, experts=moe.experts.forward)
@@ -65,11 +65,11 @@ def _without_hooks(moe: MoE) -> MoE:
 
 
 def why_in_parts(options: MoEOptions, splits: bool) -> str:
-    """Why a MoE layer is not compiled as one graph; "" where it is. splits: whether the schedule splits backward."""
+    """Why MoE layers are not compiled as one graph; "" if they are. splits: whether the schedule splits backward."""
     if not options.pad_to_capacity:
-        return "sizes follow the routing (moe.pad_to_capacity = false)"
+        return "sizes depend on the routing (moe.pad_to_capacity = false)"
     if options.expert_dtype != "compute":
-        return f'products in 8 bits are not traced (moe.expert_dtype = "{options.expert_dtype}")'
+        return f'products in 8 bits cannot be traced (moe.expert_dtype = "{options.expert_dtype}")'
     if splits:
         return "a schedule that splits backward would send every gradient's rows twice"
     return ""
@@ -80,7 +80,7 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute
     if not options.enable:
         return
     if splits:
-        # Zero-bubble schedules come back for the weight gradients: what backward saved must outlive its first use.
+        # Such schedules run backward twice, later for the weight gradients: saved buffers must outlive the first run.
         torch._functorch.config.donated_buffer = False
     parts = [model.head]
     for block in model.blocks().values():
@@ -90,7 +90,7 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute
         elif block.moe is not None:
             parts.append(block.moe.shared)
             experts = block.moe.experts
-            # what torch's grouped product can be traced in; not its forward, in which rows may be under way
+            # Only the products: rows may be in flight in forward. torch's grouped product only traces in bfloat16.
             if compute == torch.bfloat16 and experts.dtype == "compute":
                 experts.products = compile_products(experts, options.backend, block.moe.pad)
     for part in parts:

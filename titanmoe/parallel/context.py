@@ -1,22 +1,22 @@
 """Context parallel attention: one sequence over the ranks of cp.
 
-The sequence is cut into chunks of equal length, and each rank holds some: under zigzag placement rank r of n holds
-chunks r and 2n-1-r, so that all ranks see equally many (query, key) pairs under the causal mask. Three ways to attend:
+The sequence is cut into chunks of equal length, and each rank has some of them: with zigzag placement rank r of n has
+chunks r and 2n-1-r, so that all ranks compute equally many (query, key) pairs under the causal mask. Three kinds:
 
-    ring        keys and values travel round the ranks, partial results merge by their log-sum-exp; so does backward
-    allgather   keys and values of the whole sequence on every rank
-    ulysses     an all-to-all turns sequence shards into head shards and back; attention itself is the ordinary one
+    ring        keys and values go around the ring of ranks, partial results merge by their log-sum-exp; so in backward
+    allgather   every rank gets the keys and values of the whole sequence
+    ulysses     an all-to-all turns sequence shards into head shards and back; in between, attention is the usual one
 
-Ring and allgather do their work in `_forward_pairs` and `_backward_pairs`, on pairs of a query chunk and a key chunk: a
-later key chunk is skipped, the same one is causal, an earlier one is seen whole (document masks apply to both). Under a
-sliding window chunks are cut finer, and pairs that are too far apart are skipped as well.
+Ring and allgather run in `_forward_pairs` and `_backward_pairs`, on pairs of a query chunk and a key chunk: a later key
+chunk is skipped, the same one is causal, an earlier one is fully visible (document masks apply to both). With a sliding
+window chunks are cut finer, and pairs that are too far apart are skipped as well.
 
-A sink is one more key of value zero, whose logit is given: the log-sum-exp begins with it instead of with -inf, and
-merging does the rest. Backward needs nothing of it but the final log-sum-exp. Without context parallel, blocks with a
-window or sinks attend the same way, as allgather on one rank: no mask of the whole sequence, no scores kept.
+A sink is one more key of value zero with a given logit: the log-sum-exp starts from it instead of from -inf, and
+merging does the rest. All that backward needs of it is the final log-sum-exp. Without context parallel, blocks with a
+window or sinks use the same code, as allgather on one rank: no mask of the whole sequence, no saved scores.
 
 Shapes: B samples, L sequence, S = L / cp positions of this rank, c chunk, H query heads and G key heads of this rank,
-h head width; of values it may be another.
+h head width, which may differ for values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _aten = torch.ops.aten
 
 
 class Placement(NamedTuple):
-    """Which chunks of the sequence each rank of cp holds."""
+    """Which chunks of the sequence each rank of cp has."""
 
     size: int
     zigzag: bool
@@ -52,7 +52,7 @@ class Placement(NamedTuple):
         return [rank, 2 * self.size - 1 - rank] if self.zigzag and self.size > 1 else [rank]
 
     def order(self) -> list[int]:
-        """Chunks as a concatenation over ranks has them."""
+        """The chunks in the order of a concatenation over ranks."""
         return [chunk for rank in range(self.size) for chunk in self.held(rank)]
 
     def cut(self, x_BL: Tensor, rank: int) -> Tensor:
@@ -81,11 +81,11 @@ def placement(options: Parallelism) -> Placement:
     return Placement(options.cp, options.cp_placement == "zigzag")
 
 
-# ---- attention of a query block to a key block: the output and its log-sum-exp, and the gradients given the final ones
+# ---- attention of a query block to a key block: output and log-sum-exp; and its gradients, given the final ones
 
 
 def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """In plain operations; (B, H, c, .) all."""
+    """In plain operations; all tensors are (B, H, c, .)."""
     scores = promote(q) @ promote(k).transpose(-1, -2) / math.sqrt(q.shape[-1])
     if causal:
         scores = scores.masked_fill(
@@ -99,12 +99,12 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
 
 
 def _padded(width: int, *xs: Tensor) -> list[Tensor]:
-    """The CPU kernels want queries, keys and values equally wide: zeros add nothing to a score."""
+    """The CPU kernels need queries, keys and values of one width: padding with zeros does not change a score."""
     return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
 
 
 def _can_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """What the flash kernel of GPUs takes: 16-bit numbers, one width for keys and values, no bias."""
+    """Whether the flash kernel of GPUs takes it: 16-bit numbers, one width for keys and values, no bias."""
     width = q.shape[-1]
     return (
         bias is None and q.dtype in (torch.bfloat16, torch.float16) and v.shape[-1] == width <= 256 and width % 8 == 0
@@ -112,12 +112,12 @@ def _can_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
 
 
 def _repeated(heads: int, *xs: Tensor) -> list[Tensor]:
-    """The memory-efficient kernel wants as many key heads as query heads."""
+    """The memory-efficient kernel needs as many key heads as query heads."""
     return [x.repeat_interleave(heads // x.shape[1], 1) for x in xs]
 
 
-def _laid(bias: Tensor | None, heads: int) -> Tensor | None:
-    """For the memory-efficient kernel: one for every head, in rows of whole 16 bytes."""
+def _aligned(bias: Tensor | None, heads: int) -> Tensor | None:
+    """The bias as the memory-efficient kernel needs it: one for every head, with rows aligned to 16 bytes."""
     if bias is None:
         return None
     keys = bias.shape[-1]
@@ -137,11 +137,11 @@ def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -
         out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     else:
         k, v = _repeated(q.shape[1], k, v)
-        laid = _laid(bias, q.shape[1])
-        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, laid, True, 0.0, causal)[:2]
+        aligned = _aligned(bias, q.shape[1])
+        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, aligned, True, 0.0, causal)[:2]
         lse = lse[..., : q.shape[2]]  # padded to the kernel's tile
     if bias is not None:
-        # A query without a key in this block: the kernels leave its log-sum-exp undefined.
+        # The kernels leave the log-sum-exp undefined for a query that sees no key in this block.
         lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
     return out, lse
 
@@ -161,11 +161,11 @@ def _block_backward(grad, q, k, v, bias, out, lse, causal):
         )
     none = torch.zeros((), dtype=torch.int64, device=q.device)
     mask = [True, True, True, False]
-    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # to the tile in which forward gave it
-    # Under 16 bits the kernel reads the output as forward laid it, heads after positions, whatever its strides.
+    lse = F.pad(lse, (0, -lse.shape[-1] % 32), value=torch.inf)  # to whole tiles, as forward returned it
+    # In 16 bits the kernel ignores the output's strides and expects forward's layout, heads after positions.
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
     dq, dk, dv = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, q, *_repeated(q.shape[1], k, v), _laid(bias, q.shape[1]), out, lse, none, none, 0.0, mask, causal
+        grad, q, *_repeated(q.shape[1], k, v), _aligned(bias, q.shape[1]), out, lse, none, none, 0.0, mask, causal
     )[:3]
     if k.shape[1] < q.shape[1]:
         dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2, dtype=torch.float32) for x in (dk, dv))
@@ -173,8 +173,8 @@ def _block_backward(grad, q, k, v, bias, out, lse, causal):
 
 
 def _bias(document_BL: Tensor | None, i: int, j: int, length: int, window: int, like: Tensor) -> Tensor | None:
-    """(B, 1, c, c): 0 where query chunk i may look at key chunk j, else -inf; None when only causality forbids."""
-    beyond = window and (i - j + 1) * length > window  # the first key is so far from the last query
+    """(B, 1, c, c): 0 where query chunk i may see key chunk j, else -inf; None if only causality hides keys."""
+    beyond = window and (i - j + 1) * length > window  # whether the first key is too far from the last query
     if document_BL is None and not beyond:
         return None
     place = torch.arange(length, device=like.device)
@@ -188,7 +188,7 @@ def _bias(document_BL: Tensor | None, i: int, j: int, length: int, window: int, 
 
 
 def _finer(held: list[int], length: int, window: int) -> list[int]:
-    """Chunks of `length` as several shorter ones each, of four windows at least: fewer would be mostly mask."""
+    """Each chunk of `length` cut into several, of at least four windows each: longer chunks would be mostly masked."""
     parts = max(n for n in range(1, max(1, length // (4 * window)) + 1) if length % n == 0)
     return [chunk * parts + part for chunk in held for part in range(parts)]
 
@@ -196,7 +196,7 @@ def _finer(held: list[int], length: int, window: int) -> list[int]:
 def _pairs(length: int, mine: list[int], theirs: list[int], window: int) -> list[tuple[int, slice, int, slice]]:
     """(query chunk, its rows, key chunk, its rows), without pairs that the causal mask or the window hides.
 
-    length: rows of all query chunks together.
+    length: total rows of all query chunks.
     """
     if window:
         mine, theirs = (_finer(held, length // len(mine), window) for held in (mine, theirs))
@@ -245,7 +245,7 @@ def _wide_zeros(x: Tensor) -> Tensor:
 
 
 def _start(q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention to nothing yet, but to a sink if there is one, (B, H, S, .): output and log-sum-exp."""
+    """Output and log-sum-exp before any key, or after the sink alone if there is one; (B, H, S, .)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
     lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
@@ -261,7 +261,7 @@ def _sinks_grad(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None) ->
 
 
 class _Gathered(torch.autograd.Function):
-    """Attention of this rank's query chunks to all key chunks, which lie here in the order of the sequence."""
+    """Attention of this rank's query chunks to all key chunks, given in the order of the sequence."""
 
     @staticmethod
     def forward(ctx, q, k, v, sinks, placement, rank, document, window):
@@ -283,19 +283,19 @@ class _Gathered(torch.autograd.Function):
 
 
 def _pass_on(x: Tensor, group: Group) -> Tensor:
-    """Start sending x to the next rank of the ring; the result, from the previous rank, must be waited for."""
+    """Start sending x to the next rank of the ring. The result comes from the previous rank; wait for it before use."""
     send, receive = [0] * group.size, [0] * group.size
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
     return _ops.all_to_all_single(x, receive, send, group.name)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
-    """One message."""
+    """Keys and values in one message."""
     return torch.cat((k.flatten(), v.flatten()))
 
 
 def _unpack(kv: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """In the shapes of k and v."""
+    """The inverse of `_pack`, for the shapes of k and v."""
     return kv[: k.numel()].view(k.shape), kv[k.numel() :].view(v.shape)
 
 
@@ -328,7 +328,7 @@ class _Ring(torch.autograd.Function):
             theirs = placement.held((group.rank - hop) % group.size)
             there, grads = _unpack(kv, k, v), _unpack(dkv, k, v)
             _backward_pairs(grad, q, *there, mine, theirs, document, out, lse, dq, *grads, ctx.window)
-            # The gradients follow their keys; after the last hop they are home.
+            # The gradients follow their keys; after the last hop they are back on the keys' own rank.
             dkv = _ops.wait_tensor(_pass_on(dkv, group))
             if coming is not None:
                 kv = _ops.wait_tensor(coming)
@@ -359,8 +359,8 @@ def allgather_attention(
 def ulysses_attention(
     q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, placement: Placement, group: Group, whole=None
 ) -> Tensor:
-    """whole: how to attend once the sequence is whole; by default as `on_one_rank`."""
-    # Key heads that cp cannot share out evenly are repeated until it can.
+    """whole: attention over the whole sequence, `on_one_rank` by default."""
+    # Key heads are repeated until cp divides their number.
     heads = math.lcm(k_BSGh.shape[2], group.size)
     k, v = (x.repeat_interleave(heads // x.shape[2], 2) for x in (k_BSGh, v_BSGh))
     q, k, v = (placement.natural(_swap(x, 2, 1, group), 1) for x in (q_BSHh, k, v))
@@ -371,7 +371,7 @@ def ulysses_attention(
 
 
 alone = partial(allgather_attention, placement=Placement(1, zigzag=False), group=ALONE)
-"""The whole sequence on this rank, chunk by chunk."""
+"""Attention over the whole sequence on this rank, chunk by chunk."""
 
 
 def on_one_rank(q_BLHh, k_BLGh, v_BLGh, document_BL=None, window=0, sinks_H=None) -> Tensor:
@@ -380,7 +380,7 @@ def on_one_rank(q_BLHh, k_BLGh, v_BLGh, document_BL=None, window=0, sinks_H=None
 
 
 def _swap(x: Tensor, give: int, take: int, group: Group) -> Tensor:
-    """Share dim `give` out over the ranks and collect dim `take` from them, in rank order."""
+    """Split dim `give` over the ranks and collect dim `take` from them, in rank order."""
     pieces = all_to_all(torch.cat(x.chunk(group.size, give)), group).chunk(group.size)
     return torch.cat(pieces, take)
 

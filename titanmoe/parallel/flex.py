@@ -1,9 +1,9 @@
 """Attention by torch's flex_attention: documents, windows and sinks without a mask of the whole sequence.
 
-Which blocks of keys a block of queries looks at is told from the first and last position and document of each block, in
-O(blocks^2) numbers; inside a block that is neither all hidden nor all seen, the kernel asks for every pair.
+The first and last position and document of each block decide which blocks of keys a block of queries sees, in
+O(blocks^2) numbers; inside a block that is neither fully hidden nor fully visible, the kernel checks every pair.
 
-Shapes: B samples, L sequence, S positions of the queries, all of them or this rank's part; H query heads, G key heads,
+Shapes: B samples, L sequence, S positions of the queries, all of them or this rank's; H query heads, G key heads,
 h head width; Q blocks of queries, N blocks of keys.
 """
 
@@ -31,7 +31,7 @@ def _ends(x_BS: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ordered(mask_BQN: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries takes, and which, those first; one list for all heads."""
+    """How many blocks of keys each block of queries needs, and a list with those first; the same for all heads."""
     order = mask_BQN.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return mask_BQN.sum(-1, dtype=torch.int32).unsqueeze(1), order.unsqueeze(1)
 
@@ -46,12 +46,12 @@ def block_mask(position_S: Tensor, length: int, document_BL: Tensor | None, wind
         some = some & (query[0] - key[1] < window)
         every = every & (query[1] - key[0] < window)
     if document_BL is not None:
-        asks, seen = (
+        query_doc, key_doc = (
             [x.unsqueeze(dim) for x in _ends(at)] for at, dim in ((document_BL[:, position_S], 2), (document_BL, 1))
         )
-        some = some & (asks[0] <= seen[1]) & (seen[0] <= asks[1])
-        every = every & (asks[0] == seen[1]) & (seen[0] == asks[1])
-    # A short block has room for pairs that do not exist: never seen whole.
+        some = some & (query_doc[0] <= key_doc[1]) & (key_doc[0] <= query_doc[1])
+        every = every & (query_doc[0] == key_doc[1]) & (key_doc[0] == query_doc[1])
+    # The last block may be short: it has pairs that do not exist, so it is never fully visible.
     if len(position_S) % MASK_BLOCK:
         every = every & (torch.arange(every.shape[1], device=every.device) < every.shape[1] - 1).unsqueeze(1)
     if length % MASK_BLOCK:
@@ -72,7 +72,7 @@ def block_mask(position_S: Tensor, length: int, document_BL: Tensor | None, wind
 
 
 class Masks:
-    """The masks of the microbatch at hand, one for each window: all layers attend under the same."""
+    """The masks of the current microbatch, one per window: all layers share them."""
 
     def __init__(self, placement: Placement, rank: int):
         self.placement, self.rank = placement, rank
@@ -98,14 +98,14 @@ def _kernel():
 
 
 def flex(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: BlockMask, sinks_H: Tensor | None) -> Tensor:
-    """On a CPU in plain operations, and without a backward: to be compared with the others."""
+    """On a CPU in plain operations and without a backward, only to be compared with the others."""
     q, k, v = (x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh))
     attend = flex_attention if hardware.kind(q) == "cpu" else _kernel()
     grouped = q.shape[1] != k.shape[1]
     if sinks_H is None:
         return attend(q, k, v, block_mask=mask, enable_gqa=grouped).transpose(1, 2)
     out, more = attend(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
-    # exp(lse) / (exp(lse) + exp(sink)) of the whole is not the sink's.
+    # The sink takes its share of the softmax: exp(lse) / (exp(lse) + exp(sink)) is left.
     kept = torch.sigmoid(more.lse - promote(sinks_H).view(-1, 1))
     return (out * kept.unsqueeze(-1)).to(q.dtype).transpose(1, 2)
 

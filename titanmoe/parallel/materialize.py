@@ -1,4 +1,6 @@
-"""From meta to real weights, shard by shard: each rank computes only its own pieces, the same under every mapping."""
+"""From meta to real weights, shard by shard: each rank computes only its own pieces, with the same values under every
+mapping.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 
 
 def stored_name(name: str, tied: bool) -> str:
-    """The copies of the embedding on a pipeline's other end are one logical tensor with it."""
+    """The embedding and its copies on the last pipeline stage are one logical tensor."""
     return "embed.weight" if name == "embed_copy.weight" or (tied and name == "head.weight") else name
 
 
@@ -27,7 +29,7 @@ def piece(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     part = tensor.to_local()
     if tuple(part.shape) != tuple(shape):
-        raise RuntimeError(f"a shard has shape {tuple(part.shape)}, its place in the whole is {tuple(shape)}")
+        raise RuntimeError(f"a shard has shape {tuple(part.shape)}, but its place in the whole has {tuple(shape)}")
     return part, tuple(offset)
 
 
@@ -51,7 +53,7 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
 
 
 def fill_normal(part: Tensor, offset: tuple[int, ...], shape: torch.Size, key: int, std: float) -> None:
-    """Element i of the whole tensor (row-major) is std * counted.normal(key, i); in blocks of rows, to bound memory."""
+    """Element i of the whole tensor (row-major) is std * counted.normal(key, i). In blocks of rows, to limit memory."""
     if part.numel() == 0:
         return
     index = torch.zeros((), dtype=torch.int64, device=part.device)

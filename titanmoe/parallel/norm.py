@@ -14,11 +14,11 @@ from titanmoe.comm.collectives import Group, all_reduce
 from titanmoe.ops import device
 
 ROW = 4096
-"""Numbers whose squares are added up in their own dtype, or in float32."""
+"""This many squares are summed in the gradient's dtype, or in float32 if that is wider."""
 
 
 def replicas(parameter: nn.Parameter) -> int:
-    """How many ranks of the stage hold the same piece. A parameter's mesh covers the stage, whichever its view."""
+    """How many ranks of the stage have the same piece. A parameter's mesh covers the whole stage in either view."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
@@ -31,7 +31,7 @@ def local_grad(parameter: nn.Parameter) -> Tensor:
 
 
 def local_norms(grads: list[Tensor]) -> list[Tensor]:
-    """float64. On CPUs, where torch would copy a tensor to widen it: of rows at least in float32, widened then."""
+    """In float64. On CPUs torch would copy a whole tensor to widen it, so rows are summed in at least float32 first."""
     if device.kind(grads[0]) != "cpu":
         return torch._foreach_norm(grads, 2, dtype=torch.float64)
     out = []
@@ -49,9 +49,10 @@ def _rows(grad: Tensor) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def grad_norm(parameters: dict[str, nn.Parameter], world: Group, copies: tuple[str, ...] = ()) -> Tensor:
-    """Each rank adds its pieces' squares, divided by how many hold the same piece: one sum over the world.
+    """Each rank sums the squares of its pieces, divided by the number of ranks with the same piece; then one sum over
+    the world.
 
-    copies: names of one matrix, on different stages.
+    copies: names of parameters that are the same matrix on different stages.
     """
     norms = local_norms([local_grad(p) for p in parameters.values()])
     share = [1 / (replicas(p) * (len(copies) if name in copies else 1)) for name, p in parameters.items()]
@@ -63,5 +64,5 @@ def grad_norm(parameters: dict[str, nn.Parameter], world: Group, copies: tuple[s
 def clip(parameters: Iterable[nn.Parameter], norm: Tensor, max_norm: float) -> None:
     grads = [local_grad(p) for p in parameters]
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    # On GPUs it is one kernel only where both are of one dtype.
+    # On GPUs this is one kernel only if both have the same dtype.
     torch._foreach_mul_(grads, scale.to(torch.promote_types(grads[0].dtype, torch.float32)))

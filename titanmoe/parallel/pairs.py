@@ -1,8 +1,8 @@
 """[pipeline] overlap_pairs: the forward of one stage and the backward of another, on one rank, take turns.
 
-A schedule that has such pairs is ready for both at once (DualPipeV in its steady state, arXiv 2412.19437, section
-3.2.1). torch's runtime would play one after the other; here each hands over where it would wait for rows that it has
-sent to experts or back, so that the rows of one microbatch travel under the computation of the other.
+In a schedule with such pairs both are ready at once (DualPipeV in its steady state, arXiv 2412.19437, section 3.2.1).
+torch's runtime would run one after the other; here each yields where it would wait for rows that it has sent to experts
+or back, so that the rows of one microbatch travel while the other computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Action = torch_schedules._Action
 
 
 class Pairs:
-    """What torch's runtime calls for a pair, in place of its own way: `register_custom_function`."""
+    """torch's runtime calls this for a pair instead of its own code: `register_custom_function`."""
 
     def __init__(self, device: torch.device):
         self.device, self.turns = device, Turns(partial(region, OTHERS_TURN))
@@ -32,13 +32,13 @@ class Pairs:
         self.turns.take(first, self._here(second))
 
     def _ready(self, action: Action, context: torch_schedules._PipelineContext) -> Callable[[], None]:
-        """One half of a pair, once what it needs from other ranks has come."""
+        """One half of a pair, after its input from other ranks has arrived."""
         schedule, m = context.schedule_ref, action.microbatch_index
         stages = {stage.stage_index: stage for stage in schedule._stages}
         stage = stages[action.stage_index]
         forward = action.computation_type == Computation.FORWARD
         schedule._assert_unsharded(stage)
-        # None comes for the first and the last stage, and none where two neighbours, of a V, are on this rank.
+        # Nothing is received for the first and the last stage, nor from a neighbouring stage on this rank (in a V).
         received = (schedule.fwd_recv_ops if forward else schedule.bwd_recv_ops).pop((action.stage_index, m), None)
         if received is not None:
             torch_schedules._wait_batch_p2p(received)
@@ -46,7 +46,7 @@ class Pairs:
         return partial(_forward if forward else _backward, context, stage, m, neighbour)
 
     def _here(self, work: Callable[[], None]) -> Callable[[], None]:
-        """The same on another thread, which has a current stream of its own."""
+        """The same for another thread, which otherwise has a current stream of its own."""
         if self.device.type != "cuda":
             return work
         stream = torch.cuda.current_stream(self.device)

@@ -1,7 +1,7 @@
-"""Pipeline parallel: which layers form a stage, which rank holds it, and the schedule that drives them.
+"""Pipeline parallel: which layers form a stage, and the schedule that runs the stages.
 
-Stages and schedules are torch.distributed.pipelining's. Its public step() cuts tensors into microbatches; ours come
-cut, so `Pipeline.run` calls the step on microbatches that lies below it.
+Stages and schedules are those of torch.distributed.pipelining. Its public step() splits tensors into microbatches; ours
+are split already, so `Pipeline.run` calls the function below it, which takes microbatches.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from titanmoe.parallel.batch import Slice
 
 
 def split_layers(model: Model, seq_len: int, stages: int, explicit: list[int]) -> list[range]:
-    """Contiguous layers per stage: as listed, or such that the costliest stage is as cheap as can be.
+    """Contiguous layers per stage: as listed, or so that the costliest stage is as cheap as possible.
 
-    Cost is forward FLOPs per token; the last stage also pays the head, the first the embedding's small lookup.
+    Cost is forward FLOPs per token; the last stage also has the head, the first the embedding's small lookup.
     """
     if explicit:
         ends = list(accumulate(explicit))
@@ -41,7 +41,7 @@ def split_layers(model: Model, seq_len: int, stages: int, explicit: list[int]) -
     def cost(first: int, end: int, stage: int) -> float:
         return total[end] - total[first] + (head if stage == stages - 1 else 0) + (2 * model.dim if stage == 0 else 0)
 
-    # best[i]: (cost of the costliest stage, where the stages begin) when the first i layers form the stages so far
+    # best[i]: (cost of the costliest stage, where each stage begins) if the first i layers form the stages so far
     best = {i: (cost(0, i, 0), [0]) for i in range(1, n + 1)}
     for stage in range(1, stages):
         best = {
@@ -58,7 +58,7 @@ def split_layers(model: Model, seq_len: int, stages: int, explicit: list[int]) -
 
 
 def _cell(action: torch_schedules._Action | None) -> Cell:
-    """What is computed in a place of torch's table."""
+    """What is computed in one cell of torch's table."""
     parts = () if action is None else action.sub_actions or (action,)
     return tuple(
         Action(part.stage_index, part.computation_type.value, part.microbatch_index)
@@ -71,7 +71,7 @@ def _cell(action: torch_schedules._Action | None) -> Cell:
 
 
 class Alone:
-    """No pipeline: each microbatch forward and backward in turn."""
+    """No pipeline: forward and backward of each microbatch in turn."""
 
     bubble = 0.0
     pairs = None
@@ -91,7 +91,7 @@ class Alone:
 
 
 class Pipeline:
-    """The same over several ranks: the sum of losses on those with the last stage, 0 on the others."""
+    """The same over several ranks: `run` returns the sum of losses on ranks with the last stage, 0 on the others."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Pipeline:
         mine = [stage for stage, rank in enumerate(ranks) if rank == pp.rank]
         B, length = training.local_batch_size, training.seq_len // fold.cp
         compute = getattr(torch, training.mixed_precision_param)
-        # Static shapes: without them the first step runs an additional, real forward and backward.
+        # Static shapes: without them the first step runs an extra, real forward and backward.
         ids = torch.empty(B, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(B, length // fold.tp, parts[0].shape.dim, dtype=compute, device="meta")
         loss = torch.empty((), dtype=torch.promote_types(compute, torch.float32), device="meta")
@@ -147,7 +147,7 @@ class Pipeline:
 
     @contextmanager
     def _forward_only(self) -> Iterator[None]:
-        """torch plays the whole table here too and fails where two stages of a V meet; so backward is cut out."""
+        """torch would run the whole table and fail where two stages of a V meet, so backward is removed from it."""
         whole = getattr(self.schedule, "pipeline_order_with_comms", None)
         if whole is None:  # GPipe and 1F1B have no table
             yield

@@ -1,13 +1,13 @@
-"""Activation recomputation: what is forgotten after forward and computed again in backward.
+"""Activation recomputation: what is dropped after forward and computed again in backward.
 
 full        whole blocks, in two halves
-moe         the MoE half of a block: router, dispatch and experts, where most activations are
-selective   what is cheap beside its size: the norms' wide intermediates, the activation up to the input of each
-            down projection, and what latent attention makes of its latents: queries, keys and values of all heads.
-            Recomputation stops before the down projection and leaves attention itself alone, so no collective runs
-            twice, and of the matrix products only those out of the latents.
+moe         the MoE half of a block: router, dispatch and experts, which have most of the activations
+selective   what is cheap for its size: the norms' wide intermediates, the activation up to the input of each down
+            projection, and the queries, keys and values of all heads that latent attention computes from its latents.
+            Recomputation stops before the down projection and does not include attention itself, so no collective runs
+            twice, and the only matrix products that do are those of the latents.
 
-Routed experts activate again under every mode: `titanmoe.moe.experts`.
+Every mode recomputes the activation of routed experts: `titanmoe.moe.experts`.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from titanmoe.models.layers import FeedForward, RMSNorm
 from titanmoe.models.transformer import Block, Transformer
 
 
-def _again(owner: nn.Module, name: str) -> None:
+def _checkpointed(owner: nn.Module, name: str) -> None:
     # Randomness is counted, so there is no generator state to restore.
     function = getattr(owner, name)
     setattr(owner, name, partial(checkpoint, function, use_reentrant=False, preserve_rng_state=False))
 
 
-class _Forgotten:
-    """Tensors that autograd does not keep: of what is saved in their storages only the layout stays, and backward makes
-    them once more, by values alone, for as long as it takes to hand all of it out.
+class _Recomputed:
+    """Tensors that autograd does not keep: for what it saves of their storages, only shape and strides are kept, and
+    backward computes the values once more and drops them after the last use.
     """
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], made: tuple[Tensor, ...]):
@@ -55,18 +55,18 @@ class _Forgotten:
         if not self.left:
             with torch.no_grad():
                 self.again, self.left = self.make(), self.saved
-        i, *layout = packed
-        found = self.again[i].as_strided(*layout)
+        i, *strided = packed
+        found = self.again[i].as_strided(*strided)
         self.left -= 1
         if not self.left:
             self.again = ()
         return found
 
 
-def _use_and_forget(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
+def _use_and_drop(make: Callable[[], tuple[Tensor, ...]], use: Callable[..., Tensor]) -> Tensor:
     made = make()
-    forgotten = _Forgotten(make, made)
-    with torch.autograd.graph.saved_tensors_hooks(forgotten.pack, forgotten.unpack):
+    recomputed = _Recomputed(make, made)
+    with torch.autograd.graph.saved_tensors_hooks(recomputed.pack, recomputed.unpack):
         return use(*made)
 
 
@@ -78,15 +78,15 @@ def _from_latents(
     rope: tuple[Tensor, Tensor],
     document_BL: Tensor | None,
 ) -> Tensor:
-    if torch.compiler.is_compiling():  # the compiler chooses by itself what to keep
+    if torch.compiler.is_compiling():  # the compiler chooses what to save
         return LatentAttention.core(attention, source_BSr, latent_BSr, key_BSp, rope, document_BL)
     if attention.wq is None:
-        return _use_and_forget(
+        return _use_and_drop(
             lambda: (attention.queries(source_BSr, rope), *attention.keys_and_values(latent_BSr, key_BSp, rope)),
             lambda q, k, v: attention.attend(q, k, v, document_BL),
         )
-    q_BSHh = attention.queries(source_BSr, rope)  # of no latent: a product of the whole width
-    return _use_and_forget(
+    q_BSHh = attention.queries(source_BSr, rope)  # without a latent this is a product of the full width: not recomputed
+    return _use_and_drop(
         lambda: attention.keys_and_values(latent_BSr, key_BSp, rope),
         lambda k, v: attention.attend(q_BSHh, k, v, document_BL),
     )
@@ -94,10 +94,10 @@ def _from_latents(
 
 def _selective(block: Block) -> None:
     for module in block.modules():
-        if type(module) is RMSNorm:  # one over split heads would send its message again
-            _again(module, "forward")
+        if type(module) is RMSNorm:  # SplitRMSNorm would communicate again
+            _checkpointed(module, "forward")
         elif isinstance(module, FeedForward):
-            _again(module, "down")
+            _checkpointed(module, "down")
         elif isinstance(module, LatentAttention):
             module.core = partial(_from_latents, module)
 
@@ -109,7 +109,7 @@ def recompute(model: Transformer, options: ActivationCheckpoint) -> None:
         if options.mode == "selective":
             _selective(block)
         elif options.mode == "full":
-            _again(block, "attend")
-            _again(block, "feed")
+            _checkpointed(block, "attend")
+            _checkpointed(block, "feed")
         elif block.moe is not None:
-            _again(block, "feed")
+            _checkpointed(block, "feed")

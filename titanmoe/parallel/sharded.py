@@ -22,7 +22,7 @@ from titanmoe.ops import device
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
-    """Uneven pieces of the expert dim would be padded, up to edp times the bytes; the widths are even by law."""
+    """Uneven pieces of the expert dim would be padded, to up to edp times the bytes; widths are checked to divide."""
     return num_experts // ep % edp != 0
 
 
@@ -32,17 +32,17 @@ def reshard(options: Parallelism) -> bool:
 
 
 def _model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
-    # D of (E, F, D) for two; D of (E, D, F); the one width of a bias
+    # D of w1 and w3, (E, F, D); D of w2, (E, D, F); the only width of a bias.
     return lambda parameter: Shard(2 if parameter is experts.w1 or parameter is experts.w3 else 1)
 
 
 def shard_data(model: Transformer, training: Training, freed: bool, meshes: Meshes) -> None:
-    """freed: whether whole weights are freed between forward and backward."""
+    """freed: whether gathered weights are freed between forward and backward."""
     param = getattr(torch, training.mixed_precision_param)
     reduce = getattr(torch, training.mixed_precision_reduce)
-    # Inputs are left alone: what enters a block already has the width its weights compute in.
+    # Inputs are not cast: they already have the dtype that the block computes in.
     wide = torch.promote_types(param, reduce)
-    # NCCL adds up on the way. A pipeline adds up microbatches, in the dtype given here, before it sends.
+    # Not on GPUs: NCCL sums while sending. Not in a pipeline: it sums microbatches in this dtype before it sends.
     on_cpu = device.kind(meshes.dense_data.device_type) == "cpu"
     narrow_wire = on_cpu and wide != param and meshes.pp.size == 1
     policy = MixedPrecisionPolicy(param, param if narrow_wire else wide, cast_forward_inputs=False)
@@ -69,7 +69,7 @@ def shard_data(model: Transformer, training: Training, freed: bool, meshes: Mesh
     for module in model.modules():
         if isinstance(module, FSDPModule):
             mesh = meshes.expert_data if isinstance(module, Experts) else meshes.dense_data
-            if mesh.size() > 1:  # where there is nothing to sum, torch would divide by 1.0, number by number
+            if mesh.size() > 1:  # else torch would divide every number by 1.0
                 module.set_gradient_divide_factor(1.0)
             if on_cpu:
                 module.set_custom_all_gather(StraightToPlace())
@@ -80,15 +80,15 @@ def shard_data(model: Transformer, training: Training, freed: bool, meshes: Mesh
 
 
 def _prefetch(model: Transformer, meshes: Meshes, freed: bool) -> None:
-    """Before its attention a block asks for its experts' weights and the next block's; in backward for its experts'
-    and the block's before. freed: whether forward gives weights up again.
+    """Before its attention a block prefetches its experts' weights and the next block's; in backward its experts' and
+    the previous block's. freed: whether forward frees weights again.
 
-    FSDP by itself gathers ahead only as far as the host is ahead of the device. A dropless dispatcher holds the host
-    until the rows are counted, and the device would then wait for the weights. Blocks ask, and not experts, whose hooks
-    run once more where recomputation is: that would gather weights in backward which forward then finds outdated.
+    By default FSDP gathers ahead only as far as the host is ahead of the device. A dropless dispatcher makes the host
+    wait until the rows are counted, and the device would then wait for the weights. Blocks prefetch, not experts: their
+    hooks run again under recomputation, and weights gathered in backward would be outdated in the next forward.
     """
 
-    # The last axis shards; one before it replicates.
+    # The last axis shards; an axis before it replicates.
     dense, experts = (mesh.size(mesh.ndim - 1) > 1 for mesh in (meshes.dense_data, meshes.expert_data))
 
     def units(block: Block, and_then: nn.Module | None) -> list[nn.Module]:
@@ -99,5 +99,5 @@ def _prefetch(model: Transformer, meshes: Meshes, freed: bool) -> None:
     head = model.head if isinstance(model.head, FSDPModule) else None
     for block, before, after in zip(blocks, [None, *blocks], [*blocks[1:], head], strict=False):
         block.set_modules_to_forward_prefetch(units(block, after))
-        if freed:  # else nothing is gathered in backward
+        if freed:  # else backward gathers nothing
             block.set_modules_to_backward_prefetch(units(block, before))

@@ -1,9 +1,8 @@
-"""Tensor and sequence parallel: which dim of which parameter lies on tp, and who gathers and scatters.
+"""Tensor and sequence parallel: which dim of which parameter is split over tp.
 
-Column-wise then row-wise, as usual: heads, hidden width and vocabulary are shared out; between them the sequence is.
-The gather and the scattering sum stand in the modules' own forward (`gather(x, 1, self.tp)`); here they get their
-group.
-Every other parameter is replicated over tp and sees only tokens or heads of the rank's own; `sum_replicated` adds up.
+Column-wise then row-wise, as usual: heads, hidden width and vocabulary are split, and between them the sequence is. The
+modules gather and scatter in their own forward (`gather(x, 1, self.tp)`); here they get their group. All other
+parameters are replicated over tp and only see this rank's tokens or heads; `sum_replicated` sums their gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.parallel.norm import local_grad
 
 FFN = {"w1.weight": 0, "w3.weight": 0, "w2.weight": 1}
-PLAN: dict[type[nn.Module], dict[str, int]] = {
+SPLIT_DIM: dict[type[nn.Module], dict[str, int]] = {
     Embedding: {"weight": 0},
     Attention: {f"{w}.{kind}": 0 for w in ("wq", "wk", "wv") for kind in ("weight", "bias")}
     | {"wo.weight": 1, "sinks": 0},
@@ -37,7 +36,7 @@ PLAN: dict[type[nn.Module], dict[str, int]] = {
 
 
 def place(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
-    """Make the (meta) parameter `name` of a module a DTensor, without any communication."""
+    """Turn the (meta) parameter `name` of a module into a DTensor, without communication."""
     *path, last = name.split(".")
     owner = module.get_submodule(".".join(path))
     parameter = getattr(owner, last)
@@ -50,9 +49,9 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
         return
     shard = {}
     for path, module in model.named_modules():
-        if type(module) in PLAN:
+        if type(module) in SPLIT_DIM:
             module.tp = tp
-            shard |= {f"{path}.{name}": dim for name, dim in PLAN[type(module)].items()}
+            shard |= {f"{path}.{name}": dim for name, dim in SPLIT_DIM[type(module)].items()}
     for name, _ in list(model.named_parameters()):
         if ".experts." not in name:
             place(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])
@@ -61,7 +60,7 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
 
 @torch.no_grad()
 def sum_replicated(parameters: Iterable[nn.Parameter], tp: Group) -> None:
-    """Once per step: gradients of what is replicated over tp (norms, routers) become whole, one message per dtype."""
+    """Once per step: sum the gradients of parameters replicated over tp (norms, routers), one message per dtype."""
     if tp.size == 1:
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}

@@ -1,8 +1,8 @@
-"""The embedding, when a pipeline's last stage needs it too: as head where tied, and for multi-token prediction.
+"""The embedding, if a pipeline's last stage needs it too: as the head when tied, and for multi-token prediction.
 
-Each place has its own copy, equal from initialisation on: their gradients are added before they are used, so all copies
-take the same steps. In the norm each counts its share. The last stage has two where it needs both: torch's schedules
-that split backward cannot follow one parameter to two depths of a stage.
+Each use has its own copy, all with the same initial values: their gradients are summed before the optimizer step, so
+they stay equal. In the norm each counts its share. The last stage has two copies if it needs both: torch's schedules
+that split backward cannot handle one parameter at two depths of a stage.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from titanmoe.parallel.norm import local_grad
 
 class TiedEnds:
     def __init__(self, parts: list[Transformer], model: Model, ranks: list[int], meshes: Meshes):
-        """ranks: the pipeline rank of each stage. Collective over the world when the ends lie on different ones."""
+        """ranks: the pipeline rank of each stage. Collective over the world if the first and last stage have different
+        ones.
+        """
         self.names: tuple[str, ...] = ()
         self.ends, self.group = [], None
         copies = ("head.weight",) * model.tie_embeddings + ("embed_copy.weight",) * model.mtp_depth

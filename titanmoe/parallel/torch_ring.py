@@ -1,10 +1,10 @@
-"""Ring attention in torch's own template, which its context-parallel attention API is made of.
+"""Ring attention with torch's own template, on which its context-parallel attention API is built.
 
-That API wants DTensors and the SDPA kernels of GPUs. The template takes any kernel, so it runs on CPUs too, where it is
-compared with the reference. It knows the causal mask and both placements, but neither documents nor windows. A sink is
-merged at the end, as in `titanmoe.parallel.context`: backward needs the final log-sum-exp alone.
+That API needs DTensors and the SDPA kernels of GPUs. The template takes any kernel, so it runs on CPUs too, where it is
+compared with the reference. It supports the causal mask and both placements, but neither documents nor windows. A sink
+is merged at the end, as in `titanmoe.parallel.context`: backward only needs the final log-sum-exp.
 
-The template is private to torch. `missing` says what a version lacks of it; our own ring then stands in.
+The template is private to torch. `missing` says what a version of torch lacks; our own ring is used then.
 
 Shapes: as in `titanmoe.parallel.context`.
 """
@@ -33,7 +33,7 @@ _OPTIONS = ("convert_to_f32", "enable_load_balance", "rotate_method")
 
 
 def missing() -> str:
-    """What this torch lacks of the template, in words; empty when it has everything."""
+    """What this version of torch lacks for the template; "" if nothing."""
     for name, wanted in (
         ("_templated_ring_attention", _TEMPLATE),
         ("_templated_ring_attention_backward", _TEMPLATE_BACKWARD),
@@ -51,7 +51,7 @@ def _options(zigzag: bool, dtype: torch.dtype) -> Iterator[None]:
     """The template reads its options from a global of its module."""
     options = _torch._cp_options
     before = [getattr(options, name) for name in _OPTIONS]
-    # All-to-all is the ring; torch's default gathers the keys and values of the whole sequence.
+    # ALL_TO_ALL is the ring; torch's default gathers the keys and values of the whole sequence.
     wanted = [dtype != torch.float64, zigzag, _torch._RotateMethod.ALL_TO_ALL]
     try:
         for name, value in zip(_OPTIONS, wanted, strict=True):
@@ -92,7 +92,7 @@ class _Ring(torch.autograd.Function):
         return dq, dk, dv, _sinks_grad(grad, out, lse, sinks), None, None
 
 
-# Its options and process groups are nothing to trace; a compiled attention is cut into two graphs here.
+# Its options and process groups cannot be traced; compiled attention breaks into two graphs here.
 @torch.compiler.disable
 def torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, *, placement: Placement, group: Group) -> Tensor:
     q, k, v = _heads_first(q_BSHh, k_BSGh, v_BSGh)

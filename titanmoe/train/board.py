@@ -1,4 +1,4 @@
-"""TensorBoard and Weights & Biases: the numbers of metrics.jsonl under the names a person looks for."""
+"""TensorBoard and Weights & Biases: the numbers of metrics.jsonl, grouped as people look for them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ GROUPS = {
         *("aux_loss", "aux_loss_sequence", "aux_loss_global", "z_loss"),
     ),
 }
-"""Per-layer figures are grouped by quantity, so that all layers of one stand side by side; times by `time`."""
+"""Per-layer figures are grouped by quantity, so that all layers appear side by side; times have a group `time`."""
 COLUMNS = 200
-"""Reports that a load's image shows; older ones are thinned out."""
+"""Reports that an image of the load shows; older ones are thinned out."""
 
 
 def tag(name: str) -> str:
@@ -43,7 +43,7 @@ class Board:
     def __init__(self, folder: Path, config: Config, step: int):
         from torch.utils.tensorboard import SummaryWriter
 
-        # What it holds of later steps is hidden: they will be made again.
+        # Hides entries of later steps, which will run again.
         purge = step + 1 if step else None
         self.writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10, purge_step=purge)
         self.writer.add_text("config", "    " + to_toml(config).replace("\n", "\n    "), step)
@@ -67,7 +67,7 @@ class Board:
             self.images = report.step
 
     def _draw(self, step: int) -> None:
-        """A row per expert, a column per report: grey is the mean, blue less and red more. Histograms over experts."""
+        """A row per expert and a column per report: grey is the mean, blue is less, red is more. Also a histogram."""
         for layer, history in self.loads.items():
             image_EC3 = colour_share(np.stack(history, 1))
             scale = max(1, 160 // image_EC3.shape[0]), max(1, 400 // image_EC3.shape[1])
@@ -83,7 +83,7 @@ class Board:
 
 
 class WandB:
-    """One run there for one folder here: a run that goes on is the same."""
+    """One W&B run per run folder: a run that resumes continues it."""
 
     def __init__(self, folder: Path, config: Config):
         import wandb
@@ -97,7 +97,7 @@ class WandB:
             dir=str(folder),
             config=asdict(config),
         )
-        # Its own count of steps may not go back, and that of a resumed run does.
+        # W&B's own step counter cannot go back, but the step of a resumed run does.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
 
@@ -116,7 +116,7 @@ class WandB:
 
 
 def _own_id(folder: Path) -> str:
-    """Drawn once for a folder and kept in it."""
+    """Drawn once per folder and kept in it."""
     file = folder / "wandb-id"
     if not file.exists():
         file.write_text(uuid.uuid4().hex[:12], encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A trainer's checkpoints: what it begins from, when it saves, why it stops."""
+"""A trainer's checkpoints: what it starts from, when it saves, when it stops for a signal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from titanmoe.train.validation import Validation
 
 
 class TrainerForCheckpoints(Protocol):
-    """What a checkpoint is made of, and filled into."""
+    """The parts of a trainer that are saved and loaded."""
 
     config: Config
     runtime: Runtime
@@ -47,7 +47,7 @@ class Checkpoints:
         self.group = dist.group.WORLD if self.world > 1 else None
         self.signals = Signals()
         self.saver = self._saver() if self.options.enable else None
-        self.tell: Callable[[int, str, str], None] = lambda step, kind, text: None
+        self.log_event: Callable[[int, str, str], None] = lambda step, kind, text: None
 
     def _saver(self) -> Saver:
         try:
@@ -64,10 +64,10 @@ class Checkpoints:
         if self.saver:
             self.signals.__exit__()
 
-    # ---- beginning
+    # ---- loading
 
     def begin(self) -> dict[str, str]:
-        """Load what the config asks for, if anything; what to say of it in the run's header."""
+        """Load what the config asks for, if anything; returns notes on it for the run's header."""
         beginning = self._choose()
         for line in beginning.said:
             say(f"checkpoint: {line}")
@@ -79,9 +79,9 @@ class Checkpoints:
         changes = self.load(beginning.path, beginning.model_only)
         step = self.trainer.step
         if self.saver and beginning.path.parent == self.saver.folder:
-            self.saver.saved_step = step  # it lies there already
-        told = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
-        return {"begins from": told} | ({"changed since": "\n".join(changes)} if changes else {})
+            self.saver.saved_step = step  # it is on disk already
+        origin = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
+        return {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
 
     def _carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
         try:
@@ -105,7 +105,7 @@ class Checkpoints:
         return {"begins from": "\n".join([f"weights of {folder}", *source.notes])}
 
     def _choose(self) -> Beginning:
-        """Rank 0 looks, so that all agree; sums of files are shared out, because reading them all takes time."""
+        """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""
         if self.rank == 0:
             try:
                 answer: Beginning | CheckpointError = choose(self.config, self.run, self._damage)
@@ -113,42 +113,42 @@ class Checkpoints:
                 answer = error
             except OSError as error:
                 answer = CheckpointError(told(error))
-            self._tell(answer)
+            self._broadcast(answer)
         else:
-            while isinstance(answer := self._tell(None), Path):
-                self._share(answer)
+            while isinstance(answer := self._broadcast(None), Path):
+                self._check_together(answer)
         if isinstance(answer, CheckpointError):
             raise ConfigError([str(answer)])
         return answer
 
     def _damage(self, path: Path) -> list[str]:
-        layout.read_manifest(path)  # what is no checkpoint is no matter for the others
-        self._tell(path)
-        return self._share(path)
+        layout.read_manifest(path)  # raises before the other ranks are involved if this is not a checkpoint
+        self._broadcast(path)
+        return self._check_together(path)
 
-    def _tell(self, what: Any) -> Any:
+    def _broadcast(self, what: Any) -> Any:
         box = [what]
         if self.group is not None:
             dist.broadcast_object_list(box, 0, self.group)
         return box[0]
 
-    def _share(self, path: Path) -> list[str]:
+    def _check_together(self, path: Path) -> list[str]:
         def mine() -> list[str]:
             files = sorted(layout.read_manifest(path).files)
             return layout.damage(path, files[self.rank :: self.world], contents=self.options.verify)
 
         try:
             return [line for lines in together(self.group, mine) for line in lines]
-        except CheckpointError as error:  # not everywhere to be seen
+        except CheckpointError as error:  # a rank cannot see the files
             return [str(error)]
 
     def load(self, path: Path, model_only: bool) -> list[str]:
-        """Fill the trainer from a checkpoint made under any mapping; returns what is not as it was then."""
+        """Fill the trainer from a checkpoint made under any mapping; returns what has changed since it was saved."""
         trainer, saved = self.trainer, Checkpoint(path)
         problems = state.refusals(saved.record, self.config)
         if not model_only and not saved.record.keys() >= {"loader", "step", "tokens"}:
-            how = saved.record.get("made", "made by no training run")
-            problems.append(f"it holds weights alone ({how}): set checkpoint.model_only = true to begin from them")
+            how = saved.record.get("made", "not made by a training run")
+            problems.append(f"it contains only weights ({how}): set checkpoint.model_only = true to begin from them")
         elif not model_only:
             try:
                 trainer.loader.load_state_dict(saved.record["loader"])
@@ -173,11 +173,11 @@ class Checkpoints:
         return state.differences(saved.record, self.config)
 
     def _all_there(self, saved: Checkpoint, wanted: state.Targets, model_only: bool) -> None:
-        """Every stored tensor is used and none is missing, over all ranks."""
+        """Checks over all ranks that every stored tensor is used and that none is missing."""
         names = {name for theirs in together(self.group, lambda: {s for s, _ in wanted.values()}) for name in theirs}
         stored = {name for name in saved.tensors if name.startswith("model.") or not model_only}
         lines = []
-        for what, some in (("lacks", names - stored), ("holds, and this model has no", stored - names)):
+        for what, some in (("lacks", names - stored), ("has tensors that this model does not have:", stored - names)):
             if some:
                 shown = ", ".join(sorted(some)[:8]) + (f" and {len(some) - 8} more" if len(some) > 8 else "")
                 lines.append(f"the checkpoint {what} {shown}")
@@ -193,11 +193,11 @@ class Checkpoints:
 
     @property
     def wants_to_stop(self) -> bool:
-        """This rank; all stop together once one does."""
+        """Whether this rank wants to; all ranks stop together once one does."""
         return bool(self.signals.number or (self.saver and self.saver.in_trouble))
 
     def after_step(self) -> dict[str, float]:
-        """Save if it is time; how long training stood still for it."""
+        """Save if it is time; returns for how long that paused training."""
         step = self.trainer.step
         if not (self.saver and self.options.interval and step % self.options.interval == 0):
             return {}
@@ -205,7 +205,7 @@ class Checkpoints:
 
     @property
     def patient(self) -> list[Any]:
-        """Process groups that wait for disks."""
+        """Process groups that wait for disks and keep their long time-out."""
         return [self.saver.group] if self.saver and self.saver.group else []
 
     def wait(self) -> None:
@@ -230,5 +230,5 @@ class Checkpoints:
             record["validation"] = trainer.validation.state_dict()
         blocked = self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)
         name = layout.name_of(trainer.step)
-        self.tell(trainer.step, "save", f"{name}, for which training stood still {blocked:.2f} s")
+        self.log_event(trainer.step, "save", f"{name}, which paused training for {blocked:.2f} s")
         return blocked

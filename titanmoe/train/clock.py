@@ -1,7 +1,7 @@
 """Where a step's time goes, part by part.
 
-A GPU is behind the program, so there the marks are events on its stream: nobody waits for them, they are read once it
-has passed them. On a CPU a mark is the time itself.
+A GPU runs behind the program, so there the marks are events on its stream, which are read once the GPU has passed them
+and never waited for. On a CPU a mark is simply the time.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ import torch
 from titanmoe.ops.region import OTHERS_TURN
 
 PARTS = {"dispatch": "dispatch", "combine": "dispatch"}
-"""The regions that are parts of a lap, and as which."""
+"""The regions that the clock measures, and the part that each counts towards."""
 
 
 class Clock:
-    """`on` = False for ranks that do not report: a mark costs them nothing."""
+    """`on` = False on ranks that do not report, where marks cost nothing."""
 
     def __init__(self, device: torch.device, on: bool = True):
         self.on, self.gpu = on, device.type == "cuda"
         self._last: Any = None
         self._open: deque[tuple[str, Any, Any]] = deque()
         self._seconds: Counter[str] = Counter()
-        self._begun: dict[int, tuple[str, Any]] = {}  # by thread, the part it is in
+        self._begun: dict[int, tuple[str, Any]] = {}  # the part that each thread is in
 
     def lap(self, name: str) -> None:
-        """What was done since the lap before was `name`. So laps add up to the whole."""
+        """The time since the last lap went into `name`. So laps add up to the whole."""
         if not self.on:
             return
         self._read()
@@ -42,7 +42,7 @@ class Clock:
         self._last = now
 
     def region(self, name: str) -> AbstractContextManager[None] | None:
-        """What the clock hears of regions."""
+        """Called when a region is entered (`titanmoe.ops.region.Listener`)."""
         if not self.on:
             return None
         if name == OTHERS_TURN:
@@ -51,7 +51,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of some lap, counted apart; within a part nothing is."""
+        """A part of a lap that is also measured on its own; parts inside it are not."""
         me = get_ident()
         if me in self._begun:
             yield
@@ -64,7 +64,7 @@ class Clock:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Work of another thread: of no part that this one is in."""
+        """Work of another thread, which does not count towards this thread's part."""
         me = get_ident()
         begun = self._begun.pop(me, None)
         if begun is None:
@@ -77,7 +77,7 @@ class Clock:
             self._begun[me] = begun[0], self._mark()
 
     def take(self, steps: int) -> dict[str, float]:
-        """Seconds of each part, per step, since the last call `steps` ago, as far as the device has come."""
+        """Seconds of each part, per step, since the last call `steps` steps ago, as far as the device has run."""
         self._read()
         seconds, self._seconds = self._seconds, Counter()
         return {name: total / steps for name, total in seconds.items()}

@@ -1,4 +1,4 @@
-"""The run on a screen: one panel that stays in place on a terminal, else one line per report. Rank 0 alone speaks."""
+"""A run on the console: on a terminal one panel that stays in place, else one line per report. Only rank 0 prints."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from titanmoe.train.sink import Report, Sink
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 CURVE = 48
-"""Reports that the panel's curve shows."""
+"""Number of reports in the panel's curve."""
 QUIET = ("start", "restart", "save", "stop")
-"""Events that need no line of their own: the header, the reports or the error tell of them."""
+"""Events without a line of their own, because the header, the reports or the error say it."""
 
 
 def open_console(config: Config, name: str, console: Console | None = None) -> Sink:
     console = console or Console(highlight=False)
-    asked = config.metrics.console
-    if asked == "live" or (asked == "auto" and console.is_terminal and not console.is_dumb_terminal):
+    style = config.metrics.console
+    if style == "live" or (style == "auto" and console.is_terminal and not console.is_dumb_terminal):
         return LivePanel(config, name, console)
     return Lines(config)
 
@@ -76,7 +76,7 @@ class Lines:
         print("  ".join(parts), flush=True)
         if report.eta is None:
             seconds = report.record["step_time_s"]
-            what = "start-up and compilation in it; ETA counts from the next"
+            what = "including start-up and compilation; the ETA counts from the next step"
             print(f"first step took {seconds:.1f} s, {what}", flush=True)
 
     def event(self, step: int, kind: str, text: str) -> None:
@@ -88,14 +88,14 @@ class Lines:
 
 
 class LivePanel:
-    """What others print meanwhile appears above it; the last state stays when the run ends."""
+    """Other output appears above it; its last state remains when the run ends."""
 
     def __init__(self, config: Config, name: str, console: Console):
         self.config, self.name, self.console = config, name, console
         self.losses: deque[float] = deque(maxlen=CURVE)
         self.live = Live(Text("waiting for the first step"), console=console, refresh_per_second=2)
         self.live.start()
-        console.show_cursor(True)  # which it hides, and a run that is killed could not bring back
+        console.show_cursor(True)  # Live hides it, and a killed run could not restore it
 
     def log(self, report: Report) -> None:
         self.losses.append(report.record["loss"])
@@ -134,7 +134,7 @@ class LivePanel:
         if times := shares(record):
             lines.append(Text.assemble(("time ", "dim"), times))
         if self.config.moe.force_balance:
-            lines.append(Text("FORCED BALANCE: a benchmark, the router is not asked", "bold yellow"))
+            lines.append(Text("FORCED BALANCE: a benchmark, the router is ignored", "bold yellow"))
         return Panel(Group(*lines), title=self.name, title_align="left", border_style="dim")
 
 
@@ -145,7 +145,7 @@ def curve(values: deque[float]) -> str:
 
 
 def shares(record: dict[str, float]) -> str:
-    """Parts of the step, of those that take half a percent; forward's dispatch is within forward and backward."""
+    """Parts of the step that take at least half a percent of it; dispatch is within forward and backward."""
     parts = {name.removeprefix("time."): value for name, value in record.items() if name.startswith("time.")}
     dispatch, whole = parts.pop("dispatch", 0.0), sum(parts.values())
     shown = []
@@ -197,7 +197,7 @@ def mapping(axes: dict[str, int]) -> str:
 
 
 class Stamped:
-    """A stream whose lines begin with the rank: of ranks that have nothing to say unless something is wrong."""
+    """A stream whose lines begin with the rank, for ranks that only print if something is wrong."""
 
     def __init__(self, stream: TextIO, rank: int):
         self.stream, self.mark, self.open = stream, f"[rank {rank}] ", False

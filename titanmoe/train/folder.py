@@ -1,4 +1,4 @@
-"""The run's folder: which it is, and that no two processes write in it at once."""
+"""The run's folder: which one it is, and a lock so that no two processes write to it at once."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ EXPERTS, EVENTS, CONFIG = "experts.jsonl", "events.jsonl", "config.toml"
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:
-    """The folder, and its lock, which holds for as long as it is kept open. One rank calls this.
+    """The folder, and its lock, which lasts as long as the file stays open. Only one rank calls this.
 
-    A run that continues has the folder {dump_folder}/{name}. Any other has one of its own: that, or name-2, name-3, ...
-    where others lie. Such a run claims a folder by creating its metrics.jsonl, so two that start at once share none.
+    A run that continues uses the folder {dump_folder}/{name}. Any other gets a new one: that, or name-2, name-3, ... if
+    it is taken. Such a run claims a folder by creating its metrics.jsonl, so two that start at once never share one.
     """
     parent, name = Path(config.job.dump_folder), config.job.name or "run"
     folder, n = parent / name, 1
@@ -45,17 +45,17 @@ def _locked(folder: Path) -> TextIO:
     except BlockingIOError:
         raise ConfigError(
             [
-                f"another process is writing to {folder.absolute()}, and a run that continues has one folder: wait for "
-                "it, stop it, or give this run another job.name"
+                f"another process is writing to {folder.absolute()}, where this run would continue: wait for it, "
+                "stop it, or give this run another job.name"
             ]
         ) from None
     return stream
 
 
 def rewind(folder: Path, step: int) -> None:
-    """Forget the lines of steps that will be made again. A run that begins anew puts those of the one before aside.
+    """Remove the lines of steps that will run again. A run that starts from the beginning moves existing files aside.
 
-    Of events only spikes belong to a step that is made again; that the run was started or saved stays true.
+    Of the events only spikes belong to such a step; that the run was started or saved remains true.
     """
     if step == 0 and (folder / METRICS).exists() and (folder / METRICS).stat().st_size:
         n = 1
@@ -78,5 +78,5 @@ def _stays(line: str, step: int) -> bool:
     try:
         record = json.loads(line)
         return record["step"] <= step or record.get("kind", "spike") != "spike"
-    except (ValueError, KeyError, TypeError, RecursionError):  # a kill cut it off, or something else wrote there
+    except (ValueError, KeyError, TypeError, RecursionError):  # cut off by a kill, or written by something else
         return False

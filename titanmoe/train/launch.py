@@ -20,7 +20,7 @@ from titanmoe.train.runtime import die_with_launcher, grow_segments, restarted, 
 
 
 def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]] = record_ahead) -> Config:
-    """Derived degrees and batch sizes filled in: what will run. ahead: the record of what the run goes on from."""
+    """The config with derived degrees and batch sizes filled in. ahead: reads the record that the run resumes from."""
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
     parallelism = replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts)
@@ -29,30 +29,30 @@ def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]
     training = config.training
     if training.global_batch_size == -1:
         training = replace(training, global_batch_size=training.local_batch_size * fold.dp)
-        # A batch that nobody chose stays what it was, also on more or fewer ranks.
+        # A global batch that the user did not set stays the same on more or fewer ranks.
         before = ahead(config).get("config", {}).get("training", {}).get("global_batch_size", -1)
         if before not in (-1, training.global_batch_size):
             training = replace(training, global_batch_size=before)
             if broken := refusals(replace(config, training=training), world):
-                raise ConfigError(broken, "the checkpoint's global batch, as training.global_batch_size is not given")
+                raise ConfigError(broken, "the checkpoint's global batch, as training.global_batch_size is not set")
     return replace(config, parallelism=parallelism, training=training)
 
 
 def fitted(config: Config, world: int) -> tuple[Config, str]:
-    """The config that a run started again has, and a line on what of its mapping gave way to another number of ranks.
+    """The config of a restarted run, and a line on what changed in its mapping to fit another number of ranks.
 
-    The first start of a run gets the mapping it asks for or is refused.
+    The first start of a run gets the mapping that it asks for or is refused.
     """
     if not (restarted() or has_begun(config)):
         return config, ""
-    parallelism, gave = refit(world, config.parallelism)
-    return replace(config, parallelism=parallelism), gave
+    parallelism, change = refit(world, config.parallelism)
+    return replace(config, parallelism=parallelism), change
 
 
 def read(argv: list[str], world: int) -> Config:
     """The resolved config of a command line; raises ConfigError with every problem."""
-    grow_segments()  # before a law asks for the GPU
-    gave = ""
+    grow_segments()  # before a check initialises CUDA
+    change = ""
 
     def check(config: Config) -> list[str]:
         try:
@@ -61,24 +61,24 @@ def read(argv: list[str], world: int) -> Config:
             return error.problems
 
     def finish(config: Config) -> Config:
-        nonlocal gave
-        config, gave = fitted(config, world)
+        nonlocal change
+        config, change = fitted(config, world)
         return resolve(config, world)
 
     config = load(argv, preset, check, finish)
-    if gave:
-        say(f"mapping: {gave}")
+    if change:
+        say(f"mapping: {change}")
     return config
 
 
 def main(argv: list[str], **seams: Any) -> int:
-    """seams: a Trainer's, such as another optimizer (docs/extending.md)."""
+    """seams: arguments of Trainer, such as another optimizer (docs/extending.md)."""
     die_with_launcher()
     try:
         runtime = start(config := read(argv, world_size()))
     except ConfigError as error:
         exit_with(error.problems, error.source)
-    # After the config is known to be good: torch takes seconds to load.
+    # Imported only once the config is known to be legal: torch takes seconds to load.
     from titanmoe.train.console import stamp
     from titanmoe.train.trainer import NonFinite, Trainer
 
@@ -89,12 +89,12 @@ def main(argv: list[str], **seams: Any) -> int:
         return 128 + signal if signal else 0
     except ConfigError as error:
         exit_with(error.problems, error.source)
-    except CheckpointError as error:  # of a save, told by all ranks alike
-        abandon = True  # its thread may be stuck in a message
+    except CheckpointError as error:  # a save failed, on all ranks alike
+        abandon = True  # the saving thread may be stuck in a message
         if runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1
-    except NonFinite as error:  # known to all ranks, and so told by one
+    except NonFinite as error:  # raised on all ranks, printed by one
         if runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """Everything that can be refused before the first process group exists, in one list.
 
-The laws stand in `titanmoe.config.laws`, for fields, and `titanmoe.fold.legality`, for mappings. Here is what this
-machine lacks.
+The laws are in `titanmoe.config.laws`, for fields, and `titanmoe.fold.legality`, for mappings. This module adds what
+this machine cannot run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def ranks_of_a_node(config: Config) -> int:
 
 
 def _here(config: Config) -> Config:
-    """With what only this machine knows: how many of the ranks are on it, and whether they have GPUs."""
+    """Fills in what only this machine knows: how many of the ranks are on it, and whether they have GPUs."""
     device = config.training.device if config.training.device == "cpu" or _has_gpu() else "cpu"
     return replace(
         config,
@@ -43,7 +43,7 @@ def _has_gpu() -> bool:
 
 
 def lacking(config: Config, world: int) -> Iterator[str]:
-    """What the recipe asks for and this machine, or the PyTorch on it, does not have."""
+    """What the recipe asks for and this machine, or its PyTorch, does not have."""
     moe, options, training = config.moe, config.parallelism, config.training
     degrees, _ = resolve(world, options)
     on_gpu = training.device != "cpu" and _has_gpu()
@@ -56,22 +56,22 @@ def lacking(config: Config, world: int) -> Iterator[str]:
         from titanmoe.ops import kernels
 
         if lack := kernels.missing(on_gpu):
-            yield f'moe.kernels = "triton", but {lack}: use "auto", which takes them where they can run, or "torch"'
+            yield f'moe.kernels = "triton", but {lack}: use "auto", which uses them where they can run, or "torch"'
     if moe.expert_dtype == "fp8":
         from titanmoe.moe import fp8
 
         if lack := fp8.missing(on_gpu):
             yield (
                 f'moe.expert_dtype = "fp8" needs 8-bit products, but {lack}: use expert_dtype = "compute", or '
-                '"fp8_emulated" to see what the roundings do'
+                '"fp8_emulated" to see the effect of its rounding'
             )
     if options.attention_backend == "torch" and options.cp_kind == "ring" and degrees.get("cp", 1) > 1:
         from titanmoe.parallel import torch_ring
 
         if lack := torch_ring.missing():
-            yield f'parallelism.attention_backend = "torch" cannot hold here: {lack}; use "auto"'
+            yield f'parallelism.attention_backend = "torch" cannot be used here: {lack}; use "auto"'
     package = find_spec("wandb") if config.metrics.wandb else None
-    if config.metrics.wandb and (package is None or package.origin is None):  # of a mere folder of that name, none
+    if config.metrics.wandb and (package is None or package.origin is None):  # a mere folder of that name has no origin
         name = config.metrics.wandb
         yield f'metrics.wandb = "{name}" needs a package: pip install "titanmoe[wandb]", or leave it empty'
     if config.profile.memory != "none" and not on_gpu:

@@ -1,6 +1,6 @@
-"""What a run tells, all from the same numbers (docs/metrics.md).
+"""A run's metrics and events (docs/metrics.md).
 
-`Metrics` makes the numbers and keeps the files; what shows them (console, TensorBoard, Weights & Biases) is a Sink.
+`Metrics` computes the numbers and writes the files; what shows them (console, TensorBoard, Weights & Biases) is a Sink.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from titanmoe.train.sink import Report, Sink
 from titanmoe.train.spikes import Spikes
 
 EXPERT_LINES = 500
-"""About so many lines of experts.jsonl in a run, unless metrics.experts_every says otherwise."""
+"""About the number of lines in a run's experts.jsonl, unless metrics.experts_every says otherwise."""
 
-# Dense bf16/fp16 TFLOP/s, without sparsity, from the maker's data sheets. The first name found in the device's counts.
+# Dense bf16/fp16 TFLOP/s, without sparsity, from the manufacturer's data sheets. The first name that is part of the
+# device's name counts.
 PEAK_TFLOPS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -50,14 +51,14 @@ PEAK_TFLOPS = {
 
 
 def peak_flops(device_name: str, dtype: str) -> float | None:
-    """FLOP/s of one device, None where not known; only 16-bit peaks are known."""
+    """FLOP/s of one device, None if not known; only 16-bit peaks are known."""
     if dtype not in ("bfloat16", "float16"):
         return None
     return next((peak * 1e12 for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
 
 def memory_gib(device: torch.device) -> float:
-    """The peak so far: on a GPU what PyTorch's allocator reserved, on a CPU what the process had resident."""
+    """The peak so far: on a GPU what PyTorch's allocator reserved, on a CPU the process's resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device) / 2**30
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -65,14 +66,14 @@ def memory_gib(device: torch.device) -> float:
 
 
 def as_json(record: dict[str, float]) -> str:
-    """One line of strict JSON. JSON has no NaN or infinity: those become null, and "nonfinite" says which they were."""
+    """One line of strict JSON, which has no NaN or infinity: they become null, and "nonfinite" says which they were."""
     nonfinite = {name: str(value) for name, value in record.items() if not math.isfinite(value)}
     line: dict[str, object] = {name: None if name in nonfinite else value for name, value in record.items()}
     return json.dumps(line | {"nonfinite": nonfinite} if nonfinite else line, allow_nan=False)
 
 
 class Metrics:
-    """Writes on rank 0 and does nothing on the others. The clock starts when it is made."""
+    """Writes on rank 0 and does nothing on the others. Time is measured from its creation."""
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class Metrics:
 
     def _open_sinks(self, fold: Fold, parameters: Parameters, notes: dict[str, str]) -> None:
         config = self.config
-        with contextlib.suppress(OSError):  # the console's own lines will tell
+        with contextlib.suppress(OSError):  # the lines that follow report it
             console.banner(config, fold, parameters, self.device_name, self.peak, self.folder, notes)
 
         def add(name: str, make: Callable[[], Sink]) -> None:
@@ -131,14 +132,14 @@ class Metrics:
 
         add("the console", lambda: console.open_console(config, self.folder.name))
         if config.metrics.tensorboard or config.metrics.wandb:
-            from titanmoe.train import board  # a second to load, for those who want it
+            from titanmoe.train import board  # takes a second to import
         if config.metrics.tensorboard:
             add("TensorBoard", lambda: board.Board(self.folder, config, self._step))
         if config.metrics.wandb:
             add("Weights & Biases", lambda: board.WandB(self.folder, config))
 
     def _begin(self, fold: Fold, step: int) -> None:
-        """The event that names the machine: figures are worth nothing without it."""
+        """The event that describes the machine: figures mean nothing without it."""
         machine = {
             "ranks": fold.world,
             "device": self.device_name,
@@ -149,16 +150,15 @@ class Metrics:
         if torch.version.cuda:
             machine["cuda"] = torch.version.cuda
         if step:
-            self.event(step, "restart", f"goes on after step {step}", environment=machine)
+            self.event(step, "restart", f"continues after step {step}", environment=machine)
         else:
             self.event(
                 step, "start", f"{fold.world} rank{'s' * (fold.world > 1)} on {self.device_name}", environment=machine
             )
 
     def log(self, step: int, values: dict[str, Any]) -> None:
-        """After every step. `values`: loss, grad_norm, lr, tokens (of the step, all ranks), and what else to keep.
-
-        A list among them is the load of a layer's experts.
+        """Call it after every step. `values`: loss, grad_norm, lr, tokens (of the step, on all ranks), and anything
+        else to log; a list among them is the load of a layer's experts.
         """
         if not self.writes:
             return
@@ -174,7 +174,7 @@ class Metrics:
         if not (self._due(step, self.config.metrics.log_every) or "val_loss" in values):
             return
         now, first = time.monotonic(), self._last_step is None
-        # Validation is told apart (val_s): the others are of training.
+        # The time of validation is reported as val_s and is not part of the step's.
         seconds, steps = max(now - self._since - values.get("val_s", 0.0), 1e-9), 1 if first else step - self._last_step
         if not first:
             self._steady_seconds += seconds
@@ -209,7 +209,7 @@ class Metrics:
             self._experts.put(lambda file: file.write(json.dumps(line, separators=(",", ":"))))
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """What happened once: start, restart, save, spike, profile, log, stop."""
+        """Log something that happened once: start, restart, save, spike, profile, log, stop."""
         if not self.writes:
             return
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -1,4 +1,4 @@
-"""AdamW on plain local tensors: it never meets a DTensor, whose dispatch on a four-dim mesh costs seconds per step."""
+"""AdamW on plain local tensors, not on DTensors, whose dispatch on a four-dim mesh costs seconds per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from titanmoe.parallel.norm import local_grad
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Norms, biases and gates (router, shared expert) are spared: they are no feature matrices."""
+    """Not norms, biases and gates (router, shared expert): they are not feature matrices."""
     return parameter.dim() >= 2 and not name.endswith(("router.weight", "gate.weight", "bias"))
 
 
@@ -35,7 +35,7 @@ class Optimizer:
         )
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
-        """AdamW's running means by parameter, as they are; zeros before the first step."""
+        """AdamW's running means by parameter, not copied; zeros before the first step."""
         states = self._states()
         return {name: {key: state[key] for key in ("exp_avg", "exp_avg_sq")} for name, state in states.items()}
 
@@ -52,7 +52,7 @@ class Optimizer:
         return out
 
     def resume(self, step: int) -> None:
-        """The moments have been filled with those of that step."""
+        """Continue after this step; the moments have been loaded."""
         for state in self._states().values():
             state["step"].fill_(step)
 

@@ -1,4 +1,4 @@
-"""Where a run writes what it tells. A place that fails is left alone for a while, and the run goes on."""
+"""Where a run writes its metrics and events. If one fails, the run goes on and tries it again later."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 PAUSE_S, LONGEST_S = 30.0, 600.0
-"""How long a place that failed is left alone; twice as long each time that it fails again."""
+"""Seconds until a failed outlet is tried again; doubled each time it fails again, up to the longest."""
 
 
 class Closes(Protocol):
@@ -21,18 +21,18 @@ P = TypeVar("P", bound=Closes)
 
 
 class Outlet(Generic[P]):
-    """One place, opened anew after it failed. tell(text) hears when it fails, and when it is back."""
+    """One file or service, reopened after a failure. warn(text) is called when it fails and when it works again."""
 
-    def __init__(self, name: str, make: Callable[[], P], tell: Callable[[str], None]):
-        self.name, self.make, self.tell = name, make, tell
-        self.place: P | None = None
+    def __init__(self, name: str, make: Callable[[], P], warn: Callable[[str], None]):
+        self.name, self.make, self.warn = name, make, warn
+        self.opened: P | None = None
         self.lost = 0
         self._pause, self._again = 0.0, 0.0  # no pause: it works
 
     def open(self) -> None:
-        """At the start, when only the disk is forgiven: what else is wrong can be mended at once."""
+        """Open it at the start, when only errors of the disk are tolerated: the user can fix others at once."""
         try:
-            self.place = self.make()
+            self.opened = self.make()
         except OSError as error:
             self._failed(error)
 
@@ -41,16 +41,16 @@ class Outlet(Generic[P]):
             self.lost += 1
             return
         try:
-            if self.place is None:
-                self.place = self.make()
-            write(self.place)
-        except Exception as error:  # TensorBoard and Weights & Biases raise what they like
+            if self.opened is None:
+                self.opened = self.make()
+            write(self.opened)
+        except Exception as error:  # TensorBoard and Weights & Biases raise anything
             self.lost += 1
             self._failed(error)
             return
         if self._pause:
             lost, self.lost, self._pause = self.lost, 0, 0.0
-            self.tell(f"{self.name}: written again; {lost} line{'s' * (lost != 1)} of it were lost")
+            self.warn(f"{self.name}: works again; {lost} line{'s were' if lost != 1 else ' was'} lost")
 
     def _failed(self, error: Exception) -> None:
         self.close()
@@ -58,19 +58,19 @@ class Outlet(Generic[P]):
         self._again = time.monotonic() + self._pause
         if first:
             why = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
-            self.tell(
-                f"{self.name}: {why}: the run goes on without it and tries again in {PAUSE_S:g} s, then more seldom"
+            self.warn(
+                f"{self.name}: {why}: the run goes on without it and tries again in {PAUSE_S:g} s, then less often"
             )
 
     def close(self) -> None:
-        if self.place is not None:
+        if self.opened is not None:
             with contextlib.suppress(Exception):
-                self.place.close()
-            self.place = None
+                self.opened.close()
+            self.opened = None
 
 
 class LineFile:
-    """Whole lines, in the kernel's hands when write returns; nothing is left of one that does not fit."""
+    """Whole lines, handed to the kernel when write returns; a line that does not fit leaves nothing behind."""
 
     def __init__(self, path: Path):
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

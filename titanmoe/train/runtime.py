@@ -1,6 +1,6 @@
-"""The process: which rank this is, its device, the process groups' start and end, garbage collection in step.
+"""The process: which rank it is, its device, starting and ending the process groups, synchronised garbage collection.
 
-torch is imported where it is used: a recipe is refused before anyone waits for it to load.
+torch is imported where it is used, so that an illegal recipe is refused without waiting for it to load.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ STOP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Environment:
-    """What torchrun tells a process."""
+    """What torchrun sets for a process."""
 
     rank: int = 0
     local_rank: int = 0
     world: int = 1
     local_world: int = 1
-    """Ranks on this machine; where the launcher does not say, those known from local_rank."""
+    """Ranks on this machine; if the launcher does not say, as many as local_rank implies."""
     launched: bool = False
-    """False: plain `python train.py`, one rank."""
+    """False for plain `python train.py`, which is one rank."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Runtime:
     world: int
     device: torch.device
     keep_timeouts: bool = False
-    """The process groups serve other runs after this one, so their time-outs stay as they are."""
+    """Other runs will use the process groups after this one, so their time-outs must not change."""
 
     def steady_timeout(self, seconds: int, patient: Sequence[Any] = ()) -> None:
         """Shorten the time-out of every process group but the patient ones, once the slow first step is over.
@@ -69,7 +69,7 @@ class Runtime:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
-        # A rank still in its first step must not meet one that already waits with the short time-out.
+        # No rank may wait with the short time-out while another is still in its first step.
         dist.barrier()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
@@ -112,9 +112,9 @@ def restarted() -> bool:
 
 
 def die_with_launcher() -> None:
-    """Have the kernel end this rank when its torchrun dies, however that happens.
+    """Have the kernel kill this rank when its torchrun dies, for whatever reason.
 
-    Ranks left behind would hold the run's folder and the GPUs, and the next start would be refused. Only under
+    Orphaned ranks would keep the run's folder locked and the GPUs busy, and the next start would be refused. Only under
     torchrun: a run started by hand may outlive its shell.
     """
     if not sys.platform.startswith("linux") or "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -126,15 +126,15 @@ def die_with_launcher() -> None:
 
 
 def grow_segments() -> None:
-    """Have a GPU's memory grow in place: routed rows come in other numbers each time, and blocks of fixed sizes would
-    be left with gaps between them. CUDA reads it as it starts; a setting in the environment stays.
+    """Let GPU memory segments grow in place: the number of routed rows changes every time, and blocks of fixed sizes
+    would leave gaps. CUDA reads this when it starts; a setting in the environment takes precedence.
     """
     if not any(name in os.environ for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def start(config: Config) -> Runtime:
-    """Pick the device and join the other ranks. Whatever is wrong is one line of a ConfigError, alike on all ranks."""
+    """Pick the device and join the other ranks. A problem raises a ConfigError of one line, the same on all ranks."""
     environment = read_environment()
     device = _device(config.training.device, environment)
     if device.type == "cpu":
@@ -146,10 +146,10 @@ def start(config: Config) -> Runtime:
     return Runtime(environment.rank, environment.local_rank, environment.world, device)
 
 
-def _device(asked: str, environment: Environment) -> torch.device:
+def _device(wanted: str, environment: Environment) -> torch.device:
     import torch
 
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
@@ -173,7 +173,7 @@ def _device(asked: str, environment: Environment) -> torch.device:
 
 
 def _share_cores(local_world: int) -> None:
-    """As many threads as cores over all ranks: more wait for each other (2 per core measured 10 times slower)."""
+    """One thread per core over all ranks: more wait for each other (2 per core were measured 10 times slower)."""
     if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
         import torch
 
@@ -182,10 +182,10 @@ def _share_cores(local_world: int) -> None:
 
 
 def _keep_pages() -> None:
-    """Have glibc keep what is freed: a step asks for the same gigabytes again.
+    """Let glibc keep freed memory: every step allocates the same gigabytes again.
 
     By default each large tensor is a mapping of its own, whose pages the kernel clears at first touch: 40 % of the
-    CPU time of a step with 316M parameters. A setting in the environment stays what it is.
+    CPU time of a step with 316M parameters. A setting in the environment takes precedence.
     """
     if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -211,7 +211,7 @@ def _join(environment: Environment, device: torch.device, timeout: timedelta) ->
     backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
     options: dict = {"device_id": device} if device.type == "cuda" else {}
     if not environment.launched:
-        # One rank has nobody to meet: a store in its own memory needs no port.
+        # A single rank needs no rendezvous: a store in its own memory needs no port.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **options)
         return
     _check_port(environment)
@@ -221,7 +221,7 @@ def _join(environment: Environment, device: torch.device, timeout: timedelta) ->
         store, _, _ = next(rendezvous("env://", environment.rank, environment.world, timeout=timeout))
         store.set_timeout(timeout)
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = dist.PrefixStore(_attempt(store, environment, timeout), store)
+            store = dist.PrefixStore(_agree_on_name(store, environment, timeout), store)
         dist.init_process_group(backend, store=store, timeout=timeout, **ranks, **options)
     except (RuntimeError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
@@ -230,32 +230,34 @@ def _join(environment: Environment, device: torch.device, timeout: timedelta) ->
         ) from None
 
 
-def _attempt(store: Store, environment: Environment, timeout: timedelta) -> str:
-    """A name that the ranks of this attempt have in common, and no attempt before it had.
+def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -> str:
+    """A name that the ranks of this attempt share, and that no earlier attempt had.
 
-    torchrun's agents keep one store over all attempts (pytorch#135712), so that ranks started again would find the
-    addresses of dead ones. No variable tells attempts apart on all nodes: each agent counts restarts of its own, and
-    not those for a node that came. So each rank leaves a word of its own, and rank 0 answers to that word, again and
-    again, as the word of a dead rank may still lie there.
+    torchrun's agents keep one store for all attempts (pytorch#135712), so restarted ranks would find the addresses of
+    dead ones. No variable identifies the attempt on all nodes: each agent counts its own restarts, and not those for a
+    node that joined. So each rank stores a random token, and rank 0 answers to these tokens, repeatedly, because the
+    token of a dead rank may still be there.
     """
-    word = uuid.uuid4().hex
-    store.set(f"rank {environment.rank}", word)
+    token = uuid.uuid4().hex
+    store.set(f"rank {environment.rank}", token)
     if environment.rank:
-        name = store.get(f"name for {word}").decode()
+        name = store.get(f"name for {token}").decode()
         store.add(f"heard {name}", 1)
         return name
     others, deadline = environment.world - 1, time.monotonic() + timeout.total_seconds()
-    while (heard := store.add(f"heard {word}", 0)) < others:
+    while (heard := store.add(f"heard {token}", 0)) < others:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{heard + 1} of {environment.world} ranks came within {timeout.total_seconds():.0f} s")
-        words = store.multi_get([f"rank {rank}" for rank in range(1, environment.world)])
-        store.multi_set([f"name for {other.decode()}" for other in words], [word] * others)
+            raise RuntimeError(
+                f"only {heard + 1} of {environment.world} ranks joined within {timeout.total_seconds():.0f} s"
+            )
+        tokens = store.multi_get([f"rank {rank}" for rank in range(1, environment.world)])
+        store.multi_set([f"name for {other.decode()}" for other in tokens], [token] * others)
         time.sleep(0.02)
-    return word
+    return token
 
 
 def _check_port(environment: Environment) -> None:
-    """Rank 0 listens on MASTER_PORT unless torchrun does; asking first spares the user the socket layer's own lines."""
+    """Rank 0 listens on MASTER_PORT unless torchrun does; checking first gives a clearer message than the socket."""
     if environment.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return
     port = int(os.environ["MASTER_PORT"])
@@ -270,12 +272,11 @@ def _check_port(environment: Environment) -> None:
 
 
 def stop(abandon: bool = False) -> None:
-    """End the process groups; belongs in a `finally`.
+    """End the process groups; call it in a `finally`.
 
-    On the way out of an exception, or where abandon says so, a collective may still be in flight that the other ranks
-    will never answer, and its group cannot end before its time-out. Then this gives up after STOP_SECONDS. If nobody
-    catches the exception, the process leaves once its traceback is printed, without waiting for groups that something
-    still refers to.
+    During an exception, or if `abandon` is set, a collective may still be in flight that the other ranks will never
+    answer, and its group cannot end before its time-out. Then this gives up after STOP_SECONDS. If nobody catches the
+    exception, the process exits once its traceback is printed, without waiting for groups that are still referenced.
     """
     import torch.distributed as dist
 
@@ -297,14 +298,13 @@ def stop(abandon: bool = False) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process at once, its work being done.
+    """Exit at once, when the work is done.
 
-    Not by way of the interpreter's own end: a thread of gloo that lets go of a Python object while that goes on takes
-    the process down with SIGABRT (torch 2.13, about one run in ten with 4 ranks), and a run that succeeded would count
-    as failed.
+    This skips the interpreter's shutdown: if a gloo thread releases a Python object during it, the process dies of
+    SIGABRT (torch 2.13, about one run in ten with 4 ranks), and a run that succeeded would count as failed.
     """
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a full disk behind it
+        with contextlib.suppress(OSError):  # the disk behind it may be full
             stream.flush()
     os._exit(code)
 
@@ -315,14 +315,14 @@ def _leave(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 
 def say(*parts: object) -> None:
-    """Print once and not once per rank."""
+    """Print once, not once per rank."""
     if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):  # a console that cannot be written ends no run
+        with contextlib.suppress(OSError):  # a console that fails must not end the run
             print(*parts, flush=True)
 
 
 class GarbageCollection:
-    """Collects every n steps, all ranks together: left alone each pauses in a step of its own and stalls the rest."""
+    """Collects every n steps on all ranks together: otherwise each pauses in a different step and stalls the rest."""
 
     def __init__(self, every: int):
         self.every = every
@@ -331,4 +331,4 @@ class GarbageCollection:
 
     def collect(self, step: int) -> None:
         if step % self.every == 0:
-            gc.collect(1)  # what recent steps left; a full pass over the model's objects is slow and finds nothing new
+            gc.collect(1)  # recent garbage only; a full pass over the model's objects is slow and finds nothing new

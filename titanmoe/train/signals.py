@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT ask a run that saves to do so and end, after the step it is in."""
+"""On SIGTERM or SIGINT a run that saves checkpoints finishes its step, saves and ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from titanmoe.train.runtime import say
 
 AGAIN_S = 3.0
-"""A terminal's Ctrl-C reaches a rank twice, by itself and through torchrun. Only one after this is meant as another."""
+"""A terminal's Ctrl-C reaches a rank twice, directly and through torchrun. A second one counts only after this time."""
 
 
 class Signals:

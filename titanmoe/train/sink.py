@@ -1,4 +1,4 @@
-"""What is told of a step, and what shows it."""
+"""What is reported about a step, and what shows it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from typing import NamedTuple, Protocol
 
 
 class Report(NamedTuple):
-    """Of one step, or of those since the report before."""
+    """On one step, or on the steps since the last report."""
 
     step: int
     record: dict[str, float]
     """The line of metrics.jsonl."""
     load: dict[int, list[float]]
-    """Of this step: tokens of every expert, by layer."""
+    """The number of tokens of every expert in this step, by layer."""
     smoothed: float
     """The loss, averaged over about ten steps."""
     eta: float | None
-    """Seconds to the last step; unknown at the first."""
+    """Seconds until the last step is done; None at the first step."""
 
 
 class Sink(Protocol):

@@ -1,4 +1,4 @@
-"""Loss spikes, by a rule that an outlier does not move: far above the median of the steps before."""
+"""Loss spikes, found by a rule that is robust to outliers: far above the median of the steps before."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import deque
 
 WINDOW = 64
 ENOUGH = 16
-"""Steps that are needed to know what is usual."""
+"""Number of steps needed to know what is usual."""
 TIMES = 6.0
-"""How many robust standard deviations (1.4826 * median absolute deviation) above the median is a spike."""
+"""A spike is this many robust standard deviations (1.4826 * median absolute deviation) above the median."""
 LEAST = 0.02
-"""A deviation is at least this part of the median: a loss that hardly moves has none to speak of."""
+"""The deviation is at least this fraction of the median: that of a loss that hardly moves is almost zero."""
 
 
 class Spikes:
@@ -20,7 +20,7 @@ class Spikes:
         self.high = False
 
     def check(self, loss: float) -> str:
-        """What is to be said of it: a spike is told once, on its first step."""
+        """The text of the event, "" for none: a spike is reported once, at its first step."""
         text, was_high, self.high = "", self.high, False
         if len(self.before) >= ENOUGH:
             median = statistics.median(self.before)

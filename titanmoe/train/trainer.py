@@ -29,8 +29,8 @@ from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.layer import finish_step
 from titanmoe.moe.symmetric import Memory
-from titanmoe.ops.region import heard_by, named
-from titanmoe.parallel.apply import build, drive, lay_ranks
+from titanmoe.ops.region import measured_by, named
+from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.batch import Slice, check_alike, cut
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
@@ -56,7 +56,7 @@ class NonFinite(RuntimeError):
 
 @dataclass
 class Totals:
-    """What a step's batch holds over all ranks."""
+    """Counts of a step's batch over all ranks."""
 
     labels: Tensor  # tokens with a loss
     tokens: Tensor  # tokens that are not padding
@@ -72,9 +72,9 @@ class Trainer:
         garbage: Callable[[int], GarbageCollection] = GarbageCollection,
         optimizer: Callable[[dict[str, nn.Parameter], Options], Optimizer] = Optimizer,
     ):
-        """loader: of the config, a data rank and the number of data ranks. on_gradients: called with the step and the
-        parameters when their gradients are summed and known to be finite, before they are clipped.
-        garbage: of training.gc_every. optimizer: of the parameters and [optimizer].
+        """loader: called with the config, the data rank and the number of data ranks. on_gradients: called with the
+        step and the parameters when the gradients are summed and known to be finite, before they are clipped.
+        garbage: called with training.gc_every. optimizer: called with the parameters and [optimizer].
         """
         self.config, self.runtime, self.device = config, runtime, runtime.device
         self.step, self.tokens, self.overflow_reruns = 0, 0.0, 0
@@ -82,12 +82,12 @@ class Trainer:
         self._lock: TextIO | None = None
 
         self.fold = derive(runtime.world, config.parallelism)
-        self.meshes = lay_ranks(self.fold, config.parallelism, config.moe, config.training, self.device)
+        self.meshes = make_meshes(self.fold, config.parallelism, config.moe, config.training, self.device)
         self.loader = loader(config, self.meshes.data.rank, self.meshes.data.size)
         microbatches = self.loader.microbatches
 
         self.parts = build(config, self.meshes, microbatches, self.device)
-        self.engine = drive(self.parts, config.pipeline, config.training, self.meshes, microbatches, self.device)
+        self.engine = make_engine(self.parts, config.pipeline, config.training, self.meshes, microbatches, self.device)
         self.placement = placement(config.parallelism)
         self.tied = TiedEnds(self.parts, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
         self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
@@ -102,22 +102,22 @@ class Trainer:
         self.clock = Clock(self.device, on=runtime.rank == 0)
 
     def train(self) -> int:
-        """Until the last step or a signal; returns the signal, or 0."""
+        """Train until the last step or a signal; returns the signal, or 0."""
         check_alike(self.loader.peek(), self.meshes, self.device)
         run = self.claim()
         with Checkpoints(self, run) as checkpoints:
             notes = checkpoints.begin() | self.notes()
             metrics = self.metrics(run, notes)
-            checkpoints.tell = metrics.event
+            checkpoints.log_event = metrics.event
             if self.chunks:
                 metrics.event(self.step, "chunks", str(self.chunks), **self.chunks.numbers())
             profiler = Profiler(self, run, metrics.event)
             self.wants_to_stop = lambda: checkpoints.wants_to_stop
-            first, stood_still = self.step + 1, {}
+            first, paused = self.step + 1, {}
             if self.step >= self.config.training.steps:
                 say(
                     f"nothing is left to do: the run has made all {self.step} steps; raise training.steps to go on, or "
-                    "give a new run another job.name"
+                    "start a new run under another job.name"
                 )
             try:
                 while self.step < self.config.training.steps and not self.stopping:
@@ -128,9 +128,9 @@ class Trainer:
                     if self.validation:
                         report |= self.validation.after_step()
                         self.clock.lap("validation")
-                    # The line first: a run that goes on from a step's checkpoint has its line, whatever is killed.
-                    metrics.log(self.step, report | stood_still)
-                    stood_still = checkpoints.after_step()
+                    # Before saving: a run that resumes from this step then has its line, whenever it was killed.
+                    metrics.log(self.step, report | paused)
+                    paused = checkpoints.after_step()
                     self.clock.lap("checkpoint")
                     self.garbage.collect(self.step)
                     if self.step == first:
@@ -147,7 +147,7 @@ class Trainer:
                     self._lock.close()
 
     def claim(self) -> Path:
-        """The run's folder, known to all ranks."""
+        """Claims the run's folder on rank 0 and returns it on all ranks."""
         box: list[Any] = [None]
         if self.runtime.rank == 0:
             try:
@@ -168,11 +168,11 @@ class Trainer:
         )
 
     def notes(self) -> dict[str, str]:
-        """What the run's header says beside the mapping."""
+        """Lines of the run's header besides the mapping."""
         options, recompute = self.config.pipeline, self.config.activation_checkpoint.mode
         splits, notes = splits_backward(options, self.fold.pp), self.loader.notes()
         if self.config.moe.overlap_chunks == -1:
-            notes["overlap chunks"] = str(self.chunks or "1: no row leaves its rank in chunks")
+            notes["overlap chunks"] = str(self.chunks or "1: no rows are sent in chunks")
         if self.config.compile.enable:
             reason = why_in_parts(self.config.moe, splits)
             notes["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
@@ -207,7 +207,7 @@ class Trainer:
         totals = self.count(batches)
         self.clock.lap("data")
 
-        with heard_by(self.clock):
+        with measured_by(self.clock):
             loss, mtp_loss = self.forward_backward(batches, totals)
         self.finish_gradients()
         self.clock.lap("forward_backward")
@@ -231,28 +231,30 @@ class Trainer:
 
     @named("forward backward")
     def forward_backward(self, batches: list[Batch], totals: Totals) -> tuple[Tensor, Tensor]:
-        """Gradients of the whole step on every rank's shards; returns the global loss, and multi-token prediction's."""
+        """Adds the gradients of the whole step to this rank's shards; returns the global loss, and that of multi-token
+        prediction.
+        """
         where = (self.meshes, self.placement, self.device)
         slices = [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
         loss, mtp_loss, stop, overflowed = self.run_microbatches(slices, totals, self.symmetric)
-        if overflowed:  # a static receive buffer of some rank, and so nothing of it counts
+        if overflowed:  # the receive buffer of some rank was too small, so the pass is void
             self.overflow_reruns += 1
             for parameter in self.parameters.values():
                 parameter.grad = None
             loss, mtp_loss, stop, _ = self.run_microbatches(slices, totals, None)
         self.stopping = bool(stop)
-        # Only ranks of the last stage have them, and those of a tp group equal ones.
+        # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         return loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
 
     def run_microbatches(self, slices: list[Slice], totals: Totals, symmetric: Memory | None) -> tuple[Tensor, ...]:
-        """The losses, whether any rank has been asked to stop, and whether a receive buffer was too small: one message.
+        """The losses, whether any rank wants to stop, and whether a receive buffer was too small, in one message.
 
-        symmetric: the memory to lend to the layers' dispatchers, which are exact without it.
+        symmetric: memory to lend to the layers' dispatchers, which are exact without it.
         """
         layers = self.moe_layers.values()
         for moe in layers:
             moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
-        # The one division: sums over labels by their global count. Every reduction is a sum.
+        # The only division: sums over labels by their global count. Every reduction is a sum.
         labels = totals.labels.clamp(min=1)
         with symmetric.serving(layers) if symmetric else nullcontext():
             loss = self.engine.run(slices, labels)
@@ -263,7 +265,7 @@ class Trainer:
 
     @named("finish gradients")
     def finish_gradients(self) -> None:
-        """What backward left in pieces that FSDP does not know of."""
+        """Sums the gradients that FSDP does not: those of replicated parameters and of copies of the embedding."""
         sum_replicated(self.parameters.values(), self.meshes.tp)
         self.tied.add_gradients()
 
@@ -285,12 +287,12 @@ class Trainer:
         grads = next((name for name, _ in found if name), "")
         culprit = f"first parameter with a non-finite gradient: {grads}" if grads else "all gradients are finite"
         rank, weights = next(((rank, name) for rank, (_, name) in enumerate(found) if name), (0, ""))
-        before = f"Weights are still those of step {self.step - 1}"
+        before = f"The weights are still those of step {self.step - 1}"
         if weights:
-            before = f"The weights were not finite already after step {self.step - 1}: on rank {rank} {weights}"
+            before = f"The weights were already not finite after step {self.step - 1}: on rank {rank} {weights}"
         raise NonFinite(
             f"step {self.step}: loss {loss}, gradient norm {norm}; {culprit}. {before}. "
-            "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss tames the routers."
+            "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
         )
 
     def report(

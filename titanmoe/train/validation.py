@@ -1,7 +1,7 @@
-"""Loss on data that is not trained on: forward alone, through the stages and mapping of the run.
+"""Loss on data that is not trained on: only forward, through the stages and mapping of the run.
 
-Nothing of it stays: weights, optimizer, selection biases and the loader are not written to, and what the layers count
-is set back when a step begins. Random numbers are counted, and those of training (jitter) are switched off.
+It leaves no trace: weights, optimizer, selection biases and the loader are not written to, and the layers' counts are
+reset when a step begins. Random numbers are counted, and those of training (jitter) are off.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Validation:
         self.best = math.inf
 
     def after_step(self) -> dict[str, float]:
-        """Loss, perplexity and the best loss so far, if it is time."""
+        """Loss, perplexity and the best loss so far, if a validation is due."""
         if self.trainer.step % self.interval and self.trainer.step != self.last:
             return {}
         begin = time.monotonic()
@@ -73,5 +73,5 @@ class Validation:
             where = (trainer.meshes, trainer.placement, trainer.device)
             total += trainer.engine.run([cut(batch, m, *where) for m, batch in enumerate(batches)], one, backward=False)
             labels += counted.labels
-        # Only ranks of the last stage have a loss, and those of a tp group equal ones.
+        # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         return (all_reduce(total, trainer.meshes.world) / trainer.meshes.tp.size / labels.clamp(min=1)).item()

@@ -1,10 +1,10 @@
 """DeepSeek-V3: latent attention, dense first blocks, sigmoid scores, the experts chosen within groups, a shared expert.
 
 671b is arXiv 2412.19437; its multi-token prediction is `mtp_depth = 1`. Its context is stretched by YaRN from
-4,096 tokens; it was pretrained up to there with `rope_scaling = "none"` (then `rope_factor` is 1). 16b is
+4,096 tokens; it was pretrained up to that length with `rope_scaling = "none"` (then `rope_factor` is 1). 16b is
 Moonlight-16B-A3B (arXiv 2502.16982): the same architecture without query latents, groups and YaRN, and with its own
-rope_theta and norm_eps. Several shared experts of one width are one of their summed width. The selection bias, which
-both have, is a matter of training: it moves by `moe.bias_update_rate`.
+rope_theta and norm_eps. Several shared experts of one width equal one of their summed width. The selection bias, which
+both have, belongs to training: it moves by `moe.bias_update_rate`.
 """
 
 from titanmoe.config.schema import Model
@@ -69,7 +69,7 @@ def _write(model: Model) -> dict[str, object]:
     if rest:
         raise hf.Unrepresentable(
             f"has shared experts of the others' width, {model.expert_hidden}, and model.shared_hidden = "
-            f"{model.shared_hidden} is no multiple of it"
+            f"{model.shared_hidden} is not a multiple of it"
         )
     return {
         "q_lora_rank": model.q_lora_rank or None,

@@ -1,7 +1,7 @@
-"""How a family looks on Hugging Face: the names of its tensors and the fields of its config.json. No torch here.
+"""How a family is stored on Hugging Face: the names of its tensors and the fields of its config.json. No torch here.
 
-Names of tensors hold {layer}, {expert} and, for the block of multi-token prediction, {last}, the number of layers. Ours
-are those of titanmoe.models.transformer.
+Names of tensors contain {layer}, {expert} and, for the block of multi-token prediction, {last}, the number of layers.
+Ours are those of titanmoe.models.transformer.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ Json = Mapping[str, Any]
 
 
 class Unrepresentable(ValueError):
-    """A config.json asks for what no [model] can say, or the other way round."""
+    """A config.json asks for something that [model] cannot express, or vice versa."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where one of our tensors lies. With {expert} in its name, each expert's part is a tensor of its own."""
+    """Where one of our tensors is stored. With {expert} in its name, each expert's part is a tensor of its own."""
 
     name: str
     transposed: bool = False
     """Its last two dims are swapped there."""
     stride: int = 1
-    """Ours is every stride-th of the last dim there, from `phase` on; other tensors of ours have the rest."""
+    """Ours is every stride-th entry of the last dim there, from `phase` on; other tensors of ours have the rest."""
     phase: int = 0
     turned: Callable[[Model], tuple[int, int]] | None = None
     """Rows that RoPE turns in pairs: pair i is rows 2i and 2i + 1 there, i and half + i in ours. Gives the rows of one
@@ -38,13 +38,13 @@ class Home:
 
 @dataclass(frozen=True)
 class Special:
-    """Keys of config.json that are fields of [model] in other words."""
+    """Keys of config.json that express fields of [model] differently."""
 
     keys: tuple[str, ...]
     read: Callable[[Json], dict[str, object]]
     """Fields from config.json; raises Unrepresentable."""
     write: Callable[[Model], dict[str, object]]
-    """The other way; raises it too."""
+    """The reverse; raises it too."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +54,22 @@ class HuggingFace:
     family: str
     """Of ours."""
     switches: Mapping[str, object]
-    """Fields of [model] that all models of this type have alike. What config.json gives, if by leaving it out, wins."""
+    """Fields of [model] that are the same in all models of this type. What config.json says, even by omission, wins."""
     homes: Mapping[str, Home]
     """By our name."""
     fields: Mapping[str, tuple[str, ...]]
-    """From a field of [model] to its key in config.json; further keys are other spellings, which are read too."""
+    """From a field of [model] to its key in config.json; the other keys are other spellings, which are read too."""
     special: tuple[Special, ...] = ()
     absent: Mapping[str, object] = field(default_factory=dict)
-    """What leaving a key out means: the default of transformers' config class. Other keys of `fields` must be there."""
+    """What leaving a key out means: the default of transformers' config class. Other keys of `fields` are required."""
     fixed: Mapping[str, object] = field(default_factory=dict)
-    """Keys that have one value we can represent, which is also what leaving them out means."""
+    """Keys with only one value that we can represent, which is also what leaving them out means."""
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Names of tensors that repeat another, by its name, where there is multi-token prediction."""
+    """With multi-token prediction: names of tensors that repeat another, by the name of the other."""
     derived: tuple[str, ...] = ()
-    """Ends of names of tensors that old files hold though they follow from config.json."""
+    """Suffixes of tensors that old files contain although they follow from config.json."""
     dense: bool = False
-    """No experts: only to be upcycled."""
+    """No experts: only for upcycling."""
 
 
 def layer(homes: Mapping[str, str | Home], ours: str = "layers.{layer}", theirs: str = "{layer}") -> dict[str, Home]:
@@ -81,7 +81,7 @@ def layer(homes: Mapping[str, str | Home], ours: str = "layers.{layer}", theirs:
 def swiglu(
     ours: str, theirs: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> dict[str, str]:
-    """gate, up and down; `ours` and `theirs` hold {w}."""
+    """gate, up and down; `ours` and `theirs` contain {w}."""
     return {ours.format(w=w): theirs.replace("{w}", name) for w, name in zip(("w1", "w3", "w2"), names, strict=True)}
 
 
@@ -126,7 +126,7 @@ _ROPE = {
 
 
 def _read_rope(config: Json, theta: float, default: Json) -> dict[str, object]:
-    # Until transformers 5: rope_theta, and rope_scaling or null; since then all of it in rope_parameters.
+    # Before transformers 5: rope_theta, and rope_scaling or null; since then everything is in rope_parameters.
     given = config.get("rope_scaling") or config.get("rope_parameters")
     given = dict(default if given is None else given)
     base = given.get("rope_theta", config.get("rope_theta", theta))
@@ -135,7 +135,7 @@ def _read_rope(config: Json, theta: float, default: Json) -> dict[str, object]:
     if any(isinstance(value, dict) for value in given.values()):
         raise Unrepresentable(f"has another RoPE for each of {', '.join(given)}, here all blocks have one")
     if not isinstance(base, int | float):
-        raise Unrepresentable(f"has rope_theta = {base!r}, which is no number")
+        raise Unrepresentable(f"has rope_theta = {base!r}, which is not a number")
     if turned not in (None, 1):
         raise Unrepresentable(f"has partial_rotary_factor = {turned}, here RoPE turns whole heads (1.0)")
     if kind not in ("default", "yarn"):
@@ -180,7 +180,7 @@ def _write_rope(model: Model, default: Json) -> dict[str, object]:
 
 
 def rope(theta: float, default: Json | None = None) -> Special:
-    """theta, and the whole of rope_parameters where a family has such, are what leaving them out means."""
+    """What leaving them out means: theta, and all of rope_parameters if the family has that."""
     return Special(
         ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "original_max_position_embeddings"),
         partial(_read_rope, theta=theta, default=default or {}),
@@ -195,7 +195,7 @@ def dense_blocks(sparse: list[bool]) -> dict[str, object]:
     """num_dense_layers and moe_every, from which blocks have experts."""
     layers = len(sparse)
     first, second = [*(i for i, has in enumerate(sparse) if has), layers, layers][:2]
-    every = max(1, second - first)  # after one alone come fewer than that
+    every = max(1, second - first)  # if there is only one, fewer follow
     dense = first - every + 1
     if first == layers:
         dense = layers
@@ -205,7 +205,7 @@ def dense_blocks(sparse: list[bool]) -> dict[str, object]:
     raise Unrepresentable(
         "has mlp_only_layers or decoder_sparse_step, with which it has experts in the blocks "
         f"{[i for i, has in enumerate(sparse) if has][:100]} of {len(sparse)}: model.num_dense_layers and moe_every "
-        "make leading blocks dense, and then every n-th not"
+        "make leading blocks dense, and give every n-th block after them experts"
     )
 
 
