@@ -40,7 +40,13 @@ settings.load_profile("titanmoe")
 METER, BILL = cost.Meter(), cost.Bill()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--one-of-each", action="store_true", help="of each parametrized test the first case alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--one-of-each"):
+        items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
     items.sort(key=lambda item: cost.turn(item.nodeid))
 
 

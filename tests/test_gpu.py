@@ -16,9 +16,9 @@ from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
 from titanmoe.moe import fp8
-from titanmoe.moe.experts import can_group, grouped_gradient, grouped_loop, grouped_product
+from titanmoe.moe.experts import Experts, can_group, grouped_gradient, grouped_loop, grouped_product
 from titanmoe.moe.layer import MoE as Layer
-from titanmoe.parallel.compiled import compile_layer
+from titanmoe.parallel.compiled import compile_layer, compile_products
 from titanmoe.parallel.context import Placement, _block, _block_backward, alone, block_reference
 from titanmoe.parallel.flex import Masks, flex, flex_attention_over
 from titanmoe.tokens import Tokens
@@ -54,6 +54,21 @@ def test_grouped_product_equals_the_loop(counts: list[int]) -> None:
         results.append([y, *torch.autograd.grad(y, (x, w), grad)])
     for loop, grouped in zip(*results, strict=True):
         torch.testing.assert_close(loop, grouped, rtol=2e-2, atol=2e-2)
+
+
+def test_compiled_experts_of_a_rank_without_a_row() -> None:
+    experts = Experts(Model(num_experts=4, top_k=2, dim=64, expert_hidden=32), MoE(), torch.bfloat16).cuda()
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, std=0.1)
+    compiled = compile_products(experts, "inductor", static=False)
+    for counts in ([3, 0, 5, 1], [0, 0, 0, 0], [0, 1, 0, 0]):
+        x = torch.randn(sum(counts), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        y = compiled(x.view_as(x), torch.rand(sum(counts), 1, device="cuda"), torch.tensor(counts, device="cuda"))
+        grads = torch.autograd.grad(y.float().square().sum(), [x, *experts.parameters()])
+        assert y.shape == x.shape == grads[0].shape
+        for grad in grads[1:]:
+            empty = torch.tensor(counts, device="cuda") == 0
+            assert grad.isfinite().all() and (grad[empty] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

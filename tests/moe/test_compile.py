@@ -76,6 +76,20 @@ def test_dropless_experts_compile_once_for_any_number_of_rows(switches: dict[str
         assert graphs() == 1, f"compiled again for {counts}"
 
 
+def test_a_rank_without_a_row_runs_the_compiled_experts() -> None:
+    """By inductor, whose weight gradients refuse a matrix of no column; forward and backward, after a call with rows."""
+    switches = {"expert_biases": True, "expert_activation": "clamped_swiglu"}
+    experts = filled(Experts(Model(**SHAPE | {"dim": 64, "expert_hidden": 32}, **switches), MoE(), torch.bfloat16))
+    compiled = compile_products(experts, "inductor", static=False)
+    for counts in ([3, 0, 5, 1], [0, 0, 0, 0]):
+        x_RD, weight_R1 = random(sum(counts), 64, dtype=torch.bfloat16), random(sum(counts), 1, seed=1)
+        y_RD = compiled(x_RD.view_as(x_RD), weight_R1.view_as(weight_R1), torch.tensor(counts))
+        grads = torch.autograd.grad(y_RD.float().square().sum(), [x_RD, weight_R1, *experts.parameters()])
+        assert y_RD.shape == x_RD.shape and grads[0].shape == x_RD.shape and grads[1].shape == weight_R1.shape
+    assert all((grad == 0).all() for grad in grads[2:]), "of experts without a row"
+    assert graphs() == 1
+
+
 def test_a_layer_with_padded_bins_is_one_graph_whatever_the_routing() -> None:
     """tests/parallel/test_compiled.py checks its numbers, in float64."""
     options = MoE(capacity_factor=1.0, pad_to_capacity=True, aux_loss=0.02)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from copy import copy
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.config.schema import Compile as Options
@@ -35,10 +36,16 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
     def run(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         if not experts.groups(x_RD):  # the loop over experts reads each one's number of rows on the host
             return plain(x_RD, weight_R1, count_e)
-        if not static:
-            for rows in (x_RD, weight_R1):
-                torch._dynamo.decorators.mark_unbacked(rows, 0)
-        return compiled(x_RD, weight_R1, count_e)
+        if static:
+            return compiled(x_RD, weight_R1, count_e)
+        rows = x_RD.shape[0]
+        if rows == 0:  # inductor refuses the operand that a weight gradient has then: a row of zeros adds exact zeros
+            x_RD, weight_R1 = F.pad(x_RD, (0, 0, 0, 1)), F.pad(weight_R1, (0, 0, 0, 1))
+            count_e = (torch.arange(count_e.shape[0], device=count_e.device) == 0).to(count_e.dtype)
+        for x in (x_RD, weight_R1):
+            torch._dynamo.decorators.mark_unbacked(x, 0)
+        y_RD = compiled(x_RD, weight_R1, count_e)
+        return y_RD if rows else y_RD[:0]
 
     return run
 
