@@ -1,21 +1,27 @@
 #!/usr/bin/env bash
-# Everything that one H200 can show, in one call of under nine minutes:
+# The first hour on a GPU, in three calls, each safe to stop. The archive of a stage holds what was found until then.
 #
-#     scripts/bench/h200.sh [OUT]        OUT: a folder for logs and figures, runs/h200 by default
+#     scripts/bench/h200.sh 1 [OUT]    3 minutes: each kernel and each GPU test once, compiled experts without a row
+#     scripts/bench/h200.sh 2 [OUT]    6 minutes: steps and parts of Mixtral's and Qwen3's layers, plain and compiled, and
+#                                      where the time of a step of Qwen3 goes
+#     scripts/bench/h200.sh 3 [OUT]    9 minutes: the same layers beside TorchTitan, in 8 bits, and DeepSeek-V3's
 #
-#   1. the kernels and whatever else differs on a GPU, against their references   (pytest -m gpu)
-#   2. MFU of whole steps of real layer shapes, forced-balanced and learned routing, and the parts of a layer against
-#      their floors   (scripts/bench/layers.py; goals: 55 % on Mixtral-8x7B's layers, 40 % on Qwen3-30B-A3B's), and 1.2
-#      times TorchTitan's steps if it imports and has such layers; otherwise one line says why not
+# Run 1 and 2 first, mend what they show, and run them again. All GPU tests with all their cases: pytest -m gpu.
+# OUT: a folder for logs, figures and stage-N.tar.gz, runs/h200 by default. The exit status of stage 1 is that of its tests,
+# of the others that of their last benchmark.
 #
-# If packages are missing and there is no network, bring the wheels that scripts/bench/wheels.sh collects: they are
-# installed from the folder wheels/. The exit status is that of the tests, or else of the benchmark.
+# Where packages are missing and nothing can be fetched, carry the wheels that scripts/bench/wheels.sh collects: they are
+# taken from the folder wheels/.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+stage=${1:-}
+[[ $stage =~ ^[123]$ ]] || { echo "usage: scripts/bench/h200.sh 1|2|3 [OUT]" >&2; exit 2; }
 python=${PYTHON:-python3}
-out=${1:-runs/h200}
+out=${2:-runs/h200}/stage-$stage
 mkdir -p "$out"
 export OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1
+trap 'tar -C "$out/.." -czf "$out.tar.gz" "stage-$stage"; echo "took $SECONDS s; all of it is in $out.tar.gz"' EXIT
+trap 'kill $(jobs -p) 2> /dev/null; exit 143' INT TERM
 
 if compgen -G 'wheels/*.whl' > /dev/null; then
     site=$(mktemp -d)
@@ -25,29 +31,41 @@ fi
 "$python" -c 'import sys, torch; sys.exit(0 if torch.cuda.is_available() else "h200.sh: torch finds no CUDA device")' || exit 2
 nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv | tee "$out/gpu.csv"
 
-# Many shapes are compiled, each on its own: eight processes on as many cores do not wait for each other's compiler.
-kernels=tests/ops/test_kernels.py
-run() { timeout 170 "$python" -m pytest -m gpu -q -p no:cacheprovider "${@:2}" > "$out/tests-$1.log" 2>&1; }
-pids=()
-run gpu tests/test_gpu.py -k 'not flex' & pids+=($!)
-run flex tests/test_gpu.py -k flex & pids+=($!)
-run symmetric tests/moe/test_symmetric_gpu.py & pids+=($!)
-run rows "$kernels" -k 'tokens_to_rows or wider or regrouped' & pids+=($!)
-run swiglu "$kernels" -k 'activation or compiled or ties or numbers or loss' & pids+=($!)
-run softmax "$kernels" -k 'test_routing and softmax and not softmax_after_topk' & pids+=($!)
-run sigmoid "$kernels" -k 'test_routing and sigmoid' & pids+=($!)
-run after "$kernels" -k 'test_routing and softmax_after_topk' & pids+=($!)
-tests=0
-for pid in "${pids[@]}"; do wait "$pid" || tests=1; done
-for log in "$out"/tests-*.log; do
-    echo "$(basename "$log" .log): $(tail -n 1 "$log")"
-    grep -E '^(FAILED|ERROR)' "$log"
-done
+layers() {  # SECONDS NAME options of layers.py
+    timeout "$1" "$python" scripts/bench/layers.py --seconds "$(($1 - 30))" --json "$out/$2.json" "${@:3}" \
+        2> "$out/$2.err" | tee "$out/$2.txt"
+    local status=${PIPESTATUS[0]}
+    [ "$status" = 0 ] || tail -n 30 "$out/$2.err"
+    return "$status"
+}
 
-left=$((525 - SECONDS))
-timeout "$left" "$python" scripts/bench/layers.py --sides titanmoe torchtitan plain fp8 compiled --seconds $((left - 110)) \
-    --json "$out/layers.json" 2> "$out/layers.err" | tee "$out/layers.txt"
-bench=$?
-[ "$bench" = 0 ] || tail -n 30 "$out/layers.err"
-echo "took $SECONDS s; logs and figures are in $out"
-[ "$tests" = 0 ] && exit "$bench" || exit 1
+case $stage in
+1)  # Side by side, so that none waits for another's compiler.
+    kernels=tests/ops/test_kernels.py pids=()
+    run() { timeout 170 "$python" -m pytest -m gpu --one-of-each -q -p no:cacheprovider "${@:2}" > "$out/$1.log" 2>&1; }
+    run rows $kernels -k 'tokens_to_rows or wider or regrouped' & pids+=($!)
+    run swiglu $kernels -k 'activation or ties or numbers or loss' & pids+=($!)
+    run routing $kernels -k 'test_routing' & pids+=($!)
+    run parity $kernels -k 'test_parity or compiled' & pids+=($!)
+    run products tests/test_gpu.py -k 'product or experts' & pids+=($!)
+    run attention tests/test_gpu.py -k 'attention or windows or block' & pids+=($!)
+    run run tests/test_gpu.py -k 'learns or traced or graph' & pids+=($!)
+    run symmetric tests/moe/test_symmetric_gpu.py & pids+=($!)
+    status=0
+    for pid in "${pids[@]}"; do wait "$pid" || status=1; done
+    for log in "$out"/*.log; do
+        echo "$(basename "$log" .log): $(tail -n 1 "$log")"
+        grep -E '^(FAILED|ERROR)' "$log"
+    done
+    exit $status
+    ;;
+2)
+    layers 270 layers --shapes mixtral qwen3 --sides titanmoe compiled
+    timeout 80 "$python" scripts/bench/trace_step.py qwen3 --keep "$out/qwen3.json.gz" 2> "$out/trace.err" | tee "$out/trace.txt"
+    exit "${PIPESTATUS[0]}"
+    ;;
+3)
+    layers 330 torchtitan --shapes mixtral qwen3 --sides titanmoe torchtitan fp8
+    layers 180 deepseek --shapes deepseek --sides titanmoe compiled fp8
+    ;;
+esac

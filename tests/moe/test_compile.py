@@ -77,7 +77,7 @@ def test_dropless_experts_compile_once_for_any_number_of_rows(switches: dict[str
 
 
 def test_a_rank_without_a_row_runs_the_compiled_experts() -> None:
-    """By inductor, whose weight gradients refuse a matrix of no column; forward and backward, after a call with rows."""
+    """By inductor, whose weight gradients refuse a matrix without a column; after a call with rows."""
     switches = {"expert_biases": True, "expert_activation": "clamped_swiglu"}
     experts = filled(Experts(Model(**SHAPE | {"dim": 64, "expert_hidden": 32}, **switches), MoE(), torch.bfloat16))
     compiled = compile_products(experts, "inductor", static=False)

@@ -1,7 +1,10 @@
-"""scripts/bench/trace_step.py: what a trace says of a step on a GPU."""
+"""What the first hour on a GPU runs: scripts/bench/h200.sh has every GPU test, trace_step.py reads a step's trace."""
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 
 import trace_step
+
+ROOT = Path(__file__).resolve().parents[1]
+BENCH = ROOT / "scripts" / "bench"
 
 
 def event(cat: str, name: str, ts: float, dur: float, **args: Any) -> dict[str, Any]:
@@ -55,3 +61,22 @@ def test_what_a_step_spent() -> None:
 def test_a_trace_without_a_gpu_is_refused() -> None:
     with pytest.raises(SystemExit, match="no kernel"):
         trace_step.summary([operation(1, "aten::mm", [[2, 2], [2, 2]])], 1, 1e12, 1e12)
+
+
+def test_the_first_stage_has_every_gpu_test() -> None:
+    chosen: dict[str, list[str]] = {}
+    script = (BENCH / "h200.sh").read_text().replace("$kernels", "tests/ops/test_kernels.py")
+    for file, words in re.findall(r"^ +run \w+ (\S+)(?: -k '(.*)')? &", script, re.MULTILINE):
+        chosen.setdefault(file, []).extend(words.split(" or ") if words else [""])
+    for file in ("tests/ops/test_kernels.py", "tests/test_gpu.py", "tests/moe/test_symmetric_gpu.py"):
+        tests = re.findall(r"^def (test_\w+)", (ROOT / file).read_text(), re.MULTILINE)
+        assert tests and not [test for test in tests if not any(word in test for word in chosen[file])]
+
+
+def test_a_machine_without_a_gpu_is_told_at_once(tmp_path: Path) -> None:
+    script = str(BENCH / "h200.sh")
+    environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(["bash", script, "1", str(tmp_path)], env=environment, capture_output=True, text=True)
+    assert run.returncode == 2 and "torch finds no CUDA device" in run.stderr
+    assert (tmp_path / "stage-1.tar.gz").exists()
+    assert subprocess.run(["bash", script, "4"], capture_output=True).returncode == 2
