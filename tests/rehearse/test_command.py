@@ -41,6 +41,8 @@ def test_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [row["by_layer"] for row in rows] == [{"layers.0": 1}] * 2
     assert all(row["line"] in text for row in told["messages"])
     assert "moe/dispatch.py" in "".join(told["syncs"])
+    assert f"One step computes: {told['work']['kernels']:,} kernels" in text
+    assert any(row["op"] == "mm" and set(row["by_layer"]) == {"layers.0"} for row in told["work"]["operations"])
     assert told["bytes"]["optimizer"] > 2 * told["bytes"]["parameters"] > 0
 
 

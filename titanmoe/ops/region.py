@@ -30,11 +30,11 @@ function: nobody could hand it down to either.
 @contextmanager
 def heard_by(listener: Listener) -> Iterator[None]:
     global _listener
-    _listener = listener
+    before, _listener = _listener, listener
     try:
         yield
     finally:
-        _listener = None
+        _listener = before
 
 
 def region(name: str) -> AbstractContextManager[None]:

@@ -132,7 +132,7 @@ class Recorder(TorchDispatchMode):
         if name == "wait_tensor":
             self.line()  # backward of what waits here may send
             self._wait(self._results.pop(id(args[0]), (None, -1))[1])
-        out = func(*args, **kwargs)
+        out = self.send(func, args, kwargs)
         if name in FUNCTIONAL and func.namespace == "_c10d_functional":
             self._note(self._functional(FUNCTIONAL[name], args, out))
             self._results[id(out)] = out, len(self.log.messages) - 1
@@ -145,6 +145,10 @@ class Recorder(TorchDispatchMode):
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An operation that is no message."""
+        return func(*args, **kwargs)
+
+    def send(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A message, or the wait for one."""
         return func(*args, **kwargs)
 
     def asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

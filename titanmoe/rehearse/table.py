@@ -4,21 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
+from titanmoe.rehearse.columns import columns, size
 from titanmoe.rehearse.order import Verdict
 from titanmoe.rehearse.record import Message
+from titanmoe.rehearse.work_table import work_as_json, work_table
 from titanmoe.rehearse.world import Named, Rehearsal
-
-UNITS = ("B", "KB", "MB", "GB", "TB")
-
-
-def size(count: float) -> str:
-    unit = 0
-    while count >= 1000 and unit < len(UNITS) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.3g} {UNITS[unit]}"
 
 
 def kinds(rehearsal: Rehearsal) -> dict[tuple, list[Message]]:
@@ -64,7 +56,7 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
             "gradients": rehearsal.gradient_bytes,
             "optimizer": rehearsal.optimizer_bytes,
         },
-        "work": asdict(rehearsal.work),
+        "work": work_as_json(rehearsal.operations),
         "messages": list(rows(rehearsal)),
         "syncs": dict(Counter(str(line) for line in rehearsal.log.syncs)),
         "groups": [_group(group) | {"used": name in used} for name, group in rehearsal.groups.items()],
@@ -84,8 +76,6 @@ def table(rehearsal: Rehearsal) -> list[str]:
         "",
         f"parameters {size(rehearsal.parameter_bytes)}, gradients {size(rehearsal.gradient_bytes)}, "
         f"optimizer {size(rehearsal.optimizer_bytes)}",
-        f"{rehearsal.work.kernels:,} kernels, {rehearsal.work.flops:.4g} FLOPs, {size(rehearsal.work.read)} read and "
-        f"{size(rehearsal.work.written)} written",
         "",
         "One step sends:",
         "",
@@ -116,6 +106,7 @@ def table(rehearsal: Rehearsal) -> list[str]:
     made = [group for name, group in rehearsal.groups.items() if name in used]
     lines += ["", f"Communicators that the step makes: {len(made)}", ""]
     lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in made], right=())
+    lines += ["", *work_table(rehearsal.operations)]
     if rehearsal.left_out:
         lines += ["", "Left out:", *(f"    {text}" for text in rehearsal.left_out)]
     return lines
@@ -146,14 +137,3 @@ def table_of_roles(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
 
 def _axes(axes: dict[str, int]) -> str:
     return " x ".join(f"{name} {n}" for name, n in axes.items())
-
-
-def columns(body: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    if not body:
-        return []
-    widths = [max(len(row[i]) for row in body) for i in range(len(body[0]))]
-    lines = []
-    for row in body:
-        cells = zip(row, widths, range(len(row)), strict=True)
-        lines.append("    " + "  ".join(x.rjust(w) if i in right else x.ljust(w) for x, w, i in cells).rstrip())
-    return lines

@@ -33,11 +33,13 @@ from titanmoe.ops.kernels import installed
 from titanmoe.parallel import apply
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.hardware import HARDWARE
+from titanmoe.rehearse.memory import MOMENTS, WEIGHTS, Ledger, Memory
+from titanmoe.rehearse.place import Places
 from titanmoe.rehearse.record import Log, Recorder
 from titanmoe.rehearse.routing import Exchange, Routing
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.shapes import Shapes
-from titanmoe.rehearse.work import Work
+from titanmoe.rehearse.work import Operations
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import refusals
 from titanmoe.train.runtime import Runtime
@@ -85,7 +87,8 @@ class Rehearsal:
     gradient_bytes: int
     optimizer_bytes: int
     left_out: list[str]
-    work: Work
+    operations: Operations
+    memory: Memory
 
 
 def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Named]:
@@ -121,17 +124,39 @@ class FakeRecorder(Recorder):
 
     def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
         super().__init__(layers, on_gpu)
-        self.rank, self.here, self.shapes, self.costs = rank, _Here(), Shapes(fake), Work()
+        self.rank, self.here, self.shapes = rank, _Here(), Shapes(fake)
+        self.places, self.operations = Places(layers), Operations()
+        self.ledger = Ledger(self.places.here)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.log, self.operations = Log(), Operations()
+        self.ledger.begin()
+
+    @contextmanager
+    def on(self) -> Iterator[Recorder]:
+        with self.places.on(), self.ledger.on(), super().on():
+            yield self
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func._overloadpacket.__name__
+        if func.namespace == "profiler":
+            with outside():
+                return func(*args, **kwargs)
         if name == "_local_scalar_dense":
             found = self.number(args[0])
             return found if not isinstance(found, list) else found[0]
         out = stand_ins.grouped_product(*args, **kwargs) if name == "_grouped_mm" else self.shapes(func, args, kwargs)
         values.follow(func, args, kwargs, out)
-        self.costs.add(func, args, kwargs, out)
+        if not func.is_view:
+            place = self.places.here()
+            self.operations.add(func, args, kwargs, out, place)
+            self.ledger.note(out, place)
         return out
+
+    def send(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # torch's stand-in for it would take other memory.
+        return args[0] if func._overloadpacket.__name__ == "wait_tensor" else self.shapes(func, args, kwargs)
 
     def asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # By far the most frequent, and fake tensors think long about it.
@@ -157,6 +182,7 @@ class FakeRecorder(Recorder):
                 values.give(x, torch.ones(x.shape, dtype=x.dtype))
 
     def sent(self, func: Any, args: tuple, out: Any) -> None:
+        self.ledger.note(out, self.places.here())
         if func._overloadpacket.__name__ == "recv_":
             self.voted(*args[0])
         if not isinstance(out, FakeTensor) or out.dtype.is_floating_point:
@@ -315,8 +341,13 @@ def rehearse(
         stack.enter_context(mock.patch.object(fsdp_cpu._Exchange, "wait", _without_timeout))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.of_gpus())
+        trainer.clock = recorder.places
+        # As in any step but the first, which makes them.
+        moments = [x for of in trainer.optimizer.moments().values() for x in of.values()]
+        recorder.ledger.own((x for part in trainer.parts for x in (*part.parameters(), *part.buffers())), WEIGHTS)
+        recorder.ledger.own(moments, MOMENTS)
         for _ in range(steps):
-            recorder.log, recorder.costs = Log(), Work()
+            recorder.begin()
             with recorder.on():
                 trainer.train_step()
         pieces = trainer.optimizer.pieces.values()
@@ -333,5 +364,6 @@ def rehearse(
             sum(p.numel() * p.element_size() for p in pieces),
             sum(x.numel() * x.element_size() for x in state),
             left_out,
-            recorder.costs,
+            recorder.operations,
+            recorder.ledger.memory(),
         )
