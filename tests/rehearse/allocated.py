@@ -1,4 +1,4 @@
-"""What torch's CPU allocator hands out over real steps, as torch's profiler notes it: nothing that a rehearsal counts."""
+"""What torch's CPU allocator hands out over real steps, as torch's profiler notes it: nothing of a rehearsal's."""
 
 from __future__ import annotations
 

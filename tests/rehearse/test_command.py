@@ -50,10 +50,15 @@ def test_every_role_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
     file = tmp_path / "order.json"
     stages = ["--parallelism.pp", "2", "--parallelism.tp", "1", "--parallelism.experts.ep", "2"]
     stages += ["--model.num_layers", "2", "--training.global_batch_size", "16"]
-    assert rehearse("--world", "4", "--all-roles", "--json", str(file), *SMALL, *stages) == 0
-    assert "Order of messages: safe in host order" in capsys.readouterr().out
+    page = tmp_path / "memory.html"
+    files = ["--json", str(file), "--picture", str(page)]
+    assert rehearse("--world", "4", "--all-roles", *files, *SMALL, *stages) == 0
+    text = capsys.readouterr().out
+    assert "Order of messages: safe in host order" in text and page.read_text().count("<svg") == 2
     told = json.loads(file.read_text())
     assert [one["rank"] for one in told["ranks"]] == [0, 2] and told["order"]["safe"]
+    worst = max(told["ranks"], key=lambda one: one["memory"]["peak"])
+    assert f"Rank {worst['rank']} needs most memory." in text and worst["memory"]["line"] in text
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

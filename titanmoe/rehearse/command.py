@@ -35,6 +35,7 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
         help="rows of the busiest expert over the mean (default 1: balanced)",
     )
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
+    rehearse.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step there, as HTML")
     rehearse.set_defaults(run=run_rehearse, overrides=[])
 
 
@@ -45,6 +46,7 @@ def run_rehearse(args: argparse.Namespace) -> int:
     if problems:
         print(format_problems(problems), file=sys.stderr)
         return 2
+    from titanmoe.rehearse.picture import picture
     from titanmoe.rehearse.roles import check_roles, roles
     from titanmoe.rehearse.table import as_json, table, table_of_roles
     from titanmoe.rehearse.world import read, rehearse
@@ -60,6 +62,7 @@ def run_rehearse(args: argparse.Namespace) -> int:
         return 2
     verdict = check_roles(found) if args.all_roles else None
     print("\n".join(table(found[0]) if verdict is None else table_of_roles(found, verdict)))
+    pages: dict[Path, str] = {}
     if args.json is not None:
         ranks = [as_json(one) for one in found]
         order = (
@@ -67,10 +70,14 @@ def run_rehearse(args: argparse.Namespace) -> int:
             if verdict
             else {}
         )
+        pages[args.json] = json.dumps({"ranks": ranks} | order, indent=1) + "\n"
+    if args.picture is not None:
+        pages[args.picture] = picture(found)
+    for file, text in pages.items():
         try:
-            args.json.write_text(json.dumps({"ranks": ranks} | order, indent=1) + "\n")
+            file.write_text(text, encoding="utf-8")
         except OSError as error:
-            print(f"error: cannot write {args.json}: {error.strerror}", file=sys.stderr)
+            print(f"error: cannot write {file}: {error.strerror}", file=sys.stderr)
             return 2
     return 0 if verdict is None or verdict.safe else 1
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from titanmoe.rehearse.columns import columns, size
+from titanmoe.rehearse.memory_table import memory_as_json, memory_table
 from titanmoe.rehearse.order import Verdict
 from titanmoe.rehearse.record import Message
 from titanmoe.rehearse.work_table import work_as_json, work_table
@@ -56,6 +57,7 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
             "gradients": rehearsal.gradient_bytes,
             "optimizer": rehearsal.optimizer_bytes,
         },
+        "memory": memory_as_json(rehearsal.memory),
         "work": work_as_json(rehearsal.operations),
         "messages": list(rows(rehearsal)),
         "syncs": dict(Counter(str(line) for line in rehearsal.log.syncs)),
@@ -106,7 +108,7 @@ def table(rehearsal: Rehearsal) -> list[str]:
     made = [group for name, group in rehearsal.groups.items() if name in used]
     lines += ["", f"Communicators that the step makes: {len(made)}", ""]
     lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in made], right=())
-    lines += ["", *work_table(rehearsal.operations)]
+    lines += ["", *memory_table(rehearsal.memory), "", *work_table(rehearsal.operations)]
     if rehearsal.left_out:
         lines += ["", "Left out:", *(f"    {text}" for text in rehearsal.left_out)]
     return lines
@@ -120,14 +122,16 @@ def table_of_roles(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
         f"    experts    {_axes(first.fold.expert_axes)}",
         "",
     ]
-    body = [("rank", "weights", "optimizer", "messages", "sent", "of that across nodes", "host waits")]
+    body = [("rank", "weights", "optimizer", "memory", "messages", "sent", "of that across nodes", "host waits")]
     for one in rehearsals:
         messages = one.log.messages
         across = sum(m.sent for m in messages if one.groups[m.group].across)
         sent = sum(m.sent for m in messages)
-        kept = size(one.parameter_bytes), size(one.optimizer_bytes)
+        kept = size(one.parameter_bytes), size(one.optimizer_bytes), size(one.memory.peak)
         body.append((str(one.rank), *kept, str(len(messages)), size(sent), size(across), str(len(one.log.syncs))))
-    lines += columns(body, right=tuple(range(7)))
+    lines += columns(body, right=tuple(range(8)))
+    worst = max(rehearsals, key=lambda one: one.memory.peak)
+    lines += ["", f"Rank {worst.rank} needs most memory.", "", *memory_table(worst.memory)]
     lines += ["", f"Order of messages: {verdict.text}"]
     lines += [f"    {text}" for text in verdict.concerned]
     if first.left_out:

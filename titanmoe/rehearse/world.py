@@ -291,6 +291,11 @@ def _in_other_thread(trainer: Trainer, modes: list[Any]) -> None:
     trainer.engine.pairs._here = with_modes
 
 
+def _state(trainer: Trainer) -> list[Tensor]:
+    """What the optimizer keeps."""
+    return [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
+
+
 def read(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
     """The resolved config of a recipe, under the laws of that hardware; no run of its name is looked for."""
 
@@ -342,16 +347,14 @@ def rehearse(
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.of_gpus())
         trainer.clock = recorder.places
-        # As in any step but the first, which makes them.
-        moments = [x for of in trainer.optimizer.moments().values() for x in of.values()]
+        trainer.optimizer.moments()  # made now, as any step but the first finds them
         recorder.ledger.own((x for part in trainer.parts for x in (*part.parameters(), *part.buffers())), WEIGHTS)
-        recorder.ledger.own(moments, MOMENTS)
+        recorder.ledger.own(_state(trainer), MOMENTS)
         for _ in range(steps):
             recorder.begin()
             with recorder.on():
                 trainer.train_step()
         pieces = trainer.optimizer.pieces.values()
-        state = [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
         return Rehearsal(
             config,
             fold,
@@ -362,7 +365,7 @@ def rehearse(
             name_groups(trainer.meshes.lanes, fold, rank, node),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(p.numel() * p.element_size() for p in pieces),
-            sum(x.numel() * x.element_size() for x in state),
+            sum(x.numel() * x.element_size() for x in _state(trainer)),
             left_out,
             recorder.operations,
             recorder.ledger.memory(),
