@@ -32,6 +32,7 @@ def test_operations() -> None:
     picked = total(aten.embedding.default, (torch.zeros(1000, 8), rows), torch.zeros(3, 8))
     assert (picked.read, picked.written) == (3 * 8 * 4 + 3 * 8, 3 * 8 * 4)
     assert total(aten.view.default, (x, [32]), x.view(32)) == total(aten.empty_like.default, (x,), x) == Work()
+    assert total(aten.promote_types.default, (torch.float32, torch.bfloat16), torch.float32) == Work()
     assert weight(torch.zeros(4, 1).expand(4, 100)) == 16
 
 

@@ -1,10 +1,10 @@
 """What operations cost: kernels launched, FLOPs, bytes read and written.
 
-Every operation that computes counts as one kernel; views, empty tensors and copies that copy nothing count as none. It
-reads each tensor that enters it once and writes each that comes out or is changed once; an expanded tensor is read as
-often as it lies in memory, an operation that picks rows reads as many as it gives, and what is only filled or copied to
-is not read. Products count two FLOPs for each pair of numbers, as torch's own counter has it; what is element by
-element counts none.
+Every operation that computes counts as one kernel; views, empty tensors and questions count as none. It reads each
+tensor that enters it once and writes each that comes out or is changed once; an expanded tensor is read as often as it
+lies in memory, an operation that picks rows reads as many as it gives, and what is only filled or copied to is not
+read. Products count two FLOPs for each pair of numbers, as torch's own counter has it; what is element by element
+counts none.
 """
 
 from __future__ import annotations
@@ -75,6 +75,8 @@ class Operations(Counter[Operation]):
         enters = [x for key, one in given.items() if key not in only for x in tensors(one)]
         # Where something is changed, that is what comes out.
         comes = list(tensors([given[key] for key in changed if key in given] if changed else out))
+        if not comes:  # a question, such as which dtype two others make
+            return
         written = sum(map(weight, comes))
         if name in PICKS:
             enters[0] = comes[0]
