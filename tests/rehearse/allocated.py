@@ -11,7 +11,7 @@ from tests.rehearse.small import config_of
 from titanmoe.rehearse.samples import Samples
 from titanmoe.train.trainer import Trainer
 
-STEPS = 3
+STEPS = 2
 
 
 def peak(changes: dict[str, Any], world: int) -> int:
