@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.rehearse.order import Program, Verdict, check
+from titanmoe.rehearse.routing import Stated
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 
@@ -15,9 +16,11 @@ def role(fold: Fold, rank: int) -> int:
     return rank // fold.stage * fold.stage
 
 
-def roles(config: Config, world: int, hardware: str, imbalance: float = 1.0, node: int = 8) -> Iterator[Rehearsal]:
+def roles(
+    config: Config, world: int, hardware: str, routing: float | Stated = 1.0, node: int = 8
+) -> Iterator[Rehearsal]:
     for stage in range(config.parallelism.pp):
-        yield rehearse(config, world, stage * (world // config.parallelism.pp), hardware, imbalance, node)
+        yield rehearse(config, world, stage * (world // config.parallelism.pp), hardware, routing, node)
 
 
 def programs(rehearsals: Iterable[Rehearsal]) -> list[Program]:

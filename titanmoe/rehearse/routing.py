@@ -1,8 +1,8 @@
 """Who is sent where, as stated: what data would decide.
 
-`chosen` gives the experts of every token of any rank, so that a rank knows also what the others will send it. How many
-rows those are is found by the dispatchers' own code: it is run for each of them with rows of no width, and whatever
-whole numbers it sends are handed over here.
+`Routing.chosen` gives the experts of every token of any rank, so that a rank knows also what the others will send it.
+How many rows those are is found by the dispatchers' own code: it is run for each of them with rows of no width, and
+whatever whole numbers it sends are handed over here.
 
 Shapes as in titanmoe.moe.dispatch.
 """
@@ -10,7 +10,7 @@ Shapes as in titanmoe.moe.dispatch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,30 +53,57 @@ def skewed(index_T: Tensor, top_k: int, num_experts: int, factor: float) -> Tens
     return first_TK.where(to_first.unsqueeze(1), rest_TK)
 
 
-class Routing:
-    """The same for every layer."""
+@dataclass(frozen=True)
+class Stated:
+    """Which experts each token visits."""
 
-    def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], imbalance: float = 1.0):
-        self.config, self.fold, self.samples, self.imbalance = config, fold, samples, imbalance
-        self._chosen: dict[tuple[int, int], Tensor] = {}
+    text: str
+    """What a person is told."""
+    choose: Callable[[int, Tensor], Tensor]
+    """chosen_TK of a layer and of tokens by their index within the step."""
+    by_layer: bool = False
+    """False where every layer has the same."""
+    estimates: str = ""
+    """Why what follows from it is an estimate, if it is one."""
+
+
+def with_imbalance(config: Config, factor: float) -> Stated:
+    """factor: rows of the busiest expert over the mean."""
+    top_k, num_experts = config.model.top_k, config.model.num_experts
+    if factor <= 1:
+        return Stated("balanced", lambda layer, index_T: balanced(index_T, top_k, num_experts))
+    text = f"with {factor:g} times the mean for the busiest expert"
+    return Stated(text, lambda layer, index_T: skewed(index_T, top_k, num_experts, factor))
+
+
+class Routing:
+    """Of a step: whose tokens go where."""
+
+    def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], stated: Stated):
+        self.config, self.fold, self.samples, self.stated = config, fold, samples, stated
+        self._index: dict[tuple[int, int], Tensor] = {}
+        self._chosen: dict[tuple[int, int, int], Tensor] = {}
+
+    def kind(self, layer: int) -> int:
+        """Equal for layers with equal routing."""
+        return layer if self.stated.by_layer else 0
 
     def index(self, rank: int, microbatch: int) -> Tensor:
         """Of the tokens that a rank owns: within the step."""
-        fold, place = self.fold, lambda *axes: _place(self.fold, "attention", axes, rank)
-        data, cp, tp = place("dp"), place("cp"), place("tp")
-        batch = self.samples(self.config, data.rank, data.size).next_step()[microbatch]
-        meshes = SimpleNamespace(data=data, cp=cp, tp=tp, fold=fold)
-        return cut(batch, microbatch, meshes, placement(self.config.parallelism), torch.device("cpu")).tokens.index_T
-
-    def chosen(self, rank: int, microbatch: int) -> Tensor:
         key = rank, microbatch
+        if key not in self._index:
+            fold, place = self.fold, lambda *axes: _place(self.fold, "attention", axes, rank)
+            data, cp, tp = place("dp"), place("cp"), place("tp")
+            batch = self.samples(self.config, data.rank, data.size).next_step()[microbatch]
+            meshes = SimpleNamespace(data=data, cp=cp, tp=tp, fold=fold)
+            cut_out = cut(batch, microbatch, meshes, placement(self.config.parallelism), torch.device("cpu"))
+            self._index[key] = cut_out.tokens.index_T
+        return self._index[key]
+
+    def chosen(self, rank: int, microbatch: int, layer: int) -> Tensor:
+        key = rank, microbatch, self.kind(layer)
         if key not in self._chosen:
-            model, index_T = self.config.model, self.index(rank, microbatch)
-            if self.imbalance <= 1:
-                found = balanced(index_T, model.top_k, model.num_experts)
-            else:
-                found = skewed(index_T, model.top_k, model.num_experts, self.imbalance)
-            self._chosen[key] = found
+            self._chosen[key] = self.stated.choose(layer, self.index(rank, microbatch))
         return self._chosen[key]
 
 
@@ -123,24 +150,24 @@ class Exchange:
         self._sent: dict[tuple, tuple] = {}
         self._got: dict[tuple, Tensor] = {}
 
-    def received(self, rank: int, microbatch: int, n: int) -> Tensor:
+    def received(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
         """By the n-th message of whole numbers, on a rank."""
-        key = rank, microbatch, n
+        key = rank, microbatch, self.routing.kind(layer), n
         if key not in self._got:
-            _, _, name, group = self.sent(rank, microbatch, n)
+            _, _, name, group = self.sent(rank, microbatch, layer, n)
             members = self._members(group, rank)
             me, pieces = members.index(rank), []
             for other in members:
-                x, splits, _, _ = self.sent(other, microbatch, n)
+                x, splits, _, _ = self.sent(other, microbatch, layer, n)
                 pieces.append(x.split(splits[0])[me] if splits is not None else x)
             self._got[key] = torch.stack(pieces).sum(0) if name == "all_reduce" else torch.cat(pieces)
         return self._got[key]
 
-    def sent(self, rank: int, microbatch: int, n: int) -> tuple:
-        key = rank, microbatch, n
+    def sent(self, rank: int, microbatch: int, layer: int, n: int) -> tuple:
+        key = rank, microbatch, self.routing.kind(layer), n
         if key not in self._sent:
-            chosen_TK = self.routing.chosen(rank, microbatch)
-            run = _Run(n, lambda i: self.received(rank, microbatch, i))
+            chosen_TK = self.routing.chosen(rank, microbatch, layer)
+            run = _Run(n, lambda i: self.received(rank, microbatch, layer, i))
             dispatcher = self._dispatcher(rank)
             x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
             try:
