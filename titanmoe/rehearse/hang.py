@@ -101,13 +101,16 @@ def _placed(role: Rehearsal, dump: Dump) -> Standing | str:
         return Standing(dump, program, expected, issued[start:], at, last, astray)
     at = max(range(1, len(wanted) + 1), key=lambda i: ((n := _back(keys, wanted, i)), n == i))
     length = _back(keys, wanted, at)
-    if length < min(LEAST, len(wanted)):
+    few = length < min(LEAST, len(wanted))
+    if length == len(keys) and (
+        few or any(i != at and _back(keys, wanted, i) == length for i in range(1, len(wanted)))
+    ):
+        return f"{dump.file} holds {length} operations of a step of {len(wanted)}, too few to say which: {HOW}"
+    if few:
         return (
             f"{dump.file}: its last operations are none of a step of rank {dump.rank}; the last is "
             f"{_plain(dump.issued[-1])}. Are the recipe, overrides, --world and --hardware those of the run?"
         )
-    if length == len(keys) and any(i != at and _back(keys, wanted, i) == length for i in range(1, len(wanted) + 1)):
-        return f"{dump.file} holds {length} operations of a step of {len(wanted)}, too few to say which: {HOW}"
     known = issued[len(issued) - min(at, length) :]
     return Standing(dump, program, expected, [*[None] * (at - len(known)), *known], at, last)
 
