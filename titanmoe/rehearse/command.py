@@ -120,6 +120,8 @@ def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
         found.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if not args.imbalance >= 1:
         found.append(f"--imbalance = {args.imbalance:g} is below 1, the mean: use 1 or more")
+    if args.all_roles and args.hardware == "cpu":
+        found.append("--all-roles follows NCCL's rules, and CPUs send by gloo: name a GPU with --hardware")
     if args.routing is not None and args.imbalance != 1:
         found.append("--imbalance and --routing both say where rows go: use one of them")
     if args.trace and (args.all_roles or args.routing is not None or args.imbalance != 1):

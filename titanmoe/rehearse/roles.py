@@ -8,6 +8,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.rehearse.order import Program, Verdict, check
 from titanmoe.rehearse.routing import Stated
+from titanmoe.rehearse.splits import unlike_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 
@@ -54,4 +55,7 @@ def every_program(rehearsals: Iterable[Rehearsal]) -> list[Program]:
 
 
 def check_roles(rehearsals: Iterable[Rehearsal]) -> Verdict:
-    return check(programs(rehearsals))
+    rehearsals = list(rehearsals)
+    found = check(programs(rehearsals))
+    unlike = next(unlike_splits(rehearsals), None) if found.safe else None
+    return found if unlike is None else Verdict(unlike, False)

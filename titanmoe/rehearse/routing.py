@@ -84,6 +84,10 @@ class Routing:
         self._index: dict[tuple[int, int], Tensor] = {}
         self._chosen: dict[tuple[int, int, int], Tensor] = {}
 
+    @property
+    def microbatches(self) -> int:
+        return self.samples(self.config, 0, self.fold.dp).microbatches
+
     def kind(self, layer: int) -> int:
         """Equal for layers with equal routing."""
         return layer if self.stated.by_layer else 0
@@ -118,12 +122,14 @@ class _Stop(Exception):
 
 class _Run(TorchDispatchMode):
     """A dispatcher's own code for one rank: `give` answers the whole numbers that come, up to the n-th message of such,
-    which is kept with its sizes.
+    which is kept with its sizes. n = -1: to the end.
     """
 
     def __init__(self, n: int, give: Callable[[int], Tensor]):
         super().__init__()
         self.n, self.give, self.met = n, give, 0
+        self.all_to_alls: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        """Group, rows to each of its ranks, rows from each."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func._overloadpacket.__name__
@@ -132,8 +138,13 @@ class _Run(TorchDispatchMode):
         if name == "wait_tensor":
             return args[0]
         x = args[0]
+        if name == "all_to_all_single":
+            self.all_to_alls.append((args[-1], tuple(args[2]), tuple(args[1])))
         if x.dtype.is_floating_point:
-            rows = sum(args[1]) if name == "all_to_all_single" else x.shape[0] * args[1]
+            if name == "all_to_all_single":
+                rows = sum(args[1])
+            else:
+                rows = x.shape[0] // args[2] if name == "reduce_scatter_tensor" else x.shape[0] * args[1]
             return x.new_zeros(rows, *x.shape[1:])
         if self.met == self.n:
             self.sent = x.clone(), (args[2], args[1]) if name == "all_to_all_single" else None, name, args[-1]
@@ -155,7 +166,7 @@ class Exchange:
         key = rank, microbatch, self.routing.kind(layer), n
         if key not in self._got:
             _, _, name, group = self.sent(rank, microbatch, layer, n)
-            members = self._members(group, rank)
+            members = self.members(group, rank)
             me, pieces = members.index(rank), []
             for other in members:
                 x, splits, _, _ = self.sent(other, microbatch, layer, n)
@@ -179,19 +190,31 @@ class Exchange:
                 raise RuntimeError(f"{self.kind.__name__} sends no whole numbers for the {n + 1}th time")
         return self._sent[key]
 
+    def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+        """Of a forward pass: to the experts and back."""
+        chosen_TK = self.routing.chosen(rank, microbatch, layer)
+        run = _Run(-1, lambda i: self.received(rank, microbatch, layer, i))
+        dispatcher = self._dispatcher(rank)
+        x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
+        with run, torch.no_grad():
+            parts, home = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, 0))
+            arrived = [dispatcher.arrive(part) for part in parts]
+            dispatcher.land([dispatcher.leave(x_RD, splits) for x_RD, _, _, splits in arrived], home)
+        return run.all_to_alls
+
     def _dispatcher(self, rank: int) -> Dispatcher:
         fold, like = self.routing.fold, self.like
         made = self.kind(like.num_experts, like.chunks, "torch")
         whole = replace(_place(fold, "experts", ("ep", "etp"), rank), name="whole")
         made.set_groups(whole, fold.ep, fold.etp)
         if isinstance(made, Hierarchical) and like.across.size > 1:
-            within, across = (self._members(name, rank) for name in ("within", "across"))
+            within, across = (self.members(name, rank) for name in ("within", "across"))
             made.set_nodes(
                 Group("within", len(within), within.index(rank)), Group("across", len(across), across.index(rank))
             )
         return made
 
-    def _members(self, group: str, rank: int) -> list[int]:
+    def members(self, group: str, rank: int) -> list[int]:
         whole = list(group_of(self.routing.fold, "experts", ("ep", "etp"), rank))
         if group == "whole":
             return whole

@@ -86,6 +86,9 @@ class Rehearsal:
     optimizer_bytes: int
     left_out: list[str]
     work: Work
+    exchange: Exchange | None
+    """What the dispatchers of all ranks of its stage send each other; None without experts."""
+    moe_layers: list[int]
 
 
 def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Named]:
@@ -172,10 +175,10 @@ class FakeRecorder(Recorder):
             self.here.met += 1
 
 
-def _know_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> None:
+def _know_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> Exchange | None:
     """Routers choose what is stated, and dispatchers hear of the other ranks' choices."""
     if not trainer.moe_layers:
-        return
+        return None
     like = trainer.dispatchers[0]
     exchange = Exchange(routing, type(like), like, trainer.config.parallelism.node)
     for layer, moe in trainer.moe_layers.items():
@@ -195,6 +198,7 @@ def _know_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) ->
 
         router.forward = route
         dispatcher.start = start
+    return exchange
 
 
 def _weightless(fake: FakeTensorMode) -> Callable[..., None]:
@@ -308,7 +312,7 @@ def rehearse(
         layers = {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
         recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
         stack.enter_context(fake)
-        _know_routing(trainer, recorder, Routing(config, fold, Samples, stated))
+        exchange = _know_routing(trainer, recorder, Routing(config, fold, Samples, stated))
         _in_other_thread(trainer, [fake, recorder])
         # One wait, where fake tensors would ask for each number.
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda x: recorder.number(x)))
@@ -334,4 +338,6 @@ def rehearse(
             sum(x.numel() * x.element_size() for x in state),
             left_out,
             recorder.costs,
+            exchange,
+            list(trainer.moe_layers),
         )
