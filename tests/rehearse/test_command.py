@@ -66,6 +66,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         capsys, "--world", "4", "--hardware", "h1000"
     )
     assert "--rank = 4 is not in a world of 4 ranks: use 0 to 3" in refused(capsys, "--world", "4", "--rank", "4")
+    assert "name a GPU" in refused(capsys, "--world", "4", "--all-roles", "--hardware", "cpu")
     assert "--imbalance = 0.5 is below 1" in refused(capsys, "--world", "4", "--imbalance", "0.5")
     assert "3 % 2 = 1: use tp in 1, 3" in refused(capsys, "--world", "3")  # the laws' own
     assert "no.toml" in refused(capsys, "--world", "4", config=str(tmp_path / "no.toml"))

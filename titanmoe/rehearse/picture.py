@@ -19,7 +19,10 @@ SIZE = (1240.0, 420.0)
 def picture(rehearsals: list[Rehearsal]) -> str:
     first = rehearsals[0]
     title = f"Memory of a step: {first.config.model.family} {first.config.model.size} on {first.fold.world} ranks"
-    parts = [f"<h1>{escape(title)}</h1>", f'<p class="note">As on {first.hardware}, routing {first.routing}.</p>']
+    parts = [
+        f"<h1>{escape(title)}</h1>",
+        f'<p class="note">As on {first.hardware}, routing {escape(first.routing.text)}.</p>',
+    ]
     for one in rehearsals:
         sheet = chart(one.memory, f"Rank {one.rank}: at most {size(one.memory.peak)}, at {where(one.memory)}")
         parts.append(figure(sheet))

@@ -11,6 +11,8 @@ from multiprocessing import get_context
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.rehearse.order import Program, Verdict, check
+from titanmoe.rehearse.routing import Stated
+from titanmoe.rehearse.splits import unlike_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 ROLES_OF_A_PROCESS = 4
@@ -22,10 +24,12 @@ def role(fold: Fold, rank: int) -> int:
     return rank // fold.stage * fold.stage
 
 
-def roles(config: Config, world: int, hardware: str, imbalance: float = 1.0, node: int = 8) -> Iterator[Rehearsal]:
+def roles(
+    config: Config, world: int, hardware: str, routing: float | Stated = 1.0, node: int = 8
+) -> Iterator[Rehearsal]:
     """Many of them in several processes: each takes one CPU, and a while to start."""
     pp = config.parallelism.pp
-    asked = [(config, world, stage * (world // pp), hardware, imbalance, node) for stage in range(pp)]
+    asked = [(config, world, stage * (world // pp), hardware, routing, node) for stage in range(pp)]
     processes = min(os.cpu_count() or 1, pp // ROLES_OF_A_PROCESS)
     if processes < 2:
         yield from starmap(rehearse, asked)
@@ -65,4 +69,7 @@ def every_program(rehearsals: Iterable[Rehearsal]) -> list[Program]:
 
 
 def check_roles(rehearsals: Iterable[Rehearsal]) -> Verdict:
-    return check(programs(rehearsals))
+    rehearsals = list(rehearsals)
+    found = check(programs(rehearsals))
+    unlike = next(unlike_splits(rehearsals), None) if found.safe else None
+    return found if unlike is None else Verdict(unlike, False)

@@ -50,7 +50,8 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
         "world": rehearsal.fold.world,
         "rank": rehearsal.rank,
         "hardware": rehearsal.hardware,
-        "routing": rehearsal.routing,
+        "routing": rehearsal.routing.text,
+        "estimates": rehearsal.routing.estimates,
         "left_out": rehearsal.left_out,
         "bytes": {
             "parameters": rehearsal.parameter_bytes,
@@ -72,9 +73,10 @@ def _group(group: Named) -> dict[str, Any]:
 def table(rehearsal: Rehearsal) -> list[str]:
     fold = rehearsal.fold
     lines = [
-        f"rank {rehearsal.rank} of {fold.world}, as on {rehearsal.hardware}, routing {rehearsal.routing}",
+        f"rank {rehearsal.rank} of {fold.world}, as on {rehearsal.hardware}, routing {rehearsal.routing.text}",
         f"    attention  {_axes(fold.attention_axes)}",
         f"    experts    {_axes(fold.expert_axes)}",
+        *_estimates(rehearsal),
         "",
         f"parameters {size(rehearsal.parameter_bytes)}, gradients {size(rehearsal.gradient_bytes)}, "
         f"optimizer {size(rehearsal.optimizer_bytes)}",
@@ -117,9 +119,10 @@ def table(rehearsal: Rehearsal) -> list[str]:
 def table_of_roles(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
     first = rehearsals[0]
     lines = [
-        f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing}: one rank of each stage",
+        f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing.text}: one rank of each stage",
         f"    attention  {_axes(first.fold.attention_axes)}",
         f"    experts    {_axes(first.fold.expert_axes)}",
+        *_estimates(first),
         "",
     ]
     body = [("rank", "weights", "optimizer", "memory", "messages", "sent", "of that across nodes", "host waits")]
@@ -137,6 +140,11 @@ def table_of_roles(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
     if first.left_out:
         lines += ["", "Left out:", *(f"    {text}" for text in first.left_out)]
     return lines
+
+
+def _estimates(rehearsal: Rehearsal) -> list[str]:
+    why = rehearsal.routing.estimates
+    return [f"    estimates  {why}"] if why else []
 
 
 def _axes(axes: dict[str, int]) -> str:

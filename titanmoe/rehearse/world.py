@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -36,7 +37,7 @@ from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.memory import MOMENTS, WEIGHTS, Ledger, Memory
 from titanmoe.rehearse.place import Places
 from titanmoe.rehearse.record import Log, Recorder
-from titanmoe.rehearse.routing import Exchange, Routing
+from titanmoe.rehearse.routing import Exchange, Routing, Stated, with_imbalance
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.shapes import Shapes
 from titanmoe.rehearse.work import Operations
@@ -79,7 +80,7 @@ class Rehearsal:
     fold: Fold
     rank: int
     hardware: str
-    routing: str
+    routing: Stated
     log: Log
     groups: dict[str, Named]
     """By torch's name."""
@@ -89,6 +90,9 @@ class Rehearsal:
     left_out: list[str]
     operations: Operations
     memory: Memory
+    exchange: Exchange | None
+    """What the dispatchers of all ranks of its stage send each other; None without experts."""
+    moe_layers: list[int]
 
 
 def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Named]:
@@ -114,7 +118,7 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
 
 
 class _Here(threading.local):
-    microbatch = -1
+    microbatch = layer = -1
     exchange: Exchange | None = None
     met = 0
 
@@ -192,35 +196,36 @@ class FakeRecorder(Recorder):
                 values.give(out, value)
         elif self.here.exchange is not None:
             with outside():
-                comes = self.here.exchange.received(self.rank, self.here.microbatch, self.here.met)
+                here = self.here
+                comes = here.exchange.received(self.rank, here.microbatch, here.layer, here.met)
             values.give(out, comes)
             self.here.met += 1
 
 
-def _know_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> None:
+def _know_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> Exchange | None:
     """Routers choose what is stated, and dispatchers hear of the other ranks' choices."""
-    layers = list(trainer.moe_layers.values())
-    if not layers:
-        return
-    like = layers[0].dispatcher
+    if not trainer.moe_layers:
+        return None
+    like = copy(trainer.dispatchers[0])  # as it is before its methods are replaced
     exchange = Exchange(routing, type(like), like, trainer.config.parallelism.node)
-    for moe in layers:
+    for layer, moe in trainer.moe_layers.items():
         router, dispatcher = moe.router, moe.dispatcher
 
-        def route(x_TD: Tensor, tokens: Any, real: Callable = router.forward) -> tuple:
+        def route(x_TD: Tensor, tokens: Any, layer: int = layer, real: Callable = router.forward) -> tuple:
             out = real(x_TD, tokens)
             recorder.here.microbatch = values.numbers(tokens.microbatch)
             with outside():
-                chosen_TK = routing.chosen(recorder.rank, recorder.here.microbatch)
+                chosen_TK = routing.chosen(recorder.rank, recorder.here.microbatch, layer)
             values.give(out[3], chosen_TK)
             return out
 
-        def start(*args: Any, real: Callable = dispatcher.start) -> Any:
-            recorder.here.exchange, recorder.here.met = exchange, 0
+        def start(*args: Any, layer: int = layer, real: Callable = dispatcher.start) -> Any:
+            recorder.here.exchange, recorder.here.layer, recorder.here.met = exchange, layer, 0
             return real(*args)
 
         router.forward = route
         dispatcher.start = start
+    return exchange
 
 
 def _weightless(fake: FakeTensorMode) -> Callable[..., None]:
@@ -318,13 +323,13 @@ def read(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
 
 
 def rehearse(
-    config: Config, world: int, rank: int, name: str, imbalance: float = 1.0, node: int = 8, steps: int = 1
+    config: Config, world: int, rank: int, name: str, routing: float | Stated = 1.0, node: int = 8, steps: int = 1
 ) -> Rehearsal:
-    """The last of so many steps, as on the hardware of that name. config: from `read`."""
+    """The last of so many steps, as on the hardware of that name. config: from `read`. routing: or its imbalance."""
     hardware = HARDWARE[name]
     config, left_out = _that_can_be_followed(config, hardware)
     fold = derive(world, config.parallelism)
-    routing = Routing(config, fold, Samples, imbalance)
+    stated = routing if isinstance(routing, Stated) else with_imbalance(config, routing)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -339,7 +344,7 @@ def rehearse(
         layers = {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
         recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
         stack.enter_context(fake)
-        _know_routing(trainer, recorder, routing)
+        exchange = _know_routing(trainer, recorder, Routing(config, fold, Samples, stated))
         _in_other_thread(trainer, [fake, recorder])
         # One wait, where fake tensors would ask for each number.
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda x: recorder.number(x)))
@@ -360,7 +365,7 @@ def rehearse(
             fold,
             rank,
             name,
-            "balanced" if imbalance <= 1 else f"with {imbalance:g} times the mean for the busiest expert",
+            stated,
             recorder.log,
             name_groups(trainer.meshes.lanes, fold, rank, node),
             sum(p.numel() * p.element_size() for p in pieces),
@@ -369,4 +374,6 @@ def rehearse(
             left_out,
             recorder.operations,
             recorder.ledger.memory(),
+            exchange,
+            list(trainer.moe_layers),
         )
