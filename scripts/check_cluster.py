@@ -39,7 +39,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.meshes import Meshes
-from titanmoe.parallel.apply import lay_ranks
+from titanmoe.parallel.apply import make_meshes
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import Runtime, leave, say, start, stop, world_size
 from titanmoe.train.trainer import Trainer
@@ -292,7 +292,7 @@ def check(runtime: Runtime, chosen: list[str], recipe: str) -> dict[str, Any]:
     default = [*command_line(runtime.world, {}, runtime.device.type), *mapping]
     config = read(["--config", recipe] if recipe else default, runtime.world)
     say(f"\nmessages along {recipe or f'tp {widest} and ep {runtime.world}'}; the slowest group counts")
-    meshes = lay_ranks(
+    meshes = make_meshes(
         derive(runtime.world, config.parallelism), config.parallelism, config.moe, config.training, runtime.device
     )
     return {"rows": rows, "wires": wires(meshes, runtime), "problems": problems}

@@ -41,6 +41,8 @@ def test_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixt
     assert [row["by_layer"] for row in rows] == [{"layers.0": 1}] * 2
     assert all(row["line"] in text for row in told["messages"])
     assert "moe/dispatch.py" in "".join(told["syncs"])
+    assert f"One step computes: {told['work']['kernels']:,} kernels" in text
+    assert any(row["op"] == "mm" and set(row["by_layer"]) == {"layers.0"} for row in told["work"]["operations"])
     assert told["bytes"]["optimizer"] > 2 * told["bytes"]["parameters"] > 0
 
 
@@ -48,10 +50,15 @@ def test_every_role_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
     file = tmp_path / "order.json"
     stages = ["--parallelism.pp", "2", "--parallelism.tp", "1", "--parallelism.experts.ep", "2"]
     stages += ["--model.num_layers", "2", "--training.global_batch_size", "16"]
-    assert rehearse("--world", "4", "--all-roles", "--json", str(file), *SMALL, *stages) == 0
-    assert "Order of messages: safe in host order" in capsys.readouterr().out
+    page = tmp_path / "memory.html"
+    files = ["--json", str(file), "--picture", str(page)]
+    assert rehearse("--world", "4", "--all-roles", *files, *SMALL, *stages) == 0
+    text = capsys.readouterr().out
+    assert "Order of messages: safe in host order" in text and page.read_text().count("<svg") == 2
     told = json.loads(file.read_text())
     assert [one["rank"] for one in told["ranks"]] == [0, 2] and told["order"]["safe"]
+    worst = max(told["ranks"], key=lambda one: one["memory"]["peak"])
+    assert f"Rank {worst['rank']} needs most memory." in text and worst["memory"]["line"] in text
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -59,6 +66,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         capsys, "--world", "4", "--hardware", "h1000"
     )
     assert "--rank = 4 is not in a world of 4 ranks: use 0 to 3" in refused(capsys, "--world", "4", "--rank", "4")
+    assert "name a GPU" in refused(capsys, "--world", "4", "--all-roles", "--hardware", "cpu")
     assert "--imbalance = 0.5 is below 1" in refused(capsys, "--world", "4", "--imbalance", "0.5")
     assert "3 % 2 = 1: use tp in 1, 3" in refused(capsys, "--world", "3")  # the laws' own
     assert "no.toml" in refused(capsys, "--world", "4", config=str(tmp_path / "no.toml"))

@@ -8,7 +8,7 @@ import torch
 from tests.rehearse.small import config_of
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatch import AllToAll
-from titanmoe.rehearse.routing import Exchange, Routing, balanced, skewed
+from titanmoe.rehearse.routing import Exchange, Routing, balanced, skewed, with_imbalance
 from titanmoe.rehearse.samples import Samples
 
 
@@ -33,10 +33,10 @@ def test_balanced_is_what_routers_force() -> None:
 @pytest.mark.parametrize("imbalance", [1.0, 2.0, 4.0])
 def test_what_one_sends_is_what_the_other_hears_of(imbalance: float) -> None:
     config = config_of({"parallelism.tp": 2, "parallelism.experts.ep": 4}, 4, "cpu")
-    routing = Routing(config, derive(4, config.parallelism), Samples, imbalance)
+    routing = Routing(config, derive(4, config.parallelism), Samples, with_imbalance(config, imbalance))
     exchange = Exchange(routing, AllToAll, AllToAll(8, 1, "torch"), 8)
     for rank in range(4):
-        heard = exchange.received(rank, 0, 0)
+        heard = exchange.received(rank, 0, 0, 0)
         for other in range(4):
-            load_E = torch.bincount(routing.chosen(other, 0).flatten(), minlength=8)
+            load_E = torch.bincount(routing.chosen(other, 0, 0).flatten(), minlength=8)
             assert heard[other].flatten().tolist() == load_E[2 * rank : 2 * rank + 2].tolist()

@@ -66,4 +66,5 @@ def test_remembered_shapes_are_those_that_torch_tells() -> None:
     with mock.patch.object(Shapes, "__call__", lambda self, func, args, kwargs: func(*args, **kwargs)):
         asked = rehearse(config, 4, 1, "h100")
     assert told(found.log, found.groups) == told(asked.log, asked.groups)
-    assert (found.log.syncs, found.work) == (asked.log.syncs, asked.work)
+    assert (found.log.syncs, found.operations) == (asked.log.syncs, asked.operations)
+    assert found.memory == asked.memory

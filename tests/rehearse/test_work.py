@@ -2,35 +2,48 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
 
 from tests.rehearse.small import config_of
-from titanmoe.config.schema import Config
 from titanmoe.models.count import flops_per_token
 from titanmoe.ops.kernels import installed
-from titanmoe.rehearse.work import Work, weight
+from titanmoe.rehearse.place import Place
+from titanmoe.rehearse.work import Operations, Work, weight
+from titanmoe.rehearse.work_table import work_as_json
 from titanmoe.rehearse.world import rehearse
 
 aten = torch.ops.aten
 
 
+def total(func: Any, args: tuple, out: Any = (), given: dict[str, Any] | None = None) -> Work:
+    operations = Operations()
+    operations.add(func, args, given or {}, out, Place())
+    return operations.total()
+
+
 def test_operations() -> None:
-    work, x, w = Work(), torch.zeros(4, 8), torch.zeros(8, 16)
-    work.add(aten.mm.default, (x, w), {}, x @ w)
-    assert work == Work(1, 2 * 4 * 8 * 16, 4 * (32 + 128), 4 * 64)
-    work = Work()
-    work.add(aten.embedding.default, (torch.zeros(1000, 8), torch.zeros(3, dtype=torch.int64)), {}, torch.zeros(3, 8))
-    assert (work.read, work.written) == (3 * 8 * 4 + 3 * 8, 3 * 8 * 4)
-    work = Work()
-    work.add(aten.view.default, (x, [32]), {}, x.view(32))
-    work.add(aten.empty_like.default, (x,), {}, x)
-    assert work == Work()
+    x, w = torch.zeros(4, 8), torch.zeros(8, 16)
+    assert total(aten.mm.default, (x, w), x @ w) == Work(1, 2 * 4 * 8 * 16, 4 * (32 + 128), 4 * 64)
+    rows = torch.zeros(3, dtype=torch.int64)
+    picked = total(aten.embedding.default, (torch.zeros(1000, 8), rows), torch.zeros(3, 8))
+    assert (picked.read, picked.written) == (3 * 8 * 4 + 3 * 8, 3 * 8 * 4)
+    assert total(aten.view.default, (x, [32]), x.view(32)) == total(aten.empty_like.default, (x,), x) == Work()
+    assert total(aten.promote_types.default, (torch.float32, torch.bfloat16), torch.float32) == Work()
     assert weight(torch.zeros(4, 1).expand(4, 100)) == 16
 
 
-def of(config: Config) -> Work:
-    return rehearse(config, 1, 0, "h100").work
+def test_what_is_changed_in_place_is_written_and_what_is_only_filled_is_not_read() -> None:
+    x = torch.zeros(32)
+    assert total(aten.add_.Tensor, (x, x), x) == Work(1, 0, 256, 128)
+    assert total(aten.copy_.default, (x, x), x) == Work(1, 0, 128, 128)
+    assert total(aten.zero_.default, (x,), x) == Work(1, 0, 0, 128)
+    assert total(aten.add.out, (x, x), x, {"out": x}) == Work(1, 0, 256, 128)
+    adamw = total(aten._fused_adamw_.default, ([x], [x], [x], [x], [], [torch.zeros(())]))
+    assert adamw == Work(1, 0, 4 * 128 + 4, 3 * 128)
 
 
 @pytest.mark.skipif(not installed(), reason="Triton is not installed")
@@ -40,5 +53,34 @@ def test_a_step_has_the_flops_that_its_model_is_said_to_have() -> None:
     wide |= {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "training.global_batch_size": 2}
     config = config_of(wide, 1, "h100")
     tokens = config.training.global_batch_size * config.training.seq_len
-    counted, said = of(config).flops / tokens, flops_per_token(config.model, config.training.seq_len)
+    counted = rehearse(config, 1, 0, "h100").operations.total().flops / tokens
+    said = flops_per_token(config.model, config.training.seq_len)
     assert counted == pytest.approx(said, rel=0.05)
+
+
+def test_every_operation_has_a_layer_a_region_and_a_pass() -> None:
+    """Of backward's too, whose operations have no line of the model in their stack."""
+    wide = {"model.num_layers": 3, "activation_checkpoint.mode": "full", "training.global_batch_size": 2}
+    config = config_of(wide | {"training.local_batch_size": 2}, 1, "cpu")
+    operations = rehearse(config, 1, 0, "cpu").operations
+    flops: Counter[tuple[str, str, str]] = Counter()
+    for one, count in operations.items():
+        flops[one.place.layer, one.place.region, one.place.part] += one.flops * count
+    rows = 2 * config.training.seq_len * config.model.top_k
+    once = 3 * 2 * rows * config.model.dim * config.model.expert_hidden
+    for layer in ("layers.0", "layers.1", "layers.2"):
+        parts = {part: flops[layer, "experts", part] for part in ("forward", "recomputed", "backward")}
+        assert parts == {"forward": once, "recomputed": once, "backward": 2 * once}
+        attention = [flops[layer, "attention", part] for part in ("forward", "recomputed", "backward")]
+        assert 0 < attention[1] < attention[0] < attention[2] / 2  # the last product is not done again
+    assert {layer for layer, _, _ in flops} == {"", "layers.0", "layers.1", "layers.2"}
+    products = {region for (_, region, _), count in flops.items() if count}
+    assert products == {"attention", "router", "experts", "head and loss"}
+    assert {one.place.part for one in operations if one.place.region == "optimizer"} == {"update"}
+    lines = {one.place.file for one in operations if one.place.region == "experts" and one.flops}
+    assert lines == {"moe/experts.py"}
+    told = work_as_json(operations)
+    for unit in ("flops", "read", "written"):
+        assert sum(row[unit] * row["count"] for row in told["operations"]) == told[unit]
+        regions = [of[unit] for parts in told["by_region"].values() for of in parts.values()]
+        assert sum(regions) == told[unit] >= sum(of[unit] for of in told["by_layer"].values())

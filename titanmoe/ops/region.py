@@ -30,11 +30,11 @@ threads, and in plain functions that no caller could pass it to.
 @contextmanager
 def measured_by(listener: Listener) -> Iterator[None]:
     global _listener
-    _listener = listener
+    before, _listener = _listener, listener
     try:
         yield
     finally:
-        _listener = None
+        _listener = before
 
 
 def region(name: str) -> AbstractContextManager[None]:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from titanmoe.config import ConfigError
 from titanmoe.config.load import format_problems
@@ -34,7 +35,24 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
         default=1.0,
         help="rows of the busiest expert over the mean (default 1: balanced)",
     )
+    rehearse.add_argument(
+        "--routing",
+        type=Path,
+        metavar="FILE",
+        help="rows per expert as an experts.jsonl has them (or the run's folder); what follows are estimates",
+    )
+    rehearse.add_argument(
+        "--routing-step", type=int, metavar="N", help="which of its steps (default: the last in the file)"
+    )
+    rehearse.add_argument(
+        "--trace",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="dumps of torch's flight recorder by ranks of a run that hangs: who never issued what",
+    )
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
+    rehearse.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step there, as HTML")
     rehearse.set_defaults(run=run_rehearse, overrides=[])
 
 
@@ -45,34 +63,54 @@ def run_rehearse(args: argparse.Namespace) -> int:
     if problems:
         print(format_problems(problems), file=sys.stderr)
         return 2
+    try:
+        lines, data, page, code = _held(args) if args.trace else _rehearsed(args)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    files = {args.json: json.dumps(data, indent=1) + "\n", args.picture: page}
+    for file, text in files.items():
+        if file is None:
+            continue
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"error: cannot write {file}: {error.strerror}", file=sys.stderr)
+            return 2
+    return code
+
+
+def _rehearsed(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, int]:
+    """What is told, the same for programs, a picture, and the exit code."""
+    from titanmoe.rehearse.picture import picture
+    from titanmoe.rehearse.recorded import recorded
     from titanmoe.rehearse.roles import check_roles, roles
     from titanmoe.rehearse.table import as_json, table, table_of_roles
     from titanmoe.rehearse.world import read, rehearse
 
-    try:
-        config = read(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
-        if args.all_roles:
-            found = list(roles(config, args.world, args.hardware, args.imbalance, args.node))
-        else:
-            found = [rehearse(config, args.world, args.rank, args.hardware, args.imbalance, args.node)]
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    verdict = check_roles(found) if args.all_roles else None
-    print("\n".join(table(found[0]) if verdict is None else table_of_roles(found, verdict)))
-    if args.json is not None:
-        ranks = [as_json(one) for one in found]
-        order = (
-            {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}}
-            if verdict
-            else {}
-        )
-        try:
-            args.json.write_text(json.dumps({"ranks": ranks} | order, indent=1) + "\n")
-        except OSError as error:
-            print(f"error: cannot write {args.json}: {error.strerror}", file=sys.stderr)
-            return 2
-    return 0 if verdict is None or verdict.safe else 1
+    config = read(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
+    routing = args.imbalance if args.routing is None else recorded(config, args.routing, args.routing_step)
+    if not args.all_roles:
+        found = rehearse(config, args.world, args.rank, args.hardware, routing, args.node)
+        return table(found), {"ranks": [as_json(found)]}, picture([found]), 0
+    every = list(roles(config, args.world, args.hardware, routing, args.node))
+    verdict = check_roles(every)
+    order = {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}
+    data = {"ranks": [as_json(one) for one in every], "order": order}
+    return table_of_roles(every, verdict), data, picture(every), 0 if verdict.safe else 1
+
+
+def _held(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, int]:
+    """A live run against what its ranks should issue."""
+    from titanmoe.rehearse.hang import held
+    from titanmoe.rehearse.trace import read_dumps
+    from titanmoe.rehearse.world import read
+
+    dumps = read_dumps(args.trace)
+    config = read(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
+    found = held(config, args.world, args.hardware, args.node, dumps)
+    return list(found.lines), {"trace": {"stuck": found.stuck, "lines": found.lines}}, "", 1 if found.stuck else 0
 
 
 def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
@@ -87,4 +125,12 @@ def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
         found.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if not args.imbalance >= 1:
         found.append(f"--imbalance = {args.imbalance:g} is below 1, the mean: use 1 or more")
+    if args.all_roles and args.hardware == "cpu":
+        found.append("--all-roles follows NCCL's rules, and CPUs send by gloo: name a GPU with --hardware")
+    if args.routing is not None and args.imbalance != 1:
+        found.append("--imbalance and --routing both say where rows go: use one of them")
+    if args.trace and (args.all_roles or args.routing is not None or args.imbalance != 1):
+        found.append("--trace holds a run against its step: leave out --all-roles, --routing and --imbalance")
+    if args.routing is None and args.routing_step is not None:
+        found.append("--routing-step chooses a line of a file: name the file with --routing")
     return found

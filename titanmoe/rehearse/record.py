@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.cpu import Stream, current_stream
+from torch.cpu import _default_cpu_stream as default_stream
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -99,6 +100,8 @@ class Log:
     events: list[Event] = field(default_factory=list)
     syncs: list[Line] = field(default_factory=list)
     """Where the host waits for the device."""
+    beside: dict[Stream, list[int]] = field(default_factory=dict, repr=False)
+    """What streams beside the computation's have waited for, and the computation has not."""
 
 
 class Recorder(TorchDispatchMode):
@@ -111,9 +114,8 @@ class Recorder(TorchDispatchMode):
         """Operations that compute, so far."""
         self._works: dict[int, tuple[Any, int]] = {}  # by id of a work, which is kept so that no other gets its id
         self._results: dict[int, tuple[Any, int]] = {}  # by id of a tensor that is to be waited for
-        self._gathers: dict[int, list[int]] = {}  # by id of one of FSDP's groups of parameters
         self._issued_at: dict[int, int] = {}
-        self._batch, self._batches, self._beside = -1, 0, 0
+        self._batch, self._batches = -1, 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -132,7 +134,7 @@ class Recorder(TorchDispatchMode):
         if name == "wait_tensor":
             self.line()  # backward of what waits here may send
             self._wait(self._results.pop(id(args[0]), (None, -1))[1])
-        out = func(*args, **kwargs)
+        out = self.send(func, args, kwargs)
         if name in FUNCTIONAL and func.namespace == "_c10d_functional":
             self._note(self._functional(FUNCTIONAL[name], args, out))
             self._results[id(out)] = out, len(self.log.messages) - 1
@@ -145,6 +147,10 @@ class Recorder(TorchDispatchMode):
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """An operation that is no message."""
+        return func(*args, **kwargs)
+
+    def send(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """A message, or the wait for one."""
         return func(*args, **kwargs)
 
     def asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -187,7 +193,10 @@ class Recorder(TorchDispatchMode):
         self._issued_at[number] = self.work
 
     def _wait(self, number: int) -> None:
-        if number < 0 or self._beside or self.log.messages[number].waited != "never":
+        if number < 0 or self.log.messages[number].waited != "never":
+            return
+        if self.on_gpu and (stream := current_stream()) is not default_stream:
+            self.log.beside.setdefault(stream, []).append(number)
             return
         at_once = self._issued_at[number] == self.work and self.log.events[-1] == Event("issue", number)
         self.log.messages[number].waited = "at once" if at_once else "later"
@@ -239,13 +248,8 @@ class Recorder(TorchDispatchMode):
                 stack.enter_context(mock.patch.object(cls, "wait", self._waiting(cls.wait)))
             stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._together(dist.batch_isend_irecv)))
             if self.on_gpu:
-                for name, wrap in (
-                    ("unshard", self._unsharding),
-                    ("wait_for_unshard", self._unsharded),
-                    ("post_backward", self._reducing),
-                ):
-                    wrapped = wrap(getattr(FSDPParamGroup, name))
-                    stack.enter_context(mock.patch.object(FSDPParamGroup, name, wrapped))
+                for name in ("record_event", "wait_event", "wait_stream"):
+                    stack.enter_context(mock.patch.object(Stream, name, self._streams(name)))
             stack.enter_context(self)
             yield self
 
@@ -266,36 +270,30 @@ class Recorder(TorchDispatchMode):
 
         return together
 
-    def _unsharding(self, unshard: Callable[..., Any]) -> Callable[..., Any]:
-        """The gather's own stream waits for it; the computation does in `wait_for_unshard`."""
+    def _streams(self, name: str) -> Callable[..., Any]:
+        """FSDP's own streams, as they would be on a GPU: what is done on one waits for what that one has waited for.
 
-        def asks(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
-            first = len(self.log.messages)
-            self._beside += 1
-            try:
-                return unshard(group, *args, **kwargs)
-            finally:
-                self._beside -= 1
-                self._gathers.setdefault(id(group), []).extend(range(first, len(self.log.messages)))
+        torch gives CPUs streams that do nothing, and FSDP goes through them. An event holds the messages that are over
+        when it is: only if the computation's own stream waits for it does the computation.
+        """
 
-        return asks
+        def reach(stream: Stream, numbers: Iterable[int]) -> None:
+            if stream is default_stream:
+                for number in numbers:
+                    self._wait(number)
+            else:
+                self.log.beside.setdefault(stream, []).extend(numbers)
 
-    def _unsharded(self, wait: Callable[..., Any]) -> Callable[..., Any]:
-        def waits(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
-            for number in self._gathers.pop(id(group), []):
-                self._wait(number)
-            return wait(group, *args, **kwargs)
+        def record_event(stream: Stream) -> tuple[int, ...]:
+            left = [i for i in self.log.beside.pop(stream, ()) if self.log.messages[i].waited == "never"]
+            if left:
+                self.log.beside[stream] = left
+            return tuple(left)
 
-        return waits
+        def wait_event(stream: Stream, event: Any) -> None:
+            reach(stream, event if isinstance(event, tuple) else ())
 
-    def _reducing(self, post_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """Gradients are waited for when backward ends: by FSDP, on its streams."""
+        def wait_stream(stream: Stream, other: Stream) -> None:
+            reach(stream, record_event(other))
 
-        def reduces(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
-            self._beside += 1
-            try:
-                return post_backward(group, *args, **kwargs)
-            finally:
-                self._beside -= 1
-
-        return reduces
+        return {"record_event": record_event, "wait_event": wait_event, "wait_stream": wait_stream}[name]

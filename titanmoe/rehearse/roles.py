@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from itertools import starmap
+from multiprocessing import get_context
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.rehearse.order import Program, Verdict, check
+from titanmoe.rehearse.routing import Stated
+from titanmoe.rehearse.splits import unlike_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
+
+ROLES_OF_A_PROCESS = 4
+"""At least."""
 
 
 def role(fold: Fold, rank: int) -> int:
@@ -15,9 +24,18 @@ def role(fold: Fold, rank: int) -> int:
     return rank // fold.stage * fold.stage
 
 
-def roles(config: Config, world: int, hardware: str, imbalance: float = 1.0, node: int = 8) -> Iterator[Rehearsal]:
-    for stage in range(config.parallelism.pp):
-        yield rehearse(config, world, stage * (world // config.parallelism.pp), hardware, imbalance, node)
+def roles(
+    config: Config, world: int, hardware: str, routing: float | Stated = 1.0, node: int = 8
+) -> Iterator[Rehearsal]:
+    """Many of them in several processes: each takes one CPU, and a while to start."""
+    pp = config.parallelism.pp
+    asked = [(config, world, stage * (world // pp), hardware, routing, node) for stage in range(pp)]
+    processes = min(os.cpu_count() or 1, pp // ROLES_OF_A_PROCESS)
+    if processes < 2:
+        yield from starmap(rehearse, asked)
+        return
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        yield from pool.map(rehearse, *zip(*asked, strict=True))
 
 
 def programs(rehearsals: Iterable[Rehearsal]) -> list[Program]:
@@ -51,4 +69,7 @@ def every_program(rehearsals: Iterable[Rehearsal]) -> list[Program]:
 
 
 def check_roles(rehearsals: Iterable[Rehearsal]) -> Verdict:
-    return check(programs(rehearsals))
+    rehearsals = list(rehearsals)
+    found = check(programs(rehearsals))
+    unlike = next(unlike_splits(rehearsals), None) if found.safe else None
+    return found if unlike is None else Verdict(unlike, False)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
+from titanmoe.rehearse.columns import columns, size
+from titanmoe.rehearse.memory_table import memory_as_json, memory_table
 from titanmoe.rehearse.order import Verdict
 from titanmoe.rehearse.record import Message
+from titanmoe.rehearse.work_table import work_as_json, work_table
 from titanmoe.rehearse.world import Named, Rehearsal
-
-UNITS = ("B", "KB", "MB", "GB", "TB")
-
-
-def size(count: float) -> str:
-    unit = 0
-    while count >= 1000 and unit < len(UNITS) - 1:
-        count, unit = count / 1000, unit + 1
-    return f"{count:.3g} {UNITS[unit]}"
 
 
 def kinds(rehearsal: Rehearsal) -> dict[tuple, list[Message]]:
@@ -57,14 +50,16 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
         "world": rehearsal.fold.world,
         "rank": rehearsal.rank,
         "hardware": rehearsal.hardware,
-        "routing": rehearsal.routing,
+        "routing": rehearsal.routing.text,
+        "estimates": rehearsal.routing.estimates,
         "left_out": rehearsal.left_out,
         "bytes": {
             "parameters": rehearsal.parameter_bytes,
             "gradients": rehearsal.gradient_bytes,
             "optimizer": rehearsal.optimizer_bytes,
         },
-        "work": asdict(rehearsal.work),
+        "memory": memory_as_json(rehearsal.memory),
+        "work": work_as_json(rehearsal.operations),
         "messages": list(rows(rehearsal)),
         "syncs": dict(Counter(str(line) for line in rehearsal.log.syncs)),
         "groups": [_group(group) | {"used": name in used} for name, group in rehearsal.groups.items()],
@@ -78,14 +73,13 @@ def _group(group: Named) -> dict[str, Any]:
 def table(rehearsal: Rehearsal) -> list[str]:
     fold = rehearsal.fold
     lines = [
-        f"rank {rehearsal.rank} of {fold.world}, as on {rehearsal.hardware}, routing {rehearsal.routing}",
+        f"rank {rehearsal.rank} of {fold.world}, as on {rehearsal.hardware}, routing {rehearsal.routing.text}",
         f"    attention  {_axes(fold.attention_axes)}",
         f"    experts    {_axes(fold.expert_axes)}",
+        *_estimates(rehearsal),
         "",
         f"parameters {size(rehearsal.parameter_bytes)}, gradients {size(rehearsal.gradient_bytes)}, "
         f"optimizer {size(rehearsal.optimizer_bytes)}",
-        f"{rehearsal.work.kernels:,} kernels, {rehearsal.work.flops:.4g} FLOPs, {size(rehearsal.work.read)} read and "
-        f"{size(rehearsal.work.written)} written",
         "",
         "One step sends:",
         "",
@@ -116,6 +110,7 @@ def table(rehearsal: Rehearsal) -> list[str]:
     made = [group for name, group in rehearsal.groups.items() if name in used]
     lines += ["", f"Communicators that the step makes: {len(made)}", ""]
     lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in made], right=())
+    lines += ["", *memory_table(rehearsal.memory), "", *work_table(rehearsal.operations)]
     if rehearsal.left_out:
         lines += ["", "Left out:", *(f"    {text}" for text in rehearsal.left_out)]
     return lines
@@ -124,19 +119,22 @@ def table(rehearsal: Rehearsal) -> list[str]:
 def table_of_roles(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
     first = rehearsals[0]
     lines = [
-        f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing}: one rank of each stage",
+        f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing.text}: one rank of each stage",
         f"    attention  {_axes(first.fold.attention_axes)}",
         f"    experts    {_axes(first.fold.expert_axes)}",
+        *_estimates(first),
         "",
     ]
-    body = [("rank", "weights", "optimizer", "messages", "sent", "of that across nodes", "host waits")]
+    body = [("rank", "weights", "optimizer", "memory", "messages", "sent", "of that across nodes", "host waits")]
     for one in rehearsals:
         messages = one.log.messages
         across = sum(m.sent for m in messages if one.groups[m.group].across)
         sent = sum(m.sent for m in messages)
-        kept = size(one.parameter_bytes), size(one.optimizer_bytes)
+        kept = size(one.parameter_bytes), size(one.optimizer_bytes), size(one.memory.peak)
         body.append((str(one.rank), *kept, str(len(messages)), size(sent), size(across), str(len(one.log.syncs))))
-    lines += columns(body, right=tuple(range(7)))
+    lines += columns(body, right=tuple(range(8)))
+    worst = max(rehearsals, key=lambda one: one.memory.peak)
+    lines += ["", f"Rank {worst.rank} needs most memory.", "", *memory_table(worst.memory)]
     lines += ["", f"Order of messages: {verdict.text}"]
     lines += [f"    {text}" for text in verdict.concerned]
     if first.left_out:
@@ -144,16 +142,10 @@ def table_of_roles(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
     return lines
 
 
+def _estimates(rehearsal: Rehearsal) -> list[str]:
+    why = rehearsal.routing.estimates
+    return [f"    estimates  {why}"] if why else []
+
+
 def _axes(axes: dict[str, int]) -> str:
     return " x ".join(f"{name} {n}" for name, n in axes.items())
-
-
-def columns(body: list[tuple[str, ...]], right: tuple[int, ...]) -> list[str]:
-    if not body:
-        return []
-    widths = [max(len(row[i]) for row in body) for i in range(len(body[0]))]
-    lines = []
-    for row in body:
-        cells = zip(row, widths, range(len(row)), strict=True)
-        lines.append("    " + "  ".join(x.rjust(w) if i in right else x.ljust(w) for x, w, i in cells).rstrip())
-    return lines

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
@@ -33,11 +34,13 @@ from titanmoe.ops.kernels import installed
 from titanmoe.parallel import apply
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.hardware import HARDWARE
+from titanmoe.rehearse.memory import MOMENTS, WEIGHTS, Ledger, Memory
+from titanmoe.rehearse.place import Places
 from titanmoe.rehearse.record import Log, Recorder
-from titanmoe.rehearse.routing import Exchange, Routing
+from titanmoe.rehearse.routing import Exchange, Routing, Stated, with_imbalance
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.shapes import Shapes
-from titanmoe.rehearse.work import Work
+from titanmoe.rehearse.work import Operations
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import refusals
 from titanmoe.train.runtime import Runtime
@@ -77,7 +80,7 @@ class Rehearsal:
     fold: Fold
     rank: int
     hardware: str
-    routing: str
+    routing: Stated
     log: Log
     groups: dict[str, Named]
     """By torch's name."""
@@ -85,7 +88,11 @@ class Rehearsal:
     gradient_bytes: int
     optimizer_bytes: int
     left_out: list[str]
-    work: Work
+    operations: Operations
+    memory: Memory
+    exchange: Exchange | None
+    """What the dispatchers of all ranks of its stage send each other; None without experts."""
+    moe_layers: list[int]
 
 
 def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Named]:
@@ -111,7 +118,7 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
 
 
 class _Here(threading.local):
-    microbatch = -1
+    microbatch = layer = -1
     exchange: Exchange | None = None
     met = 0
 
@@ -121,17 +128,39 @@ class FakeRecorder(Recorder):
 
     def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
         super().__init__(layers, on_gpu)
-        self.rank, self.here, self.shapes, self.costs = rank, _Here(), Shapes(fake), Work()
+        self.rank, self.here, self.shapes = rank, _Here(), Shapes(fake)
+        self.places, self.operations = Places(layers), Operations()
+        self.ledger = Ledger(self.places.here)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.log, self.operations = Log(), Operations()
+        self.ledger.begin()
+
+    @contextmanager
+    def on(self) -> Iterator[Recorder]:
+        with self.places.on(), self.ledger.on(), super().on():
+            yield self
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         name = func._overloadpacket.__name__
+        if func.namespace == "profiler":
+            with outside():
+                return func(*args, **kwargs)
         if name == "_local_scalar_dense":
             found = self.number(args[0])
             return found if not isinstance(found, list) else found[0]
         out = stand_ins.grouped_product(*args, **kwargs) if name == "_grouped_mm" else self.shapes(func, args, kwargs)
         values.follow(func, args, kwargs, out)
-        self.costs.add(func, args, kwargs, out)
+        if not func.is_view:
+            place = self.places.here()
+            self.operations.add(func, args, kwargs, out, place)
+            self.ledger.note(out, place)
         return out
+
+    def send(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # torch's stand-in for it would take other memory.
+        return args[0] if func._overloadpacket.__name__ == "wait_tensor" else self.shapes(func, args, kwargs)
 
     def asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # By far the most frequent, and fake tensors think long about it.
@@ -157,6 +186,7 @@ class FakeRecorder(Recorder):
                 values.give(x, torch.ones(x.shape, dtype=x.dtype))
 
     def sent(self, func: Any, args: tuple, out: Any) -> None:
+        self.ledger.note(out, self.places.here())
         if func._overloadpacket.__name__ == "recv_":
             self.voted(*args[0])
         if not isinstance(out, FakeTensor) or out.dtype.is_floating_point:
@@ -166,35 +196,36 @@ class FakeRecorder(Recorder):
                 values.give(out, value)
         elif self.here.exchange is not None:
             with outside():
-                comes = self.here.exchange.received(self.rank, self.here.microbatch, self.here.met)
+                here = self.here
+                comes = here.exchange.received(self.rank, here.microbatch, here.layer, here.met)
             values.give(out, comes)
             self.here.met += 1
 
 
-def _know_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> None:
+def _know_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> Exchange | None:
     """Routers choose what is stated, and dispatchers hear of the other ranks' choices."""
-    layers = list(trainer.moe_layers.values())
-    if not layers:
-        return
-    like = layers[0].dispatcher
+    if not trainer.moe_layers:
+        return None
+    like = copy(trainer.dispatchers[0])  # as it is before its methods are replaced
     exchange = Exchange(routing, type(like), like, trainer.config.parallelism.node)
-    for moe in layers:
+    for layer, moe in trainer.moe_layers.items():
         router, dispatcher = moe.router, moe.dispatcher
 
-        def route(x_TD: Tensor, tokens: Any, real: Callable = router.forward) -> tuple:
+        def route(x_TD: Tensor, tokens: Any, layer: int = layer, real: Callable = router.forward) -> tuple:
             out = real(x_TD, tokens)
             recorder.here.microbatch = values.numbers(tokens.microbatch)
             with outside():
-                chosen_TK = routing.chosen(recorder.rank, recorder.here.microbatch)
+                chosen_TK = routing.chosen(recorder.rank, recorder.here.microbatch, layer)
             values.give(out[3], chosen_TK)
             return out
 
-        def start(*args: Any, real: Callable = dispatcher.start) -> Any:
-            recorder.here.exchange, recorder.here.met = exchange, 0
+        def start(*args: Any, layer: int = layer, real: Callable = dispatcher.start) -> Any:
+            recorder.here.exchange, recorder.here.layer, recorder.here.met = exchange, layer, 0
             return real(*args)
 
         router.forward = route
         dispatcher.start = start
+    return exchange
 
 
 def _weightless(fake: FakeTensorMode) -> Callable[..., None]:
@@ -265,6 +296,11 @@ def _in_other_thread(trainer: Trainer, modes: list[Any]) -> None:
     trainer.engine.pairs._here = with_modes
 
 
+def _state(trainer: Trainer) -> list[Tensor]:
+    """What the optimizer keeps."""
+    return [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
+
+
 def read(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
     """The resolved config of a recipe, under the laws of that hardware; no run of its name is looked for."""
 
@@ -287,13 +323,13 @@ def read(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
 
 
 def rehearse(
-    config: Config, world: int, rank: int, name: str, imbalance: float = 1.0, node: int = 8, steps: int = 1
+    config: Config, world: int, rank: int, name: str, routing: float | Stated = 1.0, node: int = 8, steps: int = 1
 ) -> Rehearsal:
-    """The last of so many steps, as on the hardware of that name. config: from `read`."""
+    """The last of so many steps, as on the hardware of that name. config: from `read`. routing: or its imbalance."""
     hardware = HARDWARE[name]
     config, left_out = _that_can_be_followed(config, hardware)
     fold = derive(world, config.parallelism)
-    routing = Routing(config, fold, Samples, imbalance)
+    stated = routing if isinstance(routing, Stated) else with_imbalance(config, routing)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -308,30 +344,36 @@ def rehearse(
         layers = {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
         recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
         stack.enter_context(fake)
-        _know_routing(trainer, recorder, routing)
+        exchange = _know_routing(trainer, recorder, Routing(config, fold, Samples, stated))
         _in_other_thread(trainer, [fake, recorder])
         # One wait, where fake tensors would ask for each number.
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda x: recorder.number(x)))
         stack.enter_context(mock.patch.object(fsdp_cpu._Exchange, "wait", _without_timeout))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.of_gpus())
+        trainer.clock = recorder.places
+        trainer.optimizer.moments()  # made now, as any step but the first finds them
+        recorder.ledger.own((x for part in trainer.parts for x in (*part.parameters(), *part.buffers())), WEIGHTS)
+        recorder.ledger.own(_state(trainer), MOMENTS)
         for _ in range(steps):
-            recorder.log, recorder.costs = Log(), Work()
+            recorder.begin()
             with recorder.on():
                 trainer.train_step()
         pieces = trainer.optimizer.pieces.values()
-        state = [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
         return Rehearsal(
             config,
             fold,
             rank,
             name,
-            "balanced" if imbalance <= 1 else f"with {imbalance:g} times the mean for the busiest expert",
+            stated,
             recorder.log,
             name_groups(trainer.meshes.lanes, fold, rank, node),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(p.numel() * p.element_size() for p in pieces),
-            sum(x.numel() * x.element_size() for x in state),
+            sum(x.numel() * x.element_size() for x in _state(trainer)),
             left_out,
-            recorder.costs,
+            recorder.operations,
+            recorder.ledger.memory(),
+            exchange,
+            list(trainer.moe_layers),
         )

@@ -75,12 +75,7 @@ def write(runs: list[Run], folder: Path) -> list[Path]:
 
 def page(runs: list[Run], found: dict[str, Sheet]) -> str:
     title = " and ".join(run.name for run in runs)
-    colours = (";".join(f"--{name}:{value}" for name, value in theme.items()) for theme in (LIGHT, DARK))
     parts = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><style>',
-        STYLE.replace("LIGHT", next(colours)).replace("DARK", next(colours)),
-        "</style></head><body><main>",
         *_header(runs, title),
         *_charts(found),
         *_loads(runs),
@@ -88,9 +83,20 @@ def page(runs: list[Run], found: dict[str, Sheet]) -> str:
         *_folds(runs),
         *_configs(runs),
         f"<footer>titanmoe {__version__}; what each number is: docs/metrics.md</footer>",
-        f'</main><div id="tip"></div><script>{SCRIPT}</script></body></html>',
     ]
-    return "\n".join(parts)
+    return document(title, parts)
+
+
+def document(title: str, parts: list[str]) -> str:
+    """A page of these parts."""
+    colours = (";".join(f"--{name}:{value}" for name, value in theme.items()) for theme in (LIGHT, DARK))
+    head = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><style>',
+        STYLE.replace("LIGHT", next(colours)).replace("DARK", next(colours)),
+        "</style></head><body><main>",
+    ]
+    return "\n".join([*head, *parts, f'</main><div id="tip"></div><script>{SCRIPT}</script></body></html>'])
 
 
 def _header(runs: list[Run], title: str) -> Iterator[str]:
@@ -140,10 +146,13 @@ def _known(value: Any, form: Any) -> str:
 def _charts(found: dict[str, Sheet]) -> Iterator[str]:
     yield '<div class="grid">'
     for name, sheet in found.items():
-        data = f" data-hover='{escape(json.dumps(sheet.hover))}'" if sheet.hover else ""
-        kind = {"loss": "card wide", "loss_narrow": "card narrow"}.get(name, "card")
-        yield f'<figure class="{kind}">{svg(sheet, data)}</figure>'
+        yield figure(sheet, {"loss": "card wide", "loss_narrow": "card narrow"}.get(name, "card"))
     yield "</div>"
+
+
+def figure(sheet: Sheet, kind: str = "card") -> str:
+    data = f" data-hover='{escape(json.dumps(sheet.hover))}'" if sheet.hover else ""
+    return f'<figure class="{kind}">{svg(sheet, data)}</figure>'
 
 
 def _loads(runs: list[Run]) -> Iterator[str]:
@@ -289,7 +298,7 @@ for (const svg of document.querySelectorAll("svg[data-hover]")) {
       const p = s.points.reduce((a, b) => Math.abs(b[0] - step) < Math.abs(a[0] - step) ? b : a);
       if (!tip.childElementCount) {
         const head = document.createElement("b");
-        head.textContent = "step " + p[0].toLocaleString("en"); tip.append(head);
+        head.textContent = (h.what || "step ") + p[0].toLocaleString("en"); tip.append(head);
         shown = left + (p[0] - x0) / ((x1 - x0) || 1) * (right - left);
       }
       const row = document.createElement("div"), chip = document.createElement("i");

@@ -1,0 +1,190 @@
+"""The roofline of a layer, counted: kernels, FLOPs and bytes of real models' layers, and the MFU they leave room for.
+
+    python scripts/bench/roofline.py [--models mixtral qwen3 deepseek] [--tokens 4096] [--json FILE]
+    PYTHONPATH=DIR python scripts/bench/roofline.py --torchtitan      the same of TorchTitan's layers
+
+Nothing is measured: operations are those of a rehearsal (docs/rehearse.md), as on h100, of one layer of one rank, with
+balanced routing, nothing recomputed and nothing compiled. What FSDP copies and messages are left out. TorchTitan's own
+layers run forward and backward under the same modes and are counted by the same rules; torchtitan_side.py says how to
+get it. DIR is where it lies.
+
+A kernel takes the longer of FLOPs over the device's bf16 matrix rate and bytes over its bandwidth, and GAP between it
+and the next. The host launches a kernel every LAUNCH, beside the device's work: the layer takes the longer of both.
+Rates are the makers' figures, which no real kernel reaches: what comes out is a ceiling. It is that of model FLOPs, all
+of which are in products and attention.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+import torchtitan_side  # noqa: E402
+
+from titanmoe.config.schema import Config  # noqa: E402
+from titanmoe.ops.device import as_on  # noqa: E402
+from titanmoe.rehearse import hardware, stand_ins  # noqa: E402
+from titanmoe.rehearse.columns import columns  # noqa: E402
+from titanmoe.rehearse.place import GATHER, REDUCE, WHOLE  # noqa: E402
+from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
+from titanmoe.rehearse.world import FakeRecorder, read, rehearse  # noqa: E402
+
+MODELS = {
+    "mixtral": "family=mixtral size=8x7b",
+    "qwen3": "family=qwen3_moe size=30b_a3b",
+    # As on one of 8 ranks of ep: 32 of 256 experts, all of a token's 8 among them.
+    "deepseek": "family=deepseek_v3 size=671b num_experts=32 num_dense_layers=0 mtp_depth=0",
+}
+HARDWARE = "h100"
+GAP, LAUNCH = 1e-6, 5e-6
+"""Seconds, assumed."""
+NAMED = 0.03
+"""Of all bytes: operations that move more are named."""
+
+
+class Device(NamedTuple):
+    flops: float
+    """Per second, bf16 without sparsity."""
+    bandwidth: float
+
+
+DEVICES = {"H100": Device(989e12, 3.35e12), "H200": Device(989e12, 4.8e12)}
+Counted = dict[Operation, int]
+
+
+def recipe(model: str, tokens: int) -> Config:
+    words = [word for pair in MODELS[model].split() for word in ("--model." + pair.replace("=", " ", 1)).split()]
+    words += ["--model.num_layers", "2", "--model.vocab_size", "1024", "--training.seq_len", str(tokens)]
+    words += ["--training.local_batch_size", "1", "--training.global_batch_size", "1"]
+    words += ["--activation_checkpoint.mode", "none", "--training.device", "cpu"]
+    return read(words, 1, HARDWARE)
+
+
+def ours(config: Config) -> Counted:
+    """Of the second of two layers."""
+    found = rehearse(config, 1, 0, HARDWARE)
+    if found.left_out:
+        print("left out: " + "; ".join(found.left_out))
+    return {
+        one: count
+        for one, count in found.operations.items()
+        if one.place.layer == "layers.1" and one.place.region not in (GATHER, REDUCE)
+    }
+
+
+def theirs(config: Config) -> Counted:
+    """Of one of TorchTitan's layers, its weights in bf16 as FSDP hands them out."""
+    torchtitan_side._import("cuda")
+    layer = torchtitan_side._spec(config.model, config.training.seq_len).model.layers[1]
+
+    def attention(*args: Any, scale: float | None = None, **kwargs: Any) -> Any:
+        return stand_ins.attention(*args, **kwargs)
+
+    recorder = FakeRecorder({}, 0, True, fake := FakeTensorMode(allow_non_fake_inputs=True))
+    shape = 1, config.training.seq_len, config.model.dim
+    with as_on(hardware.HARDWARE[HARDWARE]), fake, mock.patch.object(F, "scaled_dot_product_attention", attention):
+        block = layer.build()
+        for parameter in block.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        x_BLD = torch.zeros(shape, dtype=torch.bfloat16).requires_grad_()
+        position_BL = torch.arange(shape[1]).unsqueeze(0)
+        with recorder.on():
+            recorder.begin()
+            with recorder.places.region(WHOLE):
+                y_BLD = block(x_BLD, None, position_BL)
+                y_BLD.backward(torch.zeros_like(y_BLD))
+    return dict(recorder.operations)
+
+
+def summary(counted: Counted, tokens: int) -> dict[str, Any]:
+    """Per token: kernels are those of the layer."""
+    parts: dict[str, Work] = defaultdict(Work)
+    for one, count in counted.items():
+        work = work_of(one) * count
+        parts[one.place.part] += work
+        if not one.flops:
+            parts["outside " + one.place.part] += work
+    row: dict[str, Any] = {}
+    for part in ("forward", "backward"):
+        work, outside = parts[part], parts["outside " + part]
+        row[part] = {
+            "kernels": work.kernels,
+            "kernels_outside": outside.kernels,
+            "flops": work.flops / tokens,
+            "bytes": work.moved / tokens,
+            "bytes_outside": outside.moved / tokens,
+        }
+    row["mfu"] = {name: ceiling(counted, device) for name, device in DEVICES.items()}
+    return row
+
+
+def ceiling(counted: Counted, device: Device) -> float:
+    """Model FLOPs over what the device could do in the time of the layer."""
+    on_device = sum(
+        count * (max(one.flops / device.flops, (one.read + one.written) / device.bandwidth) + GAP)
+        for one, count in counted.items()
+    )
+    on_host = LAUNCH * sum(counted.values())
+    return sum(one.flops * count for one, count in counted.items()) / device.flops / max(on_device, on_host)
+
+
+def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
+    """Operations that move more than NAMED of all bytes, by name, line and pass."""
+    total, moved = 0, defaultdict(Work)
+    for one, count in counted.items():
+        moved[one.name, one.place.region, one.place.part, str(one.place)] += work_of(one) * count
+        total += (one.read + one.written) * count
+    return [
+        (name, region, part, line, str(work.kernels), f"{work.moved / tokens / 1e3:.1f}", f"{work.moved / total:.1%}")
+        for (name, region, part, line), work in sorted(moved.items(), key=lambda x: -x[1].moved)
+        if work.moved > NAMED * total
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--tokens", type=int, default=4096, help="of the layer, in one sequence (default 4096)")
+    parser.add_argument("--torchtitan", action="store_true", help="TorchTitan's layers too, where it has the model")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+    head = ("model", "side", "kernels", "of them outside", "FLOPs", "bytes", "of them outside", "MFU H100", "MFU H200")
+    body, told, report = [head], [], {}
+    for model in args.models:
+        config = recipe(model, args.tokens)
+        sides = {"titanmoe": ours(config)}
+        if args.torchtitan:
+            try:
+                sides["torchtitan"] = theirs(config)
+            except torchtitan_side.NotCompared as error:
+                print(f"{model}: {error}")
+        for side, counted in sides.items():
+            row = report[f"{model} {side}"] = summary(counted, args.tokens)
+            forward, backward = row["forward"], row["backward"]
+            both = [f"{forward[x]} + {backward[x]}" for x in ("kernels", "kernels_outside")]
+            bytes_ = [f"{forward[x] / 1e3:.0f} + {backward[x] / 1e3:.0f} KB" for x in ("bytes", "bytes_outside")]
+            flops = f"{forward['flops'] / 1e6:.0f} + {backward['flops'] / 1e6:.0f} M"
+            body.append((model, side, *both, flops, *bytes_, *(f"{x:.1%}" for x in row["mfu"].values())))
+            row["movers"] = movers(counted, args.tokens)
+            told += ["", f"{model}, {side}: what moves more than {NAMED:.0%} of the bytes (KB per token)", ""]
+            told += columns(
+                [("operation", "region", "in", "by", "kernels", "KB", "of all"), *row["movers"]], right=(4, 5, 6)
+            )
+    print(f"Per token of {args.tokens}, forward + backward of one layer; outside: of products and attention\n")
+    print("\n".join([*columns(body, right=tuple(range(2, 9))), *told]))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,114 @@
+"""What real ranks send in a step, noted by the recorder of rehearsals, and the same from a rehearsal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests import parity
+from tests.parity import Choices
+from tests.rehearse.small import Told, config_of, told
+from titanmoe.data.batch import Batch
+from titanmoe.moe.router import Router
+from titanmoe.ops.device import as_on
+from titanmoe.parallel.norm import local_grad
+from titanmoe.rehearse.hardware import HARDWARE
+from titanmoe.rehearse.record import Recorder
+from titanmoe.rehearse.routing import Stated
+from titanmoe.rehearse.samples import Samples
+from titanmoe.rehearse.world import Rehearsal, _in_other_thread, name_groups, rehearse
+from titanmoe.train.trainer import Trainer
+
+
+class Varied(Samples):
+    """Tokens that differ, so that routers that learn send them to different experts."""
+
+    def next_step(self) -> list[Batch]:
+        vocabulary, share = 48, self.share
+        return [
+            batch._replace(tokens_BS=torch.randint(vocabulary, batch.tokens_BS.shape, generator=_seeded(share, m)))
+            for m, batch in enumerate(super().next_step())
+        ]
+
+
+def _seeded(share: Any, microbatch: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * share.rank + microbatch)
+
+
+class Real(NamedTuple):
+    messages: Told
+    weights: int
+    gradients: int
+    moments: int
+    """Bytes."""
+    choices: Choices
+
+
+@contextmanager
+def noted(choices: dict[int, dict[int, Tensor]]) -> Iterator[None]:
+    """What every router chooses, by layer and token."""
+    real = Router._choose
+
+    def choose(self: Router, scores_TE: Tensor, index_T: Tensor) -> Tensor:
+        chosen_TK = real(self, scores_TE, index_T)
+        choices.setdefault(self.layer, {}).update(zip(index_T.tolist(), chosen_TK, strict=True))
+        return chosen_TK
+
+    with mock.patch.object(Router, "_choose", choose):
+        yield
+
+
+def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
+    """On a rank of a real world: its messages of the last of so many steps, and who chose what in it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    config = config_of(changes, world, hardware)
+    mine: dict[int, dict[int, Tensor]] = {}
+    gradients: list[int] = []
+
+    def weigh(step: int, parameters: dict[str, Any]) -> None:
+        grads = (local_grad(p) for p in parameters.values())
+        gradients.append(sum(g.numel() * g.element_size() for g in grads))
+
+    with as_on(HARDWARE[hardware]) if hardware != "cpu" else nullcontext(), noted(mine):
+        trainer = Trainer(
+            config, parity.runtime_here(), loader=Varied, garbage=parity.no_collection, on_gradients=weigh
+        )
+        layers = {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
+        for _ in range(steps - 1):
+            trainer.train_step()
+        mine.clear()
+        recorder = Recorder(layers, hardware != "cpu")
+        _in_other_thread(trainer, [recorder])
+        with recorder.on():
+            trainer.train_step()
+    state = [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
+    return Real(
+        told(recorder.log, name_groups(trainer.meshes.lanes, trainer.fold, rank, 8)),
+        sum(p.numel() * p.element_size() for p in trainer.optimizer.pieces.values()),
+        gradients[-1],
+        sum(x.numel() * x.element_size() for x in state),
+        {layer: (torch.tensor(list(of)), torch.stack(list(of.values()))) for layer, of in mine.items()},
+    )
+
+
+def as_chosen(config: Any, ranks: list[Real]) -> Stated:
+    """The routing that they noted, together."""
+    whole: dict[int, Tensor] = {}
+    for layer in {layer for real in ranks for layer in real.choices}:
+        parts = [real.choices[layer] for real in ranks if layer in real.choices]
+        index, chosen = (torch.cat(x) for x in zip(*parts, strict=True))
+        whole[layer] = chosen.new_full((int(index.max()) + 1, chosen.shape[1]), -1).index_copy(0, index, chosen)
+        assert (whole[layer] >= 0).all()
+    return Stated("as recorded", lambda layer, index_T: whole[layer][index_T], by_layer=True)
+
+
+def rehearsed(changes: dict[str, Any], world: int, rank: int, hardware: str, real: list[Real], steps: int) -> Rehearsal:
+    config = config_of(changes, world, hardware)
+    routing = 1.0 if config.moe.force_balance else as_chosen(config, real)
+    return rehearse(config, world, rank, hardware, routing, steps=steps)

@@ -1,0 +1,110 @@
+"""A rehearsal against real ranks: every message, byte, split size and line, in the order of the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests import features, world
+from tests.mappings import all_folds, as_changes, cover, named, one_or_more
+from tests.rehearse.real import measured, rehearsed
+from tests.rehearse.small import told
+
+ONE = {"model.num_layers": 1, "training.global_batch_size": 4}
+LEARNED = {"moe.force_balance": False, "model.top_k": 3}
+"""Ragged: what each rank chose is recorded, and told to the rehearsal."""
+EP4 = ONE | {"parallelism.experts.ep": 4}
+PP2 = {"parallelism.pp": 2, "parallelism.experts.ep": 2}
+CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "tp, ragged ep": (4, "cpu", EP4 | LEARNED | {"parallelism.tp": 2, "model.num_layers": 2}),
+    "as on GPUs: etp, chunks, FSDP of experts": (
+        4,
+        "h100",
+        ONE | {"parallelism.experts.ep": 1, "parallelism.experts.etp": 2, "moe.overlap_chunks": 2},
+    ),
+    "as on GPUs: pipeline": (4, "h100", PP2 | {"training.global_batch_size": 4, "moe.aux_loss": 0.01}),
+    "as on GPUs: ring, HSDP, ragged": (
+        4,
+        "h100",
+        ONE
+        | LEARNED
+        | {"parallelism.cp": 2, "parallelism.cp_kind": "ring", "parallelism.dp_replicate": 2}
+        | {"parallelism.experts.ep": 2},
+    ),
+    "padded": (4, "cpu", EP4 | {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}),
+    "gathered": (4, "cpu", EP4 | {"moe.dispatcher": "allgather"}),
+    "as on GPUs: across nodes, ragged": (
+        8,
+        "h100",
+        LEARNED
+        | {"model.num_layers": 1, "parallelism.experts.ep": 8, "parallelism.node": 4}
+        | {"moe.dispatcher": "hierarchical", "moe.overlap_chunks": 2},
+    ),
+}
+
+
+def check(size: int, hardware: str, changes: dict[str, Any], ranks: tuple[int, ...] = (-1,), steps: int = 1) -> None:
+    real = world.run(size, measured, changes, hardware, steps, timeout=120)
+    for rank in ranks:
+        rank %= size
+        found = rehearsed(changes, size, rank, hardware, real, steps)
+        ours, theirs = told(found.log, found.groups), real[rank].messages
+        first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+        assert first is None, f"rank {rank}, event {first}: rehearsed {ours[first]}, real {theirs[first]}"
+        assert len(ours) == len(theirs)
+        assert (found.parameter_bytes, found.optimizer_bytes) == (real[rank].weights, real[rank].moments)
+        assert found.gradient_bytes == real[rank].gradients
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_message_is_the_real_one(name: str) -> None:
+    check(*CASES[name])
+
+
+# ---- wider
+
+WIDE = {"model.num_layers": 2, "training.global_batch_size": 8}
+FEATURES = {
+    **{f"second step, {name}": case for name, case in CASES.items()},
+    **{f"cp {name}": (4, "h100", WIDE | of | {"parallelism.cp": 2}) for name, of in features.CP_KINDS.items()},
+    **{f"recompute {name}": (4, "h100", EP4 | of) for name, of in features.RECOMPUTE.items()},
+    **{f"balance {name}": (4, "cpu", EP4 | of | LEARNED) for name, of in features.BALANCE.items() if name != "forced"},
+    **{f"model {name}": (4, "cpu", WIDE | of | {"parallelism.tp": 2}) for name, of in features.MODELS.items()},
+    **{
+        f"schedule {name}": (4, "h100", PP2 | of | {"model.num_layers": 4, "training.global_batch_size": 8})
+        for name, of in features.SCHEDULES.items()
+    },
+    **{
+        f"dispatcher {name}": (4, "h100", EP4 | of | {"parallelism.node": 2})
+        for name, of in features.DISPATCHERS.items()
+        if name != "symm_mem"
+    },
+    "pairs": (
+        4,
+        "h100",
+        PP2
+        | features.SCHEDULES["DualPipeV"]
+        | {"pipeline.overlap_pairs": True, "model.num_layers": 4, "training.global_batch_size": 8},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEATURES)
+def test_features(name: str) -> None:
+    size, hardware, changes = FEATURES[name]
+    check(size, hardware, changes, (0, size - 1), 2 if name.startswith("second") else 1)
+
+
+FOLDS = all_folds(8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fold", [pytest.param(FOLDS[i], id=named(FOLDS[i])) for i in cover([one_or_more(f) for f in FOLDS])]
+)
+@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+def test_mappings(fold: Any, hardware: str) -> None:
+    changes = as_changes(fold) | {"training.global_batch_size": 8 * max(1, fold.pp)}
+    check(8, hardware, WIDE | changes, (0, 7))

@@ -1,0 +1,58 @@
+"""Split sizes between ranks of which one alone was rehearsed."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from tests.features import DISPATCHERS
+from tests.rehearse.small import config_of
+from titanmoe.comm.collectives import start
+from titanmoe.moe.dispatch import AllToAll
+from titanmoe.rehearse.order import HOST_ORDER
+from titanmoe.rehearse.roles import check_roles
+from titanmoe.rehearse.routing import Stated, balanced, skewed
+from titanmoe.rehearse.splits import unlike_splits
+from titanmoe.rehearse.world import Rehearsal, rehearse
+
+EP4 = {"model.num_layers": 1, "training.global_batch_size": 4, "parallelism.experts.ep": 4, "parallelism.node": 2}
+
+
+def of(changes: dict[str, Any], routing: float | Stated = 1.7) -> Rehearsal:
+    return rehearse(config_of(EP4 | changes, 4, "h100"), 4, 0, "h100", routing)
+
+
+@pytest.mark.parametrize("name", ["allgather", "hierarchical_chunks"])
+def test_they_are_what_the_rehearsed_rank_sent(name: str) -> None:
+    found = of(DISPATCHERS[name])
+    sent = [m.splits for m in found.log.messages if m.op == "all-to-all" and not m.backward]
+    assert sent == [(s, r) for _, s, r in found.exchange.all_to_alls(0, 0, 0)]
+    assert not list(unlike_splits([found]))
+
+
+def test_a_rank_that_was_not_rehearsed_and_sends_back_to_the_wrong_ones_is_named() -> None:
+    real = AllToAll.leave
+
+    def leave(self: AllToAll, y_RD: Tensor, splits: Any) -> Any:
+        if self.group.rank != 2:
+            return real(self, y_RD, splits)
+        return start(y_RD, self.group, splits.receive[::-1], splits.send)
+
+    with mock.patch.object(AllToAll, "leave", leave):
+        found = of({})
+        assert "rank 2 sends rank 0" in check_roles([found]).text
+    assert check_roles([found]).text == HOST_ORDER
+
+
+def test_each_layer_where_they_differ() -> None:
+    def choose(layer: int, index_T: Tensor) -> Tensor:
+        return skewed(index_T, 2, 8, 3.0) if layer else balanced(index_T, 2, 8)
+
+    found = of({"model.num_layers": 2}, Stated("one of each", choose, by_layer=True))
+    splits = {layer: [s for _, s, _ in found.exchange.all_to_alls(1, 0, layer)] for layer in (0, 1)}
+    assert splits[0] != splits[1]
+    rows = [m.splits[0] for m in found.log.messages if m.op == "all-to-all" and m.line.layer == "layers.1"]
+    assert len(set(rows)) > 1 and not list(unlike_splits([found]))

@@ -1,0 +1,225 @@
+"""What a rank's memory holds over a step: every storage from the operation that makes it until nobody has it.
+
+Bytes are those that tensors ask for. What a kernel uses while it runs, what NCCL keeps, and what an allocator rounds up
+or cannot use again is not in them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from titanmoe.rehearse.place import GATHER, RECEIVE, REDUCE, Place
+from titanmoe.rehearse.work import tensors
+
+WEIGHTS, GRADIENTS, MOMENTS, KEPT, OTHER = "weights", "gradients", "moments", "activations kept", "other"
+AGAIN, DISPATCH = "recomputed activations", "dispatch buffers"
+OF_REGION = {
+    GATHER: "gathered weights",
+    REDUCE: GRADIENTS,
+    "finish gradients": GRADIENTS,
+    RECEIVE: "pipeline receive buffers",
+    "head and loss": "logits",
+}
+COMPONENTS = (
+    *(WEIGHTS, "gathered weights", GRADIENTS, MOMENTS, KEPT, AGAIN),
+    *(DISPATCH, "logits", "pipeline receive buffers", OTHER),
+)
+DISPATCHES = frozenset(("dispatch", "combine", "permute"))
+POINTS = 600
+"""Of a picture: of what lies between two, the moment with most."""
+
+
+class Storage:
+    __slots__ = ("backward", "component", "kept", "place", "size")
+
+    def __init__(self, size: int, place: Place, backward: int, component: str = ""):
+        self.size, self.place, self.backward, self.component = size, place, backward, component
+        self.kept = False
+
+    def of(self) -> str:
+        region = self.place.region
+        if self.component or region in OF_REGION:
+            return self.component or OF_REGION[region]
+        if self.kept:
+            return KEPT
+        if region in DISPATCHES:
+            return DISPATCH
+        return AGAIN if self.place.part == "recomputed" else OTHER
+
+
+class _Watch(weakref.ref):
+    __slots__ = ("key", "storage")
+
+
+@dataclass
+class Standing:
+    """Storages at the peak that one line made for one component."""
+
+    component: str
+    place: Place
+    count: int
+    size: int
+
+
+@dataclass
+class Memory:
+    peak: int
+    place: Place
+    """Of the operation that needed the last of it."""
+    before: int
+    """When the step began."""
+    components: dict[str, int]
+    """At the peak."""
+    standing: list[Standing]
+    """At the peak, the largest first; layers are added up."""
+    moments: list[int] = field(repr=False, default_factory=list)
+    """Operations done so far, for the picture."""
+    curves: dict[str, list[int]] = field(repr=False, default_factory=dict)
+    """Bytes of each component at these."""
+
+
+class Ledger:
+    """Notes storages as they come and go."""
+
+    def __init__(self, where: Callable[[], Place]) -> None:
+        self._where, self._live = where, dict[int, _Watch]()
+        self.operations = self.backward = 0
+        """Done so far in the step, and of them in backward."""
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins with what is there."""
+        self.operations = self.backward = 0
+        self._whose = [watch.storage for watch in self._live.values()]
+        self._changes, self._when = array("q", (x.size for x in self._whose)), array("q", bytes(8 * len(self._whose)))
+        self.before = self.now = self.peak = sum(self._changes)
+        self._first = self._highest = len(self._whose)
+        self._place = Place()
+
+    def own(self, given: Iterable[Tensor], component: str) -> None:
+        """From before the step, or already noted: of that component."""
+        for x in tensors(list(given)):
+            watch = self._live.get(x.untyped_storage()._cdata)
+            if watch is not None:
+                watch.storage.component = component
+            else:
+                self._open(x.untyped_storage(), Place(), component)
+
+    def note(self, out: Any, place: Place) -> None:
+        """What an operation gave."""
+        self.operations += 1
+        if place.part in ("backward", "recomputed"):
+            self.backward += 1
+        for x in tensors(out):
+            storage = x.untyped_storage()
+            if storage._cdata not in self._live:
+                self._open(storage, place)
+
+    def _open(self, storage: torch.UntypedStorage, place: Place, component: str = "") -> None:
+        size = storage.nbytes()
+        if not size:
+            return
+        watch = _Watch(storage, self._gone)
+        watch.key, watch.storage = storage._cdata, Storage(size, place, self.backward, component)
+        self._live[watch.key] = watch
+        self._change(watch.storage, size)
+        if self.now > self.peak:
+            self.peak, self._highest, self._place = self.now, len(self._whose), place
+
+    def _gone(self, watch: _Watch) -> None:
+        if self._live.get(watch.key) is watch:
+            del self._live[watch.key]
+            self._close(watch.storage)
+
+    def _close(self, storage: Storage) -> None:
+        storage.kept |= storage.place.part == "forward" and self.backward > storage.backward
+        self._change(storage, -storage.size)
+
+    def _change(self, storage: Storage, size: int) -> None:
+        self.now += size
+        self._whose.append(storage)
+        self._changes.append(size)
+        self._when.append(self.operations)
+
+    # ---- what no operation shows
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        resize, reduce = torch.UntypedStorage.resize_, FSDPParamGroup.post_backward
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            """FSDP frees whole weights so, and takes their memory anew."""
+            watch = self._live.pop(storage._cdata, None)
+            if watch is not None:
+                self._close(watch.storage)
+            out = resize(storage, size)
+            self._open(storage, self._where())
+            return out
+
+        def reduces(group: FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                found = (None if whole is None else whole.grad, parameter.unsharded_accumulated_grad)
+                self.own([x for x in found if x is not None], GRADIENTS)
+            return reduce(group, *args, **kwargs)
+
+        with (
+            mock.patch.object(torch.UntypedStorage, "resize_", resized),
+            mock.patch.object(FSDPParamGroup, "post_backward", reduces),
+        ):
+            yield
+
+    # ---- what came of it
+
+    def memory(self) -> Memory:
+        live: dict[int, Storage] = {}
+        for storage, change in zip(self._whose[: self._highest], self._changes, strict=False):
+            if change > 0:
+                live[id(storage)] = storage
+            else:
+                live.pop(id(storage), None)
+        components: Counter[str] = Counter()
+        lines: dict[tuple, Standing] = {}
+        for storage in live.values():
+            component, place = storage.of(), storage.place._replace(layer="")
+            components[component] += storage.size
+            one = lines.setdefault((component, place), Standing(component, place, 0, 0))
+            one.count += 1
+            one.size += storage.size
+        return Memory(
+            self.peak,
+            self._place,
+            self.before,
+            {name: components[name] for name in COMPONENTS},
+            sorted(lines.values(), key=lambda one: -one.size),
+            *self._curves(),
+        )
+
+    def _curves(self) -> tuple[list[int], dict[str, list[int]]]:
+        moments, curves = [], {name: [] for name in COMPONENTS}
+        every = max(1, (len(self._whose) - self._first) // POINTS)
+        now, total, most, best = Counter(), 0, -1, None
+        for i, (storage, change) in enumerate(zip(self._whose, self._changes, strict=True)):
+            now[storage.of()] += change
+            total += change
+            if i < self._first - 1:
+                continue
+            if total > most:
+                most, best = total, (self._when[i], dict(now))
+            if (i - self._first) % every == every - 1 or i == len(self._whose) - 1:
+                moments.append(best[0])
+                for name, curve in curves.items():
+                    curve.append(best[1].get(name, 0))
+                most = -1
+        return moments, curves

@@ -1,0 +1,112 @@
+"""Routing from the `experts.jsonl` of a run: whose experts had how many tokens.
+
+The file has loads over all ranks alone. So each token's experts are drawn from them, without chance: token t takes the
+experts under the K points u_t, u_t + 1, ... of the shares laid end to end, which sum to K; no share is above 1, so that
+they are K different ones. With u_t = t times the golden section, modulo 1, every run of tokens meets the shares nearly.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmoe.config import ConfigError
+from titanmoe.config.blocks import moe_blocks
+from titanmoe.config.parse_json import parse_json
+from titanmoe.config.schema import Config
+from titanmoe.rehearse.routing import Stated
+from titanmoe.train.folder import EXPERTS
+
+GOLDEN = (5**0.5 - 1) / 2
+ESTIMATES = "loads are those of all ranks together: rows between two ranks are estimates, and what follows from them"
+
+
+def drawn(index_T: Tensor, share_E: Tensor, top_k: int) -> Tensor:
+    """chosen_TK. share_E: of the tokens, for each expert; they sum to top_k."""
+    ends_E = share_E.double().cumsum(0)
+    ends_E *= top_k / ends_E[-1]
+    point_TK = (index_T.double() * GOLDEN % 1).unsqueeze(1) + torch.arange(top_k)
+    return torch.searchsorted(ends_E, point_TK, right=True).clamp_(max=len(share_E) - 1)
+
+
+def recorded(config: Config, file: Path, step: int | None = None) -> Stated:
+    """step: whose line; None: the last one. ConfigError with every reason why it cannot be."""
+    file = file / EXPERTS if file.is_dir() else file
+    step, load = _line(file, step)
+    model = config.model
+    layers = moe_blocks(model)
+    if sorted(load) != sorted(layers):
+        raise ConfigError([f"{file} has loads of layers {_told(load)}, and the recipe has experts in {_told(layers)}"])
+    shares, problems = {}, []
+    for layer, counts in load.items():
+        if len(counts) != model.num_experts:
+            problems.append(
+                f"{file}: layer {layer} has {len(counts)} experts, and the recipe model.num_experts = "
+                f"{model.num_experts}"
+            )
+            continue
+        share_E = torch.tensor(counts, dtype=torch.float64)
+        share_E *= model.top_k / share_E.sum()
+        if share_E.max() > 1 + 1e-6:
+            busiest = int(share_E.argmax())
+            problems.append(
+                f"{file}: expert {busiest} of layer {layer} has {counts[busiest]:,} of {sum(counts):,} rows, and with "
+                f"model.top_k = {model.top_k} no expert can have more than one in {model.top_k}"
+            )
+        shares[layer] = share_E.tolist()
+    if problems:
+        raise ConfigError(problems)
+    text = f"as in step {step} of {file}"
+    return Stated(text, partial(_chosen, shares, model.top_k), True, ESTIMATES)
+
+
+def _chosen(shares: dict[int, list[float]], top_k: int, layer: int, index_T: Tensor) -> Tensor:
+    return drawn(index_T, torch.tensor(shares[layer], dtype=torch.float64), top_k)
+
+
+def _told(layers: Any) -> str:
+    return ", ".join(map(str, sorted(layers))) or "none"
+
+
+def _line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]:
+    try:
+        texts = file.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ConfigError([f"cannot read {file}: {error.strerror}"]) from None
+    found = {}
+    for text in texts:
+        try:
+            line = parse_json(text)
+        except ValueError:  # the run may still be writing its last line
+            continue
+        if (load := _load(line)) is not None:
+            found[line["step"]] = load
+    if not found:
+        raise ConfigError([f"{file} has no line with the load of experts: name the {EXPERTS} of a run, or its folder"])
+    if step is None:
+        step = max(found)
+    if step not in found:
+        near = sorted(found, key=lambda one: abs(one - step))[:3]
+        raise ConfigError(
+            [f"{file} has no line of step {step}: the nearest are of steps {', '.join(map(str, sorted(near)))}"]
+        )
+    return step, found[step]
+
+
+def _load(line: Any) -> dict[int, list[int]] | None:
+    if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("load"), dict):
+        return None
+    load = line["load"]
+    right = all(
+        layer.isdecimal()
+        and len(layer) < 9
+        and isinstance(counts, list)
+        and all(type(count) is int and 0 <= count < 1 << 50 for count in counts)
+        and sum(counts) > 0
+        for layer, counts in load.items()
+    )
+    return {int(layer): counts for layer, counts in load.items()} if right and load else None
