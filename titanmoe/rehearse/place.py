@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch.fx import traceback
 
-from titanmoe.ops.region import heard_by
+from titanmoe.ops.region import measured_by
 from titanmoe.rehearse.record import COMM, HERE, LAYERED, OURS, TORCH
 
 NOTE = "traceback_"
@@ -77,7 +77,7 @@ class Places:
     @contextmanager
     def on(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(heard_by(self))
+            stack.enter_context(measured_by(self))
             stack.enter_context(mock.patch.object(traceback, "format_stack", self._noted))
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             yield
