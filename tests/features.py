@@ -141,4 +141,4 @@ def changes(fold: Fold, choice: dict[str, str]) -> dict[str, Any]:
 
 def steps(choice: dict[str, str]) -> int:
     """Two if something other than weights and moments carries over from one step to the next."""
-    return 2 if choice["balance"] == "global+bias" else 1
+    return 2 if choice.get("balance") == "global+bias" else 1

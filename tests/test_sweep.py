@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import parity, sweep
+from tests import features, parity, sweep
 from tests.features import CP_KINDS, FEATURES, SCHEDULES
 
 
@@ -24,6 +24,12 @@ def test_pairs_of_schedules_and_cp_kinds_all_meet() -> None:
     some = [case.choices for case in sweep.cases().values() if case.set == "pairs"]
     met = {(choice.get("schedule"), choice.get("cp")) for choice in some}
     assert not {(schedule, kind) for schedule in SCHEDULES for kind in CP_KINDS} - met
+
+
+def test_every_case_has_its_number_of_steps() -> None:
+    """Also those of 16 ranks, which choose no feature."""
+    assert {features.steps(case.choices) for case in sweep.cases().values()} == {1, 2}
+    assert any(not case.choices for case in sweep.cases().values())
 
 
 def test_the_page_says_what_the_rows_say_and_each_row_is_a_case() -> None:
