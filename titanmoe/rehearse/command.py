@@ -93,12 +93,12 @@ def _rehearsed(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str
     routing = args.imbalance if args.routing is None else recorded(config, args.routing, args.routing_step)
     if not args.all_roles:
         found = rehearse(config, args.world, args.rank, args.hardware, routing, args.node)
-        return table(found), {"ranks": [as_json(found)]}, picture([found]), 0
+        return table(found), {"ranks": [as_json(found)]}, picture([found]) if args.picture else "", 0
     every = list(roles(config, args.world, args.hardware, routing, args.node))
     verdict = check_roles(every)
     order = {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}
     data = {"ranks": [as_json(one) for one in every], "order": order}
-    return table_of_roles(every, verdict), data, picture(every), 0 if verdict.safe else 1
+    return table_of_roles(every, verdict), data, picture(every) if args.picture else "", 0 if verdict.safe else 1
 
 
 def _held(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, int]:
