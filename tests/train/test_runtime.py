@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -69,9 +70,12 @@ def refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], device
 
 def test_plain_python_is_one_rank_without_a_port():
     process = launch("""
-        import torch, torch.distributed as dist
+        import resource, torch, torch.distributed as dist
+        few, most = 200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
         started = runtime.start(config)
         assert (started.rank, started.world, started.device.type) == (0, 1, "cpu"), started
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
         dist.all_reduce(torch.ones(1))
         started.steady_timeout(30)
         runtime.stop()
@@ -105,6 +109,18 @@ def test_a_port_in_use_is_one_line(monkeypatch, capfd):
 def test_cuda_asked_for_and_absent_is_one_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert refused(monkeypatch, {}, "cuda").startswith('training.device = "cuda" but PyTorch')
+
+
+@pytest.mark.parametrize(("device", "backend"), [("cpu", "gloo"), ("cuda:3", "nccl")])
+def test_each_kind_of_device_has_one_backend(device, backend, monkeypatch):
+    joined = []
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda *args, **options: joined.append((args, options))
+    )
+    runtime._join(runtime.Environment(), torch.device(device), timedelta(seconds=7))
+    ((name,), options) = joined[0]
+    assert name == backend and options["timeout"] == timedelta(seconds=7)
+    assert options.get("device_id") == (torch.device(device) if backend == "nccl" else None)
 
 
 def test_a_failing_rank_leaves_at_once_although_a_collective_is_in_flight():

@@ -142,6 +142,7 @@ def start(config: Config) -> Runtime:
         _keep_pages()
     if config.training.deterministic:
         _deterministic()
+    _open_files()
     _join(environment, device, timedelta(seconds=config.training.first_step_timeout_s))
     return Runtime(environment.rank, environment.local_rank, environment.world, device)
 
@@ -195,6 +196,16 @@ def _keep_pages() -> None:
         libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
+def _open_files() -> None:
+    """As many as the system allows: gloo, the store and the data's workers open thousands at a thousand ranks, and the
+    usual limit of 1,024 is met in the middle of a run."""
+    if sys.platform.startswith("linux"):
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _deterministic() -> None:
     import torch
 
@@ -208,7 +219,8 @@ def _join(environment: Environment, device: torch.device, timeout: timedelta) ->
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
-    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    # On GPUs NCCL alone: a second backend would be split with every group, and open a socket for each pair of ranks.
+    backend = "gloo" if device.type == "cpu" else "nccl"
     options: dict = {"device_id": device} if device.type == "cuda" else {}
     if not environment.launched:
         # A single rank needs no rendezvous: a store in its own memory needs no port.
