@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -337,5 +338,32 @@ def test_a_group_that_the_operations_cannot_take_is_refused() -> None:
     ask = {"moe.dispatcher": "symm_mem", "model.num_experts": 64, "parallelism.experts.ep": 2}
     with pytest.raises(ConfigError, match=r"16 experts on a rank, and model.num_experts / ep = 64 / 2 is 32"):
         parity.read(ask, 2)
-    with pytest.raises(ConfigError, match=r"at most 16 ranks of ep \* etp .* ep \* etp = 16 \* 2 is 32"):
+    with pytest.raises(ConfigError, match=r"at most 8 ranks of ep \* etp, and ep \* etp = 16 \* 2 is 32"):
         parity.read(ask | {"parallelism.experts.ep": 16, "parallelism.experts.etp": 2}, 32)
+    with pytest.raises(ConfigError, match=r"at most 64 pieces from a rank, .* etp = 64 \* 2 is 128"):
+        parity.read(ask | {"parallelism.experts.ep": 4, "parallelism.experts.etp": 2}, 8)
+
+
+def first_exchange(changed: bool) -> str:
+    """changed: on rank 1 two rows arrive in each other's place."""
+    from titanmoe.config import ConfigError
+
+    def there(self: Memory, *args: Any) -> Any:
+        away, back = honest(self, *args)
+        if changed and dist.get_rank() == 1:
+            away[:2] = away[:2].flip(0)
+        return away, back
+
+    honest = Memory.there
+    with mock.patch.object(Memory, "there", there):
+        try:
+            parity.make_trainer({"moe.dispatcher": "symm_mem", "parallelism.experts.ep": 2, "data.source": "synthetic"})
+        except ConfigError as error:
+            return error.problems[0]
+    return ""
+
+
+def test_a_first_exchange_that_comes_out_wrong_is_refused_on_all_ranks() -> None:
+    assert world.run(2, first_exchange, False) == ["", ""]
+    told = world.run(2, first_exchange, True)
+    assert told[0] == told[1] and "rows of a first exchange came out wrong on 1 of 2 ranks" in told[0]

@@ -23,8 +23,12 @@ class Facts:
     """Whether experts get rows beyond the last one that is theirs, and may make NaN of them."""
     asks_machine: bool = False
     """Whether the class's `missing` says what the machine lacks that it needs besides torch.distributed."""
-    most: int = 0
-    """The maximum number of ranks of ep x etp, and of experts on a rank; 0: any number."""
+    most_ranks: int = 0
+    """Of ep x etp; 0: any number, as for the next two."""
+    most_experts: int = 0
+    """On a rank."""
+    most_pieces: int = 0
+    """Pieces that a rank sends: one for each expert on each rank of ep x etp."""
 
 
 DISPATCHERS = {
@@ -48,13 +52,17 @@ DISPATCHERS = {
     ),
     "symm_mem": Facts(
         "symmetric.Symmetric",
-        "symm_mem is alltoall through symmetric memory (NVSHMEM), in which the host never waits for sizes: for GPUs of "
-        "one NVLink domain that often idle waiting for the host.",
+        "symm_mem (experimental) is alltoall through symmetric memory (NVSHMEM), in which the host never waits for "
+        "sizes: for GPUs of one NVLink domain that often idle waiting for the host.",
         host_syncs=0,
         whole="leaves those counts on the device",
         unused_rows=True,
         asks_machine=True,
-        most=16,  # warps in a thread block (512 threads) of the operations' kernels
+        # A kernel's first block overwrites the offsets that others still read, unless each block has one piece. The
+        # grid has up to 64 blocks, 8 with more than 8 ranks (torch 2.11 to 2.13); 16 warps sum an expert's pieces each.
+        most_ranks=8,
+        most_experts=16,
+        most_pieces=64,
     ),
 }
 

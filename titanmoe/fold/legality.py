@@ -108,17 +108,17 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
 
 def _most(config: Config, ep: int, etp: int) -> Iterator[str]:
     """The limits of a dispatcher; a group of one sends nothing."""
-    name, most = config.moe.dispatcher, DISPATCHERS[config.moe.dispatcher].most
-    if not most or ep * etp == 1:
-        return
-    for what, number in (
-        (f"ep * etp = {ep} * {etp}", ep * etp),
-        (f"model.num_experts / ep = {config.model.num_experts} / {ep}", config.model.num_experts // ep),
+    name, facts, ranks = config.moe.dispatcher, DISPATCHERS[config.moe.dispatcher], ep * etp
+    total, experts = config.model.num_experts, config.model.num_experts // ep
+    for most, number, what, found in (
+        (facts.most_ranks, ranks, "ranks of ep * etp", f"ep * etp = {ep} * {etp}"),
+        (facts.most_experts, experts, "experts on a rank", f"model.num_experts / ep = {total} / {ep}"),
+        (facts.most_pieces, total * etp, "pieces from a rank", f"model.num_experts * etp = {total} * {etp}"),
     ):
-        if number > most:
+        if most and ranks > 1 and number > most:
             yield (
-                f'moe.dispatcher = "{name}" takes at most {most} ranks of ep * etp and {most} experts on a rank, and '
-                f'{what} is {number}: use another ep or etp, or dispatcher = "alltoall"'
+                f'moe.dispatcher = "{name}" takes at most {most} {what}, and {found} is {number}: '
+                'use another ep or etp, or dispatcher = "alltoall"'
             )
 
 

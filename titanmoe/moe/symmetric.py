@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm.collectives import Group, InFlight, all_reduce
+from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.moe.dispatch import AllToAll, Part, Route, Splits, copy_rows, lay_out, sort_by_expert
@@ -95,6 +96,44 @@ class Memory:
         self.send = symmetric(pieces)
         self.give = symmetric(2, pieces)
         self.take = symmetric(2, pieces), symmetric(2, pieces)
+        self.try_once(held)
+
+    def try_once(self, held: int) -> None:
+        """One row to each expert of each rank and back, as far as there is room, every row saying whence and whereto.
+
+        All ranks of the world call this together: the first exchange of a group divides up NVSHMEM's world.
+        """
+        buffers, size, rank = self.rows, self.group.size, self.group.rank
+        device, dtype = buffers.home[0].device, buffers.home[0].dtype
+        width, rows = buffers.home[0].shape[1], min(self.home_rows, size * held)
+        piece_P = torch.arange(size * held, device=device)
+
+        def row(sender: Tensor, piece: Tensor) -> Tensor:
+            return torch.stack((sender, piece), 1).to(dtype).repeat(1, width // 2)
+
+        mine = row(torch.full((rows,), rank, device=device), piece_P[:rows])
+        x_HD = F.pad(mine, (0, width % 2))
+        away, back = self.there(buffers, x_HD, (piece_P < rows).to(torch.int64))
+        came = away.clone()
+        home = self.back(buffers, came, back)[:rows].clone()
+        wanted, places = [], []
+        for expert in range(held):  # of this rank: its bin has the senders' rows in order
+            piece = rank * held + expert
+            if piece < rows:
+                places += [expert * ALIGN + sender for sender in range(size)]
+                wanted += [(sender, piece) for sender in range(size)]
+        expected = torch.tensor(wanted, device=device).view(-1, 2)
+        right = torch.equal(home, x_HD) and torch.equal(came[places, : width // 2 * 2], row(*expected.unbind(1)))
+        wrong = torch.tensor([float(not right)], device=device)
+        torch.distributed.all_reduce(wrong)
+        if wrong:
+            raise ConfigError(
+                [
+                    f'moe.dispatcher = "symm_mem": rows of a first exchange came out wrong on {int(wrong)} of '
+                    f"{torch.distributed.get_world_size()} ranks (PyTorch {torch.__version__}): use dispatcher = "
+                    '"alltoall"'
+                ]
+            )
 
     @contextmanager
     def serving(self, layers: Collection[MoE]) -> Iterator[None]:
