@@ -41,10 +41,10 @@ UNPICKLES = re.compile(
 )
 
 
-def test_no_module_unpickles_but_the_one_that_builds_nothing() -> None:
+def test_no_module_unpickles_but_two_that_build_nothing() -> None:
     files = sorted(ROOT.glob("titanmoe/**/*.py"))
     found = {file.name: hits for file in files if (hits := UNPICKLES.findall(file.read_text(encoding="utf-8")))}
-    assert len(files) > 100 and found == {"tensors.py": ["import pickle"]}
+    assert len(files) > 100 and found == {"tensors.py": ["import pickle"], "trace.py": ["import pickle"]}
     for line in (
         "  from pickle import loads",
         "torch.load(file)",

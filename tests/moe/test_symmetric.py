@@ -345,7 +345,7 @@ def test_a_group_that_the_operations_cannot_take_is_refused() -> None:
 
 
 def first_exchange(changed: bool) -> str:
-    """changed: on rank 1 two rows arrive in each other's place."""
+    """changed: on rank 1 two rows arrive in each other's place, and so come home to the wrong ranks."""
     from titanmoe.config import ConfigError
 
     def there(self: Memory, *args: Any) -> Any:
@@ -365,5 +365,6 @@ def first_exchange(changed: bool) -> str:
 
 def test_a_first_exchange_that_comes_out_wrong_is_refused_on_all_ranks() -> None:
     assert world.run(2, first_exchange, False) == ["", ""]
-    told = world.run(2, first_exchange, True)
-    assert told[0] == told[1] and "rows of a first exchange came out wrong on 1 of 2 ranks" in told[0]
+    messages = world.run(2, first_exchange, True)
+    assert messages[0] == messages[1]
+    assert "rows of a first exchange came out wrong on 2 of 2 ranks" in messages[0]
