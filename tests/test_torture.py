@@ -183,3 +183,13 @@ def test_a_table_goes_between_the_marks_of_a_page(tmp_path):
     assert apart.read_text() == "two\n"
     marks = [line for line in (ROOT / "docs/reliability.md").read_text().splitlines() if line.startswith("<!-- ")]
     assert marks == ["<!-- trials -->", "<!-- end of trials -->", "<!-- soak -->", "<!-- end of soak -->"]
+
+
+def test_the_page_says_what_the_trials_say() -> None:
+    """If this fails: python scripts/torture.py --results docs/torture.jsonl --out docs/reliability.md"""
+    outcomes = torture.read(ROOT / "docs" / "torture.jsonl")
+    assert len({(each.kind, each.seed) for each in outcomes}) == len(outcomes) and {each.kind for each in outcomes} == {
+        *KINDS
+    }
+    assert all(each.equal and not each.failure and each.lost == 0 for each in outcomes)
+    assert torture.table(outcomes) in (ROOT / "docs" / "reliability.md").read_text()
