@@ -65,7 +65,7 @@ def noted(choices: dict[int, dict[int, Tensor]]) -> Iterator[None]:
 
 
 def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
-    """On a rank of a real world: its messages of the last of so many steps, and who chose what in it."""
+    """On a rank of a real world: its messages in the last of `steps` steps, and which experts were chosen in it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = config_of(changes, world, hardware)
     mine: dict[int, dict[int, Tensor]] = {}

@@ -29,7 +29,7 @@ from titanmoe.parallel.batch import cut
 from titanmoe.parallel.context import placement
 
 Numbers = Callable[[int, int], list[Batch]]
-"""The samples of a data rank, of so many: titanmoe.rehearse.samples."""
+"""Makes the samples of a data rank, given the number of data ranks: titanmoe.rehearse.samples."""
 
 
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:

@@ -325,7 +325,7 @@ def read(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
 def rehearse(
     config: Config, world: int, rank: int, name: str, routing: float | Stated = 1.0, node: int = 8, steps: int = 1
 ) -> Rehearsal:
-    """The last of so many steps, as on the hardware of that name. config: from `read`. routing: or its imbalance."""
+    """The last of `steps` steps, as on the hardware of that name. config: from `read`. routing: or its imbalance."""
     hardware = HARDWARE[name]
     config, left_out = _that_can_be_followed(config, hardware)
     fold = derive(world, config.parallelism)
