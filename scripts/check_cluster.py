@@ -58,7 +58,7 @@ BASE: dict[str, Any] = {
 
 
 def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
-    """Changes of the base by the name of what they try. What a world or a machine cannot run is told as it is met.
+    """Changes of the base by the name of what they try. What a world or a machine cannot run is listed with the reason.
 
     node: ranks of a node.
     """

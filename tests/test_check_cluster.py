@@ -1,4 +1,4 @@
-"""scripts/check_cluster.py: what is right is fit, what is wrong is named, and what cannot run is told."""
+"""scripts/check_cluster.py: what is right passes, what is wrong is named, what cannot run is listed."""
 
 from __future__ import annotations
 

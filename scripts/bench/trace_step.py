@@ -185,7 +185,7 @@ def main() -> int:
     parser.add_argument("--side", default="titanmoe", choices=["titanmoe", "compiled", "fp8", "plain"])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--samples", type=int, default=4, help="per microbatch")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs on a GPU")
     parser.add_argument("--keep", type=Path, help="keep the trace in this file, for https://ui.perfetto.dev")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

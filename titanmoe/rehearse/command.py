@@ -82,7 +82,7 @@ def run_rehearse(args: argparse.Namespace) -> int:
 
 
 def _rehearsed(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, int]:
-    """What is told, the same for programs, a picture, and the exit code."""
+    """The report, the same for programs, a picture, and the exit code."""
     from titanmoe.rehearse.picture import picture
     from titanmoe.rehearse.recorded import recorded
     from titanmoe.rehearse.roles import check_roles, roles

@@ -159,7 +159,7 @@ class Ledger:
         resize, reduce = torch.UntypedStorage.resize_, FSDPParamGroup.post_backward
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
-            """FSDP frees whole weights so, and takes their memory anew."""
+            """FSDP frees whole weights this way, and allocates them again."""
             watch = self._live.pop(storage._cdata, None)
             if watch is not None:
                 self._close(watch.storage)

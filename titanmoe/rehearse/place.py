@@ -44,7 +44,7 @@ class Place(NamedTuple):
 
 
 def _kind(code: CodeType) -> str:
-    """What a frame of that code tells."""
+    """What a frame of that code shows."""
     file, name = code.co_filename, code.co_name
     if file.startswith(OURS):
         if file.startswith((HERE, COMM)):
@@ -152,6 +152,6 @@ class Places:
         if noted is not None:
             if not number:
                 file, number = noted[0], int(noted[1])
-            if part != "recomputed":  # which enters its regions anew
+            if part != "recomputed":  # which enters its regions again
                 layer, region = layer or noted[2], region or noted[3]
         return Place(file, number, layer, region, part)

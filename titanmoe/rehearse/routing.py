@@ -59,7 +59,7 @@ class Stated:
     """Which experts each token visits."""
 
     text: str
-    """What a person is told."""
+    """As a person reads it."""
     choose: Callable[[int, Tensor], Tensor]
     """chosen_TK of a layer and of tokens by their index within the step."""
     by_layer: bool = False

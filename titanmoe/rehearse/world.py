@@ -273,7 +273,7 @@ def _without_timeout(exchange: fsdp_cpu._Exchange, timeout: Any = None) -> bool:
 
 
 def _in_other_thread(trainer: Trainer, modes: list[Any]) -> None:
-    """A pair's second half has a thread of its own, in which modes are to be set anew."""
+    """A pair's second half has a thread of its own, in which modes must be set again."""
     if trainer.engine.pairs is None:
         return
     here = trainer.engine.pairs._here
