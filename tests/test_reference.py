@@ -510,7 +510,9 @@ def test_padding_touches_nothing():
 # -------------------------------------------------------------------------------------------------- gradients
 
 
-@pytest.mark.parametrize("score_function", ["softmax", "softmax_after_topk", "sigmoid"])
+@pytest.mark.parametrize(
+    "score_function", [pytest.param("softmax", marks=pytest.mark.slow), "softmax_after_topk", "sigmoid"]
+)
 def test_gradients_are_finite_differences(score_function):
     model = replace(EVERYTHING, score_function=score_function)
     moe = MoE(capacity_factor=1.0, jitter=0.1, aux_loss=0.5, aux_loss_sequence=0.4, aux_loss_global=0.3, z_loss=0.2)

@@ -95,6 +95,9 @@ CASES = {
 
 
 RARE = (
+    "etp4 to ep4",
+    "tp2 pp2 etp2 to tp1 pp2 etp2",
+    "more data ranks",
     "full-sequence dropping",
     "V to interleaved, dispatcher",
     "one rank to tied ends on one rank of a V",

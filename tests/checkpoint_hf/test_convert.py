@@ -182,6 +182,7 @@ for words in (["--from-hf", "in", "ours"], ["--to-hf", "ours", "out", "--max-sha
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_that_of_a_few_tensors(tmp_path):
     """The peak of the process's own pages: those of mapped files can be dropped at any time."""

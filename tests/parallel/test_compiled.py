@@ -85,7 +85,7 @@ def named(seen: Seen, word: str) -> dict[str, int]:
     ("size", "case"),
     [
         pytest.param(4, {}, marks=pytest.mark.slow),
-        (2, {"moe.z_loss": 0.01}),
+        pytest.param(2, {"moe.z_loss": 0.01}, marks=pytest.mark.slow),
         pytest.param(4, {"parallelism.experts.etp": 2, "model.shared_hidden": 16}, marks=pytest.mark.slow),
     ],
     ids=["edp", "alone", "etp"],

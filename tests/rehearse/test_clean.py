@@ -44,13 +44,13 @@ def schedule(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(s, marks=() if s in ("1F1B", "DualPipeV") else pytest.mark.slow) for s in SCHEDULES]
+    "name", [pytest.param(s, marks=() if s == "DualPipeV" else pytest.mark.slow) for s in SCHEDULES]
 )
 def test_schedules(name: str) -> None:
     assert of_stages(schedule(name)).text == HOST_ORDER
 
 
-@pytest.mark.parametrize("imbalance", [1.0, 1.7, 4.0])
+@pytest.mark.parametrize("imbalance", [pytest.param(1.0, marks=pytest.mark.slow), 1.7, 4.0])
 def test_every_rank_of_an_all_to_all(imbalance: float) -> None:
     """At 4 times the mean two of the four ranks have no token."""
     assert of_all({"moe.overlap_chunks": 2}, imbalance).text == HOST_ORDER
@@ -61,7 +61,9 @@ def test_dispatchers(name: str) -> None:
     assert of_all(DISPATCHERS[name] | {"parallelism.node": 2}, 1.7).text == HOST_ORDER
 
 
-@pytest.mark.parametrize("kind", ["ring", "ulysses", "allgather"])
+@pytest.mark.parametrize(
+    "kind", ["ring", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("ulysses", "allgather"))]
+)
 def test_context(kind: str) -> None:
     changes = {"parallelism.cp": 2, "parallelism.cp_kind": kind, "parallelism.experts.ep": 2}
     assert of_all(changes).text == HOST_ORDER

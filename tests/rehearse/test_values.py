@@ -54,6 +54,7 @@ def test_the_host_reads_what_is_known_and_each_reading_is_one_wait() -> None:
     assert len(noted.log.syncs) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not installed(), reason="Triton is not installed")
 def test_remembered_shapes_are_those_that_torch_tells() -> None:
     changes = {

@@ -154,6 +154,7 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
     assert all(hurt.read(name).equal(calm.read(name)) for name in calm.tensors)
 
 
+@pytest.mark.slow
 def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) -> None:
     """Two nodes of one rank each: one is lost, the other continues alone, and a new one joins it."""
     shrink, grow = tmp_path / "shrink", tmp_path / "grow"

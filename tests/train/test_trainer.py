@@ -50,8 +50,11 @@ def test_mixed_precision_keeps_router_and_sums_wide(stored: str) -> None:
     "mapping",
     [
         {"parallelism.tp": 2, "parallelism.experts.ep": 2, "model.num_layers": 1},
-        MODELS["gpt_oss"]
-        | {"parallelism.tp": 2, "parallelism.experts.etp": 2, "model.qk_norm": "full", "model.num_layers": 1},
+        pytest.param(
+            MODELS["gpt_oss"]
+            | {"parallelism.tp": 2, "parallelism.experts.etp": 2, "model.qk_norm": "full", "model.num_layers": 1},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             MODELS["deepseek_v3"]
             | {"parallelism.tp": 2, "activation_checkpoint.mode": "selective", "training.loss_chunks": 3},
@@ -66,6 +69,7 @@ def test_compiled_parts_change_no_number(mapping: dict[str, Any]) -> None:
     parity.check(2, mapping | {"compile.enable": True, "compile.backend": "aot_eager"}, steps=1, timeout=600)
 
 
+@pytest.mark.slow
 def test_compiled_experts_take_chunks_that_have_arrived() -> None:
     """In bfloat16, the only dtype in which they compile; rows in flight stay outside the graph."""
     changes = {"parallelism.experts.ep": 2, "moe.overlap_chunks": 3, "model.shared_hidden": 16}
@@ -77,6 +81,7 @@ def test_compiled_experts_take_chunks_that_have_arrived() -> None:
         torch.testing.assert_close(traced.grads[name], grad, rtol=0, atol=0.05 * float(grad.abs().max()), msg=name)
 
 
+@pytest.mark.slow
 def test_inductor_changes_no_number() -> None:
     parity.check(1, {"compile.enable": True, "model.num_layers": 1}, steps=1, timeout=900)
 

@@ -105,6 +105,7 @@ def named(changes: dict[str, Any]) -> Any:
     return parity.measure(changes, prepare=watch, train_step=watched)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
