@@ -353,7 +353,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("data/mix.py", "tests/data/test_loader.py"): [
         (
-            "the turns of sources begin anew with every step",
+            "the rotation of sources restarts with every step",
             "torch.arange(first, first + count)",
             "torch.arange(count)",
         ),

@@ -35,9 +35,9 @@ from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.ops.device import as_on  # noqa: E402
 from titanmoe.rehearse import hardware, stand_ins  # noqa: E402
 from titanmoe.rehearse.columns import columns  # noqa: E402
-from titanmoe.rehearse.place import GATHER, REDUCE, WHOLE  # noqa: E402
+from titanmoe.rehearse.place import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
-from titanmoe.rehearse.world import FakeRecorder, read, rehearse  # noqa: E402
+from titanmoe.rehearse.world import FakeRecorder, read_recipe, rehearse  # noqa: E402
 
 MODELS = {
     "mixtral": "family=mixtral size=8x7b",
@@ -67,7 +67,7 @@ def recipe(model: str, tokens: int) -> Config:
     words += ["--model.num_layers", "2", "--model.vocab_size", "1024", "--training.seq_len", str(tokens)]
     words += ["--training.local_batch_size", "1", "--training.global_batch_size", "1"]
     words += ["--activation_checkpoint.mode", "none", "--training.device", "cpu"]
-    return read(words, 1, HARDWARE)
+    return read_recipe(words, 1, HARDWARE)
 
 
 def ours(config: Config) -> Counted:
@@ -99,8 +99,8 @@ def theirs(config: Config) -> Counted:
         x_BLD = torch.zeros(shape, dtype=torch.bfloat16).requires_grad_()
         position_BL = torch.arange(shape[1]).unsqueeze(0)
         with recorder.on():
-            recorder.begin()
-            with recorder.places.region(WHOLE):
+            recorder.begin_step()
+            with recorder.places.region(FORWARD_BACKWARD):
                 y_BLD = block(x_BLD, None, position_BL)
                 y_BLD.backward(torch.zeros_like(y_BLD))
     return dict(recorder.operations)
@@ -108,16 +108,16 @@ def theirs(config: Config) -> Counted:
 
 def summary(counted: Counted, tokens: int) -> dict[str, Any]:
     """Per token: kernels are those of the layer."""
-    parts: dict[str, Work] = defaultdict(Work)
+    phases: dict[str, Work] = defaultdict(Work)
     for one, count in counted.items():
         work = work_of(one) * count
-        parts[one.place.part] += work
+        phases[one.place.phase] += work
         if not one.flops:
-            parts["outside " + one.place.part] += work
+            phases["outside " + one.place.phase] += work
     row: dict[str, Any] = {}
-    for part in ("forward", "backward"):
-        work, outside = parts[part], parts["outside " + part]
-        row[part] = {
+    for phase in ("forward", "backward"):
+        work, outside = phases[phase], phases["outside " + phase]
+        row[phase] = {
             "kernels": work.kernels,
             "kernels_outside": outside.kernels,
             "flops": work.flops / tokens,
@@ -142,11 +142,11 @@ def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
     """Operations that move more than NAMED of all bytes, by name, line and pass."""
     total, moved = 0, defaultdict(Work)
     for one, count in counted.items():
-        moved[one.name, one.place.region, one.place.part, str(one.place)] += work_of(one) * count
+        moved[one.name, one.place.region, one.place.phase, str(one.place)] += work_of(one) * count
         total += (one.read + one.written) * count
     return [
-        (name, region, part, line, str(work.kernels), f"{work.moved / tokens / 1e3:.1f}", f"{work.moved / total:.1%}")
-        for (name, region, part, line), work in sorted(moved.items(), key=lambda x: -x[1].moved)
+        (name, region, phase, line, str(work.kernels), f"{work.moved / tokens / 1e3:.1f}", f"{work.moved / total:.1%}")
+        for (name, region, phase, line), work in sorted(moved.items(), key=lambda x: -x[1].moved)
         if work.moved > NAMED * total
     ]
 
@@ -159,7 +159,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     head = ("model", "side", "kernels", "of them outside", "FLOPs", "bytes", "of them outside", "MFU H100", "MFU H200")
-    body, told, report = [head], [], {}
+    body, tables, report = [head], [], {}
     for model in args.models:
         config = recipe(model, args.tokens)
         sides = {"titanmoe": ours(config)}
@@ -176,12 +176,12 @@ def main() -> None:
             flops = f"{forward['flops'] / 1e6:.0f} + {backward['flops'] / 1e6:.0f} M"
             body.append((model, side, *both, flops, *bytes_, *(f"{x:.1%}" for x in row["mfu"].values())))
             row["movers"] = movers(counted, args.tokens)
-            told += ["", f"{model}, {side}: what moves more than {NAMED:.0%} of the bytes (KB per token)", ""]
-            told += columns(
+            tables += ["", f"{model}, {side}: what moves more than {NAMED:.0%} of the bytes (KB per token)", ""]
+            tables += columns(
                 [("operation", "region", "in", "by", "kernels", "KB", "of all"), *row["movers"]], right=(4, 5, 6)
             )
     print(f"Per token of {args.tokens}, forward + backward of one layer; outside: of products and attention\n")
-    print("\n".join([*columns(body, right=tuple(range(2, 9))), *told]))
+    print("\n".join([*columns(body, right=tuple(range(2, 9))), *tables]))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
