@@ -14,7 +14,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.rehearse.order import POINT_TO_POINT, Comm, Program, describe
-from titanmoe.rehearse.record import Message
+from titanmoe.rehearse.record import SYMMETRIC, Message
 from titanmoe.rehearse.trace import HOW_TO_RECORD, Dump, Issued
 from titanmoe.rehearse.world import NamedGroup, Rehearsal, rehearse
 
@@ -89,7 +89,8 @@ def _locate(role: Rehearsal, dump: Dump) -> Position | str:
     gloo = dump.backend == "gloo"  # which records no sends or receives, and does a reduce-scatter as an all-reduce
     comms = {name: (f"{g.lane} {g.axes}", _members(g, dump.rank)) for name, g in role.groups.items()}
     program = Program(dump.rank, role.log, comms)
-    expected = [i for i, m in enumerate(role.log.messages) if not gloo or m.op not in POINT_TO_POINT]
+    unrecorded = SYMMETRIC + (POINT_TO_POINT if gloo else ())
+    expected = [i for i, m in enumerate(role.log.messages) if m.op not in unrecorded]
     wanted = [_expected_key(role.log.messages[i], program, gloo) for i in expected]
     find = _communicator_finder(role, dump, comms)
     ours = [(one, comm) for one in dump.issued if (comm := find(one)) is not None]

@@ -23,7 +23,7 @@ from titanmoe.rehearse.place import GATHER, RECEIVE, REDUCE, Place
 from titanmoe.rehearse.work import tensors
 
 WEIGHTS, GRADIENTS, MOMENTS, KEPT, OTHER = "weights", "gradients", "moments", "activations kept", "other"
-RECOMPUTED, DISPATCH = "recomputed activations", "dispatch buffers"
+RECOMPUTED, DISPATCH, SYMMETRIC = "recomputed activations", "dispatch buffers", "symmetric buffers"
 COMPONENT_OF_REGION = {
     GATHER: "gathered weights",
     REDUCE: GRADIENTS,
@@ -33,7 +33,7 @@ COMPONENT_OF_REGION = {
 }
 COMPONENTS = (
     *(WEIGHTS, "gathered weights", GRADIENTS, MOMENTS, KEPT, RECOMPUTED),
-    *(DISPATCH, "logits", "pipeline receive buffers", OTHER),
+    *(DISPATCH, SYMMETRIC, "logits", "pipeline receive buffers", OTHER),
 )
 DISPATCH_REGIONS = frozenset(("dispatch", "combine", "permute"))
 POINTS = 600

@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from titanmoe.rehearse.record import Log, Message
+from titanmoe.rehearse.record import ALL_TO_ALLS, Log, Message
 
 HOST_ORDER, STREAMS = "safe in host order", "safe only if streams overlap"
 POINT_TO_POINT = ("send", "receive")
@@ -117,12 +117,12 @@ def _collectives(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
             return
     exact = [(program, messages) for program, messages in lists if program.exact]
     for number, message in enumerate(mine):
-        if message.op == "all-to-all":
+        if message.op in ALL_TO_ALLS:
             yield from _splits(exact, number)
 
 
 def _agreed(message: Message) -> tuple:
-    sizes = () if message.op == "all-to-all" else (message.sent, message.received)
+    sizes = () if message.op in ALL_TO_ALLS else (message.sent, message.received)
     return message.op, message.dtype, *sizes
 
 

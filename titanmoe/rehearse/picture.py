@@ -12,7 +12,7 @@ from titanmoe.report.charts import Curve, Frame
 from titanmoe.report.draw import Area, Line, Sheet, Words
 from titanmoe.report.page import document, figure
 
-ROLES = dict(zip(COMPONENTS, ("c0", "c1", "c2", "c4", "c3", "c5", "c6", "c7", "soft", "muted"), strict=True))
+ROLES = dict(zip(COMPONENTS, ("c0", "c1", "c2", "c4", "c3", "c5", "ink", "c6", "c7", "soft", "muted"), strict=True))
 SIZE = (1240.0, 420.0)
 
 

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import titanmoe
+from titanmoe.moe.symmetric import Memory
 
 OURS = os.path.dirname(titanmoe.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
@@ -52,6 +53,11 @@ C10D = {
     "recv_": "receive",
     "barrier": "barrier",
 }
+SYMMETRIC = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
+"""All-to-alls of symmetric memory, under torch's own names."""
+ALL_TO_ALLS = ("all-to-all", *SYMMETRIC)
+SENDERS = (Memory.there.__code__, Memory.back.__code__)
+"""These send for their callers, as the functions of titanmoe.comm do."""
 
 
 class Line(NamedTuple):
@@ -124,6 +130,11 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "symm_mem":
+            out = self.run_message(func, args, kwargs)
+            self._note(self._from_symmetric(func._overloadpacket.__name__, args))
+            self._wait(len(self.log.messages) - 1)  # it runs on the computation's own stream
+            return out
         if func.namespace not in ("c10d", "_c10d_functional"):
             if func.namespace == "prim":
                 return self.query(func, args, kwargs)
@@ -180,6 +191,22 @@ class Recorder(TorchDispatchMode):
             op, group.group_name, inputs, outputs, splits, args[2] if op in ("send", "receive") else -1
         )
 
+    def _from_symmetric(self, op: str, args: tuple) -> Message:
+        x, _, sizes, arrived, group = args[:5]
+        rows = self.rows_exchanged(op, sizes, arrived, group)
+        sent, received = (sum(side) * x.shape[1] * x.element_size() for side in rows)
+        line, backward = self.line()
+        return Message(op, group, x.dtype, sent, received, line, backward, rows)
+
+    def rows_exchanged(
+        self, op: str, sizes: Tensor, arrived: Tensor, group: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows sent to each rank by an operation of symmetric memory that has ended, and received from each."""
+        ranks = dist.distributed_c10d._resolve_process_group(group).size()
+        if op == SYMMETRIC[0]:  # sent by rank and expert, received by expert and rank
+            return tuple(sizes.view(ranks, -1).sum(1).tolist()), tuple(arrived[0].view(-1, ranks).sum(0).tolist())
+        return tuple(sizes[0].view(-1, ranks).sum(0).tolist()), tuple(arrived[0].view(ranks, -1).sum(1).tolist())
+
     def _message(self, op: str, group: str, inputs: Any, outputs: Any, splits: Any, peer: int = -1) -> Message:
         inputs, outputs = ([x for x in tree_leaves(given) if isinstance(x, Tensor)] for given in (inputs, outputs))
         sent, received = (sum(x.numel() * x.element_size() for x in given) for given in (inputs, outputs))
@@ -224,7 +251,7 @@ class Recorder(TorchDispatchMode):
                         functions.append(ctx)
                     elif caller is None and hasattr(ctx, REQUESTED_BY):
                         return getattr(ctx, REQUESTED_BY), True
-                elif caller is None and not file.startswith(COMM):
+                elif caller is None and not file.startswith(COMM) and code not in SENDERS:
                     caller = file[len(OURS) :], frame.f_lineno
                 if self.layers and not layer and code.co_name in BLOCK_METHODS:
                     layer = self.layers.get(id(frame.f_locals.get("self")), "")

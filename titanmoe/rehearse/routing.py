@@ -26,6 +26,7 @@ from titanmoe.fold.groups import group_of
 from titanmoe.moe.dispatch import Dispatcher, Hierarchical
 from titanmoe.parallel.batch import cut
 from titanmoe.parallel.context import placement
+from titanmoe.rehearse.symmetric import Counting, Rows, rows_sent
 
 
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:
@@ -162,16 +163,21 @@ class _DispatcherRun(TorchDispatchMode):
 class Exchange:
     """What a rank receives when dispatchers send each other integers."""
 
-    def __init__(self, routing: Routing, dispatcher_type: type[Dispatcher], template: Dispatcher, node: int):
+    def __init__(
+        self, routing: Routing, dispatcher_type: type[Dispatcher], template: Dispatcher, node: int, away_rows: int = 0
+    ):
+        """away_rows: room in the receive buffers of symmetric memory, if dispatchers use it here."""
         self.routing, self.dispatcher_type, self.template, self.node = routing, dispatcher_type, template, node
+        self.away_rows = away_rows
         self._sent: dict[tuple, tuple] = {}
         self._got: dict[tuple, Tensor] = {}
+        self._rows: dict[tuple, Rows] = {}
 
     def __reduce__(self) -> tuple:
         """Pickled without its caches."""
         routing = self.routing
         fresh = Routing(routing.config, routing.fold, routing.samples, routing.stated)
-        return Exchange, (fresh, self.dispatcher_type, self.template, self.node)
+        return Exchange, (fresh, self.dispatcher_type, self.template, self.node, self.away_rows)
 
     def received(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
         """What a rank receives in its n-th message of integers."""
@@ -202,6 +208,20 @@ class Exchange:
                 raise RuntimeError(f"{self.dispatcher_type.__name__} never sends message {n} of integers")
         return self._sent[key]
 
+    def rows_received(self, rank: int, microbatch: int, layer: int) -> Rows:
+        """Through symmetric memory, from each rank of the group."""
+        members = self.members("whole", rank)
+        keys = {other: (other, microbatch, self.routing.key(layer)) for other in members}
+        for other, key in keys.items():
+            if key not in self._rows:
+                chosen_TK, dispatcher = self.routing.chosen(other, microbatch, layer), self._dispatcher(other)
+                run = _DispatcherRun(-1, lambda i, other=other: self.received(other, microbatch, layer, i))
+                with run, torch.no_grad():
+                    dispatcher.start(torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape), chosen_TK, 0)
+                self._rows[key] = rows_sent(dispatcher.memory.send_Ge.tolist(), len(members))
+        me = members.index(rank)
+        return tuple(self._rows[key][me] for key in keys.values())
+
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
         """The all-to-alls of a forward pass, to the experts and back."""
         chosen_TK = self.routing.chosen(rank, microbatch, layer)
@@ -219,6 +239,8 @@ class Exchange:
         made = self.dispatcher_type(template.num_experts, template.chunks, "torch")
         whole = replace(group_at(fold, "experts", ("ep", "etp"), rank), name="whole")
         made.set_groups(whole, fold.ep, fold.etp)
+        if self.away_rows:
+            made.memory = Counting(self.away_rows)
         if isinstance(made, Hierarchical) and template.across.size > 1:
             within, across = (self.members(name, rank) for name in ("within", "across"))
             made.set_nodes(

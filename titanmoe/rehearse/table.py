@@ -14,18 +14,18 @@ from titanmoe.rehearse.work_table import work_as_json, work_table
 from titanmoe.rehearse.world import NamedGroup, Rehearsal
 
 
-def messages_by_kind(rehearsal: Rehearsal) -> dict[tuple, list[Message]]:
+def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tuple, list[Message]]:
     """Messages that differ only in layer and time, in the order of the first of each kind."""
     out: dict[tuple, list[Message]] = {}
-    for message in rehearsal.log.messages:
+    for message in messages:
         group = rehearsal.groups[message.group]
         key = group, message.op, message.dtype, message.waited, message.backward, message.line[:2]
         out.setdefault(key, []).append(message)
     return out
 
 
-def rows(rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
-    for (group, op, dtype, waited, backward, line), messages in messages_by_kind(rehearsal).items():
+def rows(rehearsal: Rehearsal, sent: list[Message]) -> Iterator[dict[str, Any]]:
+    for (group, op, dtype, waited, backward, line), messages in messages_by_kind(rehearsal, sent).items():
         layers = Counter(message.line.layer for message in messages if message.line.layer)
         yield {
             "lane": group.lane,
@@ -53,6 +53,7 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
         "routing": rehearsal.routing.text,
         "estimates": rehearsal.routing.estimates,
         "left_out": rehearsal.left_out,
+        "notes": rehearsal.notes,
         "bytes": {
             "parameters": rehearsal.parameter_bytes,
             "gradients": rehearsal.gradient_bytes,
@@ -60,7 +61,8 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
         },
         "memory": memory_as_json(rehearsal.memory),
         "work": work_as_json(rehearsal.operations),
-        "messages": list(rows(rehearsal)),
+        "messages": list(rows(rehearsal, rehearsal.log.messages)),
+        "start_up": list(rows(rehearsal, rehearsal.start_up)),
         "syncs": dict(Counter(str(line) for line in rehearsal.log.syncs)),
         "groups": [_group(group) | {"used": name in used} for name, group in rehearsal.groups.items()],
     }
@@ -84,6 +86,25 @@ def table(rehearsal: Rehearsal) -> list[str]:
         "One step sends:",
         "",
     ]
+    lines += _messages(rehearsal, rehearsal.log.messages)
+    total = sum(message.sent for message in rehearsal.log.messages)
+    across = sum(m.sent for m in rehearsal.log.messages if rehearsal.groups[m.group].across)
+    sent = f"{format_bytes(total)} sent, {format_bytes(across)} in groups across nodes"
+    lines += ["", f"{len(rehearsal.log.messages)} messages, {sent}"]
+    syncs = Counter(str(line) for line in rehearsal.log.syncs)
+    lines += ["", f"The host waits for the device {syncs.total()} times:", ""]
+    lines += columns([(str(count), line) for line, count in syncs.items()], right=(0,))
+    used = {message.group for message in rehearsal.log.messages}
+    made = [group for name, group in rehearsal.groups.items() if name in used]
+    lines += ["", f"Communicators that the step creates: {len(made)}", ""]
+    lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in made], right=())
+    lines += ["", *memory_table(rehearsal.memory), "", *work_table(rehearsal.operations)]
+    if rehearsal.start_up:
+        lines += ["", "Before the first step symmetric memory sends:", "", *_messages(rehearsal, rehearsal.start_up)]
+    return lines + _remarks(rehearsal)
+
+
+def _messages(rehearsal: Rehearsal, messages: list[Message]) -> list[str]:
     head = ("axes", "nodes", "operation", "dtype", "count", "sent", "waited for", "pass", "line")
     body = [
         (
@@ -97,23 +118,16 @@ def table(rehearsal: Rehearsal) -> list[str]:
             row["pass"],
             row["line"],
         )
-        for row in rows(rehearsal)
+        for row in rows(rehearsal, messages)
     ]
-    lines += columns([head, *body], right=(4, 5))
-    total = sum(message.sent for message in rehearsal.log.messages)
-    across = sum(m.sent for m in rehearsal.log.messages if rehearsal.groups[m.group].across)
-    sent = f"{format_bytes(total)} sent, {format_bytes(across)} in groups across nodes"
-    lines += ["", f"{len(rehearsal.log.messages)} messages, {sent}"]
-    syncs = Counter(str(line) for line in rehearsal.log.syncs)
-    lines += ["", f"The host waits for the device {syncs.total()} times:", ""]
-    lines += columns([(str(count), line) for line, count in syncs.items()], right=(0,))
-    used = {message.group for message in rehearsal.log.messages}
-    made = [group for name, group in rehearsal.groups.items() if name in used]
-    lines += ["", f"Communicators that the step creates: {len(made)}", ""]
-    lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in made], right=())
-    lines += ["", *memory_table(rehearsal.memory), "", *work_table(rehearsal.operations)]
-    if rehearsal.left_out:
-        lines += ["", "Left out:", *(f"    {text}" for text in rehearsal.left_out)]
+    return columns([head, *body], right=(4, 5))
+
+
+def _remarks(rehearsal: Rehearsal) -> list[str]:
+    lines = []
+    for title, texts in ("Note:", rehearsal.notes), ("Left out:", rehearsal.left_out):
+        if texts:
+            lines += ["", title, *(f"    {text}" for text in texts)]
     return lines
 
 
@@ -139,9 +153,7 @@ def table_of_roles(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
     lines += ["", f"Rank {worst.rank} needs the most memory.", "", *memory_table(worst.memory)]
     lines += ["", f"Order of messages: {verdict.text}"]
     lines += [f"    {text}" for text in verdict.concerned]
-    if first.left_out:
-        lines += ["", "Left out:", *(f"    {text}" for text in first.left_out)]
-    return lines
+    return lines + _remarks(first)
 
 
 def _estimates(rehearsal: Rehearsal) -> list[str]:

@@ -6,7 +6,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from titanmoe.comm import fsdp_cpu
 from titanmoe.config import load
+from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Config, Profile
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import View, group_of
@@ -36,10 +37,11 @@ from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.memory import MOMENTS, WEIGHTS, Ledger, Memory
 from titanmoe.rehearse.place import Places
-from titanmoe.rehearse.record import Log, Recorder
+from titanmoe.rehearse.record import Log, Message, Recorder
 from titanmoe.rehearse.routing import Exchange, Routing, StatedRouting, with_imbalance
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.shapes import Shapes
+from titanmoe.rehearse.symmetric import Rows, as_if_supported, overflows, symmetric_memory
 from titanmoe.rehearse.work import Operations
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import refusals
@@ -88,6 +90,9 @@ class Rehearsal:
     gradient_bytes: int
     optimizer_bytes: int
     left_out: list[str]
+    notes: list[str]
+    start_up: list[Message]
+    """What symmetric memory sends before the first step."""
     operations: Operations
     memory: Memory
     exchange: Exchange | None
@@ -123,6 +128,8 @@ class _Dispatching(threading.local):
     microbatch = layer = -1
     exchange: Exchange | None = None
     received = 0  # messages of integers, in this layer and microbatch
+    starting = False
+    rows: tuple[Rows, Rows] = (), ()  # that the next operation of symmetric memory sends, and receives
 
 
 class FakeRecorder(Recorder):
@@ -133,6 +140,7 @@ class FakeRecorder(Recorder):
         self.rank, self.dispatching, self.shapes = rank, _Dispatching(), Shapes(fake)
         self.places, self.operations = Places(layers), Operations()
         self.ledger = Ledger(self.places.here)
+        self.start_up: list[Message] = []
 
     def begin_step(self) -> None:
         """Starts a new record."""
@@ -149,6 +157,9 @@ class FakeRecorder(Recorder):
         if func.namespace == "profiler":
             with outside():
                 return func(*args, **kwargs)
+        if name == "equal":  # asked of rows that came through symmetric memory
+            self.sync()
+            return True
         if name == "_local_scalar_dense":
             found = self.number(args[0])
             return found if not isinstance(found, list) else found[0]
@@ -162,7 +173,12 @@ class FakeRecorder(Recorder):
 
     def run_message(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # torch's fake implementation of the wait would allocate a copy.
-        return args[0] if func._overloadpacket.__name__ == "wait_tensor" else self.shapes(func, args, kwargs)
+        if func._overloadpacket.__name__ == "wait_tensor":
+            return args[0]
+        return None if func.namespace == "symm_mem" else self.shapes(func, args, kwargs)
+
+    def rows_exchanged(self, op: str, sizes: Tensor, arrived: Tensor, group: str) -> tuple[Rows, Rows]:
+        return self.dispatching.rows
 
     def query(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # By far the most frequent query, and slow on fake tensors.
@@ -211,7 +227,9 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
     if not trainer.moe_layers:
         return None
     template = copy(trainer.dispatchers[0])  # before its methods are replaced
-    exchange = Exchange(routing, type(template), template, trainer.config.parallelism.node)
+    node, memory = trainer.config.parallelism.node, trainer.symmetric
+    exchange = Exchange(routing, type(template), template, node)
+    lent = None if memory is None else Exchange(routing, type(template), template, node, memory.away_rows)
     for layer, moe in trainer.moe_layers.items():
         router, dispatcher = moe.router, moe.dispatcher
 
@@ -225,12 +243,33 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
 
         def start(*args: Any, layer: int = layer, real: Callable = dispatcher.start) -> Any:
             now = recorder.dispatching
-            now.exchange, now.layer, now.received = exchange, layer, 0
-            return real(*args)
+            now.exchange = exchange if getattr(real.__self__, "memory", None) is None else lent
+            now.layer, now.received, now.starting = layer, 0, True
+            try:
+                return real(*args)
+            finally:
+                now.starting = False
 
         router.forward = route
         dispatcher.start = start
+    if lent is not None and memory.group.size > 1:
+        _repeat_if_too_small(trainer, lent)
     return exchange
+
+
+def _repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
+    """Tells the step whether the receive buffers of symmetric memory are too small for the stated routing."""
+    real, first = trainer.run_microbatches, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
+    stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
+
+    def run_microbatches(slices: list, totals: Any, memory: Any) -> tuple[Tensor, ...]:
+        *out, overflowed = real(slices, totals, memory)
+        if memory is not None:
+            with outside():
+                values.set_known(overflowed, torch.tensor(float(overflows(lent, memory, layers, stage))))
+        return *out, overflowed
+
+    trainer.run_microbatches = run_microbatches
 
 
 def _without_numbers(fake: FakeTensorMode) -> Callable[..., None]:
@@ -303,6 +342,22 @@ def _set_modes_in_pair_thread(trainer: Trainer, modes: list[Any]) -> None:
     trainer.engine.pairs._here = with_modes
 
 
+def _notes(trainer: Trainer) -> list[str]:
+    """What a reader has to know about the figures."""
+    if trainer.symmetric is None or trainer.symmetric.group.size == 1:
+        return []
+    notes = [
+        "symm_mem: its operations run on the computation's own stream, which waits for each; unused rows of the "
+        "receive buffers count as computed and moved"
+    ]
+    if trainer.overflow_reruns:
+        notes.append(
+            "symm_mem: a receive buffer is too small for this routing, so the step is repeated by alltoall, and both "
+            "passes count: raise moe.symm_mem_factor"
+        )
+    return notes
+
+
 def _state(trainer: Trainer) -> list[Tensor]:
     """The optimizer's state."""
     return [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
@@ -320,7 +375,7 @@ def read_recipe(argv: list[str], world: int, hardware: str, node: int = 8) -> Co
             profile=Profile(),
         )
 
-    with as_on(HARDWARE[hardware]):
+    with as_on(HARDWARE[hardware]), as_if_supported() if HARDWARE[hardware].kind == "cuda" else nullcontext():
         return load(
             argv,
             preset,
@@ -355,9 +410,11 @@ def rehearse(
         stack.enter_context(mock.patch.object(apply, "materialize", _without_numbers(fake)))
         stack.callback(gc.enable)
         runtime = Runtime(rank, rank % node, world, torch.device("cpu"))
-        trainer = Trainer(config, runtime, loader=Samples)
-        layers = {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
+        layers: dict[int, str] = {}
         recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
+        stack.enter_context(symmetric_memory(recorder, fake))
+        trainer = Trainer(config, runtime, loader=Samples)
+        layers |= {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
         stack.enter_context(fake)
         exchange = _state_routing(trainer, recorder, Routing(config, fold, Samples, stated))
         _set_modes_in_pair_thread(trainer, [fake, recorder])
@@ -387,6 +444,8 @@ def rehearse(
             sum(p.numel() * p.element_size() for p in pieces),
             sum(x.numel() * x.element_size() for x in _state(trainer)),
             left_out,
+            _notes(trainer),
+            recorder.start_up,
             recorder.operations,
             recorder.ledger.memory(),
             exchange,
