@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Is this cluster fit to train on? Every kind of parallelism against one rank, and what each axis carries a second.
+"""Is this cluster fit to train on? Every parallelism compared with one rank, and each axis timed.
 
     torchrun --nproc-per-node 8 scripts/check_cluster.py                        # one node
     torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 scripts/check_cluster.py
@@ -8,7 +8,7 @@
 
 Two steps of a small model in float32 under each mapping, dispatcher and schedule; loss and gradient norm must be those
 of the same steps on one rank. Then every axis of a mapping sends messages of two sizes, all its groups at once as in
-training. Ends with "this cluster is fit" and exit status 0, or with what is not and 1. docs/multi_node.md reads the
+training. Ends with "this cluster is fit" and exit status 0, or with the problems and 1. docs/multi_node.md reads the
 table.
 """
 
@@ -93,7 +93,7 @@ def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
 
 
 def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
-    """Of a world's ranks and of one rank alike, so that both see the same samples."""
+    """The same for a world and for a single rank, so that both see the same samples."""
     sizes = {
         "model.num_experts": world * math.ceil(8 / world),
         "training.global_batch_size": 2 * world,
@@ -180,9 +180,9 @@ class Wire:
     ranks: int
     message: str
     microseconds: float
-    """Of a small message."""
+    """For a small message."""
     gigabytes: float
-    """A second, out of and into each rank, with a large message."""
+    """Per second, out of and into each rank, for a large message."""
 
     def line(self) -> str:
         return (
@@ -210,7 +210,7 @@ def timed(runtime: Runtime, send: Callable[[], Any], rounds: int) -> float:
 
 
 def senders(group: Group, size: int, device: torch.device) -> dict[str, Callable[[], Tensor]]:
-    """As training sends: of about that many bytes in and out of each rank."""
+    """The messages of training, with about that many bytes in and out of each rank."""
     ops, name, ranks = torch.ops._c10d_functional, group.name, group.size
     piece = max(1, size // 2 // ranks)
     one = torch.zeros(piece, dtype=torch.bfloat16, device=device)
@@ -223,7 +223,7 @@ def senders(group: Group, size: int, device: torch.device) -> dict[str, Callable
 
 
 def wires(meshes: Meshes, runtime: Runtime) -> list[Wire]:
-    """Which axis sends what is that of training; HSDP's all-reduces and the pipeline's messages go the same ways."""
+    """Each axis sends what it sends in training. HSDP's all-reduces and the pipeline's messages use the same wires."""
     axes = {
         "tp": (meshes.tp, ("all-gather", "reduce-scatter")),
         "cp": (meshes.cp, ("all-gather",)),
@@ -245,7 +245,7 @@ def wires(meshes: Meshes, runtime: Runtime) -> list[Wire]:
 
 
 def _data(mesh: DeviceMesh) -> Group:
-    """What FSDP gathers and scatters over, without HSDP's copies."""
+    """The group that FSDP gathers and scatters over, without HSDP's replicas."""
     return Group.of(mesh.get_group(mesh.ndim - 1))
 
 
@@ -264,7 +264,7 @@ def versions(runtime: Runtime) -> list[str]:
 
 
 def check(runtime: Runtime, chosen: list[str], recipe: str) -> dict[str, Any]:
-    """On every rank; what was found, on all of them."""
+    """Runs on every rank and returns the same findings on all."""
     node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world))
     device = f"{runtime.device.type} {torch.cuda.get_device_name() if runtime.device.type == 'cuda' else ''}".strip()
     places: list[Any] = [None] * runtime.world

@@ -100,7 +100,7 @@ class Bill:
         """Folders that spent more than FAIL_AT times their budget, and folders without one."""
         return [
             f"tests/{name} took {spent:.1f} CPU-seconds, over {FAIL_AT:g} times its budget of {budget.get(name, 0):g} "
-            f"and {START:g} besides: make its tests cheaper (--durations=20 tells which), or raise it in budget.toml"
+            f"and {START:g} besides: make its tests cheaper (--durations=20 shows which), or raise it in budget.toml"
             for name, spent in self.spent.items()
             if spent > FAIL_AT * budget.get(name, 0) + START
         ]

@@ -36,7 +36,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "weights_TK = (scores_TE + self.expert_bias).gather(1, chosen_TK)",
         ),
         (
-            "a group of sigmoid experts counts its best alone",
+            "a group of sigmoid experts counts only its best score",
             'best = 2 if model.score_function == "sigmoid"',
             'best = 1 if model.score_function == "sigmoid"',
         ),
@@ -98,7 +98,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         f"{PARITY}::test_smaller_worlds {PARITY}::test_every_pair_of_choices_on_4_ranks -k sequence+z",
     ): [
         (
-            "a rank's own counts where those of its whole sample are meant",
+            "a rank's own counts are used instead of its whole sample's",
             "            count_BE = all_reduce(count_BE, self.sequence)\n",
             "",
         ),
@@ -135,7 +135,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "all_gather(chosen_TK, 0, self.group) - self.group.rank * self.local_experts",
         ),
         (
-            "bins inside a node hold what one of the nodes sends",
+            "bins inside a node have room for only one node's rows",
             "for row in rows), bin * N, home)",
             "for row in rows), bin, home)",
         ),
@@ -174,7 +174,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("models/layers.py", "tests/models/test_rope.py tests/models/test_latent_attention.py"): [
         (
-            "no factor on cos and sin where both mscales are given",
+            "no factor on cos and sin if both mscales are given",
             "return yarn_mscale(model, model.rope_mscale) / yarn_mscale(model, model.rope_mscale_all_dim)",
             "return 1.0",
         ),
@@ -185,7 +185,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("ops/rowwise.py", "tests/ops/test_rowwise.py"): [
         ("a norm's epsilon comes after the root", ".add_(eps).rsqrt_()", ".rsqrt_().add_(eps)"),
         (
-            "a rotation's gradient is turned on instead of back",
+            "a rotation's gradient is rotated forward instead of back",
             "return _turned(grad_BSHh, *ctx.saved_tensors, -1), None, None",
             "return _turned(grad_BSHh, *ctx.saved_tensors, 1), None, None",
         ),
@@ -195,7 +195,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("models/attention.py", f"{PAIRS} -k qwen3_moe"): [
         (
-            "keys of a head go through the queries' norm",
+            "keys are normalised with the queries' norm",
             'if self.qk_norm == "head":\n            q, k = self.q_norm(q), self.k_norm(k)',
             'if self.qk_norm == "head":\n            q, k = self.q_norm(q), self.q_norm(k)',
         ),
@@ -223,7 +223,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("parallel/context.py", "tests/parallel/test_context.py"): [
         (
-            "a window is one position longer where it is masked",
+            "a window's mask is one position longer",
             "allowed = (apart >= 0) & (apart < window)",
             "allowed = (apart >= 0) & (apart <= window)",
         ),
@@ -233,7 +233,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "(i - j - 1) * size + 2 >= window)",
         ),
         (
-            "zigzag gives a rank chunks that lie apart evenly",
+            "zigzag gives a rank evenly spaced chunks",
             "return [rank, 2 * self.size - 1 - rank] if",
             "return [rank, self.size + rank] if",
         ),
@@ -258,24 +258,28 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "share = [1 / (replicas(p) * (len(copies)",
             "share = [1 / ((len(copies)",
         ),
-        ("short gradients are scaled up to the clip", ".clamp(max=1.0)", ""),
+        ("short gradients are scaled up to the limit", ".clamp(max=1.0)", ""),
     ],
     ("parallel/batch.py", f"{PAIRS} -k jitter"): [
         (
-            "data ranks number their tokens alike",
+            "data ranks give their tokens the same numbers",
             "first = (microbatch * meshes.data.size + meshes.data.rank) * samples",
             "first = microbatch * meshes.data.size * samples",
         ),
     ],
     ("parallel/pipeline.py", "tests/parallel/test_pipeline.py -k stage"): [
-        ("the head is paid by the first stage", "(head if stage == stages - 1 else 0)", "(head if stage == 0 else 0)"),
+        (
+            "the cost of the head counts for the first stage",
+            "(head if stage == stages - 1 else 0)",
+            "(head if stage == 0 else 0)",
+        ),
     ],
     ("parallel/tied.py", f"{PARITY}::test_nasty_cases -k three_copies"): [
         ("a stage's second copy of the embedding keeps its own gradient", "other.copy_(grads[0])", "pass"),
     ],
     ("parallel/materialize.py", ALONE): [
         (
-            "what enters the residual stream is not scaled down with depth",
+            "projections into the residual stream are not scaled down with depth",
             "std /= math.sqrt(2 * model.shape.num_layers)",
             "std *= 1",
         ),
@@ -327,7 +331,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "return path.name == named, number(path), path.name",
         ),
         (
-            "a checksum is of a file's first block",
+            "a checksum covers only a file's first block",
             "while size > 0 and (block := stream.read(min(size, _BLOCK))):",
             "if size > 0 and (block := stream.read(min(size, _BLOCK))):",
         ),
@@ -353,7 +357,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ],
     ("data/mix.py", "tests/data/test_loader.py"): [
         (
-            "the turns of sources begin anew with every step",
+            "the rotation of sources restarts with every step",
             "torch.arange(first, first + count)",
             "torch.arange(count)",
         ),
@@ -372,7 +376,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("data/loader.py", "tests/data/test_loader.py"): [
-        ("samples shared out by work are numbered in turn", "number_N if self.work else None, after)", "None, after)"),
+        ("samples distributed by work are numbered in turn", "number_N if self.work else None, after)", "None, after)"),
     ],
 }
 

@@ -341,7 +341,7 @@ def agrees(case: tuple[tuple[str, Any], ...]) -> None:
     parity.check(2, dict(case), steps=1)
 
 
-TOLD = {"parallelism.experts.ep": 2, "moe.aux_loss": 0.02, "model.mtp_depth": 1}
+REPORTED = {"parallelism.experts.ep": 2, "moe.aux_loss": 0.02, "model.mtp_depth": 1}
 
 
 @pytest.mark.parametrize(
@@ -365,10 +365,10 @@ TOLD = {"parallelism.experts.ep": 2, "moe.aux_loss": 0.02, "model.mtp_depth": 1}
         ("rope_offset_wrong", {"parallelism.cp": 2}),
         ("label_shifted_across_shard_edge", {"parallelism.cp": 2}),
         ("next_token_within_a_shard", {"parallelism.cp": 2, "model.mtp_depth": 1}),
-        ("nan_in_a_gradient", TOLD),
-        ("nan_in_a_load", TOLD),
-        ("nan_in_an_aux_term", TOLD),
-        ("nan_in_the_mtp_loss", TOLD),
+        ("nan_in_a_gradient", REPORTED),
+        ("nan_in_a_load", REPORTED),
+        ("nan_in_an_aux_term", REPORTED),
+        ("nan_in_the_mtp_loss", REPORTED),
     ],
 )
 def test_the_oracle_catches(fault: str, case: dict[str, Any]) -> None:

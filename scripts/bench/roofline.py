@@ -1,17 +1,17 @@
-"""The roofline of a layer, counted: kernels, FLOPs and bytes of real models' layers, and the MFU they leave room for.
+"""The roofline of a layer, counted: kernels, FLOPs and bytes of real models' layers, and the MFU that they allow.
 
     python scripts/bench/roofline.py [--models mixtral qwen3 deepseek] [--tokens 4096] [--json FILE]
-    PYTHONPATH=DIR python scripts/bench/roofline.py --torchtitan      the same of TorchTitan's layers
+    PYTHONPATH=DIR python scripts/bench/roofline.py --torchtitan      the same for TorchTitan's layers
 
 Nothing is measured: operations are those of a rehearsal (docs/rehearse.md), as on h100, of one layer of one rank, with
-balanced routing, nothing recomputed and nothing compiled. What FSDP copies and messages are left out. TorchTitan's own
+balanced routing, nothing recomputed and nothing compiled. FSDP's copies and all messages are left out. TorchTitan's own
 layers run forward and backward under the same modes and are counted by the same rules; torchtitan_side.py says how to
-get it. DIR is where it lies.
+get it; DIR is the folder with it.
 
 A kernel takes the longer of FLOPs over the device's bf16 matrix rate and bytes over its bandwidth, and GAP between it
 and the next. The host launches a kernel every LAUNCH, beside the device's work: the layer takes the longer of both.
-Rates are the makers' figures, which no real kernel reaches: what comes out is a ceiling. It is that of model FLOPs, all
-of which are in products and attention.
+Rates are the manufacturers' figures, which no real kernel reaches, so the result is a ceiling. It is that of model
+FLOPs, all of which are in products and attention.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.ops.device import as_on  # noqa: E402
 from titanmoe.rehearse import hardware, stand_ins  # noqa: E402
 from titanmoe.rehearse.columns import columns  # noqa: E402
-from titanmoe.rehearse.place import GATHER, REDUCE, WHOLE  # noqa: E402
+from titanmoe.rehearse.place import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
-from titanmoe.rehearse.world import FakeRecorder, read, rehearse  # noqa: E402
+from titanmoe.rehearse.world import FakeRecorder, read_recipe, rehearse  # noqa: E402
 
 MODELS = {
     "mixtral": "family=mixtral size=8x7b",
@@ -49,7 +49,7 @@ HARDWARE = "h100"
 GAP, LAUNCH = 1e-6, 5e-6
 """Seconds, assumed."""
 NAMED = 0.03
-"""Of all bytes: operations that move more are named."""
+"""Operations that move more than this share of all bytes are listed."""
 
 
 class Device(NamedTuple):
@@ -67,11 +67,11 @@ def recipe(model: str, tokens: int) -> Config:
     words += ["--model.num_layers", "2", "--model.vocab_size", "1024", "--training.seq_len", str(tokens)]
     words += ["--training.local_batch_size", "1", "--training.global_batch_size", "1"]
     words += ["--activation_checkpoint.mode", "none", "--training.device", "cpu"]
-    return read(words, 1, HARDWARE)
+    return read_recipe(words, 1, HARDWARE)
 
 
 def ours(config: Config) -> Counted:
-    """Of the second of two layers."""
+    """The operations of the second of two layers."""
     found = rehearse(config, 1, 0, HARDWARE)
     if found.left_out:
         print("left out: " + "; ".join(found.left_out))
@@ -83,7 +83,7 @@ def ours(config: Config) -> Counted:
 
 
 def theirs(config: Config) -> Counted:
-    """Of one of TorchTitan's layers, its weights in bf16 as FSDP hands them out."""
+    """The operations of one of TorchTitan's layers, with weights in bf16 as FSDP gathers them."""
     torchtitan_side._import("cuda")
     layer = torchtitan_side._spec(config.model, config.training.seq_len).model.layers[1]
 
@@ -99,25 +99,25 @@ def theirs(config: Config) -> Counted:
         x_BLD = torch.zeros(shape, dtype=torch.bfloat16).requires_grad_()
         position_BL = torch.arange(shape[1]).unsqueeze(0)
         with recorder.on():
-            recorder.begin()
-            with recorder.places.region(WHOLE):
+            recorder.begin_step()
+            with recorder.places.region(FORWARD_BACKWARD):
                 y_BLD = block(x_BLD, None, position_BL)
                 y_BLD.backward(torch.zeros_like(y_BLD))
     return dict(recorder.operations)
 
 
 def summary(counted: Counted, tokens: int) -> dict[str, Any]:
-    """Per token: kernels are those of the layer."""
-    parts: dict[str, Work] = defaultdict(Work)
+    """Per token, except kernels, which are those of the layer."""
+    phases: dict[str, Work] = defaultdict(Work)
     for one, count in counted.items():
         work = work_of(one) * count
-        parts[one.place.part] += work
+        phases[one.place.phase] += work
         if not one.flops:
-            parts["outside " + one.place.part] += work
+            phases["outside " + one.place.phase] += work
     row: dict[str, Any] = {}
-    for part in ("forward", "backward"):
-        work, outside = parts[part], parts["outside " + part]
-        row[part] = {
+    for phase in ("forward", "backward"):
+        work, outside = phases[phase], phases["outside " + phase]
+        row[phase] = {
             "kernels": work.kernels,
             "kernels_outside": outside.kernels,
             "flops": work.flops / tokens,
@@ -129,7 +129,7 @@ def summary(counted: Counted, tokens: int) -> dict[str, Any]:
 
 
 def ceiling(counted: Counted, device: Device) -> float:
-    """Model FLOPs over what the device could do in the time of the layer."""
+    """Model FLOPs over the FLOPs that the device could do in the time of the layer."""
     on_device = sum(
         count * (max(one.flops / device.flops, (one.read + one.written) / device.bandwidth) + GAP)
         for one, count in counted.items()
@@ -142,11 +142,11 @@ def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
     """Operations that move more than NAMED of all bytes, by name, line and pass."""
     total, moved = 0, defaultdict(Work)
     for one, count in counted.items():
-        moved[one.name, one.place.region, one.place.part, str(one.place)] += work_of(one) * count
+        moved[one.name, one.place.region, one.place.phase, str(one.place)] += work_of(one) * count
         total += (one.read + one.written) * count
     return [
-        (name, region, part, line, str(work.kernels), f"{work.moved / tokens / 1e3:.1f}", f"{work.moved / total:.1%}")
-        for (name, region, part, line), work in sorted(moved.items(), key=lambda x: -x[1].moved)
+        (name, region, phase, line, str(work.kernels), f"{work.moved / tokens / 1e3:.1f}", f"{work.moved / total:.1%}")
+        for (name, region, phase, line), work in sorted(moved.items(), key=lambda x: -x[1].moved)
         if work.moved > NAMED * total
     ]
 
@@ -154,12 +154,12 @@ def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--tokens", type=int, default=4096, help="of the layer, in one sequence (default 4096)")
+    parser.add_argument("--tokens", type=int, default=4096, help="tokens of the layer, in one sequence (default 4096)")
     parser.add_argument("--torchtitan", action="store_true", help="TorchTitan's layers too, where it has the model")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     head = ("model", "side", "kernels", "of them outside", "FLOPs", "bytes", "of them outside", "MFU H100", "MFU H200")
-    body, told, report = [head], [], {}
+    body, tables, report = [head], [], {}
     for model in args.models:
         config = recipe(model, args.tokens)
         sides = {"titanmoe": ours(config)}
@@ -176,12 +176,12 @@ def main() -> None:
             flops = f"{forward['flops'] / 1e6:.0f} + {backward['flops'] / 1e6:.0f} M"
             body.append((model, side, *both, flops, *bytes_, *(f"{x:.1%}" for x in row["mfu"].values())))
             row["movers"] = movers(counted, args.tokens)
-            told += ["", f"{model}, {side}: what moves more than {NAMED:.0%} of the bytes (KB per token)", ""]
-            told += columns(
-                [("operation", "region", "in", "by", "kernels", "KB", "of all"), *row["movers"]], right=(4, 5, 6)
+            tables += ["", f"{model}, {side}: what moves more than {NAMED:.0%} of the bytes (KB per token)", ""]
+            tables += columns(
+                [("operation", "region", "pass", "line", "kernels", "KB", "of all"), *row["movers"]], right=(4, 5, 6)
             )
     print(f"Per token of {args.tokens}, forward + backward of one layer; outside: of products and attention\n")
-    print("\n".join([*columns(body, right=tuple(range(2, 9))), *told]))
+    print("\n".join([*columns(body, right=tuple(range(2, 9))), *tables]))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 

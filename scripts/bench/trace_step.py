@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Where a step's time on the GPU goes, in text: of one traced step of a model of layers.py.
+"""Where a step's time on the GPU goes, as text: one traced step of a model of layers.py.
 
     python scripts/bench/trace_step.py qwen3 [--layers 4 --samples 4] [--side compiled] [--keep trace.json.gz]
 
@@ -39,7 +39,7 @@ GROUPS = {
     "optimizer": r"adam|multi_tensor|foreach",
     "messages": r"nccl",
 }
-"""Of kernels, by their names; the first that fits. What fits none is 'other'."""
+"""Kinds of kernels, by a pattern of their names; the first match counts, and without one it is 'other'."""
 
 
 @dataclass
@@ -97,7 +97,7 @@ def elements(dims: Any) -> int:
 
 
 def floor(operation: dict[str, Any], peak: float, bandwidth: float) -> float:
-    """Microseconds that an operation of these inputs takes at least; 0 if the trace does not say them."""
+    """The least microseconds that an operation on these inputs can take; 0 if the trace does not have the inputs."""
     args = operation.get("args", {})
     dims, types = args.get("Input Dims", []), args.get("Input type", [])
     read = sum(elements(d) * WIDTH.get(t, 0) for d, t in zip(dims, types, strict=False))

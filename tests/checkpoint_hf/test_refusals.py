@@ -291,8 +291,8 @@ def test_only_folders_of_the_same_kind_are_overwritten_and_only_if_asked(mixtral
     assert not (out / "mark").exists() and not (ours / "mark").exists()
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("years")
-    for way, source in (("--from-hf", mixtral), ("--to-hf", ours)):
-        assert convert(way, source, tmp_path / "home", "--overwrite") == 2
+    for option, source in (("--from-hf", mixtral), ("--to-hf", ours)):
+        assert convert(option, source, tmp_path / "home", "--overwrite") == 2
     assert (tmp_path / "home" / "thesis.tex").exists()
     assert convert("--to-hf", ours, tmp_path / "no" / "such" / "place") == 2
 

@@ -36,8 +36,8 @@ def test_the_down_half_equals_plain_autograd(
 ) -> None:
     """In bfloat16 ours is no farther from the truth, or within the rounding of the result."""
     results, weight_dtype = [], torch.promote_types(dtype, torch.float32)
-    ways = [(down, dtype, grouped), (plain_down, dtype, grouped)]
-    for half, wide, together in [*ways, (plain_down, torch.float64, False)]:
+    variants = [(down, dtype, grouped), (plain_down, dtype, grouped)]
+    for half, wide, together in [*variants, (plain_down, torch.float64, False)]:
         leaves = [x.detach().to(torch.promote_types(x.dtype, wide)) for x in inputs(counts, dtype, weight_dtype)]
         leaves = [x.requires_grad_() for x in leaves]
         # `down` looks at the autograd nodes of its inputs, so none may be a leaf.

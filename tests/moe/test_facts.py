@@ -28,14 +28,14 @@ RANKS = 4
 class HostReads(TorchFunctionMode):
     """Counts how often a tensor's value is read into Python."""
 
-    WAYS = ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu")
+    READS = ("tolist", "item", "__bool__", "__int__", "__index__", "__float__", "nonzero", "cpu")
 
     def __init__(self) -> None:
         super().__init__()
         self.times = 0
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.times += getattr(function, "__name__", "") in self.WAYS
+        self.times += getattr(function, "__name__", "") in self.READS
         return function(*args, **(kwargs or {}))
 
 

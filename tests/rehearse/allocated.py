@@ -1,4 +1,4 @@
-"""What torch's CPU allocator hands out over real steps, as torch's profiler notes it: nothing of a rehearsal's."""
+"""What torch's CPU allocator hands out in real steps, from torch's profiler: independent of rehearsals."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ STEPS = 2
 
 
 def peak(changes: dict[str, Any], world: int) -> int:
-    """On a rank of a real world: bytes by which the allocator's sum rises over that at the start of a step.
+    """On a rank of a real world: how many bytes the allocator's total rises above that at the start of a step.
 
-    The least of several: gloo's threads hold what they send until they next look, which may be after the next layer.
+    The lowest of several steps, because gloo's threads may hold what they have sent until after the next layer.
     """
     trainer = Trainer(
         config_of(changes, world, "cpu"), parity.runtime_here(), loader=Samples, garbage=parity.no_collection

@@ -1,4 +1,4 @@
-"""A rank of a real run that hangs: rank 2 never sends the rows of layer 1 back in step 2. Each leaves its dump.
+"""A rank of a real run that hangs: in step 2, rank 2 never sends back the rows of layer 1. Every rank leaves a dump.
 
 python -m tests.rehearse.hung FOLDER RANK
 """
@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import _dump_fr_trace
 from tests import parity
 from tests.rehearse.small import FORCED
 from titanmoe.rehearse.samples import Samples
-from titanmoe.rehearse.world import read
+from titanmoe.rehearse.world import read_recipe
 from titanmoe.train.trainer import Trainer
 
 WORLD, GUILTY, LAYER, STEP = 4, 2, 1, 2
@@ -28,7 +28,7 @@ RECIPE = Path(__file__).resolve().parents[2] / "train_configs" / "debug.toml"
 
 
 def recipe() -> list[str]:
-    """As words of a command line."""
+    """As command-line arguments."""
     return ["--config", str(RECIPE), *parity.arguments(parity.TINY | FORCED | CHANGES)]
 
 
@@ -36,7 +36,9 @@ def main(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     threading.Thread(target=leave, args=(folder, rank), daemon=True).start()
-    trainer = Trainer(read(recipe(), WORLD, "cpu"), parity.runtime_here(), loader=Samples, garbage=parity.no_collection)
+    trainer = Trainer(
+        read_recipe(recipe(), WORLD, "cpu"), parity.runtime_here(), loader=Samples, garbage=parity.no_collection
+    )
     dispatcher = trainer.moe_layers[LAYER].dispatcher
     back = dispatcher.leave
 
@@ -52,7 +54,7 @@ def main(folder: Path, rank: int) -> None:
 
 
 def leave(folder: Path, rank: int) -> None:
-    """As NCCL's watchdog does at a time-out."""
+    """As NCCL's watchdog does on a time-out."""
     while not (folder / "hangs").exists():
         time.sleep(0.05)
     time.sleep(2)

@@ -1,4 +1,4 @@
-"""What real ranks send in a step, noted by the recorder of rehearsals, and the same from a rehearsal."""
+"""What real ranks send in a step, as the recorder of rehearsals sees it, and the same from a rehearsal."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import Tensor
 
 from tests import parity
 from tests.parity import Choices
-from tests.rehearse.small import Told, config_of, told
+from tests.rehearse.small import Comparable, comparable, config_of
 from titanmoe.data.batch import Batch
 from titanmoe.moe.router import Router
 from titanmoe.ops.device import as_on
 from titanmoe.parallel.norm import local_grad
 from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.record import Recorder
-from titanmoe.rehearse.routing import Stated
+from titanmoe.rehearse.routing import StatedRouting
 from titanmoe.rehearse.samples import Samples
-from titanmoe.rehearse.world import Rehearsal, _in_other_thread, name_groups, rehearse
+from titanmoe.rehearse.world import Rehearsal, _set_modes_in_pair_thread, name_groups, rehearse
 from titanmoe.train.trainer import Trainer
 
 
 class Varied(Samples):
-    """Tokens that differ, so that routers that learn send them to different experts."""
+    """Tokens that differ, so that learned routing sends them to different experts."""
 
     def next_step(self) -> list[Batch]:
         vocabulary, share = 48, self.share
@@ -42,7 +42,7 @@ def _seeded(share: Any, microbatch: int) -> torch.Generator:
 
 
 class Real(NamedTuple):
-    messages: Told
+    messages: Comparable
     weights: int
     gradients: int
     moments: int
@@ -51,8 +51,8 @@ class Real(NamedTuple):
 
 
 @contextmanager
-def noted(choices: dict[int, dict[int, Tensor]]) -> Iterator[None]:
-    """What every router chooses, by layer and token."""
+def recorded_choices(choices: dict[int, dict[int, Tensor]]) -> Iterator[None]:
+    """Stores what every router chooses, by layer and token."""
     real = Router._choose
 
     def choose(self: Router, scores_TE: Tensor, index_T: Tensor) -> Tensor:
@@ -65,31 +65,31 @@ def noted(choices: dict[int, dict[int, Tensor]]) -> Iterator[None]:
 
 
 def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
-    """On a rank of a real world: its messages in the last of `steps` steps, and which experts were chosen in it."""
+    """On a rank of a real world: its messages in the last of `steps` steps, and the experts that were chosen in it."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config = config_of(changes, world, hardware)
     mine: dict[int, dict[int, Tensor]] = {}
     gradients: list[int] = []
 
-    def weigh(step: int, parameters: dict[str, Any]) -> None:
+    def count_bytes(step: int, parameters: dict[str, Any]) -> None:
         grads = (local_grad(p) for p in parameters.values())
         gradients.append(sum(g.numel() * g.element_size() for g in grads))
 
-    with as_on(HARDWARE[hardware]) if hardware != "cpu" else nullcontext(), noted(mine):
+    with as_on(HARDWARE[hardware]) if hardware != "cpu" else nullcontext(), recorded_choices(mine):
         trainer = Trainer(
-            config, parity.runtime_here(), loader=Varied, garbage=parity.no_collection, on_gradients=weigh
+            config, parity.runtime_here(), loader=Varied, garbage=parity.no_collection, on_gradients=count_bytes
         )
         layers = {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
         for _ in range(steps - 1):
             trainer.train_step()
         mine.clear()
         recorder = Recorder(layers, hardware != "cpu")
-        _in_other_thread(trainer, [recorder])
+        _set_modes_in_pair_thread(trainer, [recorder])
         with recorder.on():
             trainer.train_step()
     state = [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
     return Real(
-        told(recorder.log, name_groups(trainer.meshes.lanes, trainer.fold, rank, 8)),
+        comparable(recorder.log, name_groups(trainer.meshes.lanes, trainer.fold, rank, 8)),
         sum(p.numel() * p.element_size() for p in trainer.optimizer.pieces.values()),
         gradients[-1],
         sum(x.numel() * x.element_size() for x in state),
@@ -97,15 +97,15 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
     )
 
 
-def as_chosen(config: Any, ranks: list[Real]) -> Stated:
-    """The routing that they noted, together."""
-    whole: dict[int, Tensor] = {}
+def as_chosen(config: Any, ranks: list[Real]) -> StatedRouting:
+    """The routing that these ranks recorded, combined."""
+    by_layer: dict[int, Tensor] = {}
     for layer in {layer for real in ranks for layer in real.choices}:
         parts = [real.choices[layer] for real in ranks if layer in real.choices]
         index, chosen = (torch.cat(x) for x in zip(*parts, strict=True))
-        whole[layer] = chosen.new_full((int(index.max()) + 1, chosen.shape[1]), -1).index_copy(0, index, chosen)
-        assert (whole[layer] >= 0).all()
-    return Stated("as recorded", lambda layer, index_T: whole[layer][index_T], by_layer=True)
+        by_layer[layer] = chosen.new_full((int(index.max()) + 1, chosen.shape[1]), -1).index_copy(0, index, chosen)
+        assert (by_layer[layer] >= 0).all()
+    return StatedRouting("as recorded", lambda layer, index_T: by_layer[layer][index_T], by_layer=True)
 
 
 def rehearsed(changes: dict[str, Any], world: int, rank: int, hardware: str, real: list[Real], steps: int) -> Rehearsal:

@@ -1,4 +1,4 @@
-"""Recipes small enough to rehearse in a second or two, and what a rehearsal says of every message."""
+"""Recipes small enough to rehearse in a second or two, and the messages of a rehearsal in a form to compare."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 from tests import parity
 from titanmoe.config.schema import Config
 from titanmoe.rehearse.record import Log
-from titanmoe.rehearse.world import Named, read
+from titanmoe.rehearse.world import NamedGroup, read_recipe
 
-Told = list[tuple[Any, ...]]
+Comparable = list[tuple[Any, ...]]
 FORCED = {"moe.force_balance": True, "training.dtype": "float32", "training.mixed_precision_param": "float32"}
 FORCED |= {"training.mixed_precision_reduce": "float32", "moe.kernels": "torch"}
 
 
 def config_of(changes: dict[str, Any], world: int, hardware: str) -> Config:
-    return read(parity.arguments(parity.TINY | FORCED | changes), world, hardware)
+    return read_recipe(parity.arguments(parity.TINY | FORCED | changes), world, hardware)
 
 
-def told(log: Log, groups: dict[str, Named]) -> Told:
-    """Every message in the order of the host, and where it was waited for, with all that can be compared."""
-    out: Told = []
+def comparable(log: Log, groups: dict[str, NamedGroup]) -> Comparable:
+    """Every message and every wait in host order, with all fields that can be compared."""
+    out: Comparable = []
     for kind, number in log.events:
         if kind == "sync":
             continue

@@ -1,4 +1,4 @@
-"""Whatever a recipe may ask for, all ranks' messages pass, under any routing; and faults in the program are found."""
+"""All ranks' messages complete, for any recipe and any routing; and faults in the program are found."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from titanmoe.moe.dispatch import AllToAll
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.pipeline import Pipeline, stage_ranks
 from titanmoe.rehearse.order import HOST_ORDER, Verdict, check
-from titanmoe.rehearse.roles import check_roles, every_program, role, roles
-from titanmoe.rehearse.world import read, rehearse
+from titanmoe.rehearse.roles import check_roles, programs_of_all, role, roles
+from titanmoe.rehearse.world import read_recipe, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
 NARROW = {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "moe.force_balance": False}
@@ -36,7 +36,7 @@ def of_stages(changes: dict[str, Any], world: int = 4) -> Verdict:
 
 def of_all(changes: dict[str, Any], imbalance: float = 1.0, world: int = 4) -> Verdict:
     config = config_of(ONE | changes, world, "h100")
-    return check(every_program([rehearse(config, world, rank, "h100", imbalance, 2) for rank in range(world)]))
+    return check(programs_of_all([rehearse(config, world, rank, "h100", imbalance, 2) for rank in range(world)]))
 
 
 def schedule(name: str) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def test_schedules(name: str) -> None:
 
 @pytest.mark.parametrize("imbalance", [pytest.param(1.0, marks=pytest.mark.slow), 1.7, 4.0])
 def test_every_rank_of_an_all_to_all(imbalance: float) -> None:
-    """At 4 times the mean two of the four ranks have no token."""
+    """At 4 times the mean, two of the four ranks have no token."""
     assert of_all({"moe.overlap_chunks": 2}, imbalance).text == HOST_ORDER
 
 
@@ -76,10 +76,10 @@ def test_recomputation(mode: str) -> None:
 
 
 def smallest(recipe: Path) -> Config:
-    """As many layers as stages and dense layers ask for, and two microbatches for each pipeline rank."""
+    """As few layers as the stages and dense layers allow, and two microbatches per pipeline rank."""
     world = ranks(recipe)
     argv = ["--config", str(recipe)]
-    config = read(argv, world, "h100")
+    config = read_recipe(argv, world, "h100")
     fold, pp = config.parallelism, config.parallelism.pp
     stages = len(stage_ranks(config.pipeline, pp)) if pp > 1 else 1
     microbatches = 2 * pp if pp > 1 else 1
@@ -88,7 +88,7 @@ def smallest(recipe: Path) -> Config:
         "training.global_batch_size": samples,
         "model.num_layers": max(stages, config.model.num_dense_layers + 1),
     }
-    return read([*argv, *arguments(changes)], world, "h100")
+    return read_recipe([*argv, *arguments(changes)], world, "h100")
 
 
 @pytest.mark.parametrize(
@@ -102,16 +102,16 @@ def test_recipes(recipe: Path) -> None:
 
 
 def faulty(world: int, of: Callable[[int], Any], changes: dict[str, Any]) -> Verdict:
-    """of: what goes wrong on a rank."""
+    """of: the fault on each rank."""
     config, found = config_of(ONE | changes, world, "h100"), []
     for rank in range(world):
         with of(rank):
             found.append(rehearse(config, world, rank, "h100"))
-    return check(every_program(found))
+    return check(programs_of_all(found))
 
 
 def test_a_rank_that_skips_its_call_is_named() -> None:
-    """As if it looked whether it has a token first."""
+    """As if it first checked whether it has a token."""
     real = AllToAll.leave
 
     def leave(self: AllToAll, y_RD: Tensor, splits: Any) -> Any:
@@ -128,7 +128,7 @@ def test_a_rank_that_skips_its_call_is_named() -> None:
     assert not found.safe and "rank 2" in found.text and "moe/dispatch.py" in found.text
 
 
-def test_a_microbatch_more_is_told() -> None:
+def test_an_extra_microbatch_is_found() -> None:
     real = Pipeline.run
     config = config_of(STAGES, 4, "h100")
 

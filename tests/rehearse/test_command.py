@@ -1,4 +1,4 @@
-"""`titanmoe rehearse` as a person calls it."""
+"""`titanmoe rehearse` on the command line."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def test_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixt
     file = tmp_path / "rank.json"
     assert rehearse("--world", "4", "--rank", "3", "--json", str(file), *SMALL) == 0
     text = capsys.readouterr().out
-    (told,) = json.loads(file.read_text())["ranks"]
-    assert (told["rank"], told["world"], told["hardware"]) == (3, 4, "h100")
+    (report,) = json.loads(file.read_text())["ranks"]
+    assert (report["rank"], report["world"], report["hardware"]) == (3, 4, "h100")
     rows = [
-        row for row in told["messages"] if (row["lane"], row["dtype"], row["pass"]) == ("rows", "bfloat16", "forward")
+        row for row in report["messages"] if (row["lane"], row["dtype"], row["pass"]) == ("rows", "bfloat16", "forward")
     ]
     tokens = 4 * 64 // 2  # samples, positions over tp
     assert {row["count"] for row in rows} == {1}  # a microbatch and a layer: there, and back
     assert {row["sent_bytes"] for row in rows} == {tokens * 2 * 64 * 2}  # top-k, width, bytes
     assert [row["by_layer"] for row in rows] == [{"layers.0": 1}] * 2
-    assert all(row["line"] in text for row in told["messages"])
-    assert "moe/dispatch.py" in "".join(told["syncs"])
-    assert f"One step computes: {told['work']['kernels']:,} kernels" in text
-    assert any(row["op"] == "mm" and set(row["by_layer"]) == {"layers.0"} for row in told["work"]["operations"])
-    assert told["bytes"]["optimizer"] > 2 * told["bytes"]["parameters"] > 0
+    assert all(row["line"] in text for row in report["messages"])
+    assert "moe/dispatch.py" in "".join(report["syncs"])
+    assert f"One step computes: {report['work']['kernels']:,} kernels" in text
+    assert any(row["op"] == "mm" and set(row["by_layer"]) == {"layers.0"} for row in report["work"]["operations"])
+    assert report["bytes"]["optimizer"] > 2 * report["bytes"]["parameters"] > 0
 
 
 def test_every_role_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -55,14 +55,14 @@ def test_every_role_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert rehearse("--world", "4", "--all-roles", *files, *SMALL, *stages) == 0
     text = capsys.readouterr().out
     assert "Order of messages: safe in host order" in text and page.read_text().count("<svg") == 2
-    told = json.loads(file.read_text())
-    assert [one["rank"] for one in told["ranks"]] == [0, 2] and told["order"]["safe"]
-    worst = max(told["ranks"], key=lambda one: one["memory"]["peak"])
-    assert f"Rank {worst['rank']} needs most memory." in text and worst["memory"]["line"] in text
+    report = json.loads(file.read_text())
+    assert [one["rank"] for one in report["ranks"]] == [0, 2] and report["order"]["safe"]
+    worst = max(report["ranks"], key=lambda one: one["memory"]["peak"])
+    assert f"Rank {worst['rank']} needs the most memory." in text and worst["memory"]["line"] in text
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert "--hardware = h1000 is not known: use a100, h100, h200" in refused(
+    assert "--hardware = h1000 is unknown: use a100, h100, h200" in refused(
         capsys, "--world", "4", "--hardware", "h1000"
     )
     assert "--rank = 4 is not in a world of 4 ranks: use 0 to 3" in refused(capsys, "--world", "4", "--rank", "4")

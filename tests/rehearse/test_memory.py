@@ -1,4 +1,4 @@
-"""What a rank's memory holds: against torch's allocator on real ranks, and by component."""
+"""A rank's memory, compared with torch's allocator on real ranks, and by component."""
 
 from __future__ import annotations
 
@@ -56,15 +56,15 @@ WIDER: dict[str, tuple[int, dict[str, Any]]] = {
 def test_the_peak_is_that_of_real_ranks(name: str) -> None:
     ranks, changes = (MAPPINGS | WIDER)[name]
     real = world.run(ranks, allocated.peak, changes, ranks)
-    steps = 2 if "parallelism.pp" in changes else 1  # the first makes the receive buffers
+    steps = 2 if "parallelism.pp" in changes else 1  # the first step allocates the receive buffers
     last = ranks - 1
     assert over(rehearsed(changes, ranks, last, steps).memory) == pytest.approx(real[last], rel=0.05)
 
 
-def test_a_storage_counts_from_the_operation_that_makes_it_until_nobody_has_it() -> None:
+def test_a_storage_counts_from_the_operation_that_makes_it_until_nothing_refers_to_it() -> None:
     noted = FakeRecorder({}, 0, False, fake := FakeTensorMode(allow_non_fake_inputs=True))
     with fake, noted.on():
-        noted.begin()
+        noted.begin_step()
         x = torch.zeros(100)
         y = x.view(10, 10)[2:] + 1
         del x
@@ -75,20 +75,20 @@ def test_a_storage_counts_from_the_operation_that_makes_it_until_nobody_has_it()
         z = torch.zeros(30)
     memory = noted.ledger.memory()
     assert (noted.ledger.now, memory.peak) == (70 * 4, 180 * 4)
-    assert [(one.count, one.size) for one in memory.standing] == [(2, 720)] and len(z) == 30
+    assert [(one.count, one.size) for one in memory.at_peak] == [(2, 720)] and len(z) == 30
 
 
 def test_components() -> None:
-    """At the peak all of it is somebody's, and what stands through the step is what its tensors weigh."""
+    """Components add up to the peak, and weights and moments are exactly the bytes of their tensors."""
     deep = MIDDLE | {"model.num_layers": 4, "training.global_batch_size": 1}
     plain, full = (rehearsed(deep | {"activation_checkpoint.mode": mode}, 1, 0) for mode in ("none", "full"))
     for one in plain, full:
         memory = one.memory
-        assert sum(memory.components.values()) == memory.peak == sum(line.size for line in memory.standing)
+        assert sum(memory.components.values()) == memory.peak == sum(line.size for line in memory.at_peak)
         assert one.parameter_bytes <= memory.components["weights"] <= 1.001 * one.parameter_bytes
         assert memory.components["moments"] == one.optimizer_bytes
         assert max(map(sum, zip(*memory.curves.values(), strict=True))) == memory.peak
-    # One block of four is there a second time, and of the others their inputs.
+    # One of four blocks is held in recomputed form, and only the inputs of the others.
     kept, left = (max(one.memory.curves[KEPT]) for one in (plain, full))
     again = max(full.memory.curves["recomputed activations"])
     assert left < kept / 4 and 0 < again < kept / 2

@@ -1,4 +1,4 @@
-"""The order of messages: faults put in on purpose are found, and what only streams can save is told apart."""
+"""The order of messages: deliberate faults are found, and programs that need overlapping streams are recognized."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ALL, LEFT = (0, 1, 2, 3), (0, 1)
 
 
 class Script:
-    """A rank's program, written by hand. Groups are named by lane; messages are waited for at once unless `open`."""
+    """A rank's program, written by hand. A group's name is its lane; messages are waited for at once unless `open`."""
 
     def __init__(self, rank: int, **groups: tuple[int, ...]):
         self.rank, self.log, self.groups, self.line = rank, Log(), groups, 0
@@ -47,7 +47,7 @@ def pair(**groups: tuple[int, ...]) -> tuple[Script, Script]:
     return Script(0, **groups), Script(1, **groups)
 
 
-def test_what_is_alike_is_safe():
+def test_equal_programs_are_safe():
     a, b = pair()
     for script in (a, b):
         script("all-gather", "shards", open=True)("all-to-all", "rows", splits=((1, 1), (1, 1))).wait(0).sync()
@@ -68,7 +68,7 @@ def test_groups_in_swapped_order_that_wait_are_stuck():
     a("all-gather", "shards")("all-gather", "rows")
     b("all-gather", "rows")("all-gather", "shards")
     found = judged(a, b)
-    assert not found.safe and len(found.concerned) == 2 and "circle" in found.text
+    assert not found.safe and len(found.concerned) == 2 and "cycle" in found.text
 
 
 def test_a_host_that_reads_a_number_orders_what_follows():
@@ -85,7 +85,7 @@ def test_one_more_or_one_less():
     assert "rank 0: operation 1 of rows" in judged(a, b).text and "rank 1 never issues operation 1" in judged(a, b).text
     a, b = pair()
     a("all-reduce", "rows")
-    assert "rank 1 never issues any of that group" in judged(a, b).text
+    assert "rank 1 never issues any operation of that group" in judged(a, b).text
 
 
 def test_sizes_dtypes_and_kinds_agree():
@@ -114,15 +114,15 @@ def test_sends_meet_receives():
         return judged(a, b)
 
     assert stages(2, 2).text == HOST_ORDER
-    assert "rank 1 never answers it" in stages(3, 2).text
-    assert "rank 0 never answers it" in stages(1, 2).text
+    assert "rank 1 never issues its side" in stages(3, 2).text
+    assert "rank 0 never issues its side" in stages(1, 2).text
     a, b = pair(stages=LEFT)
     a("send", "stages", peer=1)
     b("receive", "stages", size=8, peer=0)
     assert not judged(a, b).safe
 
 
-def test_two_that_send_first_are_stuck_and_a_batch_is_not():
+def test_two_ranks_that_send_first_are_stuck_unless_batched():
     a, b = pair(stages=LEFT)
     for script, other in (a, 1), (b, 0):
         script("send", "stages", peer=other)("receive", "stages", peer=other)
@@ -134,7 +134,7 @@ def test_two_that_send_first_are_stuck_and_a_batch_is_not():
 
 
 def test_a_reduction_between_another_groups_messages():
-    """Rank 0 reduces over shards between the two all-to-alls of backward, rank 1 after them: each waits at once."""
+    """Rank 0 reduces over shards between the two all-to-alls of backward, rank 1 after them; both wait at once."""
     a, b = pair()
     splits = ((1, 1), (1, 1))
     a("all-to-all", "rows", splits=splits)("reduce-scatter", "shards")("all-to-all", "rows", splits=splits)
@@ -143,7 +143,7 @@ def test_a_reduction_between_another_groups_messages():
     assert not found.safe and "reduce-scatter" in " ".join(found.concerned)
 
 
-def test_a_circle_of_four_is_told_whole():
+def test_a_cycle_of_four_is_reported_whole():
     groups = [(0, 1), (1, 2), (2, 3), (0, 3)]
     scripts = []
     for rank, order in enumerate(((3, 0), (0, 1), (1, 2), (2, 3))):

@@ -1,4 +1,4 @@
-"""A rehearsal against real ranks: every message, byte, split size and line, in the order of the host."""
+"""A rehearsal compared with real ranks: every message, byte, split size and line, in host order."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from tests import features, world
 from tests.mappings import all_folds, as_changes, cover, named, one_or_more
 from tests.rehearse.real import measured, rehearsed
-from tests.rehearse.small import told
+from tests.rehearse.small import comparable
 
 ONE = {"model.num_layers": 1, "training.global_batch_size": 4}
 LEARNED = {"moe.force_balance": False, "model.top_k": 3}
-"""Ragged: what each rank chose is recorded, and told to the rehearsal."""
+"""Ragged: what each rank chose is recorded and given to the rehearsal."""
 EP4 = ONE | {"parallelism.experts.ep": 4}
 PP2 = {"parallelism.pp": 2, "parallelism.experts.ep": 2}
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -28,7 +28,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "as on GPUs: pipeline": (4, "h100", PP2 | {"training.global_batch_size": 4, "moe.aux_loss": 0.01}),
     "ring, ragged": (
         4,
-        "cpu",  # the GPUs' kernel of a ring does not run on CPUs
+        "cpu",  # the ring's GPU kernel does not run on CPUs
         ONE | LEARNED | {"parallelism.cp": 2, "parallelism.cp_kind": "ring", "parallelism.experts.ep": 2},
     ),
     "padded": (4, "cpu", EP4 | {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}),
@@ -48,7 +48,7 @@ def check(size: int, hardware: str, changes: dict[str, Any], ranks: tuple[int, .
     for rank in ranks:
         rank %= size
         found = rehearsed(changes, size, rank, hardware, real, steps)
-        ours, theirs = told(found.log, found.groups), real[rank].messages
+        ours, theirs = comparable(found.log, found.groups), real[rank].messages
         first = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
         assert first is None, f"rank {rank}, event {first}: rehearsed {ours[first]}, real {theirs[first]}"
         assert len(ours) == len(theirs)

@@ -12,16 +12,16 @@ from tests.rehearse.small import config_of
 from tests.rehearse.test_command import SMALL, refused, rehearse
 from titanmoe.config import ConfigError
 from titanmoe.fold.degrees import derive
-from titanmoe.rehearse.recorded import drawn, recorded
+from titanmoe.rehearse.recorded import draw_experts, recorded_routing
 from titanmoe.rehearse.routing import Routing
 from titanmoe.rehearse.samples import Samples
 
 
 @pytest.mark.parametrize("counts", [[1] * 8, [90, 4, 0, 30, 30, 2, 60, 1], [1, 1, 0, 0, 0, 0, 0, 0]])
-def test_shares_are_met_by_every_run_of_tokens_with_no_expert_twice(counts: list[int]) -> None:
+def test_every_stretch_of_tokens_follows_the_shares_with_no_expert_twice(counts: list[int]) -> None:
     share_E = torch.tensor(counts) * 2 / sum(counts)
     for first, last in (0, 1000), (700, 1400):
-        chosen_TK = drawn(torch.arange(first, last), share_E, 2)
+        chosen_TK = draw_experts(torch.arange(first, last), share_E, 2)
         assert (chosen_TK[:, 0] != chosen_TK[:, 1]).all()
         load_E = torch.bincount(chosen_TK.flatten(), minlength=8)
         assert (load_E - share_E * (last - first)).abs().max() < 6
@@ -40,11 +40,11 @@ FIRST = {"0": [1] * 8, "1": [8, 8, 0, 0, 0, 0, 0, 0]}
 LAST = {"0": [4, 2, 2, 2, 2, 2, 1, 1], "1": [1] * 8}
 
 
-def test_each_layer_has_its_own_and_the_last_line_is_taken(tmp_path: Path) -> None:
+def test_each_layer_has_its_own_routing_and_the_last_line_is_used(tmp_path: Path) -> None:
     config = config_of({"parallelism.experts.ep": 4}, 4, "cpu")
     run = written(tmp_path, lines((1, FIRST), (20, LAST)) + '{"step": 40, "lo')
     for step, load in (None, LAST), (20, LAST), (1, FIRST):
-        routing = Routing(config, derive(4, config.parallelism), Samples, recorded(config, run, step))
+        routing = Routing(config, derive(4, config.parallelism), Samples, recorded_routing(config, run, step))
         for layer in (0, 1):
             chosen = torch.cat([routing.chosen(rank, m, layer).flatten() for rank in range(4) for m in range(2)])
             found = torch.bincount(chosen, minlength=8) / len(chosen)
@@ -55,16 +55,16 @@ def test_each_layer_has_its_own_and_the_last_line_is_taken(tmp_path: Path) -> No
 def said(folder: Path, text: str, step: int | None = None, **changes: int) -> str:
     config = config_of({f"model.{name}": value for name, value in changes.items()}, 1, "cpu")
     with pytest.raises(ConfigError) as error:
-        recorded(config, written(folder, text), step)
+        recorded_routing(config, written(folder, text), step)
     return str(error.value)
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     good = lines((1, FIRST), (20, LAST))
-    assert "no line of step 3: the nearest are of steps 1, 20" in said(tmp_path, good, 3)
-    assert "loads of layers 0, 1, and the recipe has experts in 0, 1, 2" in said(tmp_path, good, num_layers=3)
-    assert "layer 0 has 8 experts, and the recipe model.num_experts = 16" in said(tmp_path, good, num_experts=16)
-    assert "expert 0 of layer 1 has 8 of 16 rows, and with model.top_k = 4" in said(tmp_path, good, 1, top_k=4)
+    assert "no line for step 3: the nearest steps are 1, 20" in said(tmp_path, good, 3)
+    assert "loads for layers 0, 1; the recipe has experts in 0, 1, 2" in said(tmp_path, good, num_layers=3)
+    assert "layer 0 has 8 experts, but the recipe has model.num_experts = 16" in said(tmp_path, good, num_experts=16)
+    assert "expert 0 of layer 1 has 8 of 16 rows, but with model.top_k = 4" in said(tmp_path, good, 1, top_k=4)
     for text in (
         "",
         "[]\n",
@@ -73,18 +73,18 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         '{"step": 1, "load": {"x": [1]}}',
         "[" * 9999,
     ):
-        assert "has no line with the load of experts" in said(tmp_path, text)
-    ways = ["--world", "4", "--routing", str(tmp_path / "none")]
-    assert "cannot read" in refused(capsys, *ways, *SMALL)
-    assert "both say where rows go" in refused(capsys, *ways, "--imbalance", "2")
+        assert "has no line with expert loads" in said(tmp_path, text)
+    options = ["--world", "4", "--routing", str(tmp_path / "none")]
+    assert "cannot read" in refused(capsys, *options, *SMALL)
+    assert "both say where rows go" in refused(capsys, *options, "--imbalance", "2")
     assert "name the file with --routing" in refused(capsys, "--world", "4", "--routing-step", "2")
 
 
 def test_the_output_says_that_it_estimates(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run, file = written(tmp_path, lines((7, {"0": [16, 12, 0, 12]}))), tmp_path / "rank.json"
-    ways = ["--world", "4", "--routing", str(run), "--json", str(file), "--model.num_experts", "4"]
-    assert rehearse(*ways, *SMALL) == 0
+    options = ["--world", "4", "--routing", str(run), "--json", str(file), "--model.num_experts", "4"]
+    assert rehearse(*options, *SMALL) == 0
     text = capsys.readouterr().out
-    assert "routing as in step 7 of" in text and "rows between two ranks are estimates" in text
-    (told,) = json.loads(file.read_text())["ranks"]
-    assert "estimates" in told["estimates"] and "step 7" in told["routing"]
+    assert "routing as in step 7 of" in text and "rows between two ranks, and all that follows" in text
+    (report,) = json.loads(file.read_text())["ranks"]
+    assert "estimates" in report["estimates"] and "step 7" in report["routing"]

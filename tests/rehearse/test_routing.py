@@ -1,4 +1,4 @@
-"""Stated routing, and what ranks hear of each other's rows."""
+"""Stated routing, and the row counts that ranks send each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titanmoe.rehearse.samples import Samples
 
 
 @pytest.mark.parametrize("factor", [1.5, 2.0, 3.0])
-def test_the_busiest_expert_has_its_multiple(factor: float) -> None:
+def test_the_busiest_expert_has_its_multiple_of_the_mean(factor: float) -> None:
     chosen_TK = skewed(torch.arange(4800), 2, 8, factor)
     load_E = torch.bincount(chosen_TK.flatten(), minlength=8)
     assert load_E.argmax() == 0 and load_E[0] / (2 * 4800 / 8) == pytest.approx(factor, rel=0.01)
@@ -21,22 +21,22 @@ def test_the_busiest_expert_has_its_multiple(factor: float) -> None:
     assert load_E[1:].max() < 1.1 * load_E[1:].min()
 
 
-def test_at_the_most_there_can_be_other_experts_have_no_token() -> None:
+def test_at_the_largest_imbalance_other_experts_have_no_token() -> None:
     load_E = torch.bincount(skewed(torch.arange(16), 2, 8, 4.0).flatten(), minlength=8)
     assert load_E.tolist() == [16, 16, 0, 0, 0, 0, 0, 0]
 
 
-def test_balanced_is_what_routers_force() -> None:
+def test_balanced_routing_is_that_of_force_balance() -> None:
     assert torch.bincount(balanced(torch.arange(16), 2, 8).flatten()).tolist() == [4] * 8
 
 
 @pytest.mark.parametrize("imbalance", [1.0, 2.0, 4.0])
-def test_what_one_sends_is_what_the_other_hears_of(imbalance: float) -> None:
+def test_every_rank_receives_the_counts_that_others_send(imbalance: float) -> None:
     config = config_of({"parallelism.tp": 2, "parallelism.experts.ep": 4}, 4, "cpu")
     routing = Routing(config, derive(4, config.parallelism), Samples, with_imbalance(config, imbalance))
     exchange = Exchange(routing, AllToAll, AllToAll(8, 1, "torch"), 8)
     for rank in range(4):
-        heard = exchange.received(rank, 0, 0, 0)
+        counts = exchange.received(rank, 0, 0, 0)
         for other in range(4):
             load_E = torch.bincount(routing.chosen(other, 0, 0).flatten(), minlength=8)
-            assert heard[other].flatten().tolist() == load_E[2 * rank : 2 * rank + 2].tolist()
+            assert counts[other].flatten().tolist() == load_E[2 * rank : 2 * rank + 2].tolist()

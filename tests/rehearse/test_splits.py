@@ -1,4 +1,4 @@
-"""Split sizes between ranks of which one alone was rehearsed."""
+"""Split sizes between ranks, only one of which was rehearsed."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from titanmoe.comm.collectives import start
 from titanmoe.moe.dispatch import AllToAll
 from titanmoe.rehearse.order import HOST_ORDER
 from titanmoe.rehearse.roles import check_roles
-from titanmoe.rehearse.routing import Stated, balanced, skewed
-from titanmoe.rehearse.splits import unlike_splits
+from titanmoe.rehearse.routing import StatedRouting, balanced, skewed
+from titanmoe.rehearse.splits import disagreeing_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 EP4 = {"model.num_layers": 1, "training.global_batch_size": 4, "parallelism.experts.ep": 4, "parallelism.node": 2}
 
 
-def of(changes: dict[str, Any], routing: float | Stated = 1.7) -> Rehearsal:
+def of(changes: dict[str, Any], routing: float | StatedRouting = 1.7) -> Rehearsal:
     return rehearse(config_of(EP4 | changes, 4, "h100"), 4, 0, "h100", routing)
 
 
 @pytest.mark.parametrize("name", ["allgather", "hierarchical_chunks"])
-def test_they_are_what_the_rehearsed_rank_sent(name: str) -> None:
+def test_split_sizes_are_those_of_the_rehearsed_rank(name: str) -> None:
     found = of(DISPATCHERS[name])
     sent = [m.splits for m in found.log.messages if m.op == "all-to-all" and not m.backward]
     assert sent == [(s, r) for _, s, r in found.exchange.all_to_alls(0, 0, 0)]
-    assert not list(unlike_splits([found]))
+    assert not list(disagreeing_splits([found]))
 
 
-def test_a_rank_that_was_not_rehearsed_and_sends_back_to_the_wrong_ones_is_named() -> None:
+def test_a_rank_that_was_not_rehearsed_and_returns_rows_to_the_wrong_ranks_is_named() -> None:
     real = AllToAll.leave
 
     def leave(self: AllToAll, y_RD: Tensor, splits: Any) -> Any:
@@ -47,12 +47,12 @@ def test_a_rank_that_was_not_rehearsed_and_sends_back_to_the_wrong_ones_is_named
     assert check_roles([found]).text == HOST_ORDER
 
 
-def test_each_layer_where_they_differ() -> None:
+def test_each_layer_is_checked_if_layers_differ() -> None:
     def choose(layer: int, index_T: Tensor) -> Tensor:
         return skewed(index_T, 2, 8, 3.0) if layer else balanced(index_T, 2, 8)
 
-    found = of({"model.num_layers": 2}, Stated("one of each", choose, by_layer=True))
+    found = of({"model.num_layers": 2}, StatedRouting("one of each", choose, by_layer=True))
     splits = {layer: [s for _, s, _ in found.exchange.all_to_alls(1, 0, layer)] for layer in (0, 1)}
     assert splits[0] != splits[1]
     rows = [m.splits[0] for m in found.log.messages if m.op == "all-to-all" and m.line.layer == "layers.1"]
-    assert len(set(rows)) > 1 and not list(unlike_splits([found]))
+    assert len(set(rows)) > 1 and not list(disagreeing_splits([found]))

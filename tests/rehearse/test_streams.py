@@ -1,4 +1,4 @@
-"""FSDP's streams: what the computation waits for on a GPU, and when."""
+"""FSDP's streams: which messages the computation waits for on a GPU, and when."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_message_is_waited_for(changes: dict[str, int]) -> None:
 
 
 def test_a_reduction_waits_for_the_one_before_it() -> None:
-    """FSDP keeps one buffer: the computation waits for a reduce-scatter before it fills the next."""
+    """FSDP keeps one buffer: the computation waits for a reduce-scatter before it fills the next one."""
     log = of().log
     numbers = [i for i, m in enumerate(log.messages) if m.op == "reduce-scatter"]
     assert len(numbers) > 2 and all(log.messages[i].waited == "later" for i in numbers)
@@ -41,7 +41,7 @@ def test_a_reduction_waits_for_the_one_before_it() -> None:
     assert any(waits(log, i) > log.events.index(("issue", i + 1)) for i in gathers)  # prefetched
 
 
-def test_replicas_are_added_up_on_a_stream_of_their_own() -> None:
+def test_replicas_are_summed_on_a_stream_of_their_own() -> None:
     """The computation waits for them when backward ends."""
     found = of(dp_replicate=2)
     lanes = [found.groups[m.group].lane for m in found.log.messages]

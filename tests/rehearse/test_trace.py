@@ -1,4 +1,4 @@
-"""Dumps of torch's flight recorder against the step that they should show: of a real run, and made by hand."""
+"""Dumps of torch's flight recorder compared with the step that they should show: from a real run, and made by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.rehearse.small import config_of
 from tests.rehearse.test_command import refused
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
-from titanmoe.rehearse.hang import Finding, judge, stand
+from titanmoe.rehearse.hang import Finding, judge, locate
 from titanmoe.rehearse.record import Message
 from titanmoe.rehearse.trace import DTYPES, OPS, read_dump, read_dumps
 from titanmoe.rehearse.world import Rehearsal, rehearse
@@ -28,17 +28,17 @@ def test_a_real_rank_that_hangs_is_named(tmp_path: Path, capsys: pytest.CaptureF
     ranks = [processes.Started(["-m", "tests.rehearse.hung", tmp_path, rank], env) for rank in range(hung.WORLD)]
     assert [rank.wait(120).returncode for rank in ranks] == [0] * hung.WORLD
     dumps = [str(tmp_path / f"trace_rank_{rank}") for rank in range(hung.WORLD)]
-    ways = ["rehearse", "--world", "4", "--hardware", "cpu", *hung.recipe(), "--json", str(tmp_path / "found.json")]
-    assert main([*ways, "--trace", *dumps]) == 1
+    options = ["rehearse", "--world", "4", "--hardware", "cpu", *hung.recipe(), "--json", str(tmp_path / "found.json")]
+    assert main([*options, "--trace", *dumps]) == 1
     first, second, third, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith("rank 2 never issued operation ") and " of its step, in rows ep over ranks 0,1,2,3" in first
     assert "all-to-all" in first and "moe/dispatch.py" in first and first.endswith("of layers.1")
     assert "it waits for no message itself" in second
-    assert third == "    ranks 0, 1, 3 waited for that:"
+    assert third == "    ranks 0, 1, 3 wait for it:"
     assert json.loads((tmp_path / "found.json").read_text())["trace"]["lines"][0] == first
 
 
-# ---- made by hand, as NCCL's are
+# ---- made by hand in the form of NCCL's dumps
 
 NAMES = {"all-gather": "_all_gather_base", "reduce-scatter": "_reduce_scatter_base"}
 NAMES |= {op: name for name, op in OPS.items() if op not in NAMES and name not in ("all_reduce_barrier",)}
@@ -58,14 +58,14 @@ def entry(m: Message, rank: int, number: int, count: int, done: bool) -> dict[st
     group = role.groups[m.group]
     ranks = next(part for part in group.parts if rank in part)
     kind, me = str(m.dtype).removeprefix("torch."), ranks.index(rank)
-    ways = {"send": f" {me}->{m.peer}", "receive": f" {me}<-{m.peer}"}
+    ends = {"send": f" {me}->{m.peer}", "receive": f" {me}<-{m.peer}"}
     sizes = [[max(m.sent, m.received if m.op == "receive" else 0) // m.dtype.itemsize]]
     return {
         "record_id": number,
         "process_group": (f"{group.lane} {ranks}", group.lane),
         "collective_seq_id": count,
         "p2p_seq_id": 0,
-        "profiling_name": f"nccl:{NAMES[m.op]}{ways.get(m.op, '')}",
+        "profiling_name": f"nccl:{NAMES[m.op]}{ends.get(m.op, '')}",
         "input_sizes": sizes,
         "input_dtypes": [KINDS.get(kind, kind)],
         "output_sizes": sizes,
@@ -77,7 +77,7 @@ def entry(m: Message, rank: int, number: int, count: int, done: bool) -> dict[st
 
 
 def dump(folder: Path, rank: int, at: int, done: int | None = None, keep: int = 10**6, before: int = 1) -> Path:
-    """at: operations of the last step that it has issued, done of them finished. keep: the ring's size."""
+    """at: how many operations of the last step it has issued; `done` of them are done. keep: the recorder's size."""
     messages = stages()[rank // 2].log.messages
     entries, counts, config = [], {}, {}
     for number, m in enumerate([*messages * before, *messages[:at]]):
@@ -99,7 +99,7 @@ def dump(folder: Path, rank: int, at: int, done: int | None = None, keep: int = 
 
 
 def found(*files: Path) -> Finding:
-    return judge(stand(stages(), read_dumps(files)))
+    return judge(locate(stages(), read_dumps(files)))
 
 
 def the(op: str, stage: int, n: int = 0) -> int:
@@ -116,20 +116,20 @@ def hangs(folder: Path, **more: int) -> list[Path]:
 
 @pytest.mark.parametrize("keep", [10**6, 24])
 def test_who_never_issued_what(tmp_path: Path, keep: int) -> None:
-    """Also from a ring that has forgotten where the step began."""
+    """Also from a dump that no longer holds the start of the step."""
     first, _, third, *waits = found(*hangs(tmp_path, keep=keep)).lines
     number, whole = the("all-to-all", 1, 2), len(stages()[1].log.messages)
     assert first.startswith(
         f"rank 3 never issued operation {number} of the {whole} of its step, in rows ep over ranks 2,3"
     )
-    assert "all-to-all" in first and third == "    ranks 0, 1, 2 waited for that:"
+    assert "all-to-all" in first and third == "    ranks 0, 1, 2 wait for it:"
     assert "send with rank 2" in waits[0] and "send with rank 3" in waits[1] and "rank 2 in" in waits[2]
 
 
-def test_a_rank_that_went_astray_or_left_nothing(tmp_path: Path) -> None:
+def test_a_rank_that_issued_something_else_or_left_no_dump(tmp_path: Path) -> None:
     files = hangs(tmp_path)
     said = "\n".join(found(*files[1:]).lines)
-    assert "rank 3 left no dump" in said and "ranks 0, 1, 2 waited for that" in said
+    assert "rank 3 left no dump" in said and "ranks 0, 1, 2 wait for it" in said
     number = the("all-to-all", 1, 2)
     data = pickle.loads(dump(tmp_path, 3, number + 1, number).read_bytes())
     data["entries"][-1]["profiling_name"] = "nccl:all_reduce"
@@ -162,17 +162,16 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
             read_dump(tmp_path / name)
         return str(error.value)
 
-    assert "asks for" in said("evil_1", pickle.dumps(Evil())) and "which no flight recorder writes" in said(
+    assert "it contains" in said("evil_1", pickle.dumps(Evil())) and "which no flight recorder writes" in said(
         "evil_1", pickle.dumps({"pg_config": {}, "entries": [Evil()]})
     )
     for data in (b"", b"{}", b"[]", b"\x80\x02.", pickle.dumps([1]), pickle.dumps({"pg_config": {}, "entries": [{}]})):
-        assert "is no dump of torch's flight recorder" in said("x_1", data)
-    assert "holds no operation" in said("x_1", pickle.dumps({"pg_config": {}, "entries": []}))
-    assert "its name does not end in a rank's number" in said("trace", b"")
+        assert "is not a dump of torch's flight recorder" in said("x_1", data)
+    assert "holds no operations" in said("x_1", pickle.dumps({"pg_config": {}, "entries": []}))
+    assert "its name does not end in a rank," in said("trace", b"")
     assert "none of its messages: start the run with TORCH_FR_BUFFER_SIZE" in said("events.jsonl", b'{"step": 1}')
-    ways = ["--world", "4", "--trace", str(tmp_path / "none_3")]
-    assert "cannot read" in refused(capsys, *ways)
+    assert "cannot read" in refused(capsys, "--world", "4", "--trace", str(tmp_path / "none_3"))
     assert "leave out --all-roles" in refused(capsys, "--world", "4", "--all-roles", "--trace", "x")
     few = dump(tmp_path, 3, the("all-to-all", 1, 2), keep=3)
-    with pytest.raises(ConfigError, match="too few to say which"):
+    with pytest.raises(ConfigError, match="too few to place it"):
         found(few)

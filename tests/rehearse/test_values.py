@@ -1,4 +1,4 @@
-"""Numbers behind fake tensors, and shapes that are remembered."""
+"""Integers tracked behind fake tensors, and the cache of shapes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.rehearse.small import config_of, told
+from tests.rehearse.small import comparable, config_of
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse import values
 from titanmoe.rehearse.shapes import Shapes
@@ -20,7 +20,7 @@ def recorder() -> tuple[FakeTensorMode, FakeRecorder]:
     return fake, FakeRecorder({}, 0, True, fake)
 
 
-def test_whole_numbers_are_followed() -> None:
+def test_integers_are_tracked() -> None:
     fake, noted = recorder()
     with fake, noted.on():
         chosen = torch.tensor([2, 0, 2, 1])
@@ -32,7 +32,7 @@ def test_whole_numbers_are_followed() -> None:
     assert values.numbers(sizes) == [1, 2, 9, 14]
 
 
-def test_what_comes_of_weights_is_not_known_and_what_it_is_written_to_no_longer() -> None:
+def test_values_computed_from_weights_are_unknown_and_so_is_what_they_are_written_to() -> None:
     fake, noted = recorder()
     with fake, noted.on():
         scores = torch.zeros(4).softmax(0)
@@ -42,21 +42,21 @@ def test_what_comes_of_weights_is_not_known_and_what_it_is_written_to_no_longer(
     assert values.numbers(best) is None and values.numbers(place) is None
 
 
-def test_the_host_reads_what_is_known_and_each_reading_is_one_wait() -> None:
+def test_the_host_reads_known_values_and_every_read_is_one_wait() -> None:
     fake, noted = recorder()
     tolist = mock.patch.object(torch._subclasses.FakeTensor, "tolist", lambda x: noted.number(x))
     with fake, noted.on(), tolist:
         assert torch.arange(3).add(1).tolist() == [1, 2, 3]
         assert int(torch.arange(4).sum()) == 6
         assert torch.ones(3).sum().item() == 0.0
-        with pytest.raises(RuntimeError, match="nothing states it"):
+        with pytest.raises(RuntimeError, match="unknown in a rehearsal"):
             torch.ones(3).argmax().item()
     assert len(noted.log.syncs) == 4
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not installed(), reason="Triton is not installed")
-def test_remembered_shapes_are_those_that_torch_tells() -> None:
+def test_cached_shapes_are_those_that_torch_infers() -> None:
     changes = {
         "training.mixed_precision_param": "bfloat16",
         "moe.kernels": "auto",
@@ -66,6 +66,6 @@ def test_remembered_shapes_are_those_that_torch_tells() -> None:
     found = rehearse(config, 4, 1, "h100")
     with mock.patch.object(Shapes, "__call__", lambda self, func, args, kwargs: func(*args, **kwargs)):
         asked = rehearse(config, 4, 1, "h100")
-    assert told(found.log, found.groups) == told(asked.log, asked.groups)
+    assert comparable(found.log, found.groups) == comparable(asked.log, asked.groups)
     assert (found.log.syncs, found.operations) == (asked.log.syncs, asked.operations)
     assert found.memory == asked.memory

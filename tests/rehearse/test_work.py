@@ -12,7 +12,7 @@ from tests.rehearse.small import config_of
 from titanmoe.models.count import flops_per_token
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.place import Place
-from titanmoe.rehearse.work import Operations, Work, weight
+from titanmoe.rehearse.work import Operations, Work, stored_bytes
 from titanmoe.rehearse.work_table import work_as_json
 from titanmoe.rehearse.world import rehearse
 
@@ -33,10 +33,10 @@ def test_operations() -> None:
     assert (picked.read, picked.written) == (3 * 8 * 4 + 3 * 8, 3 * 8 * 4)
     assert total(aten.view.default, (x, [32]), x.view(32)) == total(aten.empty_like.default, (x,), x) == Work()
     assert total(aten.promote_types.default, (torch.float32, torch.bfloat16), torch.float32) == Work()
-    assert weight(torch.zeros(4, 1).expand(4, 100)) == 16
+    assert stored_bytes(torch.zeros(4, 1).expand(4, 100)) == 16
 
 
-def test_what_is_changed_in_place_is_written_and_what_is_only_filled_is_not_read() -> None:
+def test_a_tensor_changed_in_place_is_written_and_one_that_is_only_filled_is_not_read() -> None:
     x = torch.zeros(32)
     assert total(aten.add_.Tensor, (x, x), x) == Work(1, 0, 256, 128)
     assert total(aten.copy_.default, (x, x), x) == Work(1, 0, 128, 128)
@@ -47,40 +47,40 @@ def test_what_is_changed_in_place_is_written_and_what_is_only_filled_is_not_read
 
 
 @pytest.mark.skipif(not installed(), reason="Triton is not installed")
-def test_a_step_has_the_flops_that_its_model_is_said_to_have() -> None:
-    """flops_per_token counts what MFU does: nothing recomputed; attention is a small part of it here."""
+def test_a_step_has_the_flops_that_the_formula_gives() -> None:
+    """flops_per_token counts as MFU does, nothing recomputed; attention is a small part of it here."""
     wide = {"model.num_layers": 2, "model.dim": 64, "model.head_dim": 8, "model.expert_hidden": 128}
     wide |= {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "training.global_batch_size": 2}
     config = config_of(wide, 1, "h100")
     tokens = config.training.global_batch_size * config.training.seq_len
     counted = rehearse(config, 1, 0, "h100").operations.total().flops / tokens
-    said = flops_per_token(config.model, config.training.seq_len)
-    assert counted == pytest.approx(said, rel=0.05)
+    expected = flops_per_token(config.model, config.training.seq_len)
+    assert counted == pytest.approx(expected, rel=0.05)
 
 
 def test_every_operation_has_a_layer_a_region_and_a_pass() -> None:
-    """Of backward's too, whose operations have no line of the model in their stack."""
+    """Also in backward, whose operations have no line of the model in their stack."""
     wide = {"model.num_layers": 3, "activation_checkpoint.mode": "full", "training.global_batch_size": 2}
     config = config_of(wide | {"training.local_batch_size": 2}, 1, "cpu")
     operations = rehearse(config, 1, 0, "cpu").operations
     flops: Counter[tuple[str, str, str]] = Counter()
     for one, count in operations.items():
-        flops[one.place.layer, one.place.region, one.place.part] += one.flops * count
+        flops[one.place.layer, one.place.region, one.place.phase] += one.flops * count
     rows = 2 * config.training.seq_len * config.model.top_k
     once = 3 * 2 * rows * config.model.dim * config.model.expert_hidden
     for layer in ("layers.0", "layers.1", "layers.2"):
         parts = {part: flops[layer, "experts", part] for part in ("forward", "recomputed", "backward")}
         assert parts == {"forward": once, "recomputed": once, "backward": 2 * once}
         attention = [flops[layer, "attention", part] for part in ("forward", "recomputed", "backward")]
-        assert 0 < attention[1] < attention[0] < attention[2] / 2  # the last product is not done again
+        assert 0 < attention[1] < attention[0] < attention[2] / 2  # the last product is not recomputed
     assert {layer for layer, _, _ in flops} == {"", "layers.0", "layers.1", "layers.2"}
     products = {region for (_, region, _), count in flops.items() if count}
     assert products == {"attention", "router", "experts", "head and loss"}
-    assert {one.place.part for one in operations if one.place.region == "optimizer"} == {"update"}
+    assert {one.place.phase for one in operations if one.place.region == "optimizer"} == {"update"}
     lines = {one.place.file for one in operations if one.place.region == "experts" and one.flops}
     assert lines == {"moe/experts.py"}
-    told = work_as_json(operations)
+    report = work_as_json(operations)
     for unit in ("flops", "read", "written"):
-        assert sum(row[unit] * row["count"] for row in told["operations"]) == told[unit]
-        regions = [of[unit] for parts in told["by_region"].values() for of in parts.values()]
-        assert sum(regions) == told[unit] >= sum(of[unit] for of in told["by_layer"].values())
+        assert sum(row[unit] * row["count"] for row in report["operations"]) == report[unit]
+        regions = [of[unit] for parts in report["by_region"].values() for of in parts.values()]
+        assert sum(regions) == report[unit] >= sum(of[unit] for of in report["by_layer"].values())

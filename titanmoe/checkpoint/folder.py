@@ -421,7 +421,7 @@ def together(group: Group, work: Callable[[], T]) -> list[T]:
     except CheckpointError as error:
         mine = None, str(error)
     except OSError as error:
-        mine = None, inside.told(error)
+        mine = None, inside.error_text(error)
     everyone: list[Any] = [mine]
     if group is not None:
         everyone = [None] * dist.get_world_size(group)
@@ -441,7 +441,7 @@ def _of(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
             "untouched; start again to resume from the latest, with a lower optimizer.lr if it happens again"
         )
     return CheckpointError(
-        "; ".join(dict.fromkeys(inside.told(e) if isinstance(e, OSError) else str(e) for e in errors))
+        "; ".join(dict.fromkeys(inside.error_text(e) if isinstance(e, OSError) else str(e) for e in errors))
     )
 
 

@@ -35,7 +35,7 @@ class Unreadable(CheckpointError):
     """The file system gave no answer: the file may be intact."""
 
 
-def told(error: OSError) -> str:
+def error_text(error: OSError) -> str:
     """Some errors of the standard library have neither a file nor an errno."""
     why = error.strerror or str(error) or type(error).__name__
     return f"{error.filename}: {why}" if error.filename else why

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from titanmoe.checkpoint import inside, manifest
 from titanmoe.checkpoint.disk import unwritten
-from titanmoe.checkpoint.inside import ABSENT, CheckpointError, Unreadable, patiently, told
+from titanmoe.checkpoint.inside import ABSENT, CheckpointError, Unreadable, error_text, patiently
 from titanmoe.checkpoint.manifest import Manifest, Sum
 
 MANIFEST, LATEST, CARRIED = "manifest.json", "latest", "hf"
@@ -262,7 +262,7 @@ def retain(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[
             try:  # first it loses its name, in one rename, then its files
                 said += erase(_renamed(path, REMOVING))
             except OSError as error:
-                said.append(f"cannot remove {path}: {told(error)}")
+                said.append(f"cannot remove {path}: {error_text(error)}")
     return said
 
 
@@ -292,7 +292,7 @@ def erase(path: Path) -> list[str]:
         else:
             path.unlink()
     except OSError as error:
-        return [f"cannot remove {path}: {told(error)}"]
+        return [f"cannot remove {path}: {error_text(error)}"]
     return []
 
 

@@ -58,7 +58,7 @@ DISPATCHERS = {
         whole="leaves those counts on the device",
         unused_rows=True,
         asks_machine=True,
-        # A kernel's first block overwrites the offsets that others still read: surely so where a block has more than
+        # A kernel's first block overwrites the offsets that others still read, always if a block has more than
         # one piece. The grid has 64 blocks, 8 with more than 8 ranks (torch 2.11 and newer). A warp for each expert.
         most_ranks=8,
         most_experts=16,

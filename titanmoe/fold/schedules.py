@@ -112,7 +112,7 @@ def single_order(schedule: str, pp: int, microbatches: int) -> list[list[Cell]]:
 
 
 def bubble(rows: Sequence[Sequence[Cell]], stages: int) -> float:
-    """Idle share of all ranks' time, found by playing the rows: forward 1, backward 2 (input 1, weight 1).
+    """Idle share of all ranks' time, found by simulating the rows: forward 1, backward 2 (input 1, weight 1).
 
     torch starts a pair when both its halves can run, and sends their results when both are done.
     """

@@ -99,7 +99,7 @@ class Memory:
         self.try_once(held)
 
     def try_once(self, held: int) -> None:
-        """One row to each expert of each rank and back, as far as there is room, every row saying whence and whereto.
+        """One row to each expert of each rank and back, as far as there is room; a row names its sender and its expert.
 
         All ranks of the world call this together: the first exchange of a group divides up NVSHMEM's world.
         """

@@ -1,1 +1,1 @@
-"""Any rank of any world in one process: the real step on fake tensors, and all that it sends and keeps."""
+"""One step of any rank of any world in one process: the real code on fake tensors, and what it sends and holds."""

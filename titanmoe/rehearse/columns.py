@@ -1,11 +1,11 @@
-"""Columns of text, and bytes in few characters."""
+"""Aligned columns of text, and byte counts in three digits."""
 
 from __future__ import annotations
 
 UNITS = ("B", "KB", "MB", "GB", "TB")
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     unit = 0
     while count >= 1000 and unit < len(UNITS) - 1:
         count, unit = count / 1000, unit + 1

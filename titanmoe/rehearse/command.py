@@ -1,4 +1,4 @@
-"""`titanmoe rehearse`: what a rank of a world would send and keep, before there is a world."""
+"""`titanmoe rehearse`: what any rank would send and hold in memory, before the job is launched."""
 
 from __future__ import annotations
 
@@ -16,18 +16,22 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
     rehearse = commands.add_parser(
         "rehearse",
         help="one step of any rank of any world, in one process and without GPUs",
-        description="Runs the step of a recipe as one rank of a world would, on tensors that have shapes but no "
-        "memory, and tells every message, what it weighs and which line asks for it. Opens no data, tokenizer or "
-        "checkpoint. Whatever follows the options and has the form --table.field value overrides the recipe.",
+        description="Runs one step of a recipe as one rank of a world would, on tensors that have shapes but no "
+        "storage, and reports every message, its size and the line of code that sends it. Opens no data, tokenizer or "
+        "checkpoint. --table.field VALUE overrides a field of the recipe.",
     )
     rehearse.add_argument("--config", metavar="FILE", required=True, help="a recipe")
-    rehearse.add_argument("--world", type=int, metavar="N", required=True, help="ranks in all")
-    rehearse.add_argument("--rank", type=int, metavar="N", default=0, help="which of them (default 0)")
+    rehearse.add_argument("--world", type=int, metavar="N", required=True, help="number of ranks")
+    rehearse.add_argument("--rank", type=int, metavar="N", default=0, help="the rank to rehearse (default 0)")
     rehearse.add_argument(
-        "--all-roles", action="store_true", help="one rank of each pipeline stage, and whether their messages can pass"
+        "--all-roles",
+        action="store_true",
+        help="one rank of each pipeline stage, and whether all ranks' messages can complete",
     )
-    rehearse.add_argument("--hardware", metavar="NAME", default="h100", help="whose ways are taken (default h100)")
-    rehearse.add_argument("--node", type=int, metavar="N", default=8, help="ranks of a node (default 8)")
+    rehearse.add_argument(
+        "--hardware", metavar="NAME", default="h100", help="run the code that this hardware runs (default h100)"
+    )
+    rehearse.add_argument("--node", type=int, metavar="N", default=8, help="ranks per node (default 8)")
     rehearse.add_argument(
         "--imbalance",
         type=float,
@@ -39,20 +43,18 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
         "--routing",
         type=Path,
         metavar="FILE",
-        help="rows per expert as an experts.jsonl has them (or the run's folder); what follows are estimates",
+        help="take rows per expert from an experts.jsonl, or the run folder that holds one; the results are estimates",
     )
-    rehearse.add_argument(
-        "--routing-step", type=int, metavar="N", help="which of its steps (default: the last in the file)"
-    )
+    rehearse.add_argument("--routing-step", type=int, metavar="N", help="the step of that file (default: the last)")
     rehearse.add_argument(
         "--trace",
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="dumps of torch's flight recorder by ranks of a run that hangs: who never issued what",
+        help="flight-recorder dumps from the ranks of a hung run: name the rank that never issued its operation",
     )
-    rehearse.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
-    rehearse.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step there, as HTML")
+    rehearse.add_argument("--json", type=Path, metavar="FILE", help="also write the whole report to this file")
+    rehearse.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step, as an HTML page")
     rehearse.set_defaults(run=run_rehearse, overrides=[])
 
 
@@ -64,7 +66,7 @@ def run_rehearse(args: argparse.Namespace) -> int:
         print(format_problems(problems), file=sys.stderr)
         return 2
     try:
-        lines, data, page, code = _held(args) if args.trace else _rehearsed(args)
+        lines, data, page, code = _compare(args) if args.trace else _report(args)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -81,42 +83,47 @@ def run_rehearse(args: argparse.Namespace) -> int:
     return code
 
 
-def _rehearsed(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, int]:
-    """The report, the same for programs, a picture, and the exit code."""
+def _report(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, int]:
+    """The report as text, the same as JSON, the picture, and the exit code."""
     from titanmoe.rehearse.picture import picture
-    from titanmoe.rehearse.recorded import recorded
+    from titanmoe.rehearse.recorded import recorded_routing
     from titanmoe.rehearse.roles import check_roles, roles
     from titanmoe.rehearse.table import as_json, table, table_of_roles
-    from titanmoe.rehearse.world import read, rehearse
+    from titanmoe.rehearse.world import read_recipe, rehearse
 
-    config = read(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
-    routing = args.imbalance if args.routing is None else recorded(config, args.routing, args.routing_step)
+    config = read_recipe(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
+    routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not args.all_roles:
         found = rehearse(config, args.world, args.rank, args.hardware, routing, args.node)
         return table(found), {"ranks": [as_json(found)]}, picture([found]) if args.picture else "", 0
-    every = list(roles(config, args.world, args.hardware, routing, args.node))
-    verdict = check_roles(every)
+    rehearsed = list(roles(config, args.world, args.hardware, routing, args.node))
+    verdict = check_roles(rehearsed)
     order = {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}
-    data = {"ranks": [as_json(one) for one in every], "order": order}
-    return table_of_roles(every, verdict), data, picture(every) if args.picture else "", 0 if verdict.safe else 1
+    data = {"ranks": [as_json(one) for one in rehearsed], "order": order}
+    return (
+        table_of_roles(rehearsed, verdict),
+        data,
+        picture(rehearsed) if args.picture else "",
+        0 if verdict.safe else 1,
+    )
 
 
-def _held(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, int]:
-    """A live run against what its ranks should issue."""
-    from titanmoe.rehearse.hang import held
+def _compare(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, int]:
+    """Compares the dumps of a hung run with what its ranks should issue."""
+    from titanmoe.rehearse.hang import find_hang
     from titanmoe.rehearse.trace import read_dumps
-    from titanmoe.rehearse.world import read
+    from titanmoe.rehearse.world import read_recipe
 
     dumps = read_dumps(args.trace)
-    config = read(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
-    found = held(config, args.world, args.hardware, args.node, dumps)
+    config = read_recipe(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
+    found = find_hang(config, args.world, args.hardware, args.node, dumps)
     return list(found.lines), {"trace": {"stuck": found.stuck, "lines": found.lines}}, "", 1 if found.stuck else 0
 
 
 def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
     found = []
     if args.hardware not in names:
-        found.append(f"--hardware = {args.hardware} is not known: use {', '.join(names)}")
+        found.append(f"--hardware = {args.hardware} is unknown: use {', '.join(names)}")
     if args.world < 1:
         found.append(f"--world = {args.world} is not a number of ranks: use 1 or more")
     elif not 0 <= args.rank < args.world:
@@ -124,13 +131,13 @@ def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
     if args.node < 1:
         found.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if not args.imbalance >= 1:
-        found.append(f"--imbalance = {args.imbalance:g} is below 1, the mean: use 1 or more")
+        found.append(f"--imbalance = {args.imbalance:g} is below 1, which is balanced: use 1 or more")
     if args.all_roles and args.hardware == "cpu":
-        found.append("--all-roles follows NCCL's rules, and CPUs send by gloo: name a GPU with --hardware")
+        found.append("--all-roles checks NCCL's rules, and CPUs use gloo: name a GPU with --hardware")
     if args.routing is not None and args.imbalance != 1:
         found.append("--imbalance and --routing both say where rows go: use one of them")
     if args.trace and (args.all_roles or args.routing is not None or args.imbalance != 1):
-        found.append("--trace holds a run against its step: leave out --all-roles, --routing and --imbalance")
+        found.append("--trace compares a run with its own step: leave out --all-roles, --routing and --imbalance")
     if args.routing is None and args.routing_step is not None:
-        found.append("--routing-step chooses a line of a file: name the file with --routing")
+        found.append("--routing-step selects a line of a file: name the file with --routing")
     return found

@@ -1,4 +1,4 @@
-"""What a rehearsal can stand for."""
+"""The hardware that a rehearsal can imitate."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a rank's memory holds over a step: every storage from the operation that makes it until nobody has it.
+"""A rank's memory over a step: every storage, from the operation that makes it until nothing refers to it.
 
-Bytes are those that tensors ask for. What a kernel uses while it runs, what NCCL keeps, and what an allocator rounds up
-or cannot use again is not in them.
+Bytes are those that tensors request. Workspaces of kernels, NCCL's own memory, and what an allocator loses to rounding
+and fragmentation are not counted.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from titanmoe.rehearse.place import GATHER, RECEIVE, REDUCE, Place
 from titanmoe.rehearse.work import tensors
 
 WEIGHTS, GRADIENTS, MOMENTS, KEPT, OTHER = "weights", "gradients", "moments", "activations kept", "other"
-AGAIN, DISPATCH = "recomputed activations", "dispatch buffers"
-OF_REGION = {
+RECOMPUTED, DISPATCH, SYMMETRIC = "recomputed activations", "dispatch buffers", "symmetric buffers"
+COMPONENT_OF_REGION = {
     GATHER: "gathered weights",
     REDUCE: GRADIENTS,
     "finish gradients": GRADIENTS,
@@ -32,12 +32,12 @@ OF_REGION = {
     "head and loss": "logits",
 }
 COMPONENTS = (
-    *(WEIGHTS, "gathered weights", GRADIENTS, MOMENTS, KEPT, AGAIN),
-    *(DISPATCH, "logits", "pipeline receive buffers", OTHER),
+    *(WEIGHTS, "gathered weights", GRADIENTS, MOMENTS, KEPT, RECOMPUTED),
+    *(DISPATCH, SYMMETRIC, "logits", "pipeline receive buffers", OTHER),
 )
-DISPATCHES = frozenset(("dispatch", "combine", "permute"))
+DISPATCH_REGIONS = frozenset(("dispatch", "combine", "permute"))
 POINTS = 600
-"""Of a picture: of what lies between two, the moment with most."""
+"""Points of the picture, each the highest moment since the one before."""
 
 
 class Storage:
@@ -47,15 +47,15 @@ class Storage:
         self.size, self.place, self.backward, self.component = size, place, backward, component
         self.kept = False
 
-    def of(self) -> str:
+    def counted_as(self) -> str:
         region = self.place.region
-        if self.component or region in OF_REGION:
-            return self.component or OF_REGION[region]
+        if self.component or region in COMPONENT_OF_REGION:
+            return self.component or COMPONENT_OF_REGION[region]
         if self.kept:
             return KEPT
-        if region in DISPATCHES:
+        if region in DISPATCH_REGIONS:
             return DISPATCH
-        return AGAIN if self.place.part == "recomputed" else OTHER
+        return RECOMPUTED if self.place.phase == "recomputed" else OTHER
 
 
 class _Watch(weakref.ref):
@@ -63,8 +63,8 @@ class _Watch(weakref.ref):
 
 
 @dataclass
-class Standing:
-    """Storages at the peak that one line made for one component."""
+class AtPeak:
+    """Storages alive at the peak that one line of code made for one component."""
 
     component: str
     place: Place
@@ -76,30 +76,30 @@ class Standing:
 class Memory:
     peak: int
     place: Place
-    """Of the operation that needed the last of it."""
+    """Of the operation that reached the peak."""
     before: int
-    """When the step began."""
+    """Bytes at the start of the step."""
     components: dict[str, int]
-    """At the peak."""
-    standing: list[Standing]
-    """At the peak, the largest first; layers are added up."""
+    """Bytes at the peak."""
+    at_peak: list[AtPeak]
+    """Largest first; layers are added up."""
     moments: list[int] = field(repr=False, default_factory=list)
-    """Operations done so far, for the picture."""
+    """How many operations had run at each point of the picture."""
     curves: dict[str, list[int]] = field(repr=False, default_factory=dict)
-    """Bytes of each component at these."""
+    """Bytes of each component at these points."""
 
 
 class Ledger:
-    """Notes storages as they come and go."""
+    """Records storages as they are allocated and freed."""
 
     def __init__(self, where: Callable[[], Place]) -> None:
         self._where, self._live = where, dict[int, _Watch]()
         self.operations = self.backward = 0
-        """Done so far in the step, and of them in backward."""
-        self.begin()
+        """Operations of the step so far, and how many of them were in backward."""
+        self.begin_step()
 
-    def begin(self) -> None:
-        """A step begins with what is there."""
+    def begin_step(self) -> None:
+        """A step starts with the storages that are alive."""
         self.operations = self.backward = 0
         self._whose = [watch.storage for watch in self._live.values()]
         self._changes, self._when = array("q", (x.size for x in self._whose)), array("q", bytes(8 * len(self._whose)))
@@ -107,8 +107,8 @@ class Ledger:
         self._first = self._highest = len(self._whose)
         self._place = Place()
 
-    def own(self, given: Iterable[Tensor], component: str) -> None:
-        """From before the step, or already noted: of that component."""
+    def assign(self, given: Iterable[Tensor], component: str) -> None:
+        """Counts these tensors, from before the step or already recorded, as that component."""
         for x in tensors(list(given)):
             watch = self._live.get(x.untyped_storage()._cdata)
             if watch is not None:
@@ -117,9 +117,9 @@ class Ledger:
                 self._open(x.untyped_storage(), Place(), component)
 
     def note(self, out: Any, place: Place) -> None:
-        """What an operation gave."""
+        """Records the results of an operation."""
         self.operations += 1
-        if place.part in ("backward", "recomputed"):
+        if place.phase in ("backward", "recomputed"):
             self.backward += 1
         for x in tensors(out):
             storage = x.untyped_storage()
@@ -143,7 +143,7 @@ class Ledger:
             self._close(watch.storage)
 
     def _close(self, storage: Storage) -> None:
-        storage.kept |= storage.place.part == "forward" and self.backward > storage.backward
+        storage.kept |= storage.place.phase == "forward" and self.backward > storage.backward
         self._change(storage, -storage.size)
 
     def _change(self, storage: Storage, size: int) -> None:
@@ -152,7 +152,7 @@ class Ledger:
         self._changes.append(size)
         self._when.append(self.operations)
 
-    # ---- what no operation shows
+    # ---- what is not seen as an operation
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -171,7 +171,7 @@ class Ledger:
             for parameter in group.fsdp_params:
                 whole = getattr(parameter, "_unsharded_param", None)
                 found = (None if whole is None else whole.grad, parameter.unsharded_accumulated_grad)
-                self.own([x for x in found if x is not None], GRADIENTS)
+                self.assign([x for x in found if x is not None], GRADIENTS)
             return reduce(group, *args, **kwargs)
 
         with (
@@ -180,7 +180,7 @@ class Ledger:
         ):
             yield
 
-    # ---- what came of it
+    # ---- the result
 
     def memory(self) -> Memory:
         live: dict[int, Storage] = {}
@@ -190,11 +190,11 @@ class Ledger:
             else:
                 live.pop(id(storage), None)
         components: Counter[str] = Counter()
-        lines: dict[tuple, Standing] = {}
+        lines: dict[tuple, AtPeak] = {}
         for storage in live.values():
-            component, place = storage.of(), storage.place._replace(layer="")
+            component, place = storage.counted_as(), storage.place._replace(layer="")
             components[component] += storage.size
-            one = lines.setdefault((component, place), Standing(component, place, 0, 0))
+            one = lines.setdefault((component, place), AtPeak(component, place, 0, 0))
             one.count += 1
             one.size += storage.size
         return Memory(
@@ -211,7 +211,7 @@ class Ledger:
         every = max(1, (len(self._whose) - self._first) // POINTS)
         now, total, most, best = Counter(), 0, -1, None
         for i, (storage, change) in enumerate(zip(self._whose, self._changes, strict=True)):
-            now[storage.of()] += change
+            now[storage.counted_as()] += change
             total += change
             if i < self._first - 1:
                 continue

@@ -1,10 +1,10 @@
-"""Memory over a step as a page: one HTML file with everything in it, drawn as reports are."""
+"""Memory over a step as one self-contained HTML page, drawn like the pages of `titanmoe report`."""
 
 from __future__ import annotations
 
 from html import escape
 
-from titanmoe.rehearse.columns import size
+from titanmoe.rehearse.columns import format_bytes
 from titanmoe.rehearse.memory import COMPONENTS, Memory
 from titanmoe.rehearse.memory_table import where
 from titanmoe.rehearse.world import Rehearsal
@@ -12,7 +12,7 @@ from titanmoe.report.charts import Curve, Frame
 from titanmoe.report.draw import Area, Line, Sheet, Words
 from titanmoe.report.page import document, figure
 
-ROLES = dict(zip(COMPONENTS, ("c0", "c1", "c2", "c4", "c3", "c5", "c6", "c7", "soft", "muted"), strict=True))
+ROLES = dict(zip(COMPONENTS, ("c0", "c1", "c2", "c4", "c3", "c5", "ink", "c6", "c7", "soft", "muted"), strict=True))
 SIZE = (1240.0, 420.0)
 
 
@@ -24,17 +24,17 @@ def picture(rehearsals: list[Rehearsal]) -> str:
         f'<p class="note">As on {first.hardware}, routing {escape(first.routing.text)}.</p>',
     ]
     for one in rehearsals:
-        sheet = chart(one.memory, f"Rank {one.rank}: at most {size(one.memory.peak)}, at {where(one.memory)}")
+        sheet = chart(one.memory, f"Rank {one.rank}: peak of {format_bytes(one.memory.peak)}, at {where(one.memory)}")
         parts.append(figure(sheet))
     return document(title, parts)
 
 
 def chart(memory: Memory, title: str) -> Sheet:
-    """Components on each other; the peak is marked."""
+    """Components stacked, with the peak marked."""
     x = [float(moment) for moment in memory.moments]
     names = [name for name in COMPONENTS if any(memory.curves[name])]
     curves = [Curve(name, x, [float(y) for y in memory.curves[name]], ROLES[name]) for name in names]
-    frame = Frame(title, "over operations", (x[0], x[-1]), (0.0, float(memory.peak)), size, *SIZE, curves)
+    frame = Frame(title, "over operations", (x[0], x[-1]), (0.0, float(memory.peak)), format_bytes, *SIZE, curves)
     below = [0.0] * len(x)
     for curve in curves:
         above = [a + b for a, b in zip(below, curve.y, strict=True)]

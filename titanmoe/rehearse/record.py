@@ -1,7 +1,7 @@
-"""What a rank sends, message by message: a mode that notes them, on fake tensors and on real ones.
+"""A dispatch mode that records every message a rank sends, on fake tensors and on real ones.
 
-A message is noted where it is issued and where its result is waited for. Its code line is that of the model which asks
-for it; in backward, that of the forward whose gradients travel.
+A message is recorded when it is issued and when its result is waited for. Its line of code is the one in titanmoe that
+requests it; in backward, the line of the forward pass whose gradients are sent.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import titanmoe
+from titanmoe.moe.symmetric import Memory
 
 OURS = os.path.dirname(titanmoe.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 COMM = os.path.join(OURS, "comm") + os.sep
 TORCH = os.path.dirname(torch.__file__) + os.sep
-ASKED_BY = "_asked_by"
-LAYERED = ("attend", "feed", "forward", "whole")
-"""Methods of a block, one of which is on the way to whatever is done for it."""
+REQUESTED_BY = "_requested_by"
+BLOCK_METHODS = ("attend", "feed", "forward", "whole")
+"""Methods of a block: any work for the block has one of them on the stack."""
 
-# By the name of an operation. Functional ones name their group as text, the others hold it.
+# By the name of the operation. Functional operations take the name of their group, those of c10d the group itself.
 FUNCTIONAL = {
     "all_reduce": "all-reduce",
     "all_reduce_": "all-reduce",
@@ -42,7 +43,7 @@ FUNCTIONAL = {
     "all_to_all_single": "all-to-all",
     "broadcast": "broadcast",
 }
-HELD = {
+C10D = {
     "allreduce_": "all-reduce",
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
@@ -52,10 +53,15 @@ HELD = {
     "recv_": "receive",
     "barrier": "barrier",
 }
+SYMMETRIC = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
+"""All-to-alls of symmetric memory, under torch's own names."""
+ALL_TO_ALLS = ("all-to-all", *SYMMETRIC)
+SENDERS = (Memory.there.__code__, Memory.back.__code__)
+"""These send for their callers, as the functions of titanmoe.comm do."""
 
 
 class Line(NamedTuple):
-    """Of the code, and the layer it works for ("" where it is of none)."""
+    """A line of code, and the layer that it runs for ("" if none)."""
 
     file: str
     number: int
@@ -69,26 +75,26 @@ class Line(NamedTuple):
 class Message:
     op: str
     group: str
-    """torch's name of the process group."""
+    """torch's name for the process group."""
     dtype: torch.dtype
     sent: int
-    """Bytes that enter."""
+    """Bytes of the input."""
     received: int
-    """Bytes that come out."""
+    """Bytes of the output."""
     line: Line
     backward: bool
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    """Of an all-to-all: rows to each rank of the group, and from each."""
+    """All-to-alls only: rows sent to each rank of the group, and received from each."""
     peer: int = -1
-    """Of a send or receive: the other's place in the group."""
+    """Sends and receives only: the index of the other rank in the group."""
     batch: int = -1
-    """Sends and receives of one batch have one number."""
+    """The same number for the sends and receives of one batch."""
     waited: str = "never"
     """"at once" where nothing is computed in between, else "later"."""
 
 
 class Event(NamedTuple):
-    """In the order of the host: "issue" or "wait" with the number of a message, "sync" with that of a line."""
+    """In host order: "issue" or "wait" with the number of a message, "sync" with the number of a line."""
 
     kind: str
     number: int
@@ -99,106 +105,129 @@ class Log:
     messages: list[Message] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     syncs: list[Line] = field(default_factory=list)
-    """Where the host waits for the device."""
-    beside: dict[Stream, list[int]] = field(default_factory=dict, repr=False)
-    """What streams beside the computation's have waited for, and the computation has not."""
+    """Lines where the host waits for the device."""
+    side_streams: dict[Stream, list[int]] = field(default_factory=dict, repr=False)
+    """Messages that another stream has waited for, and the computation's stream has not."""
 
 
 class Recorder(TorchDispatchMode):
-    """layers: names of blocks, by their id. on_gpu: gathers and scatters of FSDP have streams of their own."""
+    """layers: names of blocks, by the id of the module. on_gpu: FSDP runs its messages on streams of its own."""
 
     def __init__(self, layers: dict[int, str] | None = None, on_gpu: bool = False):
         super().__init__()
         self.log, self.layers, self.on_gpu = Log(), layers or {}, on_gpu
-        self.work = 0
-        """Operations that compute, so far."""
-        self._works: dict[int, tuple[Any, int]] = {}  # by id of a work, which is kept so that no other gets its id
-        self._results: dict[int, tuple[Any, int]] = {}  # by id of a tensor that is to be waited for
+        self.computed = 0
+        """How many operations have computed something so far."""
+        self._works: dict[int, tuple[Any, int]] = {}  # by id of the work, kept alive so that its id stays unique
+        self._results: dict[int, tuple[Any, int]] = {}  # by id of a tensor that has not been waited for
         self._issued_at: dict[int, int] = {}
         self._batch, self._batches = -1, 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would guard every call against a compiler, at a fifth of what it takes; nothing compiles here."""
+        """False spares every call torch's guard against being compiled, a fifth of its time; nothing compiles here."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        if func.namespace == "symm_mem":
+            out = self.run_message(func, args, kwargs)
+            self._note(self._from_symmetric(func._overloadpacket.__name__, args))
+            self._wait(len(self.log.messages) - 1)  # it runs on the computation's own stream
+            return out
         if func.namespace not in ("c10d", "_c10d_functional"):
             if func.namespace == "prim":
-                return self.asked(func, args, kwargs)
+                return self.query(func, args, kwargs)
             if not func.is_view:
-                self.work += 1
+                self.computed += 1
             return self.compute(func, args, kwargs)
         name = func._overloadpacket.__name__
         if name == "wait_tensor":
-            self.line()  # backward of what waits here may send
+            self.line()  # stores the line for messages in the backward of this wait
             self._wait(self._results.pop(id(args[0]), (None, -1))[1])
-        out = self.send(func, args, kwargs)
+        out = self.run_message(func, args, kwargs)
         if name in FUNCTIONAL and func.namespace == "_c10d_functional":
-            self._note(self._functional(FUNCTIONAL[name], args, out))
+            self._note(self._from_functional(FUNCTIONAL[name], args, out))
             self._results[id(out)] = out, len(self.log.messages) - 1
-        elif name in HELD and func.namespace == "c10d":
-            self._note(self._held(HELD[name], args))
+        elif name in C10D and func.namespace == "c10d":
+            self._note(self._from_c10d(C10D[name], args))
             work = Work.unbox((out if isinstance(out, tuple | list) else [out])[-1])
             self._works[id(work)] = work, len(self.log.messages) - 1
-        self.sent(func, args, out)
+        self.after_message(func, args, out)
         return out
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """An operation that is no message."""
+        """Runs an operation that is not a message."""
         return func(*args, **kwargs)
 
-    def send(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A message, or the wait for one."""
+    def run_message(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Runs a message, or the wait for one."""
         return func(*args, **kwargs)
 
-    def asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """A question to a tensor, such as its device."""
+    def query(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Answers a query about a tensor, such as its device."""
         return func(*args, **kwargs)
 
-    def sent(self, func: Any, args: tuple, out: Any) -> None:
-        """A message has gone, or has been waited for."""
+    def after_message(self, func: Any, args: tuple, out: Any) -> None:
+        """Called after a message has been issued or waited for."""
 
-    def _functional(self, op: str, args: tuple, out: Tensor) -> Message:
+    def _from_functional(self, op: str, args: tuple, out: Tensor) -> Message:
         group = next(x for x in reversed(args) if isinstance(x, str))
         splits = (tuple(args[2]), tuple(args[1])) if op == "all-to-all" else None
         return self._message(op, group, args[0], out, splits)
 
-    def _held(self, op: str, args: tuple) -> Message:
+    def _from_c10d(self, op: str, args: tuple) -> Message:
         boxed = [x for x in args if isinstance(x, torch.ScriptObject)]
         group = ProcessGroup.unbox(boxed[0])
-        splits, enters, comes = None, args[0], args[0]
+        splits, inputs, outputs = None, args[0], args[0]
         if op in ("all-gather", "reduce-scatter", "all-to-all"):
-            comes, enters = args[0], args[1]
+            outputs, inputs = args[0], args[1]
         if op == "all-to-all":
-            even = [enters.shape[0] // group.size()] * group.size()
+            even = [inputs.shape[0] // group.size()] * group.size()
             splits = tuple(args[4]) or tuple(even), tuple(args[3]) or tuple(even)
         if op == "barrier":
-            enters = comes = torch.empty(0, dtype=torch.uint8, device="meta")
-        return self._message(op, group.group_name, enters, comes, splits, args[2] if op in ("send", "receive") else -1)
+            inputs = outputs = torch.empty(0, dtype=torch.uint8, device="meta")
+        return self._message(
+            op, group.group_name, inputs, outputs, splits, args[2] if op in ("send", "receive") else -1
+        )
 
-    def _message(self, op: str, group: str, enters: Any, comes: Any, splits: Any, peer: int = -1) -> Message:
-        enters, comes = ([x for x in tree_leaves(given) if isinstance(x, Tensor)] for given in (enters, comes))
-        sent, received = (sum(x.numel() * x.element_size() for x in given) for given in (enters, comes))
+    def _from_symmetric(self, op: str, args: tuple) -> Message:
+        x, _, sizes, arrived, group = args[:5]
+        rows = self.rows_exchanged(op, sizes, arrived, group)
+        sent, received = (sum(side) * x.shape[1] * x.element_size() for side in rows)
+        line, backward = self.line()
+        return Message(op, group, x.dtype, sent, received, line, backward, rows)
+
+    def rows_exchanged(
+        self, op: str, sizes: Tensor, arrived: Tensor, group: str
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Rows sent to each rank by an operation of symmetric memory that has ended, and received from each."""
+        ranks = dist.distributed_c10d._resolve_process_group(group).size()
+        if op == SYMMETRIC[0]:  # sent by rank and expert, received by expert and rank
+            return tuple(sizes.view(ranks, -1).sum(1).tolist()), tuple(arrived[0].view(-1, ranks).sum(0).tolist())
+        return tuple(sizes[0].view(-1, ranks).sum(0).tolist()), tuple(arrived[0].view(ranks, -1).sum(1).tolist())
+
+    def _message(self, op: str, group: str, inputs: Any, outputs: Any, splits: Any, peer: int = -1) -> Message:
+        inputs, outputs = ([x for x in tree_leaves(given) if isinstance(x, Tensor)] for given in (inputs, outputs))
+        sent, received = (sum(x.numel() * x.element_size() for x in given) for given in (inputs, outputs))
         if op in ("send", "receive"):
             sent, received = (sent, 0) if op == "send" else (0, received)
         line, backward = self.line()
-        return Message(op, group, enters[0].dtype, sent, received, line, backward, splits, peer, self._batch)
+        return Message(op, group, inputs[0].dtype, sent, received, line, backward, splits, peer, self._batch)
 
     def _note(self, message: Message) -> None:
         number = len(self.log.messages)
         self.log.messages.append(message)
         self.log.events.append(Event("issue", number))
-        self._issued_at[number] = self.work
+        self._issued_at[number] = self.computed
 
     def _wait(self, number: int) -> None:
         if number < 0 or self.log.messages[number].waited != "never":
             return
         if self.on_gpu and (stream := current_stream()) is not default_stream:
-            self.log.beside.setdefault(stream, []).append(number)
+            self.log.side_streams.setdefault(stream, []).append(number)
             return
-        at_once = self._issued_at[number] == self.work and self.log.events[-1] == Event("issue", number)
+        at_once = self._issued_at[number] == self.computed and self.log.events[-1] == Event("issue", number)
         self.log.messages[number].waited = "at once" if at_once else "later"
         self.log.events.append(Event("wait", number))
 
@@ -208,9 +237,9 @@ class Recorder(TorchDispatchMode):
         self.log.events.append(Event("sync", len(self.log.syncs) - 1))
 
     def line(self) -> tuple[Line, bool]:
-        """Of the code that is at work, and whether that is backward."""
-        asks, torch_asks, layer, backward = None, None, "", False
-        functions = []  # of autograd, in their forward
+        """The line of code that is running, and whether that is in backward."""
+        caller, torch_caller, layer, backward = None, None, "", False
+        functions = []  # autograd functions in their forward
         frame = sys._getframe(1)
         while frame is not None:
             code = frame.f_code
@@ -220,36 +249,36 @@ class Recorder(TorchDispatchMode):
                     ctx = frame.f_locals["ctx"]
                     if code.co_name == "forward":
                         functions.append(ctx)
-                    elif asks is None and hasattr(ctx, ASKED_BY):
-                        return getattr(ctx, ASKED_BY), True
-                elif asks is None and not file.startswith(COMM):
-                    asks = file[len(OURS) :], frame.f_lineno
-                if self.layers and not layer and code.co_name in LAYERED:
+                    elif caller is None and hasattr(ctx, REQUESTED_BY):
+                        return getattr(ctx, REQUESTED_BY), True
+                elif caller is None and not file.startswith(COMM) and code not in SENDERS:
+                    caller = file[len(OURS) :], frame.f_lineno
+                if self.layers and not layer and code.co_name in BLOCK_METHODS:
                     layer = self.layers.get(id(frame.f_locals.get("self")), "")
             elif file.startswith(TORCH):
                 if code.co_name == "_engine_run_backward":
                     backward = True
                 if "_fully_shard" in file and not layer and code.co_name in ("unshard", "post_backward"):
                     layer = getattr(frame.f_locals["self"], "_module_fqn", None) or ""
-                if torch_asks is None and "distributed/pipelining" in file:
-                    torch_asks = "torch/" + file[len(TORCH) :], frame.f_lineno
+                if torch_caller is None and "distributed/pipelining" in file:
+                    torch_caller = "torch/" + file[len(TORCH) :], frame.f_lineno
             frame = frame.f_back
-        line = Line(*(asks or torch_asks or ("", 0)), layer)
+        line = Line(*(caller or torch_caller or ("", 0)), layer)
         for ctx in functions:
-            setattr(ctx, ASKED_BY, line)
+            setattr(ctx, REQUESTED_BY, line)
         return line, backward
 
-    # ---- what no dispatch shows
+    # ---- what dispatch does not see
 
     @contextmanager
     def on(self) -> Iterator[Recorder]:
         with ExitStack() as stack:
             for cls in (FakeWork, Work):
                 stack.enter_context(mock.patch.object(cls, "wait", self._waiting(cls.wait)))
-            stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._together(dist.batch_isend_irecv)))
+            stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
             if self.on_gpu:
                 for name in ("record_event", "wait_event", "wait_stream"):
-                    stack.enter_context(mock.patch.object(Stream, name, self._streams(name)))
+                    stack.enter_context(mock.patch.object(Stream, name, self._stream_method(name)))
             stack.enter_context(self)
             yield self
 
@@ -260,7 +289,7 @@ class Recorder(TorchDispatchMode):
 
         return waits
 
-    def _together(self, batch: Callable[..., Any]) -> Callable[..., Any]:
+    def _batched(self, batch: Callable[..., Any]) -> Callable[..., Any]:
         def together(ops: list) -> Any:
             self._batch, self._batches = self._batches, self._batches + 1
             try:
@@ -270,11 +299,11 @@ class Recorder(TorchDispatchMode):
 
         return together
 
-    def _streams(self, name: str) -> Callable[..., Any]:
-        """FSDP's own streams, as they would be on a GPU: what is done on one waits for what that one has waited for.
+    def _stream_method(self, name: str) -> Callable[..., Any]:
+        """FSDP's own streams, as they would be on a GPU: work on a stream follows what that stream has waited for.
 
-        torch gives CPUs streams that do nothing, and FSDP goes through them. An event holds the messages that are over
-        when it is: only if the computation's own stream waits for it does the computation.
+        On CPUs torch's streams do nothing, but FSDP still calls them. Here an event holds the messages that its stream
+        has waited for, and the computation has waited for them once its own stream waits for the event.
         """
 
         def reach(stream: Stream, numbers: Iterable[int]) -> None:
@@ -282,12 +311,12 @@ class Recorder(TorchDispatchMode):
                 for number in numbers:
                     self._wait(number)
             else:
-                self.log.beside.setdefault(stream, []).extend(numbers)
+                self.log.side_streams.setdefault(stream, []).extend(numbers)
 
         def record_event(stream: Stream) -> tuple[int, ...]:
-            left = [i for i in self.log.beside.pop(stream, ()) if self.log.messages[i].waited == "never"]
+            left = [i for i in self.log.side_streams.pop(stream, ()) if self.log.messages[i].waited == "never"]
             if left:
-                self.log.beside[stream] = left
+                self.log.side_streams[stream] = left
             return tuple(left)
 
         def wait_event(stream: Stream, event: Any) -> None:

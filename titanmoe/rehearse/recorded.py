@@ -1,8 +1,9 @@
-"""Routing from the `experts.jsonl` of a run: whose experts had how many tokens.
+"""Routing from the `experts.jsonl` of a run: how many tokens each expert had.
 
-The file has loads over all ranks alone. So each token's experts are drawn from them, without chance: token t takes the
-experts under the K points u_t, u_t + 1, ... of the shares laid end to end, which sum to K; no share is above 1, so that
-they are K different ones. With u_t = t times the golden section, modulo 1, every run of tokens meets the shares nearly.
+The file has loads summed over all ranks only. So each token's experts are chosen from them, deterministically: the
+experts' shares are placed end to end on a line of length K, and token t takes the experts at the K points u_t, u_t + 1,
+... No share exceeds 1, so these are K different experts. With u_t = t times the golden ratio, modulo 1, any stretch of
+consecutive tokens nearly follows the shares.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config
-from titanmoe.rehearse.routing import Stated
+from titanmoe.rehearse.routing import StatedRouting
 from titanmoe.train.folder import EXPERTS
 
 GOLDEN = (5**0.5 - 1) / 2
-ESTIMATES = "loads are those of all ranks together: rows between two ranks are estimates, and what follows from them"
+ESTIMATES = "loads are summed over all ranks: rows between two ranks, and all that follows from them, are estimates"
 
 
-def drawn(index_T: Tensor, share_E: Tensor, top_k: int) -> Tensor:
-    """chosen_TK. share_E: of the tokens, for each expert; they sum to top_k."""
+def draw_experts(index_T: Tensor, share_E: Tensor, top_k: int) -> Tensor:
+    """chosen_TK. share_E: the share of tokens that visit each expert; they sum to top_k."""
     ends_E = share_E.double().cumsum(0)
     ends_E *= top_k / ends_E[-1]
     point_TK = (index_T.double() * GOLDEN % 1).unsqueeze(1) + torch.arange(top_k)
     return torch.searchsorted(ends_E, point_TK, right=True).clamp_(max=len(share_E) - 1)
 
 
-def recorded(config: Config, file: Path, step: int | None = None) -> Stated:
-    """step: whose line; None: the last one. ConfigError with every reason why it cannot be."""
+def recorded_routing(config: Config, file: Path, step: int | None = None) -> StatedRouting:
+    """step: None for the last in the file. ConfigError with all reasons why the file does not fit the recipe."""
     file = file / EXPERTS if file.is_dir() else file
     step, load = _line(file, step)
     model = config.model
     layers = moe_blocks(model)
     if sorted(load) != sorted(layers):
-        raise ConfigError([f"{file} has loads of layers {_told(load)}, and the recipe has experts in {_told(layers)}"])
+        raise ConfigError([f"{file} has loads for layers {_listed(load)}; the recipe has experts in {_listed(layers)}"])
     shares, problems = {}, []
     for layer, counts in load.items():
         if len(counts) != model.num_experts:
             problems.append(
-                f"{file}: layer {layer} has {len(counts)} experts, and the recipe model.num_experts = "
+                f"{file}: layer {layer} has {len(counts)} experts, but the recipe has model.num_experts = "
                 f"{model.num_experts}"
             )
             continue
@@ -54,21 +55,21 @@ def recorded(config: Config, file: Path, step: int | None = None) -> Stated:
         if share_E.max() > 1 + 1e-6:
             busiest = int(share_E.argmax())
             problems.append(
-                f"{file}: expert {busiest} of layer {layer} has {counts[busiest]:,} of {sum(counts):,} rows, and with "
-                f"model.top_k = {model.top_k} no expert can have more than one in {model.top_k}"
+                f"{file}: expert {busiest} of layer {layer} has {counts[busiest]:,} of {sum(counts):,} rows, but with "
+                f"model.top_k = {model.top_k} no expert can have more than 1 in {model.top_k}"
             )
         shares[layer] = share_E.tolist()
     if problems:
         raise ConfigError(problems)
     text = f"as in step {step} of {file}"
-    return Stated(text, partial(_chosen, shares, model.top_k), True, ESTIMATES)
+    return StatedRouting(text, partial(_chosen, shares, model.top_k), True, ESTIMATES)
 
 
 def _chosen(shares: dict[int, list[float]], top_k: int, layer: int, index_T: Tensor) -> Tensor:
-    return drawn(index_T, torch.tensor(shares[layer], dtype=torch.float64), top_k)
+    return draw_experts(index_T, torch.tensor(shares[layer], dtype=torch.float64), top_k)
 
 
-def _told(layers: Any) -> str:
+def _listed(layers: Any) -> str:
     return ", ".join(map(str, sorted(layers))) or "none"
 
 
@@ -86,13 +87,13 @@ def _line(file: Path, step: int | None) -> tuple[int, dict[int, list[int]]]:
         if (load := _load(line)) is not None:
             found[line["step"]] = load
     if not found:
-        raise ConfigError([f"{file} has no line with the load of experts: name the {EXPERTS} of a run, or its folder"])
+        raise ConfigError([f"{file} has no line with expert loads: name the {EXPERTS} of a run, or its folder"])
     if step is None:
         step = max(found)
     if step not in found:
-        near = sorted(found, key=lambda one: abs(one - step))[:3]
+        nearest = sorted(found, key=lambda one: abs(one - step))[:3]
         raise ConfigError(
-            [f"{file} has no line of step {step}: the nearest are of steps {', '.join(map(str, sorted(near)))}"]
+            [f"{file} has no line for step {step}: the nearest steps are {', '.join(map(str, sorted(nearest)))}"]
         )
     return step, found[step]
 
@@ -101,7 +102,7 @@ def _load(line: Any) -> dict[int, list[int]] | None:
     if not isinstance(line, dict) or type(line.get("step")) is not int or not isinstance(line.get("load"), dict):
         return None
     load = line["load"]
-    right = all(
+    valid = all(
         layer.isdecimal()
         and len(layer) < 9
         and isinstance(counts, list)
@@ -109,4 +110,4 @@ def _load(line: Any) -> dict[int, list[int]] | None:
         and sum(counts) > 0
         for layer, counts in load.items()
     )
-    return {int(layer): counts for layer, counts in load.items()} if right and load else None
+    return {int(layer): counts for layer, counts in load.items()} if valid and load else None

@@ -1,4 +1,4 @@
-"""All ranks of a world from those that differ: ranks of one stage run the same program, each in its own groups."""
+"""All ranks of a world from one of each role: ranks of a stage run the same program, each in its own groups."""
 
 from __future__ import annotations
 
@@ -11,36 +11,35 @@ from multiprocessing import get_context
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.rehearse.order import Program, Verdict, check
-from titanmoe.rehearse.routing import Stated
-from titanmoe.rehearse.splits import unlike_splits
+from titanmoe.rehearse.routing import StatedRouting
+from titanmoe.rehearse.splits import disagreeing_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
-ROLES_OF_A_PROCESS = 4
-"""At least."""
+MIN_ROLES_PER_PROCESS = 4
 
 
 def role(fold: Fold, rank: int) -> int:
-    """The rank that stands for it: the first of its stage."""
+    """The rank that represents it: the first of its stage."""
     return rank // fold.stage * fold.stage
 
 
 def roles(
-    config: Config, world: int, hardware: str, routing: float | Stated = 1.0, node: int = 8
+    config: Config, world: int, hardware: str, routing: float | StatedRouting = 1.0, node: int = 8
 ) -> Iterator[Rehearsal]:
-    """Many of them in several processes: each takes one CPU, and a while to start."""
+    """Rehearses each; many of them in several processes, each of which uses one CPU and takes a while to start."""
     pp = config.parallelism.pp
-    asked = [(config, world, stage * (world // pp), hardware, routing, node) for stage in range(pp)]
-    processes = min(os.cpu_count() or 1, pp // ROLES_OF_A_PROCESS)
+    arguments = [(config, world, stage * (world // pp), hardware, routing, node) for stage in range(pp)]
+    processes = min(os.cpu_count() or 1, pp // MIN_ROLES_PER_PROCESS)
     if processes < 2:
-        yield from starmap(rehearse, asked)
+        yield from starmap(rehearse, arguments)
         return
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        yield from pool.map(rehearse, *zip(*asked, strict=True))
+        yield from pool.map(rehearse, *zip(*arguments, strict=True))
 
 
-def programs(rehearsals: Iterable[Rehearsal]) -> list[Program]:
-    """Of those that stand for others. They run the same program, so they get as far as each other: a group within a
-    stage is one of the stage's first rank alone, and one across stages is of their first ranks.
+def programs_of_roles(rehearsals: Iterable[Rehearsal]) -> list[Program]:
+    """For ranks that represent their stage. All ranks of a stage advance alike, so a group within a stage is reduced
+    to the stage's first rank, and a group across stages to their first ranks.
     """
     return [
         Program(
@@ -56,8 +55,8 @@ def programs(rehearsals: Iterable[Rehearsal]) -> list[Program]:
     ]
 
 
-def every_program(rehearsals: Iterable[Rehearsal]) -> list[Program]:
-    """Where every rank of a world has been rehearsed: split sizes are held against each other too."""
+def programs_of_all(rehearsals: Iterable[Rehearsal]) -> list[Program]:
+    """For a world of which every rank has been rehearsed: split sizes are compared too."""
     return [
         Program(
             found.rank,
@@ -70,6 +69,6 @@ def every_program(rehearsals: Iterable[Rehearsal]) -> list[Program]:
 
 def check_roles(rehearsals: Iterable[Rehearsal]) -> Verdict:
     rehearsals = list(rehearsals)
-    found = check(programs(rehearsals))
-    unlike = next(unlike_splits(rehearsals), None) if found.safe else None
-    return found if unlike is None else Verdict(unlike, False)
+    found = check(programs_of_roles(rehearsals))
+    wrong = next(disagreeing_splits(rehearsals), None) if found.safe else None
+    return found if wrong is None else Verdict(wrong, False)

@@ -1,8 +1,8 @@
-"""Who is sent where, as stated: what data would decide.
+"""Which tokens visit which experts, stated in advance because a rehearsal has no data.
 
-`Routing.chosen` gives the experts of every token of any rank, so that a rank knows also what the others will send it.
-How many rows those are is found by the dispatchers' own code: it is run for each of them with rows of no width, and
-whatever whole numbers it sends are handed over here.
+`Routing.chosen` gives the experts of every token of any rank, so a rank also knows what the others will send it. The
+dispatchers' own code finds how many rows those are: it runs for each of these ranks on rows of width zero, and the
+integers that it sends are delivered here.
 
 Shapes as in titanmoe.moe.dispatch.
 """
@@ -21,32 +21,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.config.schema import Config
-from titanmoe.data.batch import Batch
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import group_of
 from titanmoe.moe.dispatch import Dispatcher, Hierarchical
 from titanmoe.parallel.batch import cut
 from titanmoe.parallel.context import placement
-
-Numbers = Callable[[int, int], list[Batch]]
-"""Makes the samples of a data rank, given the number of data ranks: titanmoe.rehearse.samples."""
+from titanmoe.rehearse.symmetric import Counting, Rows, rows_sent
 
 
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:
-    """As `[moe] force_balance` has it."""
+    """As `[moe] force_balance` routes."""
     return (index_T.unsqueeze(1) * top_k + torch.arange(top_k)) % num_experts
 
 
 def skewed(index_T: Tensor, top_k: int, num_experts: int, factor: float) -> Tensor:
-    """The busiest expert has `factor` times the mean, the others share what is left evenly.
+    """The busiest expert has `factor` times the mean, and the others share the rest evenly.
 
-    A token whose turn it is visits expert 0, in such a rhythm that the share is met; its other choices go round the
-    rest. At num_experts / top_k, the most there can be, every token visits the first top_k experts and no other.
+    Tokens visit expert 0 at regular intervals, as often as its share asks for; all other choices cycle through the
+    other experts. At num_experts / top_k, the largest factor possible, every token visits the first top_k experts.
     """
     most = num_experts / top_k
     if factor >= most:
         return torch.arange(top_k).repeat(len(index_T), 1)
-    share = factor / most  # of the tokens
+    share = factor / most  # of tokens that visit expert 0
     to_first = ((index_T + 1) * share).floor() > (index_T * share).floor()
     others = num_experts - 1
     rest_TK = 1 + (index_T.unsqueeze(1) * top_k + torch.arange(top_k)) % others
@@ -55,29 +52,29 @@ def skewed(index_T: Tensor, top_k: int, num_experts: int, factor: float) -> Tens
 
 
 @dataclass(frozen=True)
-class Stated:
+class StatedRouting:
     """Which experts each token visits."""
 
     text: str
-    """As a person reads it."""
+    """For the report."""
     choose: Callable[[int, Tensor], Tensor]
-    """chosen_TK of a layer and of tokens by their index within the step."""
+    """chosen_TK, from a layer and the tokens' index_T within the step."""
     by_layer: bool = False
-    """False where every layer has the same."""
+    """Whether layers differ."""
     estimates: str = ""
-    """Why what follows from it is an estimate, if it is one."""
+    """Why the results are estimates; "" if they are exact."""
 
 
-def with_imbalance(config: Config, factor: float) -> Stated:
+def with_imbalance(config: Config, factor: float) -> StatedRouting:
     """factor: rows of the busiest expert over the mean."""
     top_k, num_experts = config.model.top_k, config.model.num_experts
     if factor <= 1:
-        return Stated("balanced", partial(_balanced, top_k, num_experts))
+        return StatedRouting("balanced", partial(_balanced, top_k, num_experts))
     text = f"with {factor:g} times the mean for the busiest expert"
-    return Stated(text, partial(_skewed, top_k, num_experts, factor))
+    return StatedRouting(text, partial(_skewed, top_k, num_experts, factor))
 
 
-# Not lambdas: a rehearsal goes from process to process.
+# Not lambdas, because a rehearsal is pickled.
 def _balanced(top_k: int, num_experts: int, layer: int, index_T: Tensor) -> Tensor:
     return balanced(index_T, top_k, num_experts)
 
@@ -87,9 +84,9 @@ def _skewed(top_k: int, num_experts: int, factor: float, layer: int, index_T: Te
 
 
 class Routing:
-    """Of a step: whose tokens go where."""
+    """The experts of every token of a step."""
 
-    def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], stated: Stated):
+    def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], stated: StatedRouting):
         self.config, self.fold, self.samples, self.stated = config, fold, samples, stated
         self._index: dict[tuple[int, int], Tensor] = {}
         self._chosen: dict[tuple[int, int, int], Tensor] = {}
@@ -98,15 +95,15 @@ class Routing:
     def microbatches(self) -> int:
         return self.samples(self.config, 0, self.fold.dp).microbatches
 
-    def kind(self, layer: int) -> int:
-        """Equal for layers with equal routing."""
+    def key(self, layer: int) -> int:
+        """The same for layers with the same routing."""
         return layer if self.stated.by_layer else 0
 
     def index(self, rank: int, microbatch: int) -> Tensor:
-        """Of the tokens that a rank owns: within the step."""
+        """The index within the step of the tokens that a rank owns."""
         key = rank, microbatch
         if key not in self._index:
-            fold, place = self.fold, lambda *axes: _place(self.fold, "attention", axes, rank)
+            fold, place = self.fold, lambda *axes: group_at(self.fold, "attention", axes, rank)
             data, cp, tp = place("dp"), place("cp"), place("tp")
             batch = self.samples(self.config, data.rank, data.size).next_step()[microbatch]
             meshes = SimpleNamespace(data=data, cp=cp, tp=tp, fold=fold)
@@ -115,31 +112,31 @@ class Routing:
         return self._index[key]
 
     def chosen(self, rank: int, microbatch: int, layer: int) -> Tensor:
-        key = rank, microbatch, self.kind(layer)
+        key = rank, microbatch, self.key(layer)
         if key not in self._chosen:
             self._chosen[key] = self.stated.choose(layer, self.index(rank, microbatch))
         return self._chosen[key]
 
 
-def _place(fold: Fold, view: Any, axes: tuple[str, ...], rank: int) -> Group:
+def group_at(fold: Fold, view: Any, axes: tuple[str, ...], rank: int) -> Group:
     members = group_of(fold, view, axes, rank)
     return Group("", len(members), members.index(rank)) if len(members) > 1 else ALONE
 
 
 class _Stop(Exception):
-    pass
+    """Ends a dispatcher's run early."""
 
 
-class _Run(TorchDispatchMode):
-    """A dispatcher's own code for one rank: `give` answers the whole numbers that come, up to the n-th message of such,
-    which is kept with its sizes. n = -1: to the end.
+class _DispatcherRun(TorchDispatchMode):
+    """Runs a dispatcher's own code for one rank, up to its n-th message of integers, which is kept with its splits (n =
+    -1: to the end). `give` supplies what earlier such messages receive.
     """
 
     def __init__(self, n: int, give: Callable[[int], Tensor]):
         super().__init__()
-        self.n, self.give, self.met = n, give, 0
+        self.n, self.give, self.count = n, give, 0
         self.all_to_alls: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
-        """Group, rows to each of its ranks, rows from each."""
+        """The group, rows sent to each of its ranks, and rows received from each."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name = func._overloadpacket.__name__
@@ -156,60 +153,79 @@ class _Run(TorchDispatchMode):
             else:
                 rows = x.shape[0] // args[2] if name == "reduce_scatter_tensor" else x.shape[0] * args[1]
             return x.new_zeros(rows, *x.shape[1:])
-        if self.met == self.n:
-            self.sent = x.clone(), (args[2], args[1]) if name == "all_to_all_single" else None, name, args[-1]
+        if self.count == self.n:
+            self.last = x.clone(), (args[2], args[1]) if name == "all_to_all_single" else None, name, args[-1]
             raise _Stop
-        self.met += 1
-        return self.give(self.met - 1)
+        self.count += 1
+        return self.give(self.count - 1)
 
 
 class Exchange:
-    """What a rank receives of the whole numbers that dispatchers send each other."""
+    """What a rank receives when dispatchers send each other integers."""
 
-    def __init__(self, routing: Routing, kind: type[Dispatcher], like: Dispatcher, node: int):
-        self.routing, self.kind, self.like, self.node = routing, kind, like, node
+    def __init__(
+        self, routing: Routing, dispatcher_type: type[Dispatcher], template: Dispatcher, node: int, away_rows: int = 0
+    ):
+        """away_rows: room in the receive buffers of symmetric memory, if dispatchers use it here."""
+        self.routing, self.dispatcher_type, self.template, self.node = routing, dispatcher_type, template, node
+        self.away_rows = away_rows
         self._sent: dict[tuple, tuple] = {}
         self._got: dict[tuple, Tensor] = {}
+        self._rows: dict[tuple, Rows] = {}
 
     def __reduce__(self) -> tuple:
-        """To another process, without what is found again."""
+        """Pickled without its caches."""
         routing = self.routing
         fresh = Routing(routing.config, routing.fold, routing.samples, routing.stated)
-        return Exchange, (fresh, self.kind, self.like, self.node)
+        return Exchange, (fresh, self.dispatcher_type, self.template, self.node, self.away_rows)
 
     def received(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
-        """By the n-th message of whole numbers, on a rank."""
-        key = rank, microbatch, self.routing.kind(layer), n
+        """What a rank receives in its n-th message of integers."""
+        key = rank, microbatch, self.routing.key(layer), n
         if key not in self._got:
-            _, _, name, group = self.sent(rank, microbatch, layer, n)
+            _, _, name, group = self.numbers_sent(rank, microbatch, layer, n)
             members = self.members(group, rank)
             me, pieces = members.index(rank), []
             for other in members:
-                x, splits, _, _ = self.sent(other, microbatch, layer, n)
+                x, splits, _, _ = self.numbers_sent(other, microbatch, layer, n)
                 pieces.append(x.split(splits[0])[me] if splits is not None else x)
             self._got[key] = torch.stack(pieces).sum(0) if name == "all_reduce" else torch.cat(pieces)
         return self._got[key]
 
-    def sent(self, rank: int, microbatch: int, layer: int, n: int) -> tuple:
-        key = rank, microbatch, self.routing.kind(layer), n
+    def numbers_sent(self, rank: int, microbatch: int, layer: int, n: int) -> tuple:
+        key = rank, microbatch, self.routing.key(layer), n
         if key not in self._sent:
             chosen_TK = self.routing.chosen(rank, microbatch, layer)
-            run = _Run(n, lambda i: self.received(rank, microbatch, layer, i))
+            run = _DispatcherRun(n, lambda i: self.received(rank, microbatch, layer, i))
             dispatcher = self._dispatcher(rank)
             x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
             try:
                 with run, torch.no_grad():
                     dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, 0))
             except _Stop:
-                self._sent[key] = run.sent
+                self._sent[key] = run.last
             else:
-                raise RuntimeError(f"{self.kind.__name__} sends no whole numbers for the {n + 1}th time")
+                raise RuntimeError(f"{self.dispatcher_type.__name__} never sends message {n} of integers")
         return self._sent[key]
 
+    def rows_received(self, rank: int, microbatch: int, layer: int) -> Rows:
+        """Through symmetric memory, from each rank of the group."""
+        members = self.members("whole", rank)
+        keys = {other: (other, microbatch, self.routing.key(layer)) for other in members}
+        for other, key in keys.items():
+            if key not in self._rows:
+                chosen_TK, dispatcher = self.routing.chosen(other, microbatch, layer), self._dispatcher(other)
+                run = _DispatcherRun(-1, lambda i, other=other: self.received(other, microbatch, layer, i))
+                with run, torch.no_grad():
+                    dispatcher.start(torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape), chosen_TK, 0)
+                self._rows[key] = rows_sent(dispatcher.memory.send_Ge.tolist(), len(members))
+        me = members.index(rank)
+        return tuple(self._rows[key][me] for key in keys.values())
+
     def all_to_alls(self, rank: int, microbatch: int, layer: int) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Of a forward pass: to the experts and back."""
+        """The all-to-alls of a forward pass, to the experts and back."""
         chosen_TK = self.routing.chosen(rank, microbatch, layer)
-        run = _Run(-1, lambda i: self.received(rank, microbatch, layer, i))
+        run = _DispatcherRun(-1, lambda i: self.received(rank, microbatch, layer, i))
         dispatcher = self._dispatcher(rank)
         x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
         with run, torch.no_grad():
@@ -219,11 +235,13 @@ class Exchange:
         return run.all_to_alls
 
     def _dispatcher(self, rank: int) -> Dispatcher:
-        fold, like = self.routing.fold, self.like
-        made = self.kind(like.num_experts, like.chunks, "torch")
-        whole = replace(_place(fold, "experts", ("ep", "etp"), rank), name="whole")
+        fold, template = self.routing.fold, self.template
+        made = self.dispatcher_type(template.num_experts, template.chunks, "torch")
+        whole = replace(group_at(fold, "experts", ("ep", "etp"), rank), name="whole")
         made.set_groups(whole, fold.ep, fold.etp)
-        if isinstance(made, Hierarchical) and like.across.size > 1:
+        if self.away_rows:
+            made.memory = Counting(self.away_rows)
+        if isinstance(made, Hierarchical) and template.across.size > 1:
             within, across = (self.members(name, rank) for name in ("within", "across"))
             made.set_nodes(
                 Group("within", len(within), within.index(rank)), Group("across", len(across), across.index(rank))

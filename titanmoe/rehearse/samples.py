@@ -1,4 +1,4 @@
-"""Samples of a rehearsal: of the right shapes, from no file."""
+"""Samples for a rehearsal: the right shapes, without reading any file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Share
 
 DOCUMENTS = 4
-"""Of a sample, where a recipe packs several into one."""
+"""Documents per sample, if the recipe packs several into one."""
 
 
 class Samples:
-    """The loader's part of the Trainer. Every position holds a token and has a label."""
+    """Takes the place of the Trainer's loader. Every position has a token and a label."""
 
     def __init__(self, config: Config, data_rank: int, data_ranks: int):
         self.share = Share(config, data_rank, data_ranks)

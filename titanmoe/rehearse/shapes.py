@@ -1,8 +1,8 @@
-"""Shapes of results, remembered: a step does the same few hundred operations on the same shapes again and again.
+"""A cache of result shapes: a step repeats the same few hundred operations on the same shapes.
 
-Fake tensors ask torch for the shapes of each result, at a third of a millisecond. Here that is done once for each
-operation, its numbers and the layouts that enter it; what has been met is made straight away. So the layers of a model
-and the microbatches of a step are traced once, as far as they are alike.
+For each operation fake tensors ask torch for the shape of the result, which takes a third of a millisecond. Here that
+happens once for each operation with the same scalars and input layouts; later results are made from the cache. So
+layers and microbatches that are alike are traced once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.mem
 
 
 class _Unknown(Exception):
-    """Something whose layout is not all there is to it."""
+    """An argument that its layout does not fully describe."""
 
 
 def _key(x: Any) -> Any:
@@ -36,7 +36,7 @@ def _key(x: Any) -> Any:
 
 
 def _changes_first(func: Any) -> bool:
-    """Whether it writes to its first argument, keeps its shape, and returns it."""
+    """Whether it writes to its first argument, keeps the shape, and returns it."""
     first, *rest = func._schema.arguments
     returns = func._schema.returns
     return (
@@ -51,7 +51,7 @@ def _changes_first(func: Any) -> bool:
 class Shapes:
     def __init__(self, mode: FakeTensorMode):
         self.mode = mode
-        self._met: dict[Any, list[tuple] | None] = {}
+        self._cache: dict[Any, list[tuple] | None] = {}
         self._kinds: dict[Any, str] = {}
         with no_dispatch():
             like = FakeTensor(mode, torch.empty(0, device="meta"), CPU)
@@ -70,13 +70,13 @@ class Shapes:
         except _Unknown:
             return func(*args, **kwargs)
         if kind == "view":
-            if key not in self._met:
-                self._met[key] = None
+            if key not in self._cache:
+                self._cache[key] = None
                 return func(*args, **kwargs)
             with in_kernel_invocation_manager(self.mode):
                 out = func(*args, **kwargs)
             return self._of(out) if isinstance(out, Tensor) else [self._of(x) for x in out]
-        made = self._met.get(key)
+        made = self._cache.get(key)
         if made is not None:
             several, layouts = made
             with no_dispatch():
@@ -87,11 +87,11 @@ class Shapes:
         found = tree_leaves(out)
         if found and all(type(x) is FakeTensor and x.device == CPU and x.storage_offset() == 0 for x in found):
             several = type(out) if isinstance(out, list | tuple) else None
-            self._met[key] = several, [(x.shape, x.stride(), x.dtype) for x in found]
+            self._cache[key] = several, [(x.shape, x.stride(), x.dtype) for x in found]
         return out
 
     def _of(self, x: Tensor) -> FakeTensor:
-        """FakeTensor(self.mode, x, CPU), which takes five times as long to check and set the same."""
+        """The same as FakeTensor(self.mode, x, CPU), which takes five times as long."""
         out = Tensor._make_subclass(FakeTensor, x, x.requires_grad, dispatch_device=True, device_for_backend_keys=CPU)
         out.__dict__.update(self._like)
         return out

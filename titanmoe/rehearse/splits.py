@@ -1,4 +1,4 @@
-"""Split sizes of ranks that were not rehearsed: the dispatcher's own code says for each what it sends and expects."""
+"""Split sizes of ranks that were not rehearsed, from the dispatcher's own code: what each rank sends and expects."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from titanmoe.rehearse.routing import Exchange
 from titanmoe.rehearse.world import Rehearsal
 
 
-def unlike_splits(rehearsals: list[Rehearsal]) -> Iterator[str]:
-    """What one rank of a group sends another and that one does not expect, under the stated routing.
+def disagreeing_splits(rehearsals: list[Rehearsal]) -> Iterator[str]:
+    """Rows that one rank of a group sends and the other does not expect, under the stated routing.
 
-    Forward alone: backward exchanges the two sides of forward's. Where every layer has the same routing, every stage
-    has, as stages see the same tokens; where layers differ, each is looked at, in the first microbatch.
+    Only forward is checked, because backward swaps the two sides. If all layers have the same routing, one layer of one
+    stage is enough, because stages see the same tokens; otherwise every layer is checked, in the first microbatch.
     """
     seen = set()
     for found in rehearsals:
@@ -22,14 +22,14 @@ def unlike_splits(rehearsals: list[Rehearsal]) -> Iterator[str]:
         microbatches = range(1 if found.routing.by_layer else exchange.routing.microbatches)
         first = found.rank // found.fold.stage * found.fold.stage
         for layer in found.moe_layers:
-            if (kind := exchange.routing.kind(layer)) not in seen:
+            if (kind := exchange.routing.key(layer)) not in seen:
                 seen.add(kind)
                 for microbatch in microbatches:
                     ranks = range(first, first + found.fold.stage)
-                    yield from _unlike(exchange, ranks, microbatch, layer)
+                    yield from _disagreeing(exchange, ranks, microbatch, layer)
 
 
-def _unlike(exchange: Exchange, ranks: range, microbatch: int, layer: int) -> Iterator[str]:
+def _disagreeing(exchange: Exchange, ranks: range, microbatch: int, layer: int) -> Iterator[str]:
     calls = {rank: exchange.all_to_alls(rank, microbatch, layer) for rank in ranks}
     for rank, mine in calls.items():
         for n, (group, send, _) in enumerate(mine):

@@ -1,4 +1,4 @@
-"""What fake CPU tensors cannot go through, in operations of the same shapes: GPUs' attention, grouped products."""
+"""Replacements of the same shapes for what fake CPU tensors cannot run: GPU attention and grouped products."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _aten = torch.ops.aten
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, enable_gqa: bool = False
 ) -> Tensor:
-    """The kernel that torch takes on a GPU: (B, H, S, h) all."""
-    return _attended(q, k, v, mask, is_causal)[0]
+    """The kernel that torch chooses on a GPU. All tensors are (B, H, S, h)."""
+    return _attention_and_lse(q, k, v, mask, is_causal)[0]
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+def _attention_and_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     if mask is None and narrow and q.shape[-1] == v.shape[-1] <= 256:
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
@@ -35,9 +35,9 @@ def _attended(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
     return _aten._scaled_dot_product_efficient_attention(q, k, v, mask, True, 0.0, causal)[:2]
 
 
-def flexed(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: Tensor | None) -> Tensor:
-    """`titanmoe.parallel.flex.flex`, which compiles its kernel: a kernel that keeps the same for backward."""
-    out, lse = _attended(*(x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh)), None, True)
+def flex_attention(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: Tensor | None) -> Tensor:
+    """For `titanmoe.parallel.flex.flex`, which compiles its kernel: another kernel that keeps the same for backward."""
+    out, lse = _attention_and_lse(*(x.transpose(1, 2) for x in (q_BSHh, k_BLGh, v_BLGh)), None, True)
     if sinks_H is not None:
         lse = lse[..., : q_BSHh.shape[1]]
         out = (out * torch.sigmoid(lse - promote(sinks_H).view(-1, 1)).unsqueeze(-1)).to(q_BSHh.dtype)
@@ -45,18 +45,18 @@ def flexed(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, sinks_H: T
 
 
 @contextmanager
-def of_gpus() -> Iterator[None]:
+def on_gpus() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
         for module in attend, flex:
-            stack.enter_context(mock.patch.object(module, "flex", flexed))
+            stack.enter_context(mock.patch.object(module, "flex", flex_attention))
         yield
 
 
 def grouped_product(
     x: Tensor, w: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """torch._grouped_mm, whose shapes torch itself tells in bfloat16 alone."""
+    """For torch._grouped_mm, for which torch infers shapes in bfloat16 only."""
     if w.dim() == 3:
         return x.new_empty(x.shape[0], w.shape[2])
     return x.new_empty(offs.shape[0], x.shape[0], w.shape[1])

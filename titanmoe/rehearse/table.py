@@ -1,4 +1,4 @@
-"""A rehearsal as a table for people, and as JSON for programs."""
+"""A rehearsal as tables for people, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from titanmoe.rehearse.columns import columns, size
+from titanmoe.rehearse.columns import columns, format_bytes
 from titanmoe.rehearse.memory_table import memory_as_json, memory_table
 from titanmoe.rehearse.order import Verdict
 from titanmoe.rehearse.record import Message
 from titanmoe.rehearse.work_table import work_as_json, work_table
-from titanmoe.rehearse.world import Named, Rehearsal
+from titanmoe.rehearse.world import NamedGroup, Rehearsal
 
 
-def kinds(rehearsal: Rehearsal) -> dict[tuple, list[Message]]:
-    """Messages that differ in nothing but their layer and moment, in the order of the first of each."""
+def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tuple, list[Message]]:
+    """Messages that differ only in layer and time, in the order of the first of each kind."""
     out: dict[tuple, list[Message]] = {}
-    for message in rehearsal.log.messages:
+    for message in messages:
         group = rehearsal.groups[message.group]
         key = group, message.op, message.dtype, message.waited, message.backward, message.line[:2]
         out.setdefault(key, []).append(message)
     return out
 
 
-def rows(rehearsal: Rehearsal) -> Iterator[dict[str, Any]]:
-    for (group, op, dtype, waited, backward, line), messages in kinds(rehearsal).items():
+def rows(rehearsal: Rehearsal, sent: list[Message]) -> Iterator[dict[str, Any]]:
+    for (group, op, dtype, waited, backward, line), messages in messages_by_kind(rehearsal, sent).items():
         layers = Counter(message.line.layer for message in messages if message.line.layer)
         yield {
             "lane": group.lane,
@@ -53,6 +53,7 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
         "routing": rehearsal.routing.text,
         "estimates": rehearsal.routing.estimates,
         "left_out": rehearsal.left_out,
+        "notes": rehearsal.notes,
         "bytes": {
             "parameters": rehearsal.parameter_bytes,
             "gradients": rehearsal.gradient_bytes,
@@ -60,13 +61,14 @@ def as_json(rehearsal: Rehearsal) -> dict[str, Any]:
         },
         "memory": memory_as_json(rehearsal.memory),
         "work": work_as_json(rehearsal.operations),
-        "messages": list(rows(rehearsal)),
+        "messages": list(rows(rehearsal, rehearsal.log.messages)),
+        "start_up": list(rows(rehearsal, rehearsal.start_up)),
         "syncs": dict(Counter(str(line) for line in rehearsal.log.syncs)),
         "groups": [_group(group) | {"used": name in used} for name, group in rehearsal.groups.items()],
     }
 
 
-def _group(group: Named) -> dict[str, Any]:
+def _group(group: NamedGroup) -> dict[str, Any]:
     return {"lane": group.lane, "axes": group.axes, "ranks": list(group.ranks), "across": group.across}
 
 
@@ -78,13 +80,32 @@ def table(rehearsal: Rehearsal) -> list[str]:
         f"    experts    {_axes(fold.expert_axes)}",
         *_estimates(rehearsal),
         "",
-        f"parameters {size(rehearsal.parameter_bytes)}, gradients {size(rehearsal.gradient_bytes)}, "
-        f"optimizer {size(rehearsal.optimizer_bytes)}",
+        f"parameters {format_bytes(rehearsal.parameter_bytes)}, gradients {format_bytes(rehearsal.gradient_bytes)}, "
+        f"optimizer {format_bytes(rehearsal.optimizer_bytes)}",
         "",
         "One step sends:",
         "",
     ]
-    head = ("axes", "nodes", "what", "dtype", "count", "sent", "waited for", "in", "by")
+    lines += _messages(rehearsal, rehearsal.log.messages)
+    total = sum(message.sent for message in rehearsal.log.messages)
+    across = sum(m.sent for m in rehearsal.log.messages if rehearsal.groups[m.group].across)
+    sent = f"{format_bytes(total)} sent, {format_bytes(across)} in groups across nodes"
+    lines += ["", f"{len(rehearsal.log.messages)} messages, {sent}"]
+    syncs = Counter(str(line) for line in rehearsal.log.syncs)
+    lines += ["", f"The host waits for the device {syncs.total()} times:", ""]
+    lines += columns([(str(count), line) for line, count in syncs.items()], right=(0,))
+    used = {message.group for message in rehearsal.log.messages}
+    made = [group for name, group in rehearsal.groups.items() if name in used]
+    lines += ["", f"Communicators that the step creates: {len(made)}", ""]
+    lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in made], right=())
+    lines += ["", *memory_table(rehearsal.memory), "", *work_table(rehearsal.operations)]
+    if rehearsal.start_up:
+        lines += ["", "Before the first step symmetric memory sends:", "", *_messages(rehearsal, rehearsal.start_up)]
+    return lines + _remarks(rehearsal)
+
+
+def _messages(rehearsal: Rehearsal, messages: list[Message]) -> list[str]:
+    head = ("axes", "nodes", "operation", "dtype", "count", "sent", "waited for", "pass", "line")
     body = [
         (
             f"{row['axes']} ({row['ranks']})",
@@ -92,27 +113,21 @@ def table(rehearsal: Rehearsal) -> list[str]:
             row["op"],
             row["dtype"],
             str(row["count"]),
-            size(row["sent_bytes"]),
+            format_bytes(row["sent_bytes"]),
             row["waited"],
             row["pass"],
             row["line"],
         )
-        for row in rows(rehearsal)
+        for row in rows(rehearsal, messages)
     ]
-    lines += columns([head, *body], right=(4, 5))
-    total = sum(message.sent for message in rehearsal.log.messages)
-    across = sum(m.sent for m in rehearsal.log.messages if rehearsal.groups[m.group].across)
-    lines += ["", f"{len(rehearsal.log.messages)} messages, {size(total)} sent, {size(across)} in groups across nodes"]
-    syncs = Counter(str(line) for line in rehearsal.log.syncs)
-    lines += ["", f"The host waits for the device {syncs.total()} times:", ""]
-    lines += columns([(str(count), line) for line, count in syncs.items()], right=(0,))
-    used = {message.group for message in rehearsal.log.messages}
-    made = [group for name, group in rehearsal.groups.items() if name in used]
-    lines += ["", f"Communicators that the step makes: {len(made)}", ""]
-    lines += columns([(group.lane, group.axes, f"{len(group.ranks)} ranks") for group in made], right=())
-    lines += ["", *memory_table(rehearsal.memory), "", *work_table(rehearsal.operations)]
-    if rehearsal.left_out:
-        lines += ["", "Left out:", *(f"    {text}" for text in rehearsal.left_out)]
+    return columns([head, *body], right=(4, 5))
+
+
+def _remarks(rehearsal: Rehearsal) -> list[str]:
+    lines = []
+    for title, texts in ("Note:", rehearsal.notes), ("Left out:", rehearsal.left_out):
+        if texts:
+            lines += ["", title, *(f"    {text}" for text in texts)]
     return lines
 
 
@@ -125,21 +140,20 @@ def table_of_roles(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
         *_estimates(first),
         "",
     ]
-    body = [("rank", "weights", "optimizer", "memory", "messages", "sent", "of that across nodes", "host waits")]
+    body = [("rank", "weights", "optimizer", "memory", "messages", "sent", "across nodes", "host waits")]
     for one in rehearsals:
         messages = one.log.messages
         across = sum(m.sent for m in messages if one.groups[m.group].across)
         sent = sum(m.sent for m in messages)
-        kept = size(one.parameter_bytes), size(one.optimizer_bytes), size(one.memory.peak)
-        body.append((str(one.rank), *kept, str(len(messages)), size(sent), size(across), str(len(one.log.syncs))))
+        kept = format_bytes(one.parameter_bytes), format_bytes(one.optimizer_bytes), format_bytes(one.memory.peak)
+        moved = format_bytes(sent), format_bytes(across)
+        body.append((str(one.rank), *kept, str(len(messages)), *moved, str(len(one.log.syncs))))
     lines += columns(body, right=tuple(range(8)))
     worst = max(rehearsals, key=lambda one: one.memory.peak)
-    lines += ["", f"Rank {worst.rank} needs most memory.", "", *memory_table(worst.memory)]
+    lines += ["", f"Rank {worst.rank} needs the most memory.", "", *memory_table(worst.memory)]
     lines += ["", f"Order of messages: {verdict.text}"]
     lines += [f"    {text}" for text in verdict.concerned]
-    if first.left_out:
-        lines += ["", "Left out:", *(f"    {text}" for text in first.left_out)]
-    return lines
+    return lines + _remarks(first)
 
 
 def _estimates(rehearsal: Rehearsal) -> list[str]:

@@ -1,7 +1,7 @@
-"""What ranks of a live run had issued: dumps of torch's flight recorder, one file a rank.
+"""What the ranks of a run had issued: dumps of torch's flight recorder, one file per rank.
 
-NCCL's watchdog writes them at a time-out (TORCH_NCCL_DUMP_ON_TIMEOUT=1) as pickles of plain lists and dicts. No other
-class is let in, so that a stranger's file runs nothing. The JSON form of torch's `_dump_fr_trace_json` is read too.
+NCCL's watchdog writes them on a time-out (TORCH_NCCL_DUMP_ON_TIMEOUT=1) as pickles of plain lists and dicts. Any other
+class is refused, so a file from a stranger cannot run code. The JSON of torch's `_dump_fr_trace_json` is read too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
 
-# By what follows the backend's name in `profiling_name`.
+# By what follows the name of the backend in `profiling_name`.
 OPS = {
     "all_reduce": "all-reduce",
     "_all_gather_base": "all-gather",
@@ -37,7 +37,7 @@ OPS = {
     "send": "send",
     "recv": "receive",
 }
-# torch's names of dtypes in a dump, where ours differ.
+# torch's names for dtypes in a dump, where ours differ.
 DTYPES = {
     "Float": "float32",
     "Double": "float64",
@@ -52,31 +52,31 @@ DTYPES = {
 BYTES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
 PEER = re.compile(r" \d+(?:->|<-)(\d+)$")
 RANK = re.compile(r"(\d+)(\.\w+)?$")
-HOW = (
-    "start the run with TORCH_FR_BUFFER_SIZE=20000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1, and name the files that every "
-    "rank then writes at a time-out, nccl_trace_rank_* (docs/rehearse.md)"
+HOW_TO_RECORD = (
+    "start the run with TORCH_FR_BUFFER_SIZE=20000 and TORCH_NCCL_DUMP_ON_TIMEOUT=1, and name the files that the "
+    "ranks then write on a time-out, nccl_trace_rank_* (docs/rehearse.md)"
 )
 
 
 @dataclass(frozen=True)
 class Issued:
-    """An operation of a dump."""
+    """An operation in a dump."""
 
     group: str
     """The process group's name."""
     lane: str
-    """Its description, which for titanmoe's groups is the lane."""
+    """The group's description: for titanmoe's groups, the lane."""
     op: str
     dtype: str
     sent: int
-    """Bytes that enter; of a receive those that come."""
+    """Bytes of the input; for a receive, bytes received."""
     number: int
-    """Which of the group's collectives it is, counted from the start of the run."""
+    """Its number among the group's collectives, from the start of the run."""
     peer: int
-    """Of a send or receive: the other's place in the group."""
+    """Sends and receives only: the index of the other rank in the group."""
     done: bool
     line: str
-    """The innermost line of Python that is not torch's."""
+    """The innermost line of Python outside torch."""
 
 
 @dataclass(frozen=True)
@@ -85,27 +85,27 @@ class Dump:
     rank: int
     backend: str
     issued: list[Issued]
-    """In the order of the host."""
+    """In host order."""
     ranks: dict[str, tuple[int, ...]]
-    """Of each group, where the dump says so; gloo's does not."""
+    """The ranks of each group, if the dump lists them; gloo's do not."""
 
 
 class _Plain(pickle._Unpickler):
-    """The one in Python: that in C fills gigabytes if a pickle asks for entry 2**31 of its memo."""
+    """The unpickler in Python: the one in C allocates gigabytes if a pickle uses entry 2**31 of its memo."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no flight recorder writes")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which no flight recorder writes")
 
 
 def read_dumps(paths: Iterable[Path]) -> list[Dump]:
-    """By rank. A folder stands for the files in it whose names end in a number. ConfigError with all that is wrong."""
+    """By rank. A folder means the files in it whose names end in a number. ConfigError with all problems."""
     files = [
         file
         for path in paths
         for file in (sorted(x for x in path.iterdir() if RANK.search(x.name)) if path.is_dir() else [path])
     ]
     found: dict[int, Dump] = {}
-    problems = [] if files else ["no file of --trace ends in a rank's number, as in nccl_trace_rank_37"]
+    problems = [] if files else ["no file of --trace has a name that ends in a rank, as in nccl_trace_rank_37"]
     for file in files:
         try:
             dump = read_dump(file)
@@ -113,7 +113,7 @@ def read_dumps(paths: Iterable[Path]) -> list[Dump]:
             problems += error.problems
             continue
         if dump.rank in found:
-            problems.append(f"{file} and {found[dump.rank].file} are both of rank {dump.rank}: leave one of them out")
+            problems.append(f"{file} and {found[dump.rank].file} are both from rank {dump.rank}: leave one of them out")
         found[dump.rank] = dump
     if problems:
         raise ConfigError(problems)
@@ -126,25 +126,29 @@ def read_dump(file: Path) -> Dump:
     except OSError as error:
         raise ConfigError([f"cannot read {file}: {error.strerror}"]) from None
     if file.suffix == ".jsonl":
-        raise ConfigError([f"{file} tells events of a run and none of its messages: {HOW}"])
+        raise ConfigError([f"{file} has events of a run but none of its messages: {HOW_TO_RECORD}"])
     number = RANK.search(file.name)
     if number is None:
-        raise ConfigError([f"{file}: its name does not end in a rank's number, as in nccl_trace_rank_37"])
+        raise ConfigError([f"{file}: its name does not end in a rank, as in nccl_trace_rank_37"])
     try:
         dump = parse_json(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()
         ranks = {str(name): _ranks(of) for name, of in dump["pg_config"].items() if _ranks(of)}
         entries = dump.get("entries", [])
         issued = _in_order(entries)
         backend = _backend(entries[-1]) if entries else ""
-    except Exception as error:  # whatever a file that is no dump may lead to
-        raise ConfigError([f"{file} is no dump of torch's flight recorder ({type(error).__name__}: {error})"]) from None
+    except Exception as error:  # a file that is not a dump can fail in any way
+        raise ConfigError(
+            [f"{file} is not a dump of torch's flight recorder ({type(error).__name__}: {error})"]
+        ) from None
     if not issued:
-        raise ConfigError([f"{file} holds no operation: {HOW}"])
+        raise ConfigError([f"{file} holds no operations: {HOW_TO_RECORD}"])
     return Dump(file, int(number[1]), backend, issued, ranks)
 
 
 def _in_order(entries: list[dict[str, Any]]) -> list[Issued]:
-    """NCCL tells of a batch of sends and receives that it is done, not of each; and a communicator is a queue."""
+    """An operation is done if a later one of its group is, because a communicator is a queue. NCCL reports the end of a
+    batch of sends and receives, not of each.
+    """
     found, done, behind = [], set(), {}
     for entry in sorted(entries, key=lambda entry: entry["record_id"], reverse=True):
         group, op = str(entry["process_group"][0]), _op(entry)
@@ -168,7 +172,7 @@ def _backend(entry: dict[str, Any]) -> str:
 
 
 def _op(entry: dict[str, Any]) -> str | None:
-    """None for what is no message of its own, such as the end of a batch."""
+    """None for an entry that is not a message, such as the end of a batch."""
     words = entry["profiling_name"].partition(":")[2].split()
     return OPS.get(words[0]) if words else None
 

@@ -1,10 +1,9 @@
 """What operations cost: kernels launched, FLOPs, bytes read and written.
 
-Every operation that computes counts as one kernel; views, empty tensors and questions count as none. It reads each
-tensor that enters it once and writes each that comes out or is changed once; an expanded tensor is read as often as it
-lies in memory, an operation that picks rows reads as many as it gives, and what is only filled or copied to is not
-read. Products count two FLOPs for each pair of numbers, as torch's own counter has it; what is element by element
-counts none.
+Every operation that computes counts as one kernel; views, empty tensors and queries count as none. It reads each input
+once and writes each tensor that it returns or changes once. Of an expanded tensor only the stored elements are read, an
+operation that picks rows reads as many as it returns, and a tensor that is only filled or copied to is not read.
+Products count two FLOPs for each multiply-add, like torch's own counter; elementwise operations count none.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from torch.utils.flop_counter import flop_registry
 from titanmoe.rehearse.place import Place
 
 PLAIN = (FakeTensor, Tensor)
-NOTHING = frozenset(
+NO_KERNEL = frozenset(
     ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "lift_fresh", "_unsafe_view")
 )
-PICKS = frozenset(("embedding", "index_select", "gather", "index", "fetch_rows"))
+PICKS_ROWS = frozenset(("embedding", "index_select", "gather", "index", "fetch_rows"))
 FILLS = frozenset(("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"))
 NOT_CHANGED = frozenset(("grads",))
-"""Of the fused optimizer, which only a gradient scaler lets it change."""
+"""Arguments of the fused optimizer that it changes only if there is a gradient scaler."""
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Work:
 
 
 class Operation(NamedTuple):
-    """What one launch does, and where it stands."""
+    """What one launch does, and where it belongs in the program."""
 
     name: str
     place: Place
@@ -64,26 +63,26 @@ class Operation(NamedTuple):
 
 
 class Operations(Counter[Operation]):
-    """How often a step does each."""
+    """How often a step runs each operation."""
 
     def add(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, place: Place) -> None:
         name = func._overloadpacket.__name__
-        if func.is_view or name in NOTHING:
+        if func.is_view or name in NO_KERNEL:
             return
         only, changed = _changes(func, name)
         given = dict(enumerate(args)) | kwargs
-        enters = [x for key, one in given.items() if key not in only for x in tensors(one)]
-        # Where something is changed, that is what comes out.
-        comes = list(tensors([given[key] for key in changed if key in given] if changed else out))
-        if not comes:  # a question, such as which dtype two others make
+        inputs = [x for key, one in given.items() if key not in only for x in tensors(one)]
+        # An operation that changes tensors writes those, whatever it returns.
+        outputs = list(tensors([given[key] for key in changed if key in given] if changed else out))
+        if not outputs:  # a query, such as the dtype that two others promote to
             return
-        written = sum(map(weight, comes))
-        if name in PICKS:
-            enters[0] = comes[0]
-        self[Operation(name, place, flops(func, args, kwargs, out), sum(map(weight, enters)), written)] += 1
+        written = sum(map(stored_bytes, outputs))
+        if name in PICKS_ROWS:
+            inputs[0] = outputs[0]
+        self[Operation(name, place, flops(func, args, kwargs, out), sum(map(stored_bytes, inputs)), written)] += 1
 
     def by(self, what: str) -> dict[str, Work]:
-        """Added up by a field of their places."""
+        """Totals by a field of Place."""
         found: dict[str, Work] = {}
         for one, count in self.items():
             found.setdefault(getattr(one.place, what), Work()).__iadd__(work_of(one) * count)
@@ -98,7 +97,7 @@ class Operations(Counter[Operation]):
 
 @cache
 def _changes(func: Any, name: str) -> tuple[frozenset[int | str], tuple[int | str, ...]]:
-    """Which arguments an operation only writes, and which it writes: by place, or by name where they go by it."""
+    """Arguments that an operation writes without reading, and all that it writes: by position, or by keyword."""
     changed = [
         (argument.name if argument.kwarg_only else i, argument.kwarg_only)
         for i, argument in enumerate(func._schema.arguments)
@@ -113,7 +112,7 @@ def work_of(one: Operation) -> Work:
 
 
 def tensors(x: Any) -> Iterator[Tensor]:
-    """This rank's, of what may be pieces of a whole or still under way."""
+    """The plain local tensors inside DTensors, results that are still in flight, and lists of those."""
     if isinstance(x, Tensor):
         while type(x) not in PLAIN:
             inner = getattr(x, "_local_tensor", None)
@@ -127,8 +126,8 @@ def tensors(x: Any) -> Iterator[Tensor]:
             yield from tensors(one)
 
 
-def weight(x: Tensor) -> int:
-    """Bytes that it lies in."""
+def stored_bytes(x: Tensor) -> int:
+    """Bytes of the elements that it really has: expanded dims count once."""
     count = x.element_size()
     for size, stride in zip(x.shape, x.stride(), strict=True):
         count *= size if stride or not size else 1

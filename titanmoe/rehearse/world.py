@@ -6,7 +6,7 @@ import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import wraps
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from titanmoe.comm import fsdp_cpu
 from titanmoe.config import load
+from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Config, Profile
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import View, group_of
@@ -36,10 +37,11 @@ from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.memory import MOMENTS, WEIGHTS, Ledger, Memory
 from titanmoe.rehearse.place import Places
-from titanmoe.rehearse.record import Log, Recorder
-from titanmoe.rehearse.routing import Exchange, Routing, Stated, with_imbalance
+from titanmoe.rehearse.record import Log, Message, Recorder
+from titanmoe.rehearse.routing import Exchange, Routing, StatedRouting, with_imbalance
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.shapes import Shapes
+from titanmoe.rehearse.symmetric import Rows, as_if_supported, overflows, symmetric_memory
 from titanmoe.rehearse.work import Operations
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import refusals
@@ -58,20 +60,20 @@ AXES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
     "replicas": (("attention", ("dp_replicate",)), ("experts", ("edp_replicate",))),
     "stages": (("attention", ("pp",)),),
 }
-"""Of each lane of titanmoe.fold.meshes: what its groups may be made of."""
+"""For each lane of titanmoe.fold.meshes, the axes that its groups may span."""
 
 
 @dataclass(frozen=True)
-class Named:
-    """A process group in the terms of the fold."""
+class NamedGroup:
+    """A process group, named by the axes of the fold."""
 
     lane: str
     axes: str
     ranks: tuple[int, ...]
     across: bool
-    """Whether it leaves a node."""
+    """Whether it spans nodes."""
     parts: tuple[tuple[int, ...], ...] = field(repr=False, compare=False, default=())
-    """The groups of all ranks that were made with it."""
+    """The groups of all ranks that were made together with it."""
 
 
 @dataclass
@@ -80,22 +82,25 @@ class Rehearsal:
     fold: Fold
     rank: int
     hardware: str
-    routing: Stated
+    routing: StatedRouting
     log: Log
-    groups: dict[str, Named]
-    """By torch's name."""
+    groups: dict[str, NamedGroup]
+    """By torch's name for the group."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
     left_out: list[str]
+    notes: list[str]
+    start_up: list[Message]
+    """What symmetric memory sends before the first step."""
     operations: Operations
     memory: Memory
     exchange: Exchange | None
-    """What the dispatchers of all ranks of its stage send each other; None without experts."""
+    """What the dispatchers of its stage send each other; None without experts."""
     moe_layers: list[int]
 
 
-def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Named]:
+def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, NamedGroup]:
     out = {}
     for (lane, parts), group in lanes.made.items():
         if group is None:
@@ -113,29 +118,34 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
         if lane == "waited" and len(ranks) == fold.world:
             names.append("world")
         across = len({r // node for r in ranks}) > 1
-        out[group.group_name] = Named(lane, " = ".join(names) or "ends of the pipeline", ranks, across, parts)
+        out[group.group_name] = NamedGroup(lane, " = ".join(names) or "ends of the pipeline", ranks, across, parts)
     return out
 
 
-class _Here(threading.local):
+class _Dispatching(threading.local):
+    """What the thread's dispatcher is working on."""
+
     microbatch = layer = -1
     exchange: Exchange | None = None
-    met = 0
+    received = 0  # messages of integers, in this layer and microbatch
+    starting = False
+    rows: tuple[Rows, Rows] = (), ()  # that the next operation of symmetric memory sends, and receives
 
 
 class FakeRecorder(Recorder):
-    """Of a step on fake tensors: it knows the numbers that decide shapes, and sees where the host asks for numbers."""
+    """Records a step on fake tensors: tracks the integers that decide shapes, and where the host reads a value."""
 
     def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
         super().__init__(layers, on_gpu)
-        self.rank, self.here, self.shapes = rank, _Here(), Shapes(fake)
+        self.rank, self.dispatching, self.shapes = rank, _Dispatching(), Shapes(fake)
         self.places, self.operations = Places(layers), Operations()
         self.ledger = Ledger(self.places.here)
+        self.start_up: list[Message] = []
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin_step(self) -> None:
+        """Starts a new record."""
         self.log, self.operations = Log(), Operations()
-        self.ledger.begin()
+        self.ledger.begin_step()
 
     @contextmanager
     def on(self) -> Iterator[Recorder]:
@@ -147,6 +157,9 @@ class FakeRecorder(Recorder):
         if func.namespace == "profiler":
             with outside():
                 return func(*args, **kwargs)
+        if name == "equal":  # asked of rows that came through symmetric memory
+            self.sync()
+            return True
         if name == "_local_scalar_dense":
             found = self.number(args[0])
             return found if not isinstance(found, list) else found[0]
@@ -158,78 +171,109 @@ class FakeRecorder(Recorder):
             self.ledger.note(out, place)
         return out
 
-    def send(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # torch's stand-in for it would take other memory.
-        return args[0] if func._overloadpacket.__name__ == "wait_tensor" else self.shapes(func, args, kwargs)
+    def run_message(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # torch's fake implementation of the wait would allocate a copy.
+        if func._overloadpacket.__name__ == "wait_tensor":
+            return args[0]
+        return None if func.namespace == "symm_mem" else self.shapes(func, args, kwargs)
 
-    def asked(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # By far the most frequent, and fake tensors think long about it.
+    def rows_exchanged(self, op: str, sizes: Tensor, arrived: Tensor, group: str) -> tuple[Rows, Rows]:
+        return self.dispatching.rows
+
+    def query(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # By far the most frequent query, and slow on fake tensors.
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device
         return func(*args, **kwargs)
 
     def number(self, x: Tensor) -> Any:
-        """What the host reads: the number, where it is known; else 0, a finite loss and a flag that nobody raised."""
+        """What the host reads: the value if it is known, otherwise 0, for a finite loss or a flag that is not set."""
         self.sync()
         found = values.numbers(x)
         if found is not None:
             return found
         if not x.dtype.is_floating_point:
-            raise RuntimeError(f"a whole number of shape {tuple(x.shape)} is asked for, and nothing states it")
+            raise RuntimeError(
+                f"the host reads integers of shape {tuple(x.shape)}, whose values are unknown in a rehearsal"
+            )
         with outside():
             return torch.zeros(x.shape).tolist()
 
-    def voted(self, x: Tensor) -> None:
-        """Stages tell each other before the first step whether they know their shapes, and all of ours do."""
+    def agree_on_shapes(self, x: Tensor) -> None:
+        """Before the first step stages ask each other whether they know their shapes: all of ours do."""
         if not x.dtype.is_floating_point:
             with outside():
-                values.give(x, torch.ones(x.shape, dtype=x.dtype))
+                values.set_known(x, torch.ones(x.shape, dtype=x.dtype))
 
-    def sent(self, func: Any, args: tuple, out: Any) -> None:
+    def after_message(self, func: Any, args: tuple, out: Any) -> None:
         self.ledger.note(out, self.places.here())
         if func._overloadpacket.__name__ == "recv_":
-            self.voted(*args[0])
+            self.agree_on_shapes(*args[0])
         if not isinstance(out, FakeTensor) or out.dtype.is_floating_point:
             return
         if func._overloadpacket.__name__ == "wait_tensor":
             if (value := values.known(args[0])) is not None:
-                values.give(out, value)
-        elif self.here.exchange is not None:
+                values.set_known(out, value)
+        elif self.dispatching.exchange is not None:
             with outside():
-                here = self.here
-                comes = here.exchange.received(self.rank, here.microbatch, here.layer, here.met)
-            values.give(out, comes)
-            self.here.met += 1
+                now = self.dispatching
+                value = now.exchange.received(self.rank, now.microbatch, now.layer, now.received)
+            values.set_known(out, value)
+            self.dispatching.received += 1
 
 
-def _know_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> Exchange | None:
-    """Routers choose what is stated, and dispatchers hear of the other ranks' choices."""
+def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> Exchange | None:
+    """Makes routers choose as stated, and dispatchers receive what the other ranks would send them."""
     if not trainer.moe_layers:
         return None
-    like = copy(trainer.dispatchers[0])  # as it is before its methods are replaced
-    exchange = Exchange(routing, type(like), like, trainer.config.parallelism.node)
+    template = copy(trainer.dispatchers[0])  # before its methods are replaced
+    node, memory = trainer.config.parallelism.node, trainer.symmetric
+    exchange = Exchange(routing, type(template), template, node)
+    lent = None if memory is None else Exchange(routing, type(template), template, node, memory.away_rows)
     for layer, moe in trainer.moe_layers.items():
         router, dispatcher = moe.router, moe.dispatcher
 
         def route(x_TD: Tensor, tokens: Any, layer: int = layer, real: Callable = router.forward) -> tuple:
             out = real(x_TD, tokens)
-            recorder.here.microbatch = values.numbers(tokens.microbatch)
+            recorder.dispatching.microbatch = values.numbers(tokens.microbatch)
             with outside():
-                chosen_TK = routing.chosen(recorder.rank, recorder.here.microbatch, layer)
-            values.give(out[3], chosen_TK)
+                chosen_TK = routing.chosen(recorder.rank, recorder.dispatching.microbatch, layer)
+            values.set_known(out[3], chosen_TK)
             return out
 
         def start(*args: Any, layer: int = layer, real: Callable = dispatcher.start) -> Any:
-            recorder.here.exchange, recorder.here.layer, recorder.here.met = exchange, layer, 0
-            return real(*args)
+            now = recorder.dispatching
+            now.exchange = exchange if getattr(real.__self__, "memory", None) is None else lent
+            now.layer, now.received, now.starting = layer, 0, True
+            try:
+                return real(*args)
+            finally:
+                now.starting = False
 
         router.forward = route
         dispatcher.start = start
+    if lent is not None and memory.group.size > 1:
+        _repeat_if_too_small(trainer, lent)
     return exchange
 
 
-def _weightless(fake: FakeTensorMode) -> Callable[..., None]:
-    """`materialize` without a weight's numbers."""
+def _repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
+    """Tells the step whether the receive buffers of symmetric memory are too small for the stated routing."""
+    real, first = trainer.run_microbatches, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
+    stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
+
+    def run_microbatches(slices: list, totals: Any, memory: Any) -> tuple[Tensor, ...]:
+        *out, overflowed = real(slices, totals, memory)
+        if memory is not None:
+            with outside():
+                values.set_known(overflowed, torch.tensor(float(overflows(lent, memory, layers, stage))))
+        return *out, overflowed
+
+    trainer.run_microbatches = run_microbatches
+
+
+def _without_numbers(fake: FakeTensorMode) -> Callable[..., None]:
+    """`materialize` on fake tensors, which draws no initial weights."""
 
     def materialized(model: Transformer, seed: int, device: torch.device) -> None:
         with fake:
@@ -240,19 +284,21 @@ def _weightless(fake: FakeTensorMode) -> Callable[..., None]:
     return materialized
 
 
-def _that_can_be_followed(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
-    """The recipe without what a rehearsal cannot do, and what that is."""
+def _supported(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
+    """The recipe without what a rehearsal cannot do, and a list of what that is."""
     moe, left_out = config.moe, []
     if config.compile.enable:
         config = replace(config, compile=replace(config.compile, enable=False))
         left_out.append("compilation: operations are those of the uncompiled model")
     if moe.overlap_chunks == -1:
         config = replace(config, moe=replace(moe, overlap_chunks=1))
-        left_out.append("moe.overlap_chunks = -1 measures the machine: one chunk is taken")
+        left_out.append("moe.overlap_chunks = -1, which measures the machine: one chunk is used")
     if moe.capacity_factor and not moe.pad_to_capacity:
-        left_out.append("dropping depends on scores: rows are those before anything is dropped")
+        left_out.append("dropping, which depends on scores: rows are counted before anything is dropped")
     if hardware.kind == "cuda" and moe.kernels != "torch" and not installed():
-        left_out.append("Triton is not installed here: the plain operations stand for its kernels")
+        left_out.append(
+            "Triton's kernels, because Triton is not installed here: their plain PyTorch operations are counted instead"
+        )
     return config, left_out
 
 
@@ -266,14 +312,14 @@ def fake_world(rank: int, world: int) -> Iterator[None]:
 
 
 def _without_timeout(exchange: fsdp_cpu._Exchange, timeout: Any = None) -> bool:
-    """Fake groups have no time-out to keep."""
+    """Fake groups have no time-out."""
     for work, *_ in exchange.works:
         work.wait()
     return True
 
 
-def _in_other_thread(trainer: Trainer, modes: list[Any]) -> None:
-    """A pair's second half has a thread of its own, in which modes must be set again."""
+def _set_modes_in_pair_thread(trainer: Trainer, modes: list[Any]) -> None:
+    """The second half of a pair runs in its own thread, in which the modes must be set again."""
     if trainer.engine.pairs is None:
         return
     here = trainer.engine.pairs._here
@@ -296,15 +342,31 @@ def _in_other_thread(trainer: Trainer, modes: list[Any]) -> None:
     trainer.engine.pairs._here = with_modes
 
 
+def _notes(trainer: Trainer) -> list[str]:
+    """What a reader has to know about the figures."""
+    if trainer.symmetric is None or trainer.symmetric.group.size == 1:
+        return []
+    notes = [
+        "symm_mem: its operations run on the computation's own stream, which waits for each; unused rows of the "
+        "receive buffers count as computed and moved"
+    ]
+    if trainer.overflow_reruns:
+        notes.append(
+            "symm_mem: a receive buffer is too small for this routing, so the step is repeated by alltoall, and both "
+            "passes count: raise moe.symm_mem_factor"
+        )
+    return notes
+
+
 def _state(trainer: Trainer) -> list[Tensor]:
-    """What the optimizer keeps."""
+    """The optimizer's state."""
     return [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
 
 
-def read(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
-    """The resolved config of a recipe, under the laws of that hardware; no run of its name is looked for."""
+def read_recipe(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
+    """The resolved config of a recipe, checked for that hardware, without looking for an earlier run of its name."""
 
-    def alone(config: Config) -> Config:
+    def without_run(config: Config) -> Config:
         on_node = config.parallelism.node if config.parallelism.node != -1 else min(node, world)
         return replace(
             config,
@@ -313,50 +375,60 @@ def read(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
             profile=Profile(),
         )
 
-    with as_on(HARDWARE[hardware]):
+    with as_on(HARDWARE[hardware]), as_if_supported() if HARDWARE[hardware].kind == "cuda" else nullcontext():
         return load(
             argv,
             preset,
-            lambda config: refusals(alone(config), world),
-            lambda config: resolve(alone(config), world, lambda _: {}),
+            lambda config: refusals(without_run(config), world),
+            lambda config: resolve(without_run(config), world, lambda _: {}),
         )
 
 
 def rehearse(
-    config: Config, world: int, rank: int, name: str, routing: float | Stated = 1.0, node: int = 8, steps: int = 1
+    config: Config,
+    world: int,
+    rank: int,
+    name: str,
+    routing: float | StatedRouting = 1.0,
+    node: int = 8,
+    steps: int = 1,
 ) -> Rehearsal:
-    """The last of `steps` steps, as on the hardware of that name. config: from `read`. routing: or its imbalance."""
+    """The last of `steps` steps, as on the hardware of that name. config: from `read_recipe`. routing: a number is its
+    imbalance.
+    """
     hardware = HARDWARE[name]
-    config, left_out = _that_can_be_followed(config, hardware)
+    config, left_out = _supported(config, hardware)
     fold = derive(world, config.parallelism)
-    stated = routing if isinstance(routing, Stated) else with_imbalance(config, routing)
+    stated = routing if isinstance(routing, StatedRouting) else with_imbalance(config, routing)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(as_on(hardware))
         stack.enter_context(fake_world(rank, world))
-        # Meshes ask for numbers, and modules are on meta: what fills them is the first to meet fake tensors.
-        stack.enter_context(mock.patch.object(apply, "materialize", _weightless(fake)))
+        # Building meshes reads real values, and modules are built on meta: fake tensors start where weights are made.
+        stack.enter_context(mock.patch.object(apply, "materialize", _without_numbers(fake)))
         stack.callback(gc.enable)
         runtime = Runtime(rank, rank % node, world, torch.device("cpu"))
-        trainer = Trainer(config, runtime, loader=Samples)
-        layers = {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
+        layers: dict[int, str] = {}
         recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
+        stack.enter_context(symmetric_memory(recorder, fake))
+        trainer = Trainer(config, runtime, loader=Samples)
+        layers |= {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
         stack.enter_context(fake)
-        exchange = _know_routing(trainer, recorder, Routing(config, fold, Samples, stated))
-        _in_other_thread(trainer, [fake, recorder])
-        # One wait, where fake tensors would ask for each number.
+        exchange = _state_routing(trainer, recorder, Routing(config, fold, Samples, stated))
+        _set_modes_in_pair_thread(trainer, [fake, recorder])
+        # One wait of the host, where fake tensors would read element by element.
         stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda x: recorder.number(x)))
         stack.enter_context(mock.patch.object(fsdp_cpu._Exchange, "wait", _without_timeout))
         if hardware.kind == "cuda":
-            stack.enter_context(stand_ins.of_gpus())
+            stack.enter_context(stand_ins.on_gpus())
         trainer.clock = recorder.places
-        trainer.optimizer.moments()  # made now, as any step but the first finds them
-        recorder.ledger.own((x for part in trainer.parts for x in (*part.parameters(), *part.buffers())), WEIGHTS)
-        recorder.ledger.own(_state(trainer), MOMENTS)
+        trainer.optimizer.moments()  # allocated now, as in every step but the first
+        recorder.ledger.assign((x for part in trainer.parts for x in (*part.parameters(), *part.buffers())), WEIGHTS)
+        recorder.ledger.assign(_state(trainer), MOMENTS)
         for _ in range(steps):
-            recorder.begin()
+            recorder.begin_step()
             with recorder.on():
                 trainer.train_step()
         pieces = trainer.optimizer.pieces.values()
@@ -372,6 +444,8 @@ def rehearse(
             sum(p.numel() * p.element_size() for p in pieces),
             sum(x.numel() * x.element_size() for x in _state(trainer)),
             left_out,
+            _notes(trainer),
+            recorder.start_up,
             recorder.operations,
             recorder.ledger.memory(),
             exchange,

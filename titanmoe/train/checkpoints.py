@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, choose
 from titanmoe.checkpoint.folder import Checkpoint, together
-from titanmoe.checkpoint.inside import CheckpointError, told
+from titanmoe.checkpoint.inside import CheckpointError, error_text
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
@@ -112,7 +112,7 @@ class Checkpoints:
             except CheckpointError as error:
                 answer = error
             except OSError as error:
-                answer = CheckpointError(told(error))
+                answer = CheckpointError(error_text(error))
             self._broadcast(answer)
         else:
             while isinstance(answer := self._broadcast(None), Path):

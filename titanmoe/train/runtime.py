@@ -197,8 +197,8 @@ def _keep_pages() -> None:
 
 
 def _open_files() -> None:
-    """As many as the system allows: gloo, the store and the data's workers open thousands at a thousand ranks, and the
-    usual limit of 1,024 is met in the middle of a run."""
+    """Raise the limit to what the system allows: on a thousand ranks gloo, the store and the data workers open
+    thousands of files, and a run would hit the usual limit of 1,024 halfway."""
     if sys.platform.startswith("linux"):
         import resource
 

@@ -29,7 +29,7 @@ ASIDE = {
     *("chunk_size_feed_forward", "id2label", "label2id", "problem_type", "is_encoder_decoder", "return_dict"),
     *("output_hidden_states", "output_attentions"),
 }
-TOLD = {
+TRAINING_ONLY = {
     "attention_dropout": "titanmoe has no attention dropout",
     "router_jitter_noise": "transformers multiplies the input of the router and of the experts by noise in training; "
     "moe.jitter does it for the router alone",
@@ -62,7 +62,7 @@ class Described(NamedTuple):
         """What config.json says that is not supported."""
         said = [
             f"{CONFIG} has {key} = {json.dumps(self.json[key])}: {why}"
-            for key, why in TOLD.items()
+            for key, why in TRAINING_ONLY.items()
             if self.json.get(key)
         ]
         if self.unknown:
@@ -129,7 +129,9 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
     if problems:
         raise ConfigError(problems)
     model = _model(hf, values, source)
-    known = ASIDE.union(TOLD, hf.absent, hf.fixed, *hf.fields.values(), *(special.keys for special in hf.special))
+    known = ASIDE.union(
+        TRAINING_ONLY, hf.absent, hf.fixed, *hf.fields.values(), *(special.keys for special in hf.special)
+    )
     return Described(hf, model, config, sorted(config.keys() - known))
 
 

@@ -22,7 +22,7 @@ from titanmoe.checkpoint.folder import Checkpoint, Group, Lazy, open_checkpoint,
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.files import CARRIED, INDEX, SINGLE, Tensors, companions, index, nbytes, shards, write_file
 from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
-from titanmoe.checkpoint.inside import CheckpointError, told
+from titanmoe.checkpoint.inside import CheckpointError, error_text
 from titanmoe.checkpoint.manifest import config_of
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
@@ -264,7 +264,7 @@ def agreed(group: Group, work: Callable[[], T]) -> T:
     except CheckpointError as error:
         problems = [str(error)]
     except OSError as error:
-        problems = [told(error)]
+        problems = [error_text(error)]
     answers = [(problems, source)]
     if group is not None:
         answers *= dist.get_world_size(group)

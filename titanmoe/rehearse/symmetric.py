@@ -1,0 +1,124 @@
+"""Symmetric memory in a rehearsal: its operations as messages, its buffers as fake tensors.
+
+The sizes of such an operation are on the device, and the receiver learns them from the operation itself. So the stated
+routing says here what the other ranks of the group send: the dispatcher's own code is run for each of them, up to its
+first operation.
+
+Shapes as in titanmoe.moe.symmetric.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+import torch.distributed._symmetric_memory as symm_mem
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes as outside
+
+from titanmoe.moe.symmetric import Memory, Symmetric, bins
+from titanmoe.rehearse import values
+from titanmoe.rehearse.memory import SYMMETRIC
+
+if TYPE_CHECKING:
+    from titanmoe.rehearse.routing import Exchange
+    from titanmoe.rehearse.world import FakeRecorder
+
+Rows = tuple[int, ...]
+
+
+class Counting:
+    """In place of a rank's Memory, to find out how many rows it would send. They have no width and go nowhere."""
+
+    rows = weights = None
+
+    def __init__(self, away_rows: int):
+        self.away_rows, self.overflowed = away_rows, torch.zeros((), dtype=torch.bool)
+
+    def there(self, buffers: None, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
+        self.send_Ge = send_Ge
+        return x_HD.new_zeros(self.away_rows, x_HD.shape[1]), send_Ge.new_zeros(2, len(send_Ge))
+
+
+def rows_sent(send_Ge: Any, ranks: int) -> Rows:
+    """To each rank of the group."""
+    each = len(send_Ge) // ranks
+    return tuple(int(sum(send_Ge[rank * each : (rank + 1) * each])) for rank in range(ranks))
+
+
+@contextmanager
+def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[None]:
+    there, back = Memory.there, Memory.back
+    rows: dict[int, tuple[Rows, Rows]] = {}  # sent and received, by the storage of the sizes, which backward uses too
+
+    def key(sizes: Tensor) -> int:
+        return sizes.untyped_storage()._cdata
+
+    def send(memory: Memory, buffers: Any, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
+        now, group = recorder.dispatching, memory.group
+        if now.exchange is None:  # the first exchange, in which all ranks send the same
+            sent = rows_sent(values.numbers(send_Ge), group.size)
+            rows[key(send_Ge)] = sent, (sent[group.rank],) * group.size
+        elif now.starting:
+            sent = rows_sent(values.numbers(send_Ge), group.size)
+            with outside():
+                received = now.exchange.rows_received(recorder.rank, now.microbatch, now.layer)
+            rows[key(send_Ge)] = sent, received
+        now.rows = rows[key(send_Ge)]
+        away, sizes = there(memory, buffers, x_HD, send_Ge)
+        rows[key(sizes)] = now.rows[::-1]
+        return away, sizes
+
+    def send_back(memory: Memory, buffers: Any, y_AD: Tensor, sizes: Tensor) -> Tensor:
+        recorder.dispatching.rows = rows[key(sizes)]
+        return back(memory, buffers, y_AD, sizes)
+
+    def empty(*shape: int, dtype: torch.dtype, device: Any) -> Tensor:
+        with fake:
+            buffer = torch.empty(shape, dtype=dtype)
+        recorder.ledger.assign([buffer], SYMMETRIC)
+        return buffer
+
+    with ExitStack() as stack:
+        for owner, name, replacement in (
+            (Memory, "there", send),
+            (Memory, "back", send_back),
+            (Memory, "try_once", _before_the_first_step(recorder, fake, Memory.try_once)),
+            (symm_mem, "empty", empty),
+            (symm_mem, "rendezvous", lambda *_: None),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+def _before_the_first_step(recorder: FakeRecorder, fake: FakeTensorMode, real: Callable) -> Callable[..., None]:
+    def try_once(memory: Memory, held: int) -> None:
+        with fake, recorder.on():
+            real(memory, held)
+        recorder.start_up += recorder.log.messages
+        recorder.begin_step()
+
+    return try_once
+
+
+@contextmanager
+def as_if_supported() -> Iterator[None]:
+    """The machine of a rehearsal need not have what the rehearsed one needs."""
+    with mock.patch.object(Symmetric, "missing", staticmethod(lambda device: "")):
+        yield
+
+
+def overflows(exchange: Exchange, memory: Memory, layers: Iterable[int], ranks: Iterable[int]) -> bool:
+    """Whether a receive buffer of these ranks is too small for the stated routing, in any microbatch and layer."""
+    layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
+    return any(
+        bool((bins(total_E.view(exchange.routing.fold.ep, -1)).sum(1) > memory.away_rows).any())
+        for rank in ranks
+        for microbatch in range(exchange.routing.microbatches)
+        for layer in layers
+        for total_E in (exchange.received(rank, microbatch, layer, 0),)
+    )
