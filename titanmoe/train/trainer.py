@@ -31,7 +31,7 @@ from titanmoe.moe.layer import described, move_biases, sum_statistics
 from titanmoe.moe.symmetric import Memory
 from titanmoe.ops.region import measured_by, named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
-from titanmoe.parallel.batch import Slice, check_alike, cut
+from titanmoe.parallel.batch import Slice, check_alike, cut, to_device
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import measured_chunks, symmetric
@@ -243,7 +243,8 @@ class Trainer:
 
     def count(self, batches: list[Batch]) -> Totals:
         mine = [torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum())) for b in batches]
-        labels, tokens = all_reduce(torch.stack(mine).sum(0).to(self.device, torch.float64), self.meshes.data)
+        total = to_device(torch.stack(mine).sum(0).double(), self.device)
+        labels, tokens = all_reduce(total, self.meshes.data)
         return Totals(labels, tokens)
 
     def slices(self, batches: list[Batch]) -> list[Slice]:
