@@ -99,7 +99,7 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     fold, rank = trainer.fold, dist.get_rank()
     probe((module for part in trainer.parts for module in part.modules()), float(BASE**rank))
     batches = trainer.loader.next_step()
-    trainer.forward_backward(batches, trainer.count(batches))
+    trainer.forward_backward(trainer.slices(batches), trainer.count(batches), None)
     microbatches = trainer.loader.microbatches
     by_fsdp = summed(trainer.parameters, microbatches)
     trainer.finish_gradients()

@@ -87,14 +87,13 @@ def test_a_schedule_from_a_file_agrees(tmp_path: Path) -> None:
 def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torch.Tensor], float]:
     """The loss without backward, then that of a training step with its gradients; and the schedule's bubble."""
     from titanmoe.comm.collectives import all_reduce
-    from titanmoe.parallel.batch import cut
 
     trainer = parity.make_trainer(changes, loader=parity.samples())
     batches = trainer.loader.next_step()
     totals = trainer.count(batches)
     for moe in trainer.moe_layers.values():
         moe.begin_step(1, totals.tokens, trainer.loader.global_batch_size)
-    slices = [cut(b, m, trainer.meshes, trainer.placement, trainer.device) for m, b in enumerate(batches)]
+    slices = trainer.slices(batches)
     losses = []
     for _ in range(2):
         losses.append(trainer.engine.run(slices, totals.labels, backward=False))
@@ -102,7 +101,7 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
         assert all(p.grad is None for p in trainer.parameters.values()), "a gradient without backward"
     alone, again = (all_reduce(loss, trainer.meshes.world) / trainer.meshes.tp.size for loss in losses)
     assert torch.equal(alone, again)
-    training, _ = trainer.forward_backward(batches, totals)
+    training = trainer.forward_backward(slices, totals, None)[0] / trainer.meshes.tp.size
     trainer.finish_gradients()
     grads = parity.whole({name: p.grad for name, p in trainer.parameters.items()}, dist.get_rank(), trainer.fold)
     return alone.item(), training.item(), grads, trainer.engine.bubble

@@ -117,7 +117,7 @@ def _with_a_nan_in_a_buffer(changes: dict[str, Any]) -> str:
     trainer.buffers["layers.1.moe.router.expert_bias"][3] = float("nan") if dist.get_rank() == 1 else 0.0
     for parameter in trainer.parameters.values():
         parameter.grad = torch.zeros_like(parameter)
-    trainer.step, nothing = 2, torch.tensor(float("nan"))
+    trainer.step, nothing = 2, float("nan")
     try:
         trainer.check_finite(nothing, nothing)
     except trainer_module.NonFinite as error:

@@ -76,41 +76,39 @@ class MoE(nn.Module):
 
 
 @torch.no_grad()
-def finish_step(
-    mine: dict[int, MoE],
-    numbers: list[int],
-    num_experts: int,
-    world: Group,
-    bias_update_rate: float,
-    device: torch.device,
-) -> dict[int, dict[str, Any]]:
-    """Once per optimizer step: sum the counts of all ranks and microbatches, move the selection biases, and report.
+def sum_statistics(
+    mine: dict[int, MoE], blocks: list[int], num_experts: int, world: Group, device: torch.device
+) -> Tensor:
+    """Once per optimizer step: rows per expert and STATISTICS of all ranks and microbatches, a row for each of blocks.
 
-    `numbers` are all MoE layers of the model, `mine` those of this rank's stages: one table, one sum over the world.
+    blocks: all MoE layers of the model. mine: those of this rank's stages. One table, one sum over the world.
     """
-    table = torch.zeros(len(numbers), num_experts + len(STATISTICS), dtype=torch.float64, device=device)
-    for row, number in enumerate(numbers):
+    table = torch.zeros(len(blocks), num_experts + len(STATISTICS), dtype=torch.float64, device=device)
+    for row, number in enumerate(blocks):
         if number in mine:
             balance = mine[number].balance
             table[row] = torch.cat((balance.count_ME.sum(0), balance.statistics_MX.sum(0)))
-    table = all_reduce(table, world)
-    for row, number in enumerate(numbers):
-        if bias_update_rate and number in mine:
-            count_E = table[row, :num_experts]
-            mine[number].router.expert_bias += (bias_update_rate * torch.sign(count_E.mean() - count_E)).to(
-                torch.float32
-            )
-    report = {}
-    for number, row in zip(numbers, table.tolist(), strict=True):
-        counts, values = row[:num_experts], dict(zip(STATISTICS, row[num_experts:], strict=True))
-        tokens, mean = max(values["tokens"], 1.0), sum(counts) / num_experts
-        report[number] = {name: values[name] for name in AUX} | {
-            "tokens_min": min(counts),
-            "tokens_mean": mean,
-            "tokens_max": max(counts),
-            "imbalance": max(counts) / mean if mean else 1.0,
-            "router_entropy": values["entropy"] / tokens,
-            "dropped_fraction": values["dropped"] / sum(counts) if mean else 0.0,
-            "load": counts,
-        }
-    return report
+    return all_reduce(table, world) if blocks else table
+
+
+@torch.no_grad()
+def move_biases(mine: dict[int, MoE], rows: dict[int, Tensor], num_experts: int, rate: float) -> None:
+    """Selection biases, a step of that rate towards even loads. rows: of sum_statistics, by layer."""
+    for number, moe in mine.items() if rate else ():
+        count_E = rows[number][:num_experts]
+        moe.router.expert_bias += (rate * torch.sign(count_E.mean() - count_E)).to(torch.float32)
+
+
+def described(row: list[float], num_experts: int) -> dict[str, Any]:
+    """A layer's row of sum_statistics as it is reported."""
+    counts, values = row[:num_experts], dict(zip(STATISTICS, row[num_experts:], strict=True))
+    tokens, mean = max(values["tokens"], 1.0), sum(counts) / num_experts
+    return {name: values[name] for name in AUX} | {
+        "tokens_min": min(counts),
+        "tokens_mean": mean,
+        "tokens_max": max(counts),
+        "imbalance": max(counts) / mean if mean else 1.0,
+        "router_entropy": values["entropy"] / tokens,
+        "dropped_fraction": values["dropped"] / sum(counts) if mean else 0.0,
+        "load": counts,
+    }

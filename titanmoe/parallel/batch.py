@@ -40,13 +40,18 @@ def shifted(batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.cat((ids[:, 1:], beyond), 1), later
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """The host does not wait for the copy, nor for what the device does before it."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device, non_blocking=True)
+
+
 def cut(
     batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool = False
 ) -> Slice:
     """with_mtp: include what multi-token prediction needs."""
-    next_BL, later_BL = shifted(batch) if with_mtp else (None, None)
-    ids, labels, valid, document, position, number = (
-        x if x is None else x.to(device, non_blocking=True) for x in batch
+    given = *batch, *(shifted(batch) if with_mtp else (None, None))
+    ids, labels, valid, document, position, number, following, later = (
+        x if x is None else to_device(x, device) for x in given
     )
     samples, length = ids.shape
     place = torch.arange(length, device=device).expand(samples, length)
@@ -55,7 +60,7 @@ def cut(
     index = (first + sample if number is None else number.unsqueeze(1)) * length + place
 
     def over_cp(x: Tensor) -> Tensor:
-        return placement.cut(x.to(device, non_blocking=True), meshes.cp.rank).contiguous()
+        return placement.cut(x, meshes.cp.rank).contiguous()
 
     def owned(x: Tensor) -> Tensor:
         return over_cp(x).chunk(meshes.tp.size, 1)[meshes.tp.rank].flatten()
@@ -65,10 +70,10 @@ def cut(
         index_T=owned(index),
         sample_T=owned(sample),
         valid_T=owned(valid),
-        microbatch=torch.tensor(microbatch, device=device),
+        microbatch=torch.full((), microbatch, device=device),
         document_BL=document,
-        next_BS=over_cp(next_BL) if with_mtp else None,
-        later_BS=over_cp(later_BL) if with_mtp else None,
+        next_BS=over_cp(following) if with_mtp else None,
+        later_BS=over_cp(later) if with_mtp else None,
     )
     return Slice(over_cp(ids), tokens, over_cp(labels))
 

@@ -7,6 +7,7 @@ that split backward cannot handle one parameter at two depths of a stage.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 
 from titanmoe.config.schema import Model
@@ -33,6 +34,7 @@ class TiedEnds:
             pairs = [(group[ranks[0]], group[ranks[-1]]) for group in groups(meshes.fold, "attention", "pp")]
             self.group = meshes.lanes.group("waited", pairs)
 
+    @torch.no_grad()
     def add_gradients(self) -> None:
         grads = [local_grad(end) for end in self.ends]
         for other in grads[1:]:

@@ -56,6 +56,7 @@ class Optimizer:
         for state in self._states().values():
             state["step"].fill_(step)
 
+    @torch.no_grad()
     @named("optimizer")
     def step(self, lr: float) -> None:
         for group in self.adamw.param_groups:

@@ -27,11 +27,11 @@ from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher
-from titanmoe.moe.layer import finish_step
+from titanmoe.moe.layer import described, move_biases, sum_statistics
 from titanmoe.moe.symmetric import Memory
 from titanmoe.ops.region import measured_by, named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
-from titanmoe.parallel.batch import Slice, check_alike, cut
+from titanmoe.parallel.batch import Slice, check_alike, cut, to_device
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import measured_chunks, symmetric
@@ -60,6 +60,20 @@ class Totals:
 
     labels: Tensor  # tokens with a loss
     tokens: Tensor  # tokens that are not padding
+
+
+@dataclass
+class Found:
+    """What the host learns of a step, between its gradients and its update."""
+
+    loss: float
+    mtp_loss: float
+    stop: float
+    overflowed: float
+    norm: float
+    tokens: float
+    layers: dict[int, list[float]]
+    """Of each MoE layer: rows per expert, then its STATISTICS."""
 
 
 class Trainer:
@@ -207,46 +221,61 @@ class Trainer:
         totals = self.count(batches)
         self.clock.lap("data")
 
-        with measured_by(self.clock):
-            loss, mtp_loss = self.forward_backward(batches, totals)
-        self.finish_gradients()
-        self.clock.lap("forward_backward")
-        norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
-        self.check_finite(loss, norm)
+        slices = self.slices(batches)
+        found, norm, experts = self.gradients(slices, totals, self.symmetric)
+        if found.overflowed:  # the receive buffer of some rank was too small, so the pass is void
+            self.overflow_reruns += 1
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            found, norm, experts = self.gradients(slices, totals, None)
+        self.stopping = bool(found.stop)
+        self.check_finite(found.loss, found.norm)
         if self.on_gradients:
             self.on_gradients(self.step, self.parameters)
         if self.config.optimizer.max_grad_norm > 0:
             clip(self.parameters.values(), norm, self.config.optimizer.max_grad_norm)
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
         self.optimizer.step(lr)
-        self.tokens += totals.tokens.item()
-        report = self.report(loss, mtp_loss, norm, lr, totals, self.finish_experts())
+        move_biases(self.moe_layers, experts, self.config.model.num_experts, self.config.moe.bias_update_rate)
+        self.tokens += found.tokens
         self.clock.lap("optimizer")
-        return report
+        return self.report(found, lr)
 
     def count(self, batches: list[Batch]) -> Totals:
         mine = [torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum())) for b in batches]
-        labels, tokens = all_reduce(torch.stack(mine).sum(0).to(self.device, torch.float64), self.meshes.data)
+        total = to_device(torch.stack(mine).sum(0).double(), self.device)
+        labels, tokens = all_reduce(total, self.meshes.data)
         return Totals(labels, tokens)
 
-    @named("forward backward")
-    def forward_backward(self, batches: list[Batch], totals: Totals) -> tuple[Tensor, Tensor]:
-        """Adds the gradients of the whole step to this rank's shards; returns the global loss, and that of multi-token
-        prediction.
-        """
+    def slices(self, batches: list[Batch]) -> list[Slice]:
         where = (self.meshes, self.placement, self.device)
-        slices = [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
-        loss, mtp_loss, stop, overflowed = self.run_microbatches(slices, totals, self.symmetric)
-        if overflowed:  # the receive buffer of some rank was too small, so the pass is void
-            self.overflow_reruns += 1
-            for parameter in self.parameters.values():
-                parameter.grad = None
-            loss, mtp_loss, stop, _ = self.run_microbatches(slices, totals, None)
-        self.stopping = bool(stop)
-        # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
-        return loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
+        return [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
 
-    def run_microbatches(self, slices: list[Slice], totals: Totals, symmetric: Memory | None) -> tuple[Tensor, ...]:
+    def gradients(
+        self, slices: list[Slice], totals: Totals, symmetric: Memory | None
+    ) -> tuple[Found, Tensor, dict[int, Tensor]]:
+        """Sums the gradients of the step. What the host has to know of it comes in one transfer, the only one of the
+        Trainer in a step; the norm and each MoE layer's row of statistics are returned as tensors too.
+        """
+        with measured_by(self.clock):
+            sums = self.forward_backward(slices, totals, symmetric)
+        self.finish_gradients()
+        self.clock.lap("forward_backward")
+        norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
+        blocks = moe_blocks(self.config.model)
+        experts = sum_statistics(self.moe_layers, blocks, self.config.model.num_experts, self.meshes.world, self.device)
+        loss, mtp_loss, stop, overflowed, norm_now, tokens, *rest = torch.cat(
+            (sums.double(), torch.stack((norm.double(), totals.tokens)), experts.flatten())
+        ).tolist()
+        # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
+        loss, mtp_loss = loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
+        width = experts.shape[1]
+        layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(blocks)}
+        found = Found(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
+        return found, norm, dict(zip(blocks, experts, strict=True))
+
+    @named("forward backward")
+    def forward_backward(self, slices: list[Slice], totals: Totals, symmetric: Memory | None) -> Tensor:
         """The losses, whether any rank wants to stop, and whether a receive buffer was too small, in one message.
 
         symmetric: memory to lend to the layers' dispatchers, which are exact without it.
@@ -261,7 +290,7 @@ class Trainer:
         mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
         stop = torch.full_like(loss, self.wants_to_stop())
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
-        return all_reduce(torch.stack((loss, mtp_loss, stop, overflowed)), self.meshes.world).unbind()
+        return all_reduce(torch.stack((loss, mtp_loss, stop, overflowed)), self.meshes.world)
 
     @named("finish gradients")
     def finish_gradients(self) -> None:
@@ -269,15 +298,7 @@ class Trainer:
         sum_replicated(self.parameters.values(), self.meshes.tp)
         self.tied.add_gradients()
 
-    def finish_experts(self) -> dict[int, dict[str, Any]]:
-        model, rate = self.config.model, self.config.moe.bias_update_rate
-        numbers = moe_blocks(model)
-        if not numbers:
-            return {}
-        return finish_step(self.moe_layers, numbers, model.num_experts, self.meshes.world, rate, self.device)
-
-    def check_finite(self, loss: Tensor, norm: Tensor) -> None:
-        loss, norm = torch.stack((loss, norm)).tolist()
+    def check_finite(self, loss: float, norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         grads = first_nonfinite({name: local_grad(p) for name, p in self.parameters.items()})
@@ -295,18 +316,11 @@ class Trainer:
             "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
         )
 
-    def report(
-        self,
-        loss: Tensor,
-        mtp_loss: Tensor,
-        norm: Tensor,
-        lr: float,
-        totals: Totals,
-        layers: dict[int, dict[str, Any]],
-    ) -> dict[str, Any]:
-        values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "tokens": totals.tokens.item()}
+    def report(self, found: Found, lr: float) -> dict[str, Any]:
+        values = {"loss": found.loss, "grad_norm": found.norm, "lr": lr, "tokens": found.tokens}
         if self.config.model.mtp_depth:
-            values["mtp_loss"] = mtp_loss.item()
+            values["mtp_loss"] = found.mtp_loss
+        layers = {number: described(row, self.config.model.num_experts) for number, row in found.layers.items()}
         if self.symmetric is not None:
             values["overflow_reruns"] = self.overflow_reruns
         if layers:
