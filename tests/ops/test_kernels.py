@@ -10,17 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import near, parity
 from tests.features import MODELS
 from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
+from titanmoe.models.layers import plain_rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy_sum
 from titanmoe.moe.dispatch import by_expert, copy_rows, lay_out, sort_by_expert
 from titanmoe.moe.experts import down
 from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens
 from titanmoe.moe.router import Router
-from titanmoe.ops.kernels import interpreted
+from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.tokens import IGNORE, Tokens
 
 DEVICE = "cpu" if interpreted() else "cuda"
@@ -29,6 +31,8 @@ pytestmark = [
     *([] if interpreted() else [pytest.mark.gpu]),
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+if installed():
+    from titanmoe.ops.kernels.rows import fetch_rows
 E = 4
 PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
 
@@ -135,6 +139,47 @@ def test_activation_with_the_routing_weight(hidden: int, counts: list[int], clam
             results.append([y.detach(), *grads])
         for got, want in zip(*results, strict=True):
             close(got, want, dtype, terms=2 * hidden)
+
+
+@pytest.mark.parametrize("queries, keys, width", [(4, 2, 12), (3, 3, 64), (5, 0, 8)])
+@pytest.mark.parametrize("samples, positions, angles", [(2, 5, 2), (2, 3, 1), (1, 0, 1)])
+def test_rotation(queries: int, keys: int, width: int, samples: int, positions: int, angles: int) -> None:
+    for dtype in DTYPES:
+        wide = torch.promote_types(dtype, torch.float32)
+        half = random(angles, positions, 1, width // 2, dtype=wide, seed=2).detach()
+        angle = torch.cat((half, half), -1)
+        rope = angle.cos(), angle.sin()
+        q = random(samples, positions, queries, width, dtype=dtype)
+        wider = random(samples, positions, keys, width + 4, dtype=dtype, seed=1)  # keys that are a part of other rows
+        results = []
+        for both in (
+            lambda k, q=q, rope=rope: rotate_both(q, k, rope, "triton"),
+            lambda k, q=q, rope=rope: (plain_rotate(q, rope), plain_rotate(k, rope)),
+        ):
+            turned = both(wider[..., 4:])
+            cotangents = [random(*y.shape, dtype=dtype, seed=7).detach() for y in turned]
+            results.append([*turned, *torch.autograd.grad(turned, (q, wider), cotangents)])
+        for got, want in zip(*results, strict=True):
+            close(got, want, dtype)
+
+
+def test_watched_or_not_the_kernels_give_the_same() -> None:
+    """Without a mode nothing goes through torch's dispatcher; a mode sees every kernel as one operation."""
+    x, index = random(5, 8, dtype=torch.float32).detach(), torch.tensor([4, 0, 5, 2], device=DEVICE)
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with torch.profiler.profile() as profile:
+        alone = fetch_rows(x, index)
+    assert "titanmoe::fetch_rows" not in [event.key for event in profile.key_averages()]
+    with Watch():
+        watched = fetch_rows(x, index)
+    assert torch.ops.titanmoe.fetch_rows.default in seen
+    assert torch.equal(alone, watched)
 
 
 def padded_tokens(samples: int, length: int, valid: Tensor | None = None) -> Tokens:

@@ -98,3 +98,15 @@ def test_loss(dtype: torch.dtype) -> None:
     pointers |= {"logits": POINTERS[dtype], "label": "*i64"}
     for kernel in (loss._forward, loss._backward):
         assert size_of_machine_code(kernel, pointers, 8, V=8064, WIDE=wide(dtype), COLUMNS=loss.TILE) > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
+def test_rotate(dtype: torch.dtype) -> None:
+    from titanmoe.ops.kernels import rotate
+    from titanmoe.ops.kernels.launch import wide
+
+    heavy = POINTERS[torch.promote_types(dtype, torch.float32)]
+    pointers = dict.fromkeys(("q", "k", "q_out", "k_out"), POINTERS[dtype]) | {"cos": heavy, "sin": heavy}
+    for heads, keys, width in ((32, 4, 128), (128, 0, 64)):
+        shape = dict(H=heads, G=keys, HALF=width // 2, P=width // 2, SIGN=-1, WIDE=wide(dtype), ROWS=32)
+        assert size_of_machine_code(rotate._rotate, pointers, 4, **shape) > 0

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import ALONE, gather, local, scatter_sum
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
-from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate
+from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate_both
 from titanmoe.ops import device
 from titanmoe.ops.blocked_attention import blocked_attention
 
@@ -56,7 +56,7 @@ def causal_attention(
 
 
 class Attention(nn.Module):
-    def __init__(self, model: Model, layer: int, dtype: torch.dtype):
+    def __init__(self, model: Model, layer: int, dtype: torch.dtype, kernels: str = "auto"):
         super().__init__()
         width, kv_width = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
         self.wq = Linear(model.dim, width, bias=model.qkv_bias, dtype=dtype)
@@ -70,7 +70,7 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(model.head_dim, model.norm_eps, dtype) for _ in "qk")
         elif model.qk_norm == "full":
             self.q_norm, self.k_norm = (SplitRMSNorm(w, model.norm_eps, dtype) for w in (width, kv_width))
-        self.head_dim = model.head_dim
+        self.head_dim, self.kernels = model.head_dim, kernels
         self.tp = ALONE
         self.attend = causal_attention
 
@@ -83,7 +83,8 @@ class Attention(nn.Module):
         if self.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         sinks_H = None if self.sinks is None else local(self.sinks)
-        out_BSHh = self.attend(rotate(q, rope), rotate(k, rope), v, document_BL, self.window, sinks_H)
+        q, k = rotate_both(q, k, rope, self.kernels)
+        out_BSHh = self.attend(q, k, v, document_BL, self.window, sinks_H)
         y_BsD = scatter_sum(F.linear(out_BSHh.flatten(2), local(self.wo.weight)), 1, self.tp)
         # Once, to the tokens this rank owns: inside the product, every tp rank would add it.
         return y_BsD if self.wo.bias is None else y_BsD + local(self.wo.bias)

@@ -31,7 +31,7 @@ LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    def __init__(self, model: Model, dtype):
+    def __init__(self, model: Model, dtype: torch.dtype, kernels: str = "auto"):
         super().__init__()
         heads, latent = model.num_heads, model.kv_lora_rank
         queries = heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
         self.key_value = [model.qk_nope_head_dim, model.v_head_dim]
         # On queries alone: every attention kernel divides by sqrt(h) itself.
         self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim) ** 2
-        self.tp = ALONE
+        self.kernels, self.tp = kernels, ALONE
         self.attend = causal_attention
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:
@@ -80,12 +80,12 @@ class LatentAttention(nn.Module):
     def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         q_BSHh = (self.wq_b if self.wq is None else self.wq)(source_BSr)
         q_BSHn, q_BSHp = q_BSHh.unflatten(-1, (-1, sum(self.query))).split(self.query, -1)
-        q_BSHh = torch.cat((q_BSHn, rotate(q_BSHp, rope)), -1)
+        q_BSHh = torch.cat((q_BSHn, rotate(q_BSHp, rope, self.kernels)), -1)
         return q_BSHh * self.sharpen if self.sharpen != 1 else q_BSHh
 
     def keys_and_values(
         self, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
         k_BSHn, v_BSHv = self.wkv_b(latent_BSr).unflatten(-1, (-1, sum(self.key_value))).split(self.key_value, -1)
-        k_BSHp = rotate(key_BSp.unsqueeze(2), rope).expand(-1, -1, k_BSHn.shape[2], -1)
+        k_BSHp = rotate(key_BSp.unsqueeze(2), rope, self.kernels).expand(-1, -1, k_BSHn.shape[2], -1)
         return torch.cat((k_BSHn, k_BSHp), -1), v_BSHv

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import ALONE, gather, local, scatter_sum, sum_over
 from titanmoe.config.schema import Model
 from titanmoe.ops import rowwise
+from titanmoe.ops.kernels import fused
 
 
 def promote(x: Tensor) -> Tensor:
@@ -39,8 +40,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = local(self.weight)
         if rowwise.pays(x):
-            return rowwise.norm(x, local(self.weight), self.eps)
+            return rowwise.norm(x, weight, self.eps)
+        if weight.dtype == x.dtype:  # one kernel on GPUs, which torch has for one dtype alone
+            return F.rms_norm(x, weight.shape, weight, self.eps)
         return self.plain(x)
 
     def plain(self, x: Tensor) -> Tensor:
@@ -142,11 +146,25 @@ def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtyp
     return angle.cos() * scale, angle.sin() * scale
 
 
-def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -> Tensor:
     """RoPE in the two-halves convention of the published checkpoints."""
     if rowwise.pays(x_BSHh):
         return rowwise.rotate(x_BSHh, *rope)
+    if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # a compiler fuses by itself
+        B, S, _, h = x_BSHh.shape
+        return rotate_both(x_BSHh, x_BSHh.new_empty(B, S, 0, h), rope, kernels)[0]
     return plain_rotate(x_BSHh, rope)
+
+
+def rotate_both(
+    q_BSHh: Tensor, k_BSGh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys, on GPUs in one kernel."""
+    if fused(kernels, q_BSHh) and not torch.compiler.is_compiling():
+        from titanmoe.ops.kernels.rotate import Rotate
+
+        return Rotate.apply(q_BSHh, k_BSGh, *rope)
+    return rotate(q_BSHh, rope, kernels), rotate(k_BSGh, rope, kernels)
 
 
 def plain_rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:

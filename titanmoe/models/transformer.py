@@ -27,7 +27,10 @@ class Block(nn.Module):
     def __init__(self, model: Model, options: MoEOptions, seed: int, layer: int, microbatches: int, dtype: torch.dtype):
         super().__init__()
         self.attention_norm = RMSNorm(model.dim, model.norm_eps, dtype)
-        self.attention = LatentAttention(model, dtype) if model.kv_lora_rank else Attention(model, layer, dtype)
+        kernels = options.kernels
+        self.attention = (
+            LatentAttention(model, dtype, kernels) if model.kv_lora_rank else Attention(model, layer, dtype, kernels)
+        )
         self.ffn_norm = RMSNorm(model.dim, model.norm_eps, dtype)
         self.moe = self.ffn = None
         if has_experts(model, layer):

@@ -1,4 +1,4 @@
-"""Replacements of the same shapes for what fake CPU tensors cannot run: GPU attention and grouped products."""
+"""Replacements of the same shapes for what fake CPU tensors cannot run: GPU attention, norms and grouped products."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from titanmoe.models.layers import promote
 from titanmoe.parallel import attend, flex
 
 _aten = torch.ops.aten
+_rms_norm = F.rms_norm
 
 
 def attention(
@@ -44,10 +45,43 @@ def flex_attention(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: Any, si
     return out.transpose(1, 2)
 
 
+@torch.library.custom_op("rehearsal::_fused_rms_norm", mutates_args=())
+def _fused_rms_norm(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+    """aten::_fused_rms_norm, which is one kernel on a GPU and falls apart on the CPU."""
+    raise NotImplementedError
+
+
+@_fused_rms_norm.register_fake
+def _(x: Tensor, weight_D: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x.new_empty(x.shape), x.new_empty(*x.shape[:-1], 1, dtype=wide)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_D: Tensor) -> Tensor:
+        y, scale = _fused_rms_norm(x, weight_D)
+        ctx.save_for_backward(x, scale, weight_D)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, scale, weight_D = ctx.saved_tensors
+        return _aten._fused_rms_norm_backward(grad, x, weight_D.shape, scale, weight_D, [True, True])
+
+
+def rms_norm(x: Tensor, shape: Any, weight_D: Tensor | None = None, eps: float | None = None) -> Tensor:
+    """The kernel that torch takes on a GPU if both have one dtype."""
+    if weight_D is None or weight_D.dtype != x.dtype:
+        return _rms_norm(x, shape, weight_D, eps)
+    return _Norm.apply(x, weight_D)
+
+
 @contextmanager
 def on_gpus() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
         for module in attend, flex:
             stack.enter_context(mock.patch.object(module, "flex", flex_attention))
         yield

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from titanmoe.ops.kernels import interpreted
 
 
 def tile(width: int, numbers: int) -> tuple[int, int]:
@@ -16,3 +24,31 @@ def tile(width: int, numbers: int) -> tuple[int, int]:
 def wide(dtype: torch.dtype) -> tl.dtype:
     """The dtype of sums."""
     return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def runs(x: Tensor) -> bool:
+    """Whether kernels can run on this tensor. A rehearsal's are on the CPU, as a rule."""
+    return x.is_cuda or interpreted()
+
+
+def kernel(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
+    """Decorator: a function that launches kernels becomes torch's operation of that name, for compilers and for modes
+    that watch or count. Without either it is called as it is: the dispatcher would take longer than the launch.
+    """
+
+    def decorate(launch: Callable[..., Any]) -> Any:
+        op = torch.library.custom_op(name, launch, mutates_args=mutates_args)
+
+        @wraps(launch)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            watched = torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or not _real(args)
+            return (op if watched else launch)(*args, **kwargs)
+
+        call.register_fake = op.register_fake  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _real(args: tuple) -> bool:
+    return all(type(x) is Tensor and runs(x) and not x.is_meta for x in args if isinstance(x, Tensor))

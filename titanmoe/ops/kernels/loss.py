@@ -13,12 +13,11 @@ Shapes: T tokens, v a slice of the vocabulary.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.launch import wide
+from titanmoe.ops.kernels.launch import kernel, wide
 
 TILE = 4096
 
@@ -62,7 +61,7 @@ def _launch(kernel, logits_Tv: Tensor, *rest) -> None:
         kernel[(T,)](logits_Tv, *rest, V=V, WIDE=wide(logits_Tv.dtype), COLUMNS=columns, num_warps=8)
 
 
-@torch.library.custom_op("titanmoe::loss_slice", mutates_args=("top_T", "total_T", "label_logit_T"))
+@kernel("titanmoe::loss_slice", mutates_args=("top_T", "total_T", "label_logit_T"))
 def loss_slice(
     logits_Tv: Tensor, label_T: Tensor, begin: int, top_T: Tensor, total_T: Tensor, label_logit_T: Tensor
 ) -> None:
@@ -75,7 +74,7 @@ def _(logits_Tv, label_T, begin, top_T, total_T, label_logit_T):
     return None
 
 
-@torch.library.custom_op("titanmoe::loss_slice_backward", mutates_args=("logits_Tv",))
+@kernel("titanmoe::loss_slice_backward", mutates_args=("logits_Tv",))
 def loss_slice_backward(logits_Tv: Tensor, label_T: Tensor, begin: int, log_total_T: Tensor, scale_T: Tensor) -> None:
     """A slice's logits become their gradients."""
     _launch(_backward, logits_Tv, label_T, log_total_T, scale_T, begin)

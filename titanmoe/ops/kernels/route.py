@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titanmoe.ops.kernels.launch import kernel
+
 TILE = 512
 """Scores per program. It is one warp, so that no sum or choice over the experts has to wait for another warp."""
 MODES = {"softmax": 0, "sigmoid": 1, "softmax_after_topk": 2}
@@ -169,7 +171,7 @@ def _tile(experts: int) -> dict[str, int]:
     return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
 
 
-@torch.library.custom_op("titanmoe::route", mutates_args=())
+@kernel("titanmoe::route")
 def route(
     logits_TE: Tensor,
     bias_E: Tensor,
@@ -209,7 +211,7 @@ def _(logits_TE, bias_E, index_T, sample_T, valid_T, samples, top_k, *_):
     return scores_TE, logits_TE.new_empty(logits_TE.shape[0], top_k), chosen_TK, count_BE
 
 
-@torch.library.custom_op("titanmoe::route_backward", mutates_args=())
+@kernel("titanmoe::route_backward")
 def route_backward(
     grad_scores_TE: Tensor | None,
     grad_weights_TK: Tensor | None,

@@ -8,12 +8,11 @@ Shapes: N rows that are read, R rows that are written, T tokens, D width, K weig
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.launch import tile, wide
+from titanmoe.ops.kernels.launch import kernel, tile, wide
 
 TILE = 4096
 """Numbers per program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""
@@ -88,7 +87,7 @@ def _launch_sum(y: Tensor, slot: Tensor, weight_grad: Tensor | None, K: int) -> 
     return out, weight_out
 
 
-@torch.library.custom_op("titanmoe::fetch_rows", mutates_args=())
+@kernel("titanmoe::fetch_rows")
 def fetch_rows(x_ND: Tensor, index_R: Tensor) -> Tensor:
     """(R, D): row index_R[r] of x, zeros where that is N."""
     return _launch_fetch(x_ND, index_R, None, 1)[0]
@@ -99,7 +98,7 @@ def _(x_ND, index_R):
     return x_ND.new_empty(index_R.shape[0], x_ND.shape[1])
 
 
-@torch.library.custom_op("titanmoe::fetch_weighted_rows", mutates_args=())
+@kernel("titanmoe::fetch_weighted_rows")
 def fetch_weighted_rows(x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor) -> tuple[Tensor, Tensor]:
     """(R, D) and (R, 1): token entry // K of x and weight `entry`; zeros where entry is T * K."""
     return _launch_fetch(x_TD, entry_R, weights_TK, weights_TK.shape[1])
@@ -110,7 +109,7 @@ def _(x_TD, weights_TK, entry_R):
     return x_TD.new_empty(entry_R.shape[0], x_TD.shape[1]), weights_TK.new_empty(entry_R.shape[0], 1)
 
 
-@torch.library.custom_op("titanmoe::sum_rows", mutates_args=())
+@kernel("titanmoe::sum_rows")
 def sum_rows(y_RD: Tensor, slot_TJ: Tensor) -> Tensor:
     """(T, D): the sum of the rows slot_TJ[t], those numbered R left out."""
     return _launch_sum(y_RD, slot_TJ, None, 1)[0]
@@ -121,7 +120,7 @@ def _(y_RD, slot_TJ):
     return y_RD.new_empty(slot_TJ.shape[0], y_RD.shape[1])
 
 
-@torch.library.custom_op("titanmoe::sum_weighted_rows", mutates_args=())
+@kernel("titanmoe::sum_weighted_rows")
 def sum_weighted_rows(y_RD: Tensor, weight_R1: Tensor, slot_TJ: Tensor, K: int) -> tuple[Tensor, Tensor]:
     """(T, D) and (T, K): the transpose of fetch_weighted_rows; J / K rows share a weight."""
     return _launch_sum(y_RD, slot_TJ, weight_R1, K)

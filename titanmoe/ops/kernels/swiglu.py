@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.launch import tile, wide
+from titanmoe.ops.kernels.launch import kernel, tile, wide
 
 TILE = 2048
 
@@ -78,7 +78,7 @@ def _backward(grad, gate, up, weight, out, grad_gate, grad_up, grad_weight, R, F
     tl.store(grad_weight + row, total.to(grad_weight.dtype.element_ty), mask=row < R)
 
 
-@torch.library.custom_op("titanmoe::weighted_swiglu", mutates_args=())
+@kernel("titanmoe::weighted_swiglu")
 def weighted_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
     gate_RF, up_RF, weight_R1 = gate_RF.contiguous(), up_RF.contiguous(), weight_R1.contiguous()
     (R, F), out = gate_RF.shape, torch.empty_like(gate_RF)
@@ -96,7 +96,7 @@ def _(gate_RF, up_RF, weight_R1, clamped):
     return gate_RF.new_empty(gate_RF.shape)
 
 
-@torch.library.custom_op("titanmoe::weighted_swiglu_backward", mutates_args=())
+@kernel("titanmoe::weighted_swiglu_backward")
 def weighted_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

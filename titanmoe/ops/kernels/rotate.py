@@ -1,0 +1,89 @@
+"""Rotary positions of queries and keys in one pass.
+
+Reference: `titanmoe.models.layers.plain_rotate`. A program has a token and all its heads, so the token's cos and sin
+are read once. Both halves of a head turn by the same angles, so half of them is enough:
+
+    y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
+
+Backward turns by the opposite angles. Everything is float32 (or float64) until a single rounding at the end.
+
+Shapes: B samples, S positions, H query heads, G key heads, h head width, b samples of cos and sin: B or 1.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanmoe.ops.kernels.launch import kernel, wide
+
+TILE = 2048
+"""Pairs per step of a program."""
+
+
+@triton.jit
+def _turn(x, out, c, s, HEADS: tl.constexpr, per_head, HALF: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+    i = tl.arange(0, P)[None, :]
+    for first in range(0, HEADS, ROWS):
+        head = first + tl.arange(0, ROWS)[:, None]
+        inside = (head < HEADS) & (i < HALF)
+        x1 = tl.load(x + head * per_head + i, mask=inside, other=0.0).to(c.dtype)
+        x2 = tl.load(x + head * per_head + HALF + i, mask=inside, other=0.0).to(c.dtype)
+        place = out + head * (2 * HALF) + i
+        tl.store(place, (x1 * c - x2 * s).to(out.dtype.element_ty), mask=inside)
+        tl.store(place + HALF, (x2 * c + x1 * s).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["S"])
+def _rotate(q, k, cos, sin, q_out, k_out, S, of_q, of_k, q_token, k_token, q_head, k_head, of_angle, H: tl.constexpr,
+            G: tl.constexpr, HALF: tl.constexpr, P: tl.constexpr, SIGN: tl.constexpr, WIDE: tl.constexpr,
+            ROWS: tl.constexpr):  # fmt: skip
+    t = tl.program_id(0).to(tl.int64)
+    sample, position = t // S, t % S
+    i = tl.arange(0, P)
+    angle = sample * of_angle + position * (2 * HALF) + i
+    c = tl.load(cos + angle, mask=i < HALF, other=0.0).to(WIDE)[None, :]
+    s = tl.load(sin + angle, mask=i < HALF, other=0.0).to(WIDE)[None, :] * SIGN
+    _turn(q + sample * of_q + position * q_token, q_out + t * (H * 2 * HALF), c, s, H, q_head, HALF, P, ROWS)
+    _turn(k + sample * of_k + position * k_token, k_out + t * (G * 2 * HALF), c, s, G, k_head, HALF, P, ROWS)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """With numbers of a head next to each other; anything else may be strided."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@kernel("titanmoe::rotate")
+def turn(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, sign: int) -> tuple[Tensor, Tensor]:
+    q, k, cos, sin = _rows(q_BSHh), _rows(k_BSGh), cos_bS1h.contiguous(), sin_bS1h.contiguous()
+    (B, S, H, h), G = q.shape, k.shape[2]
+    out = q.new_empty(q.shape), k.new_empty(k.shape)
+    half = h // 2
+    padded = triton.next_power_of_2(half)
+    if B * S:
+        _rotate[(B * S,)](
+            q, k, cos, sin, *out, S, q.stride(0), k.stride(0), q.stride(1), k.stride(1), q.stride(2), k.stride(2),
+            cos.stride(0) if len(cos) > 1 else 0, H=H, G=G, HALF=half, P=padded, SIGN=sign, WIDE=wide(cos.dtype),
+            ROWS=min(max(TILE // padded, 1), triton.next_power_of_2(max(H, G))), num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@turn.register_fake
+def _(q_BSHh, k_BSGh, cos_bS1h, sin_bS1h, sign):
+    return q_BSHh.new_empty(q_BSHh.shape), k_BSGh.new_empty(k_BSGh.shape)
+
+
+class Rotate(torch.autograd.Function):
+    """`turn` with the gradients of queries and keys."""
+
+    @staticmethod
+    def forward(ctx, q_BSHh, k_BSGh, cos_bS1h, sin_bS1h):
+        ctx.save_for_backward(cos_bS1h, sin_bS1h)
+        return turn(q_BSHh, k_BSGh, cos_bS1h, sin_bS1h, 1)
+
+    @staticmethod
+    def backward(ctx, grad_q_BSHh, grad_k_BSGh):
+        return *turn(grad_q_BSHh, grad_k_BSGh, *ctx.saved_tensors, -1), None, None
