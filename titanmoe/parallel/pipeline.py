@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.autograd.graph import get_gradient_edge
+from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -24,6 +26,7 @@ from titanmoe.models.count import layer_flops
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel import pairs
 from titanmoe.parallel.batch import Slice
+from titanmoe.torch_private import process_group
 
 
 def split_layers(model: Model, seq_len: int, stages: int, explicit: list[int]) -> list[range]:
@@ -70,6 +73,39 @@ def _cell(action: torch_schedules._Action | None) -> Cell:
 # ---- running
 
 
+class Stage(PipelineStage):
+    """torch's, with what torch 2.11 cannot do and newer versions can."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
+        """Before the first step every stage greets its neighbours, even one on this rank (in a V), where gloo cannot
+        send to.
+        """
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """Receive buffers are made once, and took no gradients if the first pass was forward alone."""
+        before, self.has_backward = self.has_backward, self.has_backward or "has_backward" not in kwargs
+        try:
+            return super()._prepare_forward_infra(*args, **kwargs)
+        finally:
+            self.has_backward = before
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], **kwargs: Any) -> Any:
+        """For a backward in two parts, the first part takes every input for a tensor, where only hidden states have a
+        gradient; and the nodes of our own autograd functions, where the second part begins, died with the outputs.
+        """
+        if backward_type != "input":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, **kwargs)
+        inputs = [x for x in bwd_kwargs["input_values"] if isinstance(x, Tensor) and x.requires_grad]
+        graph = [get_gradient_edge(x) for x in bwd_kwargs["stage_output"] if x.requires_grad]
+        grads, groups = super().backward_maybe_with_nosync(
+            backward_type, bwd_kwargs | {"input_values": inputs}, **kwargs
+        )
+        for group in groups:
+            group["graph"] = graph
+        return grads, groups
+
+
 class Alone:
     """No pipeline: forward and backward of each microbatch in turn."""
 
@@ -112,14 +148,14 @@ class Pipeline:
         hidden = torch.empty(B, length // fold.tp, parts[0].shape.dim, dtype=compute, device="meta")
         loss = torch.empty((), dtype=torch.promote_types(compute, torch.float32), device="meta")
         self.stages = [
-            PipelineStage(
+            Stage(
                 part,
                 stage,
                 len(ranks),
                 device,
                 input_args=(ids if part.embed is not None else hidden.requires_grad_(),),
                 output_args=(hidden.requires_grad_() if part.head is None else loss.requires_grad_(),),
-                group=_resolve_process_group(pp.name),
+                group=process_group(pp.name),
             )
             for part, stage in zip(parts, mine, strict=True)
         ]

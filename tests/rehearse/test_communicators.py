@@ -1,0 +1,73 @@
+"""How many communicators a rank of a large world has, and that no step sends Python objects."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.fold.test_meshes import living
+from tests.rehearse.small import config_of
+from titanmoe.parallel import apply
+from titanmoe.rehearse.samples import Samples
+from titanmoe.rehearse.world import _weightless, fake_world, rehearse
+from titanmoe.train.runtime import Runtime
+from titanmoe.train.trainer import Trainer
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/multi_node.md"
+MOST = 12
+EVERY_AXIS = {
+    "parallelism.pp": 8,
+    "parallelism.dp_replicate": 2,
+    "parallelism.cp": 2,
+    "parallelism.tp": 4,
+    "parallelism.experts.ep": 8,
+    "parallelism.experts.etp": 2,
+    "model.num_layers": 8,
+    "model.num_kv_heads": 4,
+    "model.num_heads": 8,
+    "model.num_experts": 8,
+    "model.tie_embeddings": True,
+    "training.seq_len": 32,
+    "training.global_batch_size": 128,
+}
+
+
+@pytest.mark.parametrize("dispatcher", ["alltoall", "hierarchical"])
+def test_a_rank_of_1024_has_at_most_12(dispatcher: str) -> None:
+    """With pp, HSDP, FSDP, cp, tp, ep, etp and a tied embedding. Saving adds a gloo group, which is none of NCCL's."""
+    config = config_of(EVERY_AXIS | {"moe.dispatcher": dispatcher}, 1024, "cpu")
+    weightless = _weightless(FakeTensorMode(allow_non_fake_inputs=True))
+    told = dict(re.findall(r"^\| `(\w+)` \| (\d+) ", PAGE.read_text().partition("## Communicators")[2], re.MULTILINE))
+    for rank in (0, 600, 1023):  # of the first, a middle and the last stage
+        with fake_world(rank, 1024), mock.patch.object(apply, "materialize", weightless):
+            trainer = Trainer(config, Runtime(rank, rank % 8, 1024, torch.device("cpu")), loader=Samples)
+            found = Counter(lane for (lane, _), group in trainer.meshes.lanes.made.items() if group is not None)
+            assert len(living()) == sum(found.values()) <= MOST
+            if dispatcher == "hierarchical" and rank == 0:
+                assert told == {lane: str(count) for lane, count in found.items()}
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_step_sends_no_objects(pp: int) -> None:
+    def sends(*_: Any, **__: Any) -> None:
+        raise AssertionError("an object is sent")
+
+    real = Trainer.train_step
+
+    def train_step(trainer: Trainer) -> Any:
+        names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+        names += ("send_object_list", "recv_object_list")
+        with mock.patch.multiple(dist, **dict.fromkeys(names, sends)):
+            return real(trainer)
+
+    changes = {"parallelism.pp": pp, "parallelism.tp": 2, "parallelism.experts.ep": 2, "model.num_layers": 2}
+    with mock.patch.object(Trainer, "train_step", train_step):
+        rehearse(config_of(changes, 8, "h100"), 8, 0, "h100")

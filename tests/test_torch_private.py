@@ -1,0 +1,100 @@
+"""What is private in torch stands in a table, and what a version of torch lacks of it is named."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed import distributed_c10d
+
+from titanmoe import torch_private
+from titanmoe.config import Config, ConfigError
+from titanmoe.torch_private import PRIVATE, lacking, refusals
+from titanmoe.train.runtime import start
+
+ROOT = Path(torch_private.__file__).parent
+OTHERS = {
+    *("_asdict", "_replace"),  # of named tuples
+    *("_exit", "_getframe", "_SubParsersAction", "_Unpickler"),  # of Python's library
+    *("_Namespace__attrs",),  # of jinja2
+    *("_Exchange", "_here"),  # our own, which a rehearsal replaces
+}
+
+
+def private_names(file: Path) -> Iterator[str]:
+    """Dotted where they are imported: names that begin with an underscore and are not the file's own."""
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {
+        node.attr
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+    }
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            dotted = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        else:
+            dotted = []
+            if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__"):
+                yield from {node.attr} - own
+        yield from (name for name in dotted if any(part.startswith("_") for part in name.split(".")))
+
+
+def test_every_use_is_in_the_table() -> None:
+    unknown = []
+    for file in ROOT.rglob("*.py"):
+        path = file.relative_to(ROOT).as_posix()
+        mine = [one for one in PRIVATE if path.startswith(one.where)]
+        names = {name for one in mine for name in (*one.names, *one.home.split("."))}
+        dotted = {f"{one.home}.{name}" for one in mine for name in one.names} | {one.home for one in mine}
+        for name in private_names(file):
+            known = name in names or any(whole == name or whole.startswith(f"{name}.") for whole in dotted)
+            if not known and name not in OTHERS:
+                unknown.append(f"{path}: {name}")
+    assert not unknown, "add them to titanmoe/torch_private.py"
+
+
+def test_the_table_has_nothing_that_is_not_used() -> None:
+    text = {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.rglob("*.py")}
+    table = text.pop("torch_private.py")
+    text["torch_private.py"] = table.partition("def process_group")[2]
+    for one in PRIVATE:
+        bodies = [body for path, body in text.items() if path.startswith(one.where)]
+        for name in one.names:
+            assert any(name in body or one.home.split(".")[-1] in body for body in bodies), (one.where, name)
+
+
+def test_this_torch_has_all_of_it() -> None:
+    assert lacking() == {}
+
+
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(distributed_c10d, "_set_pg_timeout")
+    monkeypatch.delattr(torch, "_scaled_grouped_mm")
+    monkeypatch.delattr(torch.utils._mode_utils, "no_dispatch")
+    missing = {name: one.where for one, names in lacking().items() for name in names}
+    assert missing == {
+        "_set_pg_timeout": "train/runtime.py",
+        "_scaled_grouped_mm": "moe/fp8.py",
+        "no_dispatch": "rehearse",
+    }
+    assert refusals() == []  # nobody asks under a version that has been looked at
+    monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
+    with pytest.raises(ConfigError) as refused:
+        start(Config())
+    assert refused.value.problems == [  # not fp8, which is refused where it is asked for, nor the rehearsal
+        "PyTorch 2.99.0+cpu has no torch.distributed.distributed_c10d._set_pg_timeout, which titanmoe needs for "
+        "shorter time-outs of all groups after a first step (titanmoe/train/runtime.py): use PyTorch 2.11 or 2.13"
+    ]
+
+
+def test_names_that_only_instances_have_are_found() -> None:
+    assert torch_private._has("torch.distributed.device_mesh.DeviceMesh", "_dim_group_names")
+    assert not torch_private._has("torch.distributed.device_mesh.DeviceMesh", "_no_such_name")
+    assert not torch_private._has("torch.no_such_module.Thing", "_dim_group_names")

@@ -1,0 +1,229 @@
+"""What titanmoe uses of torch that is private there, so that any release may change it. Each is used in one room.
+
+`lacking` says what a version of torch no longer has. Runs ask it under versions that nobody has looked at.
+"""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any, NamedTuple
+
+CHECKED = ("2.11", "2.13")
+"""Every entry was compared with the sources of these, and the tests were run with them (README.md)."""
+
+
+class Private(NamedTuple):
+    home: str
+    """A module of torch, or a class in it."""
+    names: tuple[str, ...]
+    where: str
+    """The file or folder of titanmoe that uses them."""
+    need: str
+    optional: bool = False
+    """Its room asks for it and does without."""
+
+
+_C10D, _SCHEDULES = "torch.distributed.distributed_c10d", "torch.distributed.pipelining.schedules"
+_RING = "torch.distributed.tensor.experimental._context_parallel._attention"
+
+PRIVATE = (
+    Private(
+        _C10D, ("_resolve_process_group",), "torch_private.py", "the group of a name, as functional collectives use"
+    ),
+    Private(
+        _C10D, ("_world", "_set_pg_timeout"), "train/runtime.py", "shorter time-outs of all groups after a first step"
+    ),
+    Private(f"{_C10D}._World", ("pg_map",), "train/runtime.py", "all groups of this process, as keys"),
+    Private(
+        "torch._C._distributed_c10d.ProcessGroup", ("_get_backend",), "comm/fsdp_cpu.py", "gloo, of a group on CPUs"
+    ),
+    Private("torch._C._distributed_c10d.Backend.Options", ("_timeout",), "comm/fsdp_cpu.py", "its present time-out"),
+    Private(
+        "torch.ops", ("_c10d_functional",), "comm/collectives.py", "collectives that autograd and compile can follow"
+    ),
+    Private(
+        "torch.testing._internal.distributed.fake_pg", ("FakeStore",), "fold/meshes.py", "registers the backend `fake`"
+    ),
+    Private(
+        "torch.distributed.device_mesh.DeviceMesh",
+        ("_dim_group_names",),
+        "fold/meshes.py",
+        "the name of an axis's group, which an error repeats",
+    ),
+    Private(
+        "torch.distributed.tensor._utils",
+        ("compute_local_shape_and_global_offset",),
+        "parallel/materialize.py",
+        "where a shard starts in the whole",
+    ),
+    Private(
+        "torch.distributed.pipelining.stage.PipelineStage",
+        ("_get_init_p2p_neighbors_ops", "_prepare_forward_infra"),
+        "parallel/pipeline.py",
+        "what torch 2.11 does before the first step, mended",
+    ),
+    Private(
+        _SCHEDULES,
+        ("_Action", "_ComputationType", "_PipelineContext", "_PipelineScheduleRuntime", "_wait_batch_p2p"),
+        "parallel",
+        "tables of actions, and pairs of them that take turns",
+    ),
+    Private(
+        f"{_SCHEDULES}._PipelineScheduleRuntime",
+        (
+            *("_load_csv", "_step_microbatches", "_has_backward", "_stages", "_n_microbatches"),
+            *("_assert_unsharded", "_maybe_compute_loss", "_maybe_get_loss"),
+        ),
+        "parallel",
+        "a step on microbatches that are cut already, with or without backward; and the two halves of a pair",
+    ),
+    Private(
+        _RING,
+        ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod"),
+        "parallel/torch_ring.py",
+        "the ring's template; without it our own ring is used",
+        optional=True,
+    ),
+    Private(
+        "torch.ops.aten",
+        tuple(
+            f"_scaled_dot_product_{kernel}{way}"
+            for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
+            for way in ("", "_backward")
+        ),
+        "parallel/context.py",
+        "attention of one block, with its log-sum-exp",
+    ),
+    Private(
+        "torch.ops.aten",
+        ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        "rehearse/stand_ins.py",
+        "the kernels that a GPU would run",
+    ),
+    Private("torch.Tensor", ("_version",), "parallel/flex.py", "whether a mask's documents have changed"),
+    Private("torch.UntypedStorage", ("_cdata",), "parallel/recompute.py", "whether two tensors share a storage"),
+    Private("torch.UntypedStorage", ("_cdata",), "rehearse/memory.py", "the same"),
+    Private("torch._dynamo.decorators", ("mark_unbacked",), "parallel/compiled.py", "one graph for any number of rows"),
+    Private(
+        "torch._functorch.config", ("donated_buffer",), "parallel/compiled.py", "off where backward runs in two parts"
+    ),
+    Private("torch", ("_check",), "parallel/compiled.py", "two sizes that a graph may take for equal"),
+    Private("torch", ("_foreach_norm", "_foreach_mul_"), "parallel/norm.py", "the norm and clipping, in few kernels"),
+    Private("torch", ("_foreach_add_",), "moe/chunks.py", "to time what backward adds up"),
+    Private("torch", ("_foreach_norm",), "checkpoint/finite.py", "whether all numbers of a checkpoint are finite"),
+    Private("torch", ("_grouped_mm",), "moe/experts.py", "the products of all experts"),
+    Private("torch", ("_scaled_grouped_mm",), "moe/fp8.py", "the same in 8 bits; without it fp8 is refused", True),
+    Private("torch", ("_softmax_backward_data",), "ops/blocked_attention.py", "the gradient of a softmax"),
+    Private(
+        "torch.distributed._symmetric_memory",
+        ("empty", "rendezvous", "get_backend", "set_backend", "is_nvshmem_available"),
+        "moe/symmetric.py",
+        "buffers that peers write to",
+    ),
+    Private(
+        "torch._C", ("_dispatch_has_kernel_for_dispatch_key",), "moe/symmetric.py", "whether an op runs on a device"
+    ),
+    Private(
+        "torch._C", ("_will_engine_execute_node",), "ops/split_backward.py", "which gradients a backward pass computes"
+    ),
+    Private("torch.autograd.profiler", ("_is_profiler_enabled",), "ops/region.py", "no cost without a profiler"),
+    Private("torch.profiler", ("_ExperimentalConfig",), "train/profile.py", "names of operations in a trace"),
+    Private(
+        "torch.cuda.memory",
+        ("_record_memory_history", "_dump_snapshot"),
+        "train/profile.py",
+        "what memory was used for",
+    ),
+    Private("torch.nn.Module", ("_modules",), "parallel/compiled.py", "a module without two of its parts"),
+    Private("torch.nn.Module", ("_non_persistent_buffers_set",), "checkpoint/state.py", "the buffers that are saved"),
+    # The rehearsal runs a step on fake tensors and records what torch does there.
+    Private(
+        "torch._subclasses.fake_tensor",
+        ("FakeTensor", "FakeTensorMode", "in_kernel_invocation_manager"),
+        "rehearse",
+        "tensors without numbers",
+    ),
+    Private(
+        "torch.testing._internal.distributed.fake_pg", ("FakeStore",), "rehearse/world.py", "a world in one process"
+    ),
+    Private(
+        "torch.utils._python_dispatch",
+        ("TorchDispatchMode", "_disable_current_modes", "_pop_mode", "_push_mode"),
+        "rehearse",
+        "to see every operation",
+    ),
+    Private("torch.utils._mode_utils", ("no_dispatch",), "rehearse", "real numbers meanwhile"),
+    Private("torch.utils._pytree", ("tree_leaves", "tree_map_only"), "rehearse", "tensors among arguments"),
+    Private("torch._ops.OpOverload", ("_schema", "_overloadpacket"), "rehearse", "an operation's name and arguments"),
+    Private("torch.Tensor", ("_make_subclass",), "rehearse/shapes.py", "parameters without numbers"),
+    Private("torch._C", ("_current_autograd_node",), "rehearse/place.py", "the node that backward has come to"),
+    Private(
+        "torch._C._distributed_c10d", ("FakeWork", "ProcessGroup", "Work"), "rehearse/record.py", "messages as such"
+    ),
+    Private("torch.cpu", ("_default_cpu_stream",), "rehearse/record.py", "the stream that FSDP starts from"),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup",
+        ("post_backward", "unshard", "wait_for_unshard", "finalize_backward", "_module_fqn"),
+        "rehearse",
+        "what FSDP gathers and sums, and for which layer",
+    ),
+    Private(
+        "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
+        ("unsharded_accumulated_grad", "_unsharded_param"),
+        "rehearse/memory.py",
+        "gradients of whole weights",
+    ),
+    Private("torch.autograd.graph", ("_engine_run_backward",), "rehearse", "the frame below which backward runs"),
+    Private("torch.distributed.pipelining.stage", ("_make_tensor_from_meta",), "rehearse/place.py", "receive buffers"),
+)
+
+
+def process_group(name: str) -> Any:
+    """The group that functional collectives call by this name."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name)
+
+
+def lacking() -> dict[Private, list[str]]:
+    """What this version of torch no longer has."""
+    found = {one: [name for name in one.names if not _has(one.home, name)] for one in PRIVATE}
+    return {one: names for one, names in found.items() if names}
+
+
+def refusals() -> list[str]:
+    """Why training cannot run with a version of torch that nobody has looked at."""
+    import torch
+
+    version = torch.__version__
+    if version.startswith(tuple(f"{checked}." for checked in CHECKED)):
+        return []
+    return [
+        f"PyTorch {version} has no {one.home}.{name}, which titanmoe needs for {one.need} (titanmoe/{one.where}): use "
+        f"PyTorch {' or '.join(CHECKED)}"
+        for one, names in lacking().items()
+        for name in names
+        if not one.optional and not one.where.startswith("rehearse")
+    ]
+
+
+def _has(home: str, name: str) -> bool:
+    owner = _find(home)
+    if owner is None or hasattr(owner, name):
+        return owner is not None
+    # What instances have is named in the class's code.
+    return inspect.isclass(owner) and any(name in inspect.getsource(base) for base in owner.__mro__[:-1])
+
+
+def _find(home: str) -> Any:
+    parts = home.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found: Any = import_module(".".join(parts[:count]))
+        except ImportError:
+            continue
+        for part in parts[count:]:
+            found = getattr(found, part, None)
+        return found
+    return None
