@@ -9,14 +9,16 @@ from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_ahead
 from titanmoe.checkpoint.inside import CheckpointError
-from titanmoe.config import ConfigError, exit_with, load
+from titanmoe.config import ConfigError, load
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
 from titanmoe.models.families import preset
+from titanmoe.train import failure
 from titanmoe.train.legal import ranks_of_a_node, refusals
 from titanmoe.train.runtime import die_with_launcher, grow_segments, restarted, say, start, stop, world_size
+from titanmoe.train.waiting import waiting
 
 
 def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]] = record_ahead) -> Config:
@@ -75,9 +77,13 @@ def main(argv: list[str], **seams: Any) -> int:
     """seams: arguments of Trainer, such as another optimizer (docs/extending.md)."""
     die_with_launcher()
     try:
-        runtime = start(config := read(argv, world_size()))
+        waiting("reading the recipe")
+        config = read(argv, world_size())
+        waiting("loading PyTorch and meeting the other ranks")
+        runtime = start(config)
     except ConfigError as error:
-        exit_with(error.problems, error.source)
+        waiting("")
+        failure.refuse(error)
     # Imported only once the config is known to be legal: torch takes seconds to load.
     from titanmoe.train.console import stamp
     from titanmoe.train.trainer import NonFinite, Trainer
@@ -85,22 +91,24 @@ def main(argv: list[str], **seams: Any) -> int:
     stamp(runtime.rank)
     abandon = False
     try:
-        signal = Trainer(config, runtime, **seams).train()
+        waiting("building the model")
+        trainer = Trainer(config, runtime, **seams)
+        signal = trainer.train()
         return 128 + signal if signal else 0
     except ConfigError as error:
-        exit_with(error.problems, error.source)
-    except CheckpointError as error:  # a save failed, on all ranks alike
-        abandon = True  # the saving thread may be stuck in a message
-        if runtime.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 1
-    except NonFinite as error:  # raised on all ranks, printed by one
-        if runtime.rank == 0:
+        waiting("")
+        failure.refuse(error)
+    except (CheckpointError, NonFinite) as error:  # raised on all ranks, printed by one
+        abandon = isinstance(error, CheckpointError)  # its saving thread may be stuck in a message
+        if not failure.leave(str(error)) and runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if runtime.rank == 0:
             print("stopped", file=sys.stderr)
         return 130
+    except Exception as error:
+        failure.leave_traceback(error)
+        raise
     finally:
         stop(abandon)
