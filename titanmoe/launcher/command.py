@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from titanmoe.config import ConfigError, load
 from titanmoe.config.load import format_problems
-from titanmoe.config.recipe import RecipeError, read_recipe
+from titanmoe.config.recipe import RecipeError, declared, read_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
@@ -183,7 +183,7 @@ def _wishes(asked: Asked) -> tuple[int | None, str]:
     """The number of ranks that the recipe is written for and its device, as far as they can be read."""
     wanted, seen = None, []
     with contextlib.suppress(RecipeError):
-        wanted = ranks.declared(read_recipe(asked.recipe).text) if asked.recipe else None
+        wanted = declared(read_recipe(asked.recipe).text) if asked.recipe else None
     with contextlib.suppress(ConfigError):  # `judge` raises it again
         load(asked.words, preset, lambda config: seen.append(config) or ["only looked at"])
     return wanted, seen[0].training.device if seen else "auto"

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import KEYS
 from titanmoe.fold.search import changes, nearest
 
-DECLARED = re.compile(r"# world = ([1-9]\d{0,6})")
 MOST_PER_CORE = 4
 """Ranks on CPUs that a recipe's own number may start per core: one written for 128 GPUs would only fill memory."""
 LOOKED_AT = 64
 """Smaller worlds that are tried if none of the mappings of this one is legal."""
-
-
-def declared(text: str) -> int | None:
-    """The number of ranks that a recipe is written for: its first line is `# world = 8`."""
-    found = DECLARED.fullmatch(text.partition("\n")[0].rstrip())
-    return int(found[1]) if found else None
 
 
 @dataclass(frozen=True)
