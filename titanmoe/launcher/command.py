@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import re
+import shlex
 import socket
 import sys
 import time
@@ -25,6 +26,7 @@ from titanmoe.fold.legality import violations
 from titanmoe.launcher import ranks
 from titanmoe.launcher.message import first, message, oom_kills
 from titanmoe.models.families import preset
+from titanmoe.train.folder import COMMAND
 from titanmoe.train.waiting import waiting
 
 if TYPE_CHECKING:
@@ -175,6 +177,7 @@ def plan(asked: Asked) -> Plan:
     taken = [f"--{path}={new}" for path, (_, new) in change.items()]
     asked = replace(asked, rest=[*asked.rest, *taken])
     config = judge(asked, world, nproc)
+    waiting("")
     print(f"fitted to {world} rank{'s' * (world > 1)}: {ranks.text(change)}", file=sys.stderr, flush=True)
     return Plan(asked, config, nproc, machine)
 
@@ -254,7 +257,8 @@ def start(plan: Plan) -> int:
     if text:
         # The panel of rank 0 may have left the cursor in the middle of the screen.
         print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
-    logs.tidy()
+    if code == 0 or not ended.failures or ended.signal:
+        logs.tidy()
     return code
 
 
@@ -275,6 +279,7 @@ def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple
 
 def _environment(plan: Plan) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
+    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *sys.argv[2:]])
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not plan.machine.gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, plan.machine.cores // plan.nproc)))

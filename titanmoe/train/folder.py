@@ -17,6 +17,8 @@ from titanmoe.config.schema import Config
 
 METRICS, LOCK = "metrics.jsonl", "lock"
 EXPERTS, EVENTS, CONFIG = "experts.jsonl", "events.jsonl", "config.toml"
+COMMAND = "TITANMOE_COMMAND"
+"""The environment variable in which `titanmoe train` leaves what the user typed."""
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:
