@@ -87,6 +87,7 @@ def add_train(commands: argparse._SubParsersAction) -> None:
 
 def run_train(words: Sequence[str]) -> int:
     asked = split(words)
+    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *words])
     if asked.get("help"):
         print(usage(), end="", flush=True)
         load([*asked.words, "--help"], preset, lambda config: [])  # prints every field, and exits
@@ -279,7 +280,6 @@ def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple
 
 def _environment(plan: Plan) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
-    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *sys.argv[2:]])
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not plan.machine.gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, plan.machine.cores // plan.nproc)))
