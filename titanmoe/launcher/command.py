@@ -65,6 +65,8 @@ class Asked:
     rest: list[str] = field(default_factory=list)
     """Overrides, and whatever else the config's loader shall judge."""
     problems: list[str] = field(default_factory=list)
+    typed: list[str] = field(default_factory=list)
+    """All of it, as it was given."""
 
     def get(self, name: str, default: str = "") -> str:
         return self.options.get(name, default)
@@ -87,7 +89,6 @@ def add_train(commands: argparse._SubParsersAction) -> None:
 
 def run_train(words: Sequence[str]) -> int:
     asked = split(words)
-    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *words])
     if asked.get("help"):
         print(usage(), end="", flush=True)
         load([*asked.words, "--help"], preset, lambda config: [])  # prints every field, and exits
@@ -102,7 +103,7 @@ def run_train(words: Sequence[str]) -> int:
 
 def split(words: Sequence[str]) -> Asked:
     """The recipe is the first word, or follows an option of the launcher: after an override it would be its value."""
-    asked, rest, override = Asked(), list(words), False
+    asked, rest, override = Asked(typed=list(words)), list(words), False
     known = OWN | TORCHRUN
     while rest:
         word = rest.pop(0)
@@ -280,6 +281,7 @@ def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple
 
 def _environment(plan: Plan) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
+    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *plan.asked.typed])
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not plan.machine.gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, plan.machine.cores // plan.nproc)))
