@@ -1,4 +1,4 @@
-# make train, make test: nothing else is needed on a machine with Python 3.10 or newer.
+# make train, make test: nothing else is needed on a machine with Python 3.10 to 3.13.
 PYTHON ?= python3
 PIP_ARGS ?=
 ARGS ?=
@@ -19,7 +19,7 @@ help:
 	@echo 'make lint    check style only (ruff)'
 	@echo 'make setup   set up .venv only'
 	@echo
-	@echo 'PYTHON=python3.12     the Python that .venv is made from (3.10 or newer)'
+	@echo 'PYTHON=python3.12     the Python that .venv is made from (3.10 to 3.13)'
 	@echo 'PIP_ARGS="..."        options of pip; without a GPU the smaller PyTorch:'
 	@echo '                      PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"'
 

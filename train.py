@@ -1,18 +1,9 @@
-"""torchrun --nproc-per-node 4 train.py --config train_configs/debug.toml [--table.field value ...]"""
+"""torchrun --nproc-per-node 4 train.py --config train_configs/debug.toml [--table.field value ...]
 
-import gc
-import sys
+`titanmoe train train_configs/debug.toml` does the same, and its errors are easier to read.
+"""
 
-gc.disable()  # imports make much that stays and hardly any garbage: collecting takes a fifth of their time
-
-from titanmoe.train.launch import main  # noqa: E402
-from titanmoe.train.runtime import leave  # noqa: E402
-
-gc.enable()
+from titanmoe.train.__main__ import run
 
 if __name__ == "__main__":
-    try:
-        code = main(sys.argv[1:])
-    except SystemExit as end:
-        code = end.code
-    leave(code)
+    run()

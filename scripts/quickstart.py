@@ -75,28 +75,20 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
 
 
 def run(ranks: int, arguments: list[str]) -> int:
-    """--standalone lets torchrun pick a free port; the address keeps it from looking up this machine's name."""
-    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr",
-        "127.0.0.1",
-        "--nproc-per-node",
-        str(ranks),
-    ]
-    words = ["train.py", "--config", RECIPE, *arguments]
-    print(f"command   torchrun --standalone --nproc-per-node {ranks} {shlex.join(words)}", flush=True)
-    process = subprocess.Popen([sys.executable, *torchrun, *words], cwd=ROOT, env=environment)
+    words = ["train", RECIPE, "--nproc", str(ranks), *arguments]
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "train.py", "--config", RECIPE, *arguments]
+    print(
+        f"command   titanmoe {shlex.join(words)}\n          which does what this does: {shlex.join(torchrun)}",
+        flush=True,
+    )
+    process = subprocess.Popen([sys.executable, "-m", "titanmoe", *words], cwd=ROOT)
     interrupted = False
     while True:
         try:
             code = process.wait()
             return 130 if interrupted and code else code
         except KeyboardInterrupt:
-            interrupted = True  # the terminal interrupted torchrun too, which ends its ranks
+            interrupted = True  # the terminal interrupted titanmoe train too, which ends its ranks
 
 
 def newest_run(config: Config, since: float) -> Path | None:
@@ -141,12 +133,10 @@ def resume(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
     if "--training.steps" in words:  # another is given below
         at = words.index("--training.steps")
         words = words[:at] + words[at + 2 :]
-    torchrun = Path(sys.executable).parent / "torchrun"
-    program = torchrun.relative_to(ROOT) if torchrun.is_relative_to(ROOT) else torchrun
+    command = Path(sys.executable).parent / "titanmoe"
+    program = command.relative_to(ROOT) if command.is_relative_to(ROOT) else command
     more = ["--job.name", folder.name, "--training.steps", str(2 * step)]
-    return (
-        f"{program} --standalone --nproc-per-node {ranks} {shlex.join(['train.py', '--config', RECIPE, *words, *more])}"
-    )
+    return f"{program} train {shlex.join([RECIPE, '--nproc', str(ranks), *words, *more])}"
 
 
 def main() -> int:

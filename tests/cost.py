@@ -23,7 +23,7 @@ START = 20.0
 LONG = (
     "test_parity", "train/test_trainer", "checkpoint/test_resume", "train/test_restarts", "parallel/test_compiled",
     "ops/test_interpreter", "parallel/test_pairs", "train/test_validation", "moe/test_dispatch", "train/test_watch",
-    "test_launch_scripts", "checkpoint_hf/test_fields", "test_bench_layers",
+    "test_launch_scripts", "launcher/test_launch", "checkpoint_hf/test_fields", "test_bench_layers",
 )  # fmt: skip
 """The files that take longest. They come first: the worker that got one of them last would be waited for."""
 PROPERTY = "cpu_s"

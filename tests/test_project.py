@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,8 +56,25 @@ def test_every_page_is_in_the_readme():
 def test_declared_python_versions_agree():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == ">=3.10"
-    assert sys.version_info >= (3, 10)
     assert "torch>=2.11,<2.14" in project["dependencies"]
+    assert sys.version_info >= (3, 10)
+    listed = [text.rpartition(" ")[2] for text in project["classifiers"] if ":: Python :: 3." in text]
+    assert listed == ["3.10", "3.11", "3.12", "3.13"]
+    for name in ("README.md", "Makefile"):
+        assert "Python 3.10 to 3.13" in (ROOT / name).read_text()
+
+
+@pytest.mark.parametrize("words", [["train.py"], ["-m", "titanmoe.train"], ["setup.py"]], ids=" ".join)
+def test_an_older_python_gets_one_line(words):
+    run = (
+        f"run_module({words[1]!r}, None, '__main__')"
+        if words[0] == "-m"
+        else f"run_path({words[0]!r}, None, '__main__')"
+    )
+    code = f"import runpy, sys; sys.version_info = (3, 9, 2); runpy.{run}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"titanmoe needs Python 3\.10 or newer, and this is 3\.9\.2.*\n", done.stderr)
 
 
 # ---- rooms, and who may import whom

@@ -1,3 +1,15 @@
 """titanmoe trains Mixture-of-Experts language models, attention and experts folded differently over the same ranks."""
 
+import sys
+
+# Before the first file that an older Python cannot read. Ruff takes 3.10 for granted.
+if sys.version_info < (3, 10):  # noqa: UP036
+    raise SystemExit(
+        "titanmoe needs Python 3.10 or newer, and this is "
+        + ".".join(map(str, sys.version_info[:3]))
+        + " ("
+        + sys.executable
+        + "): make setup PYTHON=python3.12, then source .venv/bin/activate"
+    )
+
 __version__ = "0.1.0"

@@ -1,5 +1,4 @@
-"""The `titanmoe` command: everything a user asks for apart from training. One function adds a subcommand, one runs
-it."""
+"""The `titanmoe` command. One function adds a subcommand, one runs it."""
 
 from __future__ import annotations
 
@@ -25,6 +24,7 @@ from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, listing
 from titanmoe.fold.search import changes, legal_stages, nearest
 from titanmoe.generate.command import add_generate
+from titanmoe.launcher.command import add_train
 from titanmoe.rehearse.command import add_rehearse
 from titanmoe.report.command import add_report
 from titanmoe.train.runtime import leave
@@ -44,9 +44,10 @@ def command() -> NoReturn:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="titanmoe", description="Tools around a training run; train.py is the run itself."
+        prog="titanmoe", description="Trains Mixture-of-Experts models, and has the tools around a run."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_train(commands)
     add_fold(commands)
     add_checkpoint(commands)
     add_convert(commands)

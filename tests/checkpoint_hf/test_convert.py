@@ -84,6 +84,12 @@ def test_shards_tokenizer_and_config_come_along(qwen, tmp_path, capsys):
     assert json.loads((out / "config.json").read_text()) == json.loads((qwen / "config.json").read_text())
     assert not (out / "pytorch_model.bin").exists()
     assert "no tokenizer" not in capsys.readouterr().out
+    # A run's folder means its latest checkpoint, as for the other commands.
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (tmp_path / "ours").rename(run / "checkpoints/step-00000000")
+    assert convert("--to-hf", run, tmp_path / "again") == 0
+    equal(models.tensors(tmp_path / "again"), models.tensors(qwen))
 
 
 def test_another_tokenizer_and_dtype(qwen, tmp_path, capsys):

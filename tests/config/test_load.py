@@ -175,9 +175,14 @@ def test_problems_of_every_source_come_together(recipe):
         ("[moe]\ndispatcher = 2\n", 2, "moe.dispatcher = 2 is not one of alltoall, allgather, hierarchical, symm_mem"),
         ('[training]\ndtype = "float16"\n', 2, 'training.dtype = "float16" is not one of float32, bfloat16, float64'),
         ('a = """\n[training]\nsteps = 3"""\n[training]\nsteps = 0\n', 5, "training.steps = 0 is out of range"),
-        ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan is not a finite 64-bit number: it must be at least 0"),
-        (f"[optimizer]\nlr = 1{'0' * 400}\n", 2, "optimizer.lr = inf is not a finite 64-bit number"),
-        (f"[training]\nseed = {2**63}\n", 2, f"training.seed = {2**63} is not a finite 64-bit number"),
+        ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan is not a finite number: it must be in [0, 100]"),
+        (f"[optimizer]\nlr = 1{'0' * 400}\n", 2, "optimizer.lr = inf is not a finite number"),
+        (
+            f"[training]\nseed = {2**63}\n",
+            2,
+            f"training.seed = {2**63} is out of range: it must be at least 0 and below 2**63",
+        ),
+        ("[optimizer]\nlr = 1e30\n", 2, "must be in [0, 100], because a step of AdamW moves every weight by about lr"),
         ('[model]\nsize = "tiny"\n', 2, "model.size = 'tiny' is not a size of mixtral: known are debug, small, large"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 from collections import Counter
 from pathlib import Path
@@ -301,6 +302,10 @@ def test_resuming_on_other_data_is_refused_with_every_difference(config, tmp_pat
         Loader(config, 0, 1).load_state_dict(state)
     assert len(error.value.problems) == 4
     assert "training.seed was 0" in error.value.problems[0] and "7 now" in error.value.problems[0]
+    was, now = error.value.problems[3].split("; is now: ")
+    assert "the data or its tokenizer is not what the run was trained on; was: " in was
+    assert "60 documents" in was and f"{tmp_path} through tokenizer 'bytes', 1 documents, 702 tokens" in now
+    assert not re.search("[0-9a-f]{16}", was.replace(str(config.data.paths), "")), "a digest explains nothing"
 
 
 def test_held_out_documents_are_never_trained_on_and_the_rest_is(config):

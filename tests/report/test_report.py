@@ -16,12 +16,12 @@ from titanmoe.cli import main
 from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config
 from titanmoe.load_colours import colour_share, colour_share_clear
-from titanmoe.report.charts import POINTS, number, percent, share_EC, smooth, thin, ticks
+from titanmoe.report.charts import POINTS, Curve, curves_chart, number, percent, share_EC, smooth, thin, ticks
 from titanmoe.report.draw import Area, Line, Picture, Sheet, Words, png, svg
-from titanmoe.report.page import sheets
+from titanmoe.report.page import marks_of, sheets
 from titanmoe.report.read import read_runs
 
-ENVIRONMENT = {"ranks": 4, "device": "CPU", "torch": "2.13.0"}
+ENVIRONMENT = {"ranks": 4, "device": "CPU", "torch": "2.13.0", "command": "titanmoe train <debug>"}
 
 
 def line(step: int, **more: Any) -> dict[str, Any]:
@@ -66,6 +66,9 @@ def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
     ):
         assert part in html
     for part in (
+        "2026-01-02 03:04",
+        "<dd>0:00:20</dd>",
+        "<code>titanmoe train &lt;debug&gt;</code>",
         "loss &lt;9&gt; &amp; above",
         "goes on after step 30",
         "experts held",
@@ -75,9 +78,11 @@ def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
         assert part in html
     assert "MFU</dt>" not in html and ">Dropped<" not in html  # neither is known
     drawn = [ElementTree.fromstring(text) for text in re.findall(r"<svg.*?</svg>", html)]
-    assert len(drawn) == 9
+    assert len(drawn) == 11  # nine charts, and the load of two layers
     spoken = [text.text for text in drawn[0].iter("text")]
     assert "spike" in spoken and "restart" in spoken
+    heat = [text.text for text in drawn[-1].iter("text")]
+    assert heat == ["0", "2", "3", "step 1", "40"], "experts at the left, steps below"
     sizes = {file.name: Image.open(file).size for file in (run / "report").glob("*.png")}
     assert sizes["loss.png"] == (1708, 976) and sizes["times.png"] == (840, 460) and "experts.png" in sizes
 
@@ -177,9 +182,36 @@ def test_every_curve_is_on_its_sheet(tmp_path):
                 assert min(xs) >= 0 and max(xs) <= sheet.width and min(ys) >= 0 and max(ys) <= sheet.height, name
 
 
+def test_what_happened_is_marked_with_what_changed(tmp_path):
+    (run,) = read_runs([make_run(tmp_path / "run")])
+    two = ENVIRONMENT | {"ranks": 2}
+    run.events += [{"step": 33, "kind": "restart", "text": "", "time": "", "environment": two}]
+    run.events += [{"step": 35, "kind": "collapse", "text": "", "time": ""}]
+    marks = [(mark.step, mark.text, mark.role) for mark in marks_of(run)]
+    assert marks[:2] == [(20, "spike", "event"), (30, "restart", "muted")]
+    assert marks[2:] == [(33, "restart: 4 -> 2 ranks", "muted"), (35, "collapse", "event")]
+
+
+def test_a_curve_of_few_points_shows_each():
+    sheet = curves_chart("Validation loss", "", [Curve("run", [10.0, 20.0], [3.0, 2.0], "c0")])
+    assert sum(isinstance(mark, Area) for mark in sheet.marks) == 2
+    sheet = curves_chart("Loss", "", [Curve("run", [float(x) for x in range(99)], [2.0] * 99, "c0")])
+    assert not any(isinstance(mark, Area) for mark in sheet.marks)
+
+
+def test_nothing_on_the_page_is_wider_than_a_phone(tmp_path):
+    run = make_run(tmp_path / ("r" * 90))
+    assert main(["report", str(run)]) == 0
+    html = (run / "report" / "report.html").read_text()
+    assert "overflow-wrap:anywhere" in html and "minmax(min(260px,100%),1fr)" in html
+    body = html.partition("<main>")[2]
+    for tag in ("<table", '<pre class="fold"'):
+        assert all('class="scroll' in before[-60:] for before in body.split(tag)[:-1]), f"{tag} scrolls by itself"
+
+
 def test_numbers_and_ticks_are_round():
     assert [number(x) for x in (0, 6699, 1.5e9, 3e-4, 0.25, 12.5)] == ["0", "6.7k", "1.5G", "3e-4", "0.25", "12.5"]
-    assert [percent(x) for x in (0.413, 0.0261, 0.0)] == ["41%", "2.6%", "0%"]
+    assert [percent(x) for x in (0.413, 0.0261, 5.1e-6, 0.0)] == ["41%", "2.6%", "<0.1%", "0%"]
     assert ticks(0.3, 9.1) == [2.5, 5.0, 7.5] and ticks(1, 80, 6) == [20, 40, 60, 80] and ticks(3, 3) == [3]
     assert smooth([1.0] * 100) == pytest.approx([1.0] * 100)
 

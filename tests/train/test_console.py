@@ -11,6 +11,7 @@ from tests import processes
 from titanmoe.config.schema import Config
 from titanmoe.train.console import Lines, LivePanel, Stamped, curve, duration, open_console, shares
 from titanmoe.train.sink import Report
+from titanmoe.train.waiting import waiting
 
 RECORD = {
     "step": 20,
@@ -63,6 +64,37 @@ def test_the_panel_shows_where_the_run_is_within_the_width(config, width):
     drawn.print(panel.panel(REPORT))
     lines = drawn.file.getvalue().splitlines()
     assert len(lines) == 7 and all(len(line) == width for line in lines)
+
+
+def test_a_validation_has_a_line_of_its_own_that_stays(config):
+    console = terminal(80)
+    panel = open_console(config, "debug", console)
+    panel.log(REPORT._replace(record=RECORD | {"val_loss": 2.5, "val_best": 2.25, "val_perplexity": 12.18}))
+    panel.close()
+    for width in (80, 100):
+        drawn = Console(width=width, file=io.StringIO())
+        drawn.print(panel.panel(REPORT))  # a later report has none
+        lines = drawn.file.getvalue().splitlines()
+        assert len(lines) == 8 and all(len(line) == width for line in lines)
+        assert "val loss 2.5000 (best 2.2500)  perplexity 12.18  at step 20" in drawn.file.getvalue()
+
+
+def test_until_the_first_step_it_says_what_is_waited_for(config, monkeypatch, capsys):
+    console = terminal(80)
+    config.compile.enable = True
+    open_console(config, "debug", console).close()
+    assert "compiling and making the first step ..." in console.file.getvalue()
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    waiting("reading")
+    assert capsys.readouterr().out == "", "a log would keep every line"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    waiting("reading the recipe")
+    waiting("")
+    assert capsys.readouterr().out == "\r\x1b[Kreading the recipe ...\r\x1b[K"
+    monkeypatch.setenv("RANK", "1")
+    waiting("reading the recipe")
+    assert capsys.readouterr().out == ""
 
 
 def test_lines_where_nobody_could_see_a_panel(config, capsys):

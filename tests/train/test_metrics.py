@@ -16,6 +16,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.models.families import preset
 from titanmoe.train import board, metrics, runtime
+from titanmoe.train.collapse import Collapse, unbalanced
 from titanmoe.train.folder import claim
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
 from titanmoe.train.runtime import Runtime
@@ -219,6 +220,61 @@ def test_events_name_the_machine_a_spike_and_what_is_reported(config, capsys):
     assert (spike["step"], spike["kind"]) == (25, "spike")  # a step between two lines
     assert stop["text"] == "loss nan" and stop["time"].endswith("+00:00")
     assert "step 25  SPIKE: loss 9.0000" in capsys.readouterr().out
+
+
+def test_a_restart_says_what_has_changed_and_the_run_ends_with_a_line(config, clock, capsys):
+    config.checkpoint.enable, config.parallelism.tp = True, 2
+    run = make(config)
+    clock[0] += 61
+    run.log(1, VALUES)
+    run.log(2, VALUES | {"loss": 4.5})
+    run.close()
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == (
+        "ended      step 2 of 4 after 0:01:01: loss 5.5000 at step 1 -> 4.5000; "
+        f"a page of it: titanmoe report {run.folder}"
+    )
+    assert "none: nothing keeps the experts evenly busy" in printed
+    two = derive(2, config.parallelism)
+    Metrics(config, run.runtime, two, parameters(config.model), 1.0, run.folder, step=2).close()
+    start, restart = (json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines())
+    assert start["environment"]["attention"] == "dp_shard 2 x tp 2" and start["environment"]["command"]
+    assert restart["text"] == (
+        "continues after step 2; ranks 4 -> 2; attention dp_shard 2 x tp 2 -> tp 2; experts edp 4 -> edp 2"
+    )
+
+
+def test_experts_that_die_and_routing_that_collapses_are_events(config, capsys):
+    config.training.steps = 60
+    run = make(config)
+    for step in range(1, 56):
+        layers = {
+            "layers.3.load": [100.0, 100.0 if step < 3 else 0.0, 100.0, 100.0],
+            "layers.5.load": [350.0, 10, 10, 10],
+        }
+        run.log(step, VALUES | layers)
+    run.close()
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    found = {event["step"]: event["text"] for event in events if event["kind"] == "collapse"}
+    assert sorted(found) == [50, 52], "each once, when it has lasted"
+    assert found[52].startswith("layer 3: expert 1 got under 1% of the mean load for 50 steps; moe.bias_update_rate")
+    assert found[50].startswith(
+        "layer 5: the busiest expert had over 2 times the mean load for 50 steps, now 3.7 times"
+    )
+    assert "step 52  COLLAPSE: layer 3" in capsys.readouterr().out
+
+
+def test_an_expert_that_recovers_is_told_again_when_it_dies_again():
+    watch = Collapse(4, 2)
+    told = [list(watch.check({0: [9.0, 9.0, 9.0, 0.0 if step % 60 else 9.0]})) for step in range(120)]
+    assert [step for step, texts in enumerate(told) if texts] == [50, 110]
+
+
+@pytest.mark.parametrize("field", ["aux_loss", "aux_loss_sequence", "aux_loss_global", "bias_update_rate"])
+def test_a_run_without_any_balancing_says_so(config, field):
+    assert unbalanced(config).startswith("none: nothing keeps the experts evenly busy")
+    setattr(config.moe, field, 0.01)
+    assert unbalanced(config) == ""
 
 
 def test_the_config_lies_in_the_folder_and_is_a_recipe(config):

@@ -57,7 +57,9 @@ def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
         reported["norm"].append(report["grad_norm"])
         reported["tokens"] = report["tokens"]
         if trainer.validation:
+            trainer.clock.take(1)
             reported["validation"].append(trainer.validation.after_step())
+            assert not trainer.clock.take(1), "validation's dispatch is none of training's"
     trainer.loader.close()
     buffers = {name: b.clone() for part in trainer.parts for name, b in part.named_buffers() if "bias" in name}
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -101,7 +102,7 @@ RANGES = {
     "training.gc_every": COUNT,
     "training.first_step_timeout_s": Range(1, SECONDS),
     "training.timeout_s": Range(1, SECONDS),
-    "optimizer.lr": NOT_NEGATIVE,
+    "optimizer.lr": Range(0, 100),
     "optimizer.beta1": BELOW_ONE,
     "optimizer.beta2": BELOW_ONE,
     "optimizer.eps": POSITIVE,
@@ -145,6 +146,9 @@ RANGES = {
 """By path; for a list, the range of its items."""
 
 LIMIT = 2**63
+REASONS = {
+    "optimizer.lr": "a step of AdamW moves every weight by about lr, and weights are far below 1",
+}
 
 
 def digits(number: float) -> str:
@@ -160,9 +164,12 @@ def out_of_range(values: Mapping[str, Any]) -> list[Violation]:
         several = isinstance(value, list)
         for place, number in enumerate(value if several else [value]):
             name = f"{path}[{place}]" if several else path
-            if not -LIMIT < number < LIMIT:  # a NaN is not within either
-                text = f"{name} = {digits(number)} is not a finite 64-bit number: it must be {limits}"
+            if number != number or number in (math.inf, -math.inf):
+                found.append(Violation((path,), f"{name} = {number} is not a finite number: it must be {limits}"))
+            elif number not in limits or not -LIMIT < number < LIMIT:
+                why = f", because {REASONS[path]}" if path in REASONS and number > 0 else ""
+                if number in limits:
+                    why = " and below 2**63 = 9.2e18, because larger ones do not fit into 64 bits"
+                text = f"{name} = {digits(number)} is out of range: it must be {limits}{why}"
                 found.append(Violation((path,), text))
-            elif number not in limits:
-                found.append(Violation((path,), f"{name} = {number} is out of range: it must be {limits}"))
     return found

@@ -19,6 +19,8 @@ class Documents(Protocol):
     """As shown in logs and metrics."""
     fingerprint: str
     """Of the content; a resumed run compares it."""
+    described: str
+    """Where it comes from and how much it is, for a person."""
     vocab_size: int
     """One above the largest token id that may occur."""
 
@@ -41,6 +43,7 @@ class Documents(Protocol):
 class MemoryDocuments:
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, counted: np.ndarray | None = None):
         self.name, self.tokens, self.starts, self.labels = name, tokens, starts, counted
+        self.described = f"{name}, {len(starts) - 1:,} documents, {len(tokens):,} tokens"
         self.vocab_size = int(tokens.max()) + 1 if len(tokens) else 0
         digest = hashlib.blake2b(np.ascontiguousarray(tokens), digest_size=8)
         digest.update(np.ascontiguousarray(starts))

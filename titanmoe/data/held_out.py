@@ -32,7 +32,7 @@ class Part:
             first_R = end_R = np.zeros(1, np.int64)
         self.whole, self.first_R = whole, first_R
         self.name, self.vocab_size = whole.name, whole.vocab_size
-        self.fingerprint = f"{whole.fingerprint} {which}"
+        self.fingerprint, self.described = f"{whole.fingerprint} {which}", f"{whole.described}, {which}"
         self.document_R = _sums(end_R - first_R)
         self.start_R = np.asarray(whole.starts[first_R]).astype(np.int64)
         self.token_R = _sums(np.asarray(whole.starts[end_R]).astype(np.int64) - self.start_R)

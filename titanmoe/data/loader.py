@@ -167,25 +167,39 @@ class Loader:
         """What to log about sources that the last step started over."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"consumed": self.consumed, "sources": self.state} | self._identity()
+        described = [source.described for source in self.mix.sources]
+        return {"consumed": self.consumed, "sources": self.state, "described": described} | self._identity()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a run of the same samples stopped; the batch size and the number of data ranks may differ."""
-        names = {
-            "seed": "training.seed",
-            "seq_len": "training.seq_len",
-            "packing": "data.packing",
-            "source": "the data (its fingerprint)",
-        }
+        names = {"seed": "training.seed", "seq_len": "training.seq_len", "packing": "data.packing"}
+        unknown = "it would be unknown which samples were already seen"
         problems = [
             f"{names[name]} was {state.get(name)!r} when the state was saved and is {here!r} now: "
-            "it would be unknown which samples were already seen; keep it, or start a new run"
+            f"{unknown}; keep it, or start a new run"
             for name, here in self._identity().items()
-            if state.get(name) != here
+            if name in names and state.get(name) != here
         ]
+        if state.get("source") != self._identity()["source"]:
+            problems.append(f"{self._other_data(state)}: {unknown}; give it that data again, or start a new run")
         if problems:
             raise ConfigError(problems)
         self._go_to(int(state["consumed"]), state["sources"])
+
+    def _other_data(self, state: dict[str, Any]) -> str:
+        """What the run was trained on, and what it is given now: sources that are the same are left out."""
+        prints = str(state.get("source", "")).split(", ")
+        was = dict(zip(prints, state.get("described", ()), strict=False))
+        now = {source.fingerprint: source.described for source in self.mix.sources}
+        before = [text for print_, text in was.items() if print_ not in now]
+        here = [text for print_, text in now.items() if print_ not in prints]
+        if sorted(prints) == sorted(now):
+            return "the sources are in another order than when the state was saved"
+        same = " (it has changed since)" if before == here else ""
+        return (
+            f"the data or its tokenizer is not what the run was trained on{same}; "
+            f"was: {'; '.join(before) or 'not recorded'}; is now: {'; '.join(here) or 'only some of it'}"
+        )
 
     def _identity(self) -> dict[str, int | str]:
         """What the content of a sample with a given number depends on, apart from the weights of sources."""

@@ -19,6 +19,7 @@ from titanmoe.ops.counted import bits, key
 class Source(NamedTuple):
     name: str
     fingerprint: str
+    described: str
     weight: float
     packer: Any
 

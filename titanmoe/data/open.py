@@ -23,6 +23,10 @@ def open_documents(config: Config, entry: str) -> ShardDocuments:
         documents = ShardDocuments(path, name)
     else:
         documents = ShardDocuments(_cached(config, entry, name), name)
+        documents.described = (
+            f"{entry} through tokenizer {config.data.tokenizer!r}, {len(documents):,} documents, "
+            f"{int(documents.starts[len(documents)]):,} tokens"
+        )
     _fits(config, entry, documents.vocab_size)
     _of_one_tokenizer(config, entry, documents)
     return documents

@@ -99,6 +99,7 @@ class ShardDocuments:
             more = [f"and {len(problems) - SHOWN} more files of {folder}"] if len(problems) > SHOWN else []
             raise ConfigError(problems[:SHOWN] + more)
         self.fingerprint = "tokens:" + hashlib.blake2b(sums.encode(), digest_size=8).hexdigest()
+        self.described = f"{folder}, {sum(documents):,} documents, {sum(tokens):,} tokens of {self.vocab_size:,} kinds"
         self._names = [shard["name"] for shard in shards]
         self._first_document = np.cumsum([0, *documents], dtype=np.int64)
         self._first_token = np.cumsum([0, *tokens], dtype=np.int64)

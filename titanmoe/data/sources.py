@@ -6,6 +6,7 @@ Shapes: L tokens of one sequence, S positions, V vocabulary.
 from __future__ import annotations
 
 import os
+import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -76,7 +77,9 @@ def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
     data, training, every = config.data, config.training, config.validation.held_out
     if data.source == "synthetic":
         packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed)
-        return Mix([Source("synthetic", f"synthetic:{config.model.vocab_size}", 1.0, packer)], training.seed), ()
+        name, vocabulary = "synthetic", config.model.vocab_size
+        source = Source(name, f"{name}:{vocabulary}", f"{name}, {vocabulary:,} kinds of tokens", 1.0, packer)
+        return Mix([source], training.seed), ()
     documents = _open(config, data.paths if data.source == "files" else [STDLIB])
     where = "data.paths" if data.source == "files" else "data.source"
     held_out: Sequence[Documents] = ()
@@ -92,7 +95,7 @@ def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
         return _mix(config, _open(config, validation.paths), [], "validation.paths", 1)
     if config.data.source == "synthetic":
         packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed, held_out=True)
-        return Mix([Source("synthetic", "", 1.0, packer)], training.seed)
+        return Mix([Source("synthetic", "", "", 1.0, packer)], training.seed)
     some = [its for its in held_out if len(its)]
     if not some:
         raise ConfigError(
@@ -129,7 +132,7 @@ def _mix(config: Config, documents: Sequence[Documents], weights: list[float], w
                 "the least that can be learned from: give it longer ones"
             )
         weight = weights[k] if weights else float(tokens)
-        sources.append(Source(name, its.fingerprint, weight, packer))
+        sources.append(Source(name, its.fingerprint, its.described, weight, packer))
     there = sum(source.packer.per_epoch for source in sources)
     if not problems and there < least:
         problems.append(
@@ -175,7 +178,9 @@ def _documents(config: Config, path: str) -> Documents:
             ]
         )
     tokens = [tokenizer.document(_read(file)).numpy() for file in files]
-    return MemoryDocuments(STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(its) for its in tokens])))
+    documents = MemoryDocuments(STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(its) for its in tokens])))
+    documents.described = f"the library of Python {platform.python_version()}, {documents.described}"
+    return documents
 
 
 def _walk(root: Path, skipped: set[str]) -> list[Path]:

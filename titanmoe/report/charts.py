@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,6 +17,8 @@ LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
 SIZE = (420.0, 230.0)
 LETTER = 6.1
 """Approximate width of a legend's letter: the page's font is not known here."""
+FEW = 12
+"""Points of a curve that are each marked: a line alone would not show where they are."""
 POINTS = 400
 """The most a curve shows; of the points in between, the extremes."""
 PARTS = {
@@ -36,6 +38,12 @@ class Curve(NamedTuple):
     role: str
 
 
+class Mark(NamedTuple):
+    step: float
+    text: str
+    role: str
+
+
 def number(value: float) -> str:
     """In few characters: 6,699 is 6.7k."""
     size = abs(value)
@@ -49,6 +57,8 @@ def number(value: float) -> str:
 
 
 def percent(value: float) -> str:
+    if 0 < value < 0.001:
+        return "<0.1%"
     return f"{100 * value:.2g}%" if value < 0.1 else f"{100 * value:.0f}%"
 
 
@@ -149,29 +159,27 @@ def curves_chart(
     curves: list[Curve],
     form: Callable[[float], str] = number,
     smoothed: bool = False,
-    marks: dict[str, list[float]] | None = None,
+    marks: Sequence[Mark] = (),
     size: tuple[float, float] = SIZE,
 ) -> Sheet | None:
-    """None if there is nothing to draw. marks: steps of restarts and of spikes."""
+    """None if there is nothing to draw. marks: what happened at a step."""
     curves = [curve for curve in curves if curve.x]
     if not curves:
         return None
     xs, ys = ([value for curve in curves for value in getattr(curve, axis)] for axis in ("x", "y"))
     frame = Frame(title, unit, (min(xs), max(xs)), (min(ys), max(ys)), form, *size, curves if len(curves) > 1 else None)
-    for kind, steps in (marks or {}).items():
-        for step in steps:
-            if min(xs) <= step <= max(xs):
-                ends = [frame.place(step, frame.y[0]), frame.place(step, frame.y[1])]
-                role = "event" if kind == "spike" else "muted"
-                frame.sheet.marks.append(Line(ends, role, 1.2, dash=True))
-                frame.sheet.marks.append(Words(ends[1][0] + 3, ends[1][1] + 9, kind, role, 10))
+    for mark in marks:
+        if min(xs) <= mark.step <= max(xs):
+            ends = [frame.place(mark.step, frame.y[0]), frame.place(mark.step, frame.y[1])]
+            frame.sheet.marks.append(Line(ends, mark.role, 1.2, dash=True))
+            frame.sheet.marks.append(Words(ends[1][0] + 3, ends[1][1] + 9, mark.text, mark.role, 10))
     for curve in curves:
         soft = smoothed and len(curve.x) >= 30
         frame.line(thin(curve.x, curve.y), curve.role, 1.2 if soft else 1.8, 0.3 if soft else 1.0)
         if soft:
             frame.line(thin(curve.x, smooth(curve.y)), curve.role, 2.0)
-        if len(curve.x) == 1:
-            x, y = frame.place(curve.x[0], curve.y[0])
+        for point in zip(curve.x, curve.y, strict=True) if len(curve.x) <= FEW else ():
+            x, y = frame.place(*point)
             frame.sheet.marks.append(Area([(x - 3, y), (x, y - 3), (x + 3, y), (x, y + 3)], curve.role))
     frame.hover(curves)
     return frame.sheet
@@ -231,12 +239,34 @@ def load_picture(load_EC: np.ndarray) -> np.ndarray:
     return colour_share_clear(share_EC(load_EC))
 
 
+def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:
+    """One layer with its axes, for the page."""
+    sheet = Sheet(300, 130, f"load of the experts of layer {layer}, steps {steps[0]} to {steps[-1]}")
+    draw_load(sheet, (0, 2, 298, 126), load_EC, steps)
+    return sheet
+
+
+def draw_load(sheet: Sheet, box: tuple[float, float, float, float], load_EC: np.ndarray, steps: list[int]) -> None:
+    """The heatmap with the numbers of its first, middle and last experts and of its first and last steps."""
+    x, y, width, height = box
+    left, below, experts = 30.0, 16.0, len(load_EC)
+    width, height = width - left, height - below
+    sheet.marks.append(Picture(x + left, y, width, height, load_picture(load_EC)))
+    row = height / experts
+    for expert in sorted({0, experts // 2, experts - 1}):
+        base = min(max(y + (expert + 0.5) * row + 4, y + 8), y + height)
+        sheet.marks.append(Words(x + left - 4, base, f"{expert}", size=10, anchor="end"))
+    sheet.marks.append(Words(x + left, y + height + 12, f"step {steps[0]:,}", size=10))
+    if steps[-1] != steps[0]:
+        sheet.marks.append(Words(x + left + width, y + height + 12, f"{steps[-1]:,}", size=10, anchor="end"))
+
+
 def loads_sheet(run: Run) -> Sheet | None:
     """All layers below each other, for a PNG."""
     if not run.load:
         return None
     columns = 1 if len(run.load) <= 4 else 2 if len(run.load) <= 16 else 4
-    width, row, head = 840.0, 84.0, 56.0
+    width, row, head = 840.0, 100.0, 56.0
     cell = (width - 24) / columns
     height = head + math.ceil(len(run.load) / columns) * row
     sheet = Sheet(width, height, f"experts' load, {run.name}")
@@ -248,5 +278,5 @@ def loads_sheet(run: Run) -> Sheet | None:
     for i, (layer, load) in enumerate(sorted(run.load.items())):
         x, y = 12 + i % columns * cell, head + i // columns * row
         sheet.marks.append(Words(x, y + 9, f"layer {layer}", "soft", 11))
-        sheet.marks.append(Picture(x, y + 14, cell - 12, row - 22, load_picture(load)))
+        draw_load(sheet, (x, y + 14, cell - 12, row - 22), load, run.load_steps)
     return sheet

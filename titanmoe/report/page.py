@@ -13,9 +13,10 @@ from rich.console import Console
 
 from titanmoe import __version__
 from titanmoe.fold.picture import draw
-from titanmoe.report.charts import Curve, curves_chart, load_picture, loads_sheet, number, percent, times_chart
-from titanmoe.report.draw import DARK, LIGHT, Sheet, data_uri, png, svg
+from titanmoe.report.charts import Curve, Mark, curves_chart, load_sheet, loads_sheet, number, percent, times_chart
+from titanmoe.report.draw import DARK, LIGHT, Sheet, png, svg
 from titanmoe.report.read import Run
+from titanmoe.train.console import duration
 
 WIDE = (854.0, 488.0)
 """Next to it, two cards are stacked."""
@@ -30,11 +31,7 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
     def curves(name: str) -> list[Curve]:
         return [Curve(run.name, *run.series(name), f"c{i}") for i, run in enumerate(runs)]
 
-    marks: dict[str, list[float]] = {"spike": [], "restart": []}
-    for run in runs if len(runs) == 1 else ():  # with several runs it would be unclear whose they are
-        for event in run.events:
-            if event["kind"] in marks:
-                marks[event["kind"]].append(event["step"])
+    marks = marks_of(runs[0]) if len(runs) == 1 else []  # with several runs it would be unclear whose they are
     loss = dict(title="Loss", unit="nats per token", curves=curves("loss"), smoothed=True, marks=marks)
     found = {
         "loss": curves_chart(**loss, size=WIDE),
@@ -55,6 +52,19 @@ def sheets(runs: list[Run]) -> dict[str, Sheet | None]:
         title = "Where a step's time goes" + (f": {run.name}" if len(runs) > 1 else "")
         found["times" if len(runs) == 1 else f"times-{i + 1}"] = times_chart(run, title)
     return found
+
+
+def marks_of(run: Run) -> list[Mark]:
+    marks, ranks = [], None
+    for event in run.events:
+        kind, environment = event["kind"], event.get("environment", {})
+        if kind == "restart":
+            now = environment.get("ranks", ranks)
+            marks.append(Mark(event["step"], kind if now == ranks else f"restart: {ranks} -> {now} ranks", "muted"))
+        elif kind in ("spike", "collapse"):
+            marks.append(Mark(event["step"], kind, "event"))
+        ranks = environment.get("ranks", ranks)
+    return marks
 
 
 def write(runs: list[Run], folder: Path) -> list[Path]:
@@ -116,6 +126,8 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
             "mapping (attention / experts)": escape(mapping),
             "ranks": escape(f"{run.environment.get('ranks', '?')} x {run.environment.get('device', '?')}"),
             "steps": f"{last['step']:,}{of}",
+            "started (UTC)": escape(run.events[0]["time"][:16].replace("T", " ")) if run.events else "-",
+            "training took": _known(run.seconds, duration),
             "loss": "not finite" if last["loss"] is None else f"{last['loss']:.4f}",
             "tokens/s": _known(run.median("tokens_per_s"), number),
             "MFU": _known(run.median("mfu"), percent),
@@ -136,6 +148,9 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
         for cells in rows:
             yield "<tr>" + "".join(f"<td>{cells[name]}</td>" for name in names) + "</tr>"
         yield "</table></div>"
+    for run in runs:
+        if command := run.environment.get("command"):
+            yield f'<p class="note"><code>{escape(str(command))}</code></p>'
     yield '<p class="note">Speed, MFU and imbalance are medians without the first line, which includes start-up.</p>'
 
 
@@ -161,8 +176,8 @@ def _loads(runs: list[Run]) -> Iterator[str]:
             continue
         yield f"<h2>Load of every expert{f': {escape(run.name)}' if len(runs) > 1 else ''}</h2>"
         yield (
-            '<p class="note">A row per expert, steps from left to right. <b class="under"></b> a quarter of the '
-            f'layer\'s mean or less, clear at the mean, <b class="over"></b> four times the mean or more. '
+            '<p class="note">A row per expert, by number; steps from left to right. <b class="under"></b> a quarter of '
+            f'the layer\'s mean or less, clear at the mean, <b class="over"></b> four times the mean or more. '
             f"Steps {run.load_steps[0]:,} to {run.load_steps[-1]:,}.</p>"
         )
         yield '<div class="loads">'
@@ -172,7 +187,7 @@ def _loads(runs: list[Run]) -> Iterator[str]:
             text = f"worst {worst:.1f} x mean" + (f", {idle} of {len(load)} idle at the end" if idle else "")
             yield (
                 f'<figure class="card"><figcaption><b>layer {layer}</b> <span>{text}</span></figcaption>'
-                f'<img alt="load of the experts of layer {layer}" src="{data_uri(load_picture(load))}"></figure>'
+                f"{svg(load_sheet(layer, load, run.load_steps))}</figure>"
             )
         yield "</div>"
 
@@ -219,7 +234,7 @@ def _configs(runs: list[Run]) -> Iterator[str]:
     if len(runs) > 1:
         yield from _differences(runs)
     for run in runs:
-        environment = "".join(f"{escape(str(k)):<8} {escape(str(v))}\n" for k, v in run.environment.items())
+        environment = "".join(f"{escape(str(k)):<10} {escape(str(v))}\n" for k, v in run.environment.items())
         yield f"<details><summary>{escape(run.name)}: {escape(str(run.folder))}</summary>"
         yield f"<pre>{environment}</pre><pre>{escape(run.config_text)}</pre></details>"
 
@@ -242,7 +257,8 @@ STYLE = """
 @media(prefers-color-scheme:dark){:root{DARK;color-scheme:dark}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:14px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:1320px;margin:0 auto;padding:24px 20px 60px}
+main{max-width:1320px;margin:0 auto;padding:24px 20px 60px;overflow-wrap:anywhere}
+main>*,.tiles div,.card{min-width:0;max-width:100%}
 h1{font-size:24px;margin:0 0 14px;overflow-wrap:anywhere}
 h2{font-size:17px;margin:32px 0 8px}
 .note,footer{color:var(--soft);font-size:13px;margin:8px 0 16px}
@@ -257,8 +273,7 @@ dd{margin:0;font-size:17px;font-weight:600}
 .narrow{display:none}
 svg{display:block;width:100%;height:auto;font-family:inherit;font-variant-numeric:tabular-nums}
 i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:6px}
-.loads{display:grid;grid-template-columns:repeat(auto-fill,minmax(260px,1fr));gap:14px}
-.loads img{display:block;width:100%;height:96px;image-rendering:pixelated;border-radius:4px;background:var(--page)}
+.loads{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(260px,100%),1fr));gap:14px}
 figcaption{padding:2px 6px 6px;font-size:12px}
 figcaption span{color:var(--soft);float:right}
 .under,.over{display:inline-block;width:14px;height:10px;border-radius:3px;background:rgb(42,120,214)}
@@ -268,7 +283,7 @@ table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
 th{color:var(--soft);font-weight:500;text-align:left}
 td,th{padding:5px 18px 5px 0;border-bottom:1px solid var(--grid);white-space:nowrap}
 .events td:last-child{white-space:normal;min-width:260px}
-.spike,.stop{color:var(--event)}
+.spike,.collapse,.stop{color:var(--event)}
 pre{font:12px/1.35 ui-monospace,SFMono-Regular,Menlo,"DejaVu Sans Mono",monospace;margin:10px 0;overflow-x:auto}
 .fold{padding:4px 10px}
 summary{cursor:pointer;overflow-wrap:anywhere}

@@ -52,6 +52,16 @@ class Run:
         return float(np.median(values[1:] or values)) if values else None
 
     @property
+    def seconds(self) -> float | None:
+        """Of the steps and validations that the lines are of; not of start-ups, nor of steps that were repeated."""
+        total, before = 0.0, None
+        for line in self.lines:
+            steps = 1 if before is None else max(1, line["step"] - before)
+            total += steps * line.get("step_time_s", 0.0) + line.get("val_s", 0.0)
+            before = line["step"]
+        return total or None
+
+    @property
     def environment(self) -> dict[str, Any]:
         return next((event["environment"] for event in reversed(self.events) if "environment" in event), {})
 

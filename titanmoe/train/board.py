@@ -26,6 +26,7 @@ GROUPS = {
     ),
 }
 """Per-layer figures are grouped by quantity, so that all layers appear side by side; times have a group `time`."""
+LOSSES = {"train": ("Loss", "loss"), "smoothed": ("Loss", "smoothed"), "validation": ("Loss", "val_loss")}
 COLUMNS = 200
 """Reports that an image of the load shows; older ones are thinned out."""
 
@@ -56,6 +57,9 @@ class Board:
             if name != "step":
                 self.writer.add_scalar(tag(name), value, report.step)
         self.writer.add_scalar("train/loss_smoothed", report.smoothed, report.step)
+        for name, (first, value) in LOSSES.items():
+            if (found := report.smoothed if value == "smoothed" else report.record.get(value)) is not None:
+                self.writer.add_scalar(f"{first}/{name}", found, report.step)
         for layer, load in report.load.items():
             share_E = np.asarray(load) / max(float(np.mean(load)), 1.0)
             history = self.loads.setdefault(layer, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections import deque
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
@@ -60,6 +62,18 @@ def duration(seconds: float) -> str:
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
 
 
+def closing_line(
+    config: Config, step: int, first: tuple[int, float], last_loss: float, seconds: float, folder: Path
+) -> None:
+    began, loss = first
+    done = "done" if step == config.training.steps else "ended"
+    print(
+        f"{done:<11}step {step:,} of {config.training.steps:,} after {duration(seconds)}: loss {loss:.4f} at step "
+        f"{began:,} -> {last_loss:.4f}; a page of it: titanmoe report {shlex.quote(str(folder))}",
+        flush=True,
+    )
+
+
 class Lines:
     def __init__(self, config: Config):
         self.config = config
@@ -93,7 +107,10 @@ class LivePanel:
     def __init__(self, config: Config, name: str, console: Console):
         self.config, self.name, self.console = config, name, console
         self.losses: deque[float] = deque(maxlen=CURVE)
-        self.live = Live(Text("waiting for the first step"), console=console, refresh_per_second=2)
+        self.held_out = ""
+        """The last validation, which stays on the panel until the next."""
+        what = "compiling and making the first step" if config.compile.enable else "making the first step"
+        self.live = Live(Spinner("dots", f"{what} ..."), console=console, refresh_per_second=2)
         self.live.start()
         console.show_cursor(True)  # Live hides it, and a killed run could not restore it
 
@@ -124,6 +141,9 @@ class LivePanel:
         if "imbalance" in record and record["imbalance"] > 2:
             cells["imbalance"] = f"[yellow]{cells['imbalance']}[/]"
         cells = {"loss": cells.pop("loss"), "smoothed": f"{report.smoothed:.4f}", **cells}
+        if "val loss" in cells:
+            loss, perplexity = cells.pop("val loss"), cells.pop("perplexity")
+            self.held_out = f"{loss}  perplexity {perplexity}  at step {report.step:,}"
         names, values = Table.grid(expand=True), list(cells)
         half = -(-len(values) // 2)
         for _ in range(half):
@@ -131,6 +151,8 @@ class LivePanel:
         for row in (values[:half], values[half:]):
             names.add_row(*(f"[dim]{name}[/] {cells[name]}" for name in row))
         lines = [head, names, Text.assemble(("loss ", "dim"), curve(self.losses))]
+        if self.held_out:
+            lines.append(Text.assemble(("val loss ", "dim"), self.held_out))
         if times := shares(record):
             lines.append(Text.assemble(("time ", "dim"), times))
         if self.config.moe.force_balance:

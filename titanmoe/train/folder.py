@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
+import socket
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TextIO
 
@@ -14,6 +17,8 @@ from titanmoe.config.schema import Config
 
 METRICS, LOCK = "metrics.jsonl", "lock"
 EXPERTS, EVENTS, CONFIG = "experts.jsonl", "events.jsonl", "config.toml"
+COMMAND = "TITANMOE_COMMAND"
+"""The environment variable in which `titanmoe train` leaves what the user typed."""
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:
@@ -39,17 +44,32 @@ def claim(config: Config) -> tuple[Path, TextIO | None]:
 
 
 def _locked(folder: Path) -> TextIO:
-    stream = (folder / LOCK).open("w", encoding="utf-8")
+    stream = (folder / LOCK).open("a+", encoding="utf-8")  # which does not erase what the owner wrote
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
+        stream.seek(0)
+        owner = stream.read(200).strip() or "another process"
+        stream.close()
         raise ConfigError(
             [
-                f"another process is writing to {folder.absolute()}, where this run would continue: wait for it, "
-                "stop it, or give this run another job.name"
+                f"a run is alive in {folder.absolute()} ({owner}), and this one would continue there: wait for it, "
+                "stop it, or start this one beside it with another --job.name"
             ]
         ) from None
+    stream.truncate(0)
+    started = datetime.now(timezone.utc).isoformat(" ", timespec="seconds").removesuffix("+00:00")
+    stream.write(f"process {os.getpid()} on {socket.gethostname()}, since {started} UTC\n")
+    stream.flush()
     return stream
+
+
+def check_free(config: Config) -> None:
+    """Refuse a start in the folder of a live run before any rank is started."""
+    folder = choose_checkpoint.run_folder(config)
+    if choose_checkpoint.continues(config) and (folder / LOCK).exists():
+        with contextlib.suppress(OSError):  # `claim` says what is wrong with the folder
+            _locked(folder).close()
 
 
 def rewind(folder: Path, step: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,14 +10,26 @@ from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_ahead
 from titanmoe.checkpoint.inside import CheckpointError
-from titanmoe.config import ConfigError, exit_with, load
+from titanmoe.config import ConfigError, load
 from titanmoe.config.dispatchers import DISPATCHERS
+from titanmoe.config.recipe import declared, read_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
 from titanmoe.models.families import preset
+from titanmoe.train import failure
 from titanmoe.train.legal import ranks_of_a_node, refusals
-from titanmoe.train.runtime import die_with_launcher, grow_segments, restarted, say, start, stop, world_size
+from titanmoe.train.runtime import (
+    die_with_launcher,
+    grow_segments,
+    read_environment,
+    restarted,
+    say,
+    start,
+    stop,
+    world_size,
+)
+from titanmoe.train.waiting import waiting
 
 
 def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]] = record_ahead) -> Config:
@@ -56,9 +69,10 @@ def read(argv: list[str], world: int) -> Config:
 
     def check(config: Config) -> list[str]:
         try:
-            return refusals(fitted(config, world)[0], world)
+            found = refusals(fitted(config, world)[0], world)
         except FoldError as error:
-            return error.problems
+            found = error.problems
+        return for_launcher(config, argv) or found if found else []
 
     def finish(config: Config) -> Config:
         nonlocal change
@@ -71,36 +85,65 @@ def read(argv: list[str], world: int) -> Config:
     return config
 
 
+def for_launcher(config: Config, argv: list[str]) -> list[str]:
+    """What to say of one process where the recipe's own number of ranks would do: not how to change the mapping."""
+    names = [after for word, after in zip(argv, [*argv[1:], ""], strict=True) if word == "--config"]
+    names += [word.partition("=")[2] for word in argv if word.startswith("--config=")]
+    if read_environment().launched or not names:
+        return []
+    wanted = declared(read_recipe(names[0]).text) or 1
+    if wanted == 1:
+        return []
+    rest = [word for word in argv if word not in ("--config", f"--config={names[0]}", names[0])]
+    command = shlex.join(["titanmoe", "train", names[0], *rest])
+    node = config.parallelism.node if config.parallelism.node > 0 else wanted
+    there = refusals(replace(config, parallelism=replace(config.parallelism, node=node)), wanted)
+    return [*there, f"this recipe wants {wanted} ranks, and this is one process without a launcher: {command}"]
+
+
 def main(argv: list[str], **seams: Any) -> int:
     """seams: arguments of Trainer, such as another optimizer (docs/extending.md)."""
     die_with_launcher()
     try:
-        runtime = start(config := read(argv, world_size()))
+        waiting("reading the recipe")
+        config = read(argv, world_size())
+        waiting("loading PyTorch and meeting the other ranks")
+        runtime = start(config)
     except ConfigError as error:
-        exit_with(error.problems, error.source)
+        waiting("")
+        failure.refuse(error)
     # Imported only once the config is known to be legal: torch takes seconds to load.
+    from titanmoe.train import out_of_memory
     from titanmoe.train.console import stamp
     from titanmoe.train.trainer import NonFinite, Trainer
 
     stamp(runtime.rank)
-    abandon = False
+    abandon, trainer = False, None
     try:
-        signal = Trainer(config, runtime, **seams).train()
+        waiting("building the model")
+        trainer = Trainer(config, runtime, **seams)
+        signal = trainer.train()
         return 128 + signal if signal else 0
     except ConfigError as error:
-        exit_with(error.problems, error.source)
-    except CheckpointError as error:  # a save failed, on all ranks alike
-        abandon = True  # the saving thread may be stuck in a message
-        if runtime.rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        return 1
-    except NonFinite as error:  # raised on all ranks, printed by one
-        if runtime.rank == 0:
+        waiting("")
+        failure.refuse(error)
+    except (CheckpointError, NonFinite) as error:  # raised on all ranks, printed by one
+        abandon = isinstance(error, CheckpointError)  # its saving thread may be stuck in a message
+        if not failure.leave(str(error)) and runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         if runtime.rank == 0:
             print("stopped", file=sys.stderr)
         return 130
+    except Exception as error:
+        if not out_of_memory.is_one(error):
+            failure.leave_traceback(error)
+            raise
+        abandon = True  # other ranks are in the middle of a message
+        text = out_of_memory.explain(error, trainer, runtime.rank, config)
+        if not failure.leave(text):
+            print(f"error: {text}", file=sys.stderr)
+        return 1
     finally:
         stop(abandon)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import platform
 import resource
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -25,11 +27,13 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.models.count import Parameters
 from titanmoe.train import console
 from titanmoe.train.clock import Clock
-from titanmoe.train.folder import CONFIG, EVENTS, EXPERTS, METRICS
+from titanmoe.train.collapse import Collapse, unbalanced
+from titanmoe.train.folder import COMMAND, CONFIG, EVENTS, EXPERTS, METRICS
 from titanmoe.train.outlet import LineFile, Outlet
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.sink import Report, Sink
 from titanmoe.train.spikes import Spikes
+from titanmoe.train.waiting import waiting
 
 EXPERT_LINES = 500
 """About the number of lines in a run's experts.jsonl, unless metrics.experts_every says otherwise."""
@@ -102,7 +106,9 @@ class Metrics:
         self.device_name = torch.cuda.get_device_name(runtime.device) if on_gpu else "CPU"
         known = peak_flops(self.device_name, config.training.mixed_precision_param) if on_gpu else None
         self.peak = config.metrics.peak_tflops * 1e12 or known
-        self._spikes = Spikes()
+        self._spikes, self._collapse = Spikes(), Collapse(config.model.num_experts, config.model.top_k)
+        self._first_loss: tuple[int, float] | None = None
+        self._last_loss, self._begun = 0.0, time.monotonic()
         self._tokens = 0.0  # since the last line
         self._last_step: int | None = None
         self._steady_seconds, self._steady_steps = 0.0, 0  # without the first step
@@ -123,6 +129,9 @@ class Metrics:
 
     def _open_sinks(self, fold: Fold, parameters: Parameters, notes: dict[str, str]) -> None:
         config = self.config
+        waiting("")
+        if balance := unbalanced(config):
+            notes = notes | {"balance": balance}
         with contextlib.suppress(OSError):  # the lines that follow report it
             console.banner(config, fold, parameters, self.device_name, self.peak, self.folder, notes)
 
@@ -149,8 +158,11 @@ class Metrics:
         }
         if torch.version.cuda:
             machine["cuda"] = torch.version.cuda
+        machine |= {"attention": console.mapping(fold.attention_axes), "experts": console.mapping(fold.expert_axes)}
+        machine["command"] = os.environ.get(COMMAND) or shlex.join(sys.argv)
         if step:
-            self.event(step, "restart", f"continues after step {step}", environment=machine)
+            changes = "".join(f"; {change}" for change in changed(last_environment(self.folder / EVENTS), machine))
+            self.event(step, "restart", f"continues after step {step}{changes}", environment=machine)
         else:
             self.event(
                 step, "start", f"{fold.world} rank{'s' * (fold.world > 1)} on {self.device_name}", environment=machine
@@ -167,6 +179,9 @@ class Metrics:
         values = {name: value for name, value in values.items() if not isinstance(value, list)}
         if spike := self._spikes.check(values["loss"]):
             self.event(step, "spike", spike)
+        for text in self._collapse.check(loads):
+            self.event(step, "collapse", text)
+        self._first_loss, self._last_loss = self._first_loss or (step, values["loss"]), values["loss"]
         self._smoothed = 0.9 * self._smoothed + 0.1 * values["loss"]
         self._weight = 0.9 * self._weight + 0.1
         self._log_experts(step, loads)
@@ -209,7 +224,7 @@ class Metrics:
             self._experts.put(lambda file: file.write(json.dumps(line, separators=(",", ":"))))
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """Log something that happened once: start, restart, save, spike, profile, log, stop."""
+        """Log something that happened once: start, restart, save, spike, collapse, profile, log, stop."""
         if not self.writes:
             return
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -223,3 +238,22 @@ class Metrics:
             return
         for outlet in (self._file, self._experts, self._events, *self._sinks):
             outlet.close()
+        if self._first_loss:
+            with contextlib.suppress(OSError):
+                seconds = time.monotonic() - self._begun
+                console.closing_line(self.config, self._step, self._first_loss, self._last_loss, seconds, self.folder)
+
+
+def last_environment(events: Path) -> dict[str, Any]:
+    """That of the run's last start, {} if it cannot be read."""
+    try:
+        lines = [json.loads(line) for line in events.read_text(encoding="utf-8").splitlines() if "environment" in line]
+        return lines[-1]["environment"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return {}
+
+
+def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What is not as it was in how a run is laid out."""
+    names = ("ranks", "attention", "experts", "device")
+    return [f"{name} {before[name]} -> {now[name]}" for name in names if before.get(name) not in (None, now[name])]

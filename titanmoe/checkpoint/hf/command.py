@@ -30,7 +30,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
     convert.set_defaults(run=run_convert)
     what = convert.add_mutually_exclusive_group(required=True)
     what.add_argument("--from-hf", action="store_true", help="IN is a Hugging Face folder, OUT a checkpoint to train")
-    what.add_argument("--to-hf", action="store_true", help="IN is a checkpoint (RUN/checkpoints/step-N), OUT a folder")
+    what.add_argument("--to-hf", action="store_true", help="IN is a run or one of its checkpoints, OUT a folder")
     what.add_argument("--upcycle", action="store_true", help="IN is a dense Llama, Qwen2 or Qwen3, OUT has experts")
     convert.add_argument("source", metavar="IN", type=Path, help="what to convert")
     convert.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
@@ -107,6 +107,7 @@ def _join() -> Group:
 def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     import torch
 
+    from titanmoe.checkpoint.command import the_latest
     from titanmoe.checkpoint.hf import config, convert
     from titanmoe.checkpoint.hf.source import HuggingFaceSource
     from titanmoe.checkpoint.hf.upcycle import Upcycled
@@ -114,7 +115,8 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
     if args.to_hf:
         dtype = getattr(torch, args.dtype) if args.dtype else None
         limit = int((args.max_shard_gb or 5) * 10**9)
-        made = convert.to_hf(args.source, args.out, limit, args.tokenizer, dtype, args.overwrite, group)
+        source = convert.agreed(group, lambda: the_latest(args.source))
+        made = convert.to_hf(source, args.out, limit, args.tokenizer, dtype, args.overwrite, group)
         count, size = sum(len(f.sizes) for f in made.files.values()), sum(f.bytes for f in made.files.values())
         lines = [
             f"{args.out}: {made.export.map.hf.architecture}, {count} tensors in {len(made.files)} files, {_gb(size)}"

@@ -1,0 +1,104 @@
+"""titanmoe train with real ranks: killed, interrupted once and twice, restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import parity, processes
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN: dict[str, Any] = parity.TINY | {
+    "training.global_batch_size": 4,
+    "data.source": "synthetic",
+    "checkpoint.enable": True,
+    "checkpoint.interval": 1,
+    "checkpoint.save": "sync",
+    "metrics.console": "lines",
+    "job.name": "run",
+}
+LONG = {"training.steps": 4000, "lr_schedule.decay": "none"}
+"""More than it is given time for."""
+
+
+def started(
+    folder: Path, *options: str, faults: list[dict[str, Any]] | None = None, **changes: Any
+) -> processes.Started:
+    words = parity.arguments(RUN | {"job.dump_folder": str(folder)} | changes)
+    env = os.environ | {"PYTHONPATH": str(ROOT / "scripts/faults"), "FAULTS": json.dumps(faults or [])}
+    logs = f"--logs={folder}/logs"
+    return processes.Started(["-m", "titanmoe", "train", *words, "--nproc=2", logs, *options], env)
+
+
+def wait_for(run: processes.Started, file: Path) -> None:
+    deadline = time.monotonic() + 240
+    while not file.exists():
+        assert time.monotonic() < deadline and run.process.is_alive(), run.out.read_text() + run.err.read_text()
+        time.sleep(0.05)
+
+
+def test_a_killed_rank_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
+    kill = {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000002.writing"}
+    done = started(tmp_path, faults=[kill], **LONG).wait()
+    assert done.returncode == 128 + signal.SIGKILL
+    assert done.stderr.splitlines()[-2:] == [
+        "error: rank 1 was killed by SIGKILL: by somebody, or by the kernel for lack of memory (dmesg tells)",
+        f"its log: {tmp_path}/logs/rank1.log",
+    ]
+    assert "Traceback" not in done.stdout + done.stderr and (tmp_path / "logs/rank1.log").exists()
+    assert done.stdout.startswith(f"2 ranks; logs in {tmp_path}/logs\n") and "\nstep " in done.stdout
+    start = json.loads((tmp_path / "run/events.jsonl").read_text().splitlines()[0])
+    assert start["environment"]["ranks"] == 2 and start["environment"]["command"].startswith("titanmoe train --")
+
+
+def test_ctrl_c_once_saves_and_ends_quietly(tmp_path: Path) -> None:
+    run = started(tmp_path, **LONG)
+    wait_for(run, tmp_path / "run/checkpoints/step-00000002")
+    run.send_signal(signal.SIGINT)
+    run.send_signal(signal.SIGINT)  # at once: from the terminal, and from make
+    done = run.wait()
+    assert done.returncode == 130 and "SIGINT: saving after this step" in done.stdout
+    (saved,) = re.findall(r"^saved +(.*)$", done.stdout, re.MULTILINE)
+    assert Path(saved).is_dir() and "Traceback" not in done.stdout and done.stderr == ""
+    assert not list((tmp_path / "logs").glob("rank*")), "logs that nobody wrote to are removed"
+
+
+@pytest.mark.slow
+def test_ctrl_c_twice_ends_at_once(tmp_path: Path) -> None:
+    slow = {"do": "slow", "rank": 1, "on": ["write"], "path": ".writing", "seconds": 60}
+    run = started(tmp_path, faults=[slow], **LONG)
+    wait_for(run, tmp_path / "run/checkpoints/step-00000001.writing")
+    run.send_signal(signal.SIGINT)
+    time.sleep(1)
+    since = time.monotonic()
+    run.send_signal(signal.SIGINT)
+    done = run.wait()
+    assert done.returncode == 130 and time.monotonic() - since < 5
+    assert done.stderr.endswith("ended at once; checkpoints that were complete are there\n")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
+    kill = {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000002.writing", "once": str(tmp_path / "struck")}
+    done = started(tmp_path, "--max-restarts=1", faults=[kill], **{"training.steps": 4}).wait()
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "restart"] == [1]
+    assert "done       step 4 of 4" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of memory")
+def test_out_of_memory_says_where_and_what_helps(tmp_path: Path) -> None:
+    big = {"model.vocab_size": 2**22, "training.seq_len": 4096, "training.local_batch_size": 2}
+    done = started(tmp_path, "--nproc=1", **big | {"checkpoint.enable": False, "training.loss_chunks": 0}).wait()
+    assert done.returncode == 1
+    assert "out of memory" in done.stderr.splitlines()[-6] and "what helps most:" in done.stderr

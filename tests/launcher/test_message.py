@@ -1,0 +1,133 @@
+"""The last message of a run that failed: whose it is, what it says, which exit code."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from titanmoe.config import ConfigError
+from titanmoe.launcher.agent import Ended, Logs
+from titanmoe.launcher.command import verdict
+from titanmoe.launcher.message import Failure, first, message, oom_kills
+from titanmoe.train import failure
+
+
+def failed(
+    folder: Path, rank: int, exitcode: int, when: float = 0.0, note: dict | None = None, log: str = ""
+) -> Failure:
+    found = Failure(rank, exitcode, when, folder / f"rank{rank}.log", folder / f"rank{rank}.json")
+    found.log.write_text(log)
+    if note:
+        found.left.write_text(json.dumps({"timestamp": when, "consequence": False} | note))
+    return found
+
+
+LOST = {"message": "RuntimeError: Connection closed by peer", "consequence": True}
+
+
+def test_the_cause_comes_before_its_consequences(tmp_path):
+    lost = failed(tmp_path, 0, 1, 5.0, LOST)
+    stopped = failed(tmp_path, 1, -signal.SIGTERM, 4.0)
+    later = failed(tmp_path, 2, 1, 7.0, {"message": "ValueError: later"})
+    killed = failed(tmp_path, 3, -signal.SIGKILL, 6.0)
+    assert first([lost, stopped, later, killed]) is killed
+    assert first([lost, stopped, later]) is later
+    assert first([lost, failed(tmp_path, 4, 1, 3.0, LOST)]).rank == 4
+    assert first([failed(tmp_path, rank, 2, 1.0, {"message": "no"}) for rank in (2, 0, 1)]).rank == 0
+
+
+def test_what_the_last_message_says(tmp_path):
+    refusal = failed(tmp_path, 0, 2, note={"message": "error: 1 problem in a.toml\n\n  1. no"})
+    assert message(refusal, 4) == "error: 1 problem in a.toml\n\n  1. no"
+    wrong = failed(tmp_path, 3, 1, note={"message": "ValueError: no (router.py:7, in forward)"})
+    assert message(wrong, 4) == (
+        "error: rank 3 failed first, with exit code 1: ValueError: no (router.py:7, in forward)\n"
+        f"its log: {tmp_path}/rank3.log"
+    )
+    assert message(wrong, 1).startswith("error: the run failed, with exit code 1: ValueError")
+    silent = failed(tmp_path, 1, 7, log="\n".join(map(str, range(20))))
+    assert message(silent, 2).splitlines()[1:] == [*(f"  {n}" for n in range(12, 20)), f"its log: {tmp_path}/rank1.log"]
+    killed = failed(tmp_path, 1, -signal.SIGKILL)
+    assert "rank 1 was killed by SIGKILL: by somebody, or by the kernel for lack of memory" in message(killed, 2)
+    out = message(killed, 2, out_of_memory=True)
+    assert "was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory" in out
+    assert "training.local_batch_size" in out and 'activation_checkpoint.mode = "full"' in out
+    assert "rank 1 died of SIGSEGV" in message(failed(tmp_path, 1, -signal.SIGSEGV), 2)
+
+
+def test_exit_codes_are_kept(tmp_path):
+    def code(*exitcodes: int, **more) -> tuple[int, str]:
+        failures = [failed(tmp_path, rank, exitcode, float(rank)) for rank, exitcode in enumerate(exitcodes)]
+        return verdict(Ended(failures=failures, world=2, **more), 1, saves=more.get("signal") == 2, out_of_memory=False)
+
+    assert code() == (0, "")
+    assert code(3)[0] == 3 and code(-signal.SIGKILL)[0] == 137
+    # asked to stop: quiet, whatever became of the ranks
+    assert code(130, 130, signal=2) == (130, "")
+    assert code(143, 143, signal=15) == (143, "stopped; nothing was saved: checkpoint.enable = true would")
+    assert code(-9, -9, signal=2, killed=True) == (130, "ended at once; checkpoints that were complete are there")
+    assert code(signal=2) == (130, "")
+
+
+def test_a_save_that_fails_while_it_stops_is_told(tmp_path):
+    full = failed(tmp_path, 0, 1, note={"message": "step-00000003: the disk is full"})
+    code, text = verdict(Ended(signal=2, failures=[full]), 1, saves=True, out_of_memory=False)
+    assert code == 1 and "the disk is full" in text
+
+
+def test_a_node_that_only_lost_another_says_where_to_look(tmp_path):
+    lost = failed(tmp_path, 5, 1, note=LOST)
+    assert "the cause is what another node says" in verdict(Ended(failures=[lost], world=8), 2, False, False)[1]
+    assert "another node" not in verdict(Ended(failures=[lost], world=8), 1, False, False)[1]
+
+
+# ---- what a rank leaves
+
+
+def test_a_rank_leaves_its_reason_for_the_launcher_alone(tmp_path, monkeypatch):
+    file = tmp_path / "left.json"
+    monkeypatch.delenv(failure.FILE, raising=False)
+    assert not failure.leave("x")
+    monkeypatch.setenv(failure.FILE, str(file))
+    with pytest.raises(SystemExit) as end:
+        failure.refuse(ConfigError(["no"], "a.toml"))
+    note = json.loads(file.read_text())
+    assert end.value.code == 2 and note["message"].startswith("error: 1 problem in a.toml") and not note["consequence"]
+    try:
+        raise ValueError("what went wrong\nand more")
+    except ValueError as error:
+        failure.leave_traceback(error)
+    assert json.loads(file.read_text())["message"].startswith(f"ValueError: what went wrong ({__file__}:")
+
+
+@pytest.mark.parametrize(
+    ("error", "caused"),
+    [
+        (RuntimeError("[../third_party/gloo/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:5"), True),
+        (RuntimeError("Timed out waiting 120000ms for recv operation to complete"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("a peer of the realm"), False),
+    ],
+)
+def test_errors_that_only_follow_those_of_other_ranks(error, caused):
+    assert failure.of_others(error) is caused
+
+
+def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
+    logs = Logs(tmp_path / "logs")
+    env: dict[int, dict[str, str]] = {0: {"RANK": "8"}, 1: {"RANK": "9"}}
+    found = logs.reify(env)
+    assert found.stdouts == {0: "", 1: f"{tmp_path}/logs/rank9.out"}
+    assert found.stderrs[0].endswith("logs/rank8.log") and env[1][failure.FILE] == f"{tmp_path}/logs/rank9.json"
+    assert logs.reify(env).stderrs[1].endswith("logs/attempt2/rank9.log")
+    Path(found.stderrs[0]).touch()
+    Path(found.stderrs[1]).write_text("why")
+    logs.tidy()
+    assert [file.name for file in (tmp_path / "logs").rglob("*")] == ["rank9.log"]
+
+
+def test_kills_of_the_kernel_are_counted_where_it_tells_them():
+    assert oom_kills() >= 0

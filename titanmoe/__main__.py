@@ -1,0 +1,6 @@
+"""python -m titanmoe is the `titanmoe` command."""
+
+from titanmoe.cli import command
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,1 @@
+"""`titanmoe train`: starts the ranks of a run, and says what went wrong in one message."""

@@ -1,0 +1,177 @@
+"""torchrun's agent with other manners: each rank has a log, a signal lets the ranks save, and what failed is returned.
+
+Rendezvous, restarts and the environment of the ranks are torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args
+
+from titanmoe.launcher.message import Failure
+from titanmoe.train import failure
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN_S = 0.5
+"""A second signal counts only after this time: one Ctrl-C may arrive twice, from the terminal and from make."""
+MONITOR_S = 0.1
+
+
+class Logs(LogsSpecs):
+    """Rank 0 of a machine writes to the terminal, the others to files; every rank's errors go to its log."""
+
+    def __init__(self, folder: Path):
+        super().__init__(str(folder))
+        self.folder, self.attempt = folder, 0
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self.folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        self.attempt += 1
+        folder = self.folder / f"attempt{self.attempt}" if self.attempt > 1 else self.folder
+        folder.mkdir(parents=True, exist_ok=True)
+        names = {local: str(folder / f"rank{env['RANK']}") for local, env in envs.items()}
+        left = {local: f"{name}.json" for local, name in names.items()}
+        for local, env in envs.items():
+            env[failure.FILE] = left[local]
+        outputs = {local: f"{name}.out" if local else "" for local, name in names.items()}
+        return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, left)
+
+    def tidy(self) -> None:
+        """Remove what nobody wrote to."""
+        for file in self.folder.rglob("rank*"):
+            if file.stat().st_size == 0:
+                file.unlink()
+        for folder in (*self.folder.glob("attempt*"), self.folder):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+@dataclass
+class Ended:
+    signal: int = 0
+    """That the launcher got; 0 if it got none."""
+    killed: bool = False
+    """The ranks, because it got two."""
+    failures: list[Failure] = field(default_factory=list)
+    world: int = 1
+
+
+class Agent(LocalElasticAgent):
+    """The first signal is passed on to the ranks, which may save and end; a second kills them."""
+
+    def __init__(self, spec: WorkerSpec, logs: Logs):
+        super().__init__(spec, logs)
+        self.signal, self.killed, self._since = 0, False, 0.0
+
+    def heed(self) -> None:
+        for number in SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
+                signal.signal(number, self._signalled)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
+        pids = super()._start_workers(worker_group)  # which installs handlers of its own
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+        self.heed()
+        return pids
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        if self.signal:
+            if time.monotonic() - self._since > AGAIN_S:
+                self.killed = True
+                self._send(signal.SIGKILL)
+            return
+        self.signal, self._since, self._remaining_restarts = number, time.monotonic(), 0
+        if self._pcontext is None:  # still waiting for other nodes
+            raise SignalException("before the ranks were started", signal.Signals(number))
+        self._send(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    def _send(self, number: int) -> None:
+        """To the ranks, not to the processes that read data for them: a rank ends those itself."""
+        for pid in self._pcontext.pids().values() if self._pcontext else ():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def ended(self, failures: dict[int, Any]) -> Ended:
+        workers = self._worker_group.workers
+        found = []
+        for failed in failures.values():
+            local = failed.local_rank
+            log, left = Path(self._pcontext.stderrs[local]), Path(self._pcontext.error_files[local])
+            found.append(Failure(workers[local].global_rank, failed.exitcode, failed.timestamp, log, left))
+        return Ended(self.signal, self.killed, found, workers[0].world_size if workers else 1)
+
+
+def launch(options: Namespace, words: list[str], logs: Logs) -> Ended:
+    """Start the ranks as torchrun would with these options, and wait for them; raises if the nodes do not meet."""
+    _quiet(logs.folder)
+    config, _, _ = config_from_args(options)
+    agent = Agent(_spec(config, ("-u", "-m", "titanmoe.train", *words)), logs)
+    agent.heed()
+    handler = agent._worker_group.spec.rdzv_handler
+    try:
+        result = agent.run()
+    except SignalException as stopped:
+        return Ended(int(stopped.sigval))
+    finally:
+        if not agent.signal:  # otherwise other nodes may go on without this one
+            handler.shutdown()
+    return agent.ended(result.failures if result and result.is_failed() else {})
+
+
+def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    master, _, port = config.rdzv_endpoint.rpartition(":") if config.rdzv_backend == "static" else ("", "", "")
+    return WorkerSpec(
+        role="titanmoe",
+        local_world_size=config.nproc_per_node,
+        entrypoint=sys.executable,
+        args=words,
+        rdzv_handler=get_rendezvous_handler(parameters),
+        max_restarts=config.max_restarts,
+        monitor_interval=MONITOR_S,
+        master_addr=master or None,
+        master_port=int(port) if port else None,
+        local_addr=config.local_addr,
+        numa_options=config.numa_options,
+    )
+
+
+def _quiet(folder: Path) -> None:
+    """What the agent has to say about every step of its own goes to a file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = logging.getLogger("torch.distributed")
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed."):
+            inner = logging.getLogger(name)
+            inner.handlers, inner.propagate = [], True
+    log.handlers, log.propagate = [logging.FileHandler(folder / "agent.log", delay=True)], False

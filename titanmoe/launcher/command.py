@@ -1,0 +1,336 @@
+"""`titanmoe train`: from a recipe and this machine to running ranks, or to one message that says why not."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import os
+import re
+import shlex
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanmoe.config import ConfigError, load
+from titanmoe.config.load import format_problems
+from titanmoe.config.recipe import RecipeError, declared, read_recipe
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import FoldError
+from titanmoe.fold.legality import violations
+from titanmoe.launcher import ranks
+from titanmoe.launcher.message import first, message, oom_kills
+from titanmoe.models.families import preset
+from titanmoe.train.folder import COMMAND
+from titanmoe.train.waiting import waiting
+
+if TYPE_CHECKING:
+    from titanmoe.launcher.agent import Ended
+
+MEET = "where do the nodes meet? --master-addr HOST --node-rank K, or --rdzv-endpoint HOST:PORT (docs/multi_node.md)"
+
+OWN = {
+    "nproc": "N|auto: ranks on this machine. Default: the recipe's own number (# world = N), shared among the nodes; "
+    "auto: one per GPU, or per core without GPUs",
+    "fit": "if the mapping does not fit that many ranks, take the nearest one that does",
+    "logs": "FOLDER: where the ranks' logs go. Default: {job.dump_folder}/launch/NAME-DATE-TIME",
+}
+TORCHRUN = {
+    "nnodes": "N or MIN:MAX: machines; give the same command on each",
+    "node-rank": "N: this machine's number, with --master-addr",
+    "master-addr": "HOST: the machine of node rank 0",
+    "master-port": "PORT: a free port there (default 29500)",
+    "rdzv-backend": "NAME: c10d lets nodes come and go, and needs no node ranks",
+    "rdzv-endpoint": "HOST:PORT: where they meet",
+    "rdzv-id": "NAME: the same on all nodes, another for each run",
+    "rdzv-conf": "KEY=VALUE,...: see torchrun",
+    "local-addr": "HOST: this machine's address, if it cannot be found",
+    "max-restarts": "N: how often to start the ranks again when one fails (default 0)",
+}
+"""Options that mean what they mean for torchrun."""
+SHAPES = {"nnodes": r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", "nproc": r"[1-9]\d{0,6}|auto", "max-restarts": r"\d{1,6}"}
+SHAPES |= {"node-rank": r"\d{1,6}", "master-port": r"\d{1,5}"}
+
+
+@dataclass
+class Asked:
+    recipe: str = ""
+    options: dict[str, str] = field(default_factory=dict)
+    """Ours and torchrun's, by name."""
+    rest: list[str] = field(default_factory=list)
+    """Overrides, and whatever else the config's loader shall judge."""
+    problems: list[str] = field(default_factory=list)
+    typed: list[str] = field(default_factory=list)
+    """All of it, as it was given."""
+
+    def get(self, name: str, default: str = "") -> str:
+        return self.options.get(name, default)
+
+    @property
+    def words(self) -> list[str]:
+        """The ranks' command line."""
+        return [*(["--config", self.recipe] if self.recipe else []), *self.rest]
+
+    @property
+    def nodes(self) -> int:
+        """The most there can be."""
+        return int(self.get("nnodes", "1").rpartition(":")[2])
+
+
+def add_train(commands: argparse._SubParsersAction) -> None:
+    train = commands.add_parser("train", add_help=False, help="train a recipe here, or on several machines")
+    train.set_defaults(run=lambda args: run_train(args.overrides), overrides=[])
+
+
+def run_train(words: Sequence[str]) -> int:
+    asked = split(words)
+    if asked.get("help"):
+        print(usage(), end="", flush=True)
+        load([*asked.words, "--help"], preset, lambda config: [])  # prints every field, and exits
+    try:
+        return start(plan(asked))
+    except ConfigError as error:
+        offer = f"\n\n{error.offer}" if isinstance(error, Misfit) and error.offer else ""
+        waiting("")
+        print(f"{format_problems(error.problems, error.source)}{offer}", file=sys.stderr, flush=True)
+        return 2
+
+
+def split(words: Sequence[str]) -> Asked:
+    """The recipe is the first word, or follows an option of the launcher: after an override it would be its value."""
+    asked, rest, override = Asked(typed=list(words)), list(words), False
+    known = OWN | TORCHRUN
+    while rest:
+        word = rest.pop(0)
+        name, attached, value = word.removeprefix("--").replace("_", "-").partition("=")
+        name = "nproc" if name == "nproc-per-node" else name
+        if word in ("--help", "-h"):
+            asked.options["help"] = "yes"
+        elif word.startswith("--config"):
+            asked.recipe = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
+        elif word.startswith("--") and name in known:
+            override = False
+            value = word.partition("=")[2] if attached else "yes" if name == "fit" else rest.pop(0) if rest else ""
+            if not re.fullmatch(SHAPES.get(name, r"[^-].*"), value):
+                asked.problems.append(f"command line: --{name} {value!r} is not {known[name].partition(':')[0]}")
+            asked.options[name] = value
+        elif override or asked.recipe or word.startswith("-"):
+            asked.rest.append(word)
+            override = True
+        else:
+            asked.recipe = word
+    asked.recipe = find(asked.recipe)
+    return asked
+
+
+def find(recipe: str) -> str:
+    """A file, or the name of a recipe that comes with titanmoe, such as debug."""
+    if recipe and not Path(recipe).suffix and not Path(recipe).exists():
+        for folder in (Path("train_configs"), Path(__file__).parents[2] / "train_configs"):
+            if (file := folder / f"{recipe}.toml").is_file():
+                return str(file)
+    return recipe
+
+
+class Misfit(ConfigError):
+    """What is refused because the mapping does not fit; offer: one that does."""
+
+    def __init__(self, error: ConfigError, config: Config):
+        super().__init__(error.problems, error.source)
+        self.config, self.offer = config, ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    asked: Asked
+    config: Config
+    """That of the ranks."""
+    nproc: int
+    machine: ranks.Machine
+
+
+def plan(asked: Asked) -> Plan:
+    """What to start; ConfigError with everything that is wrong with it."""
+    if not asked.recipe and not asked.rest:
+        asked.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
+    if asked.nodes > 1 and not (asked.get("rdzv-endpoint") or asked.get("master-addr")):
+        asked.problems.append(f"command line: --nnodes {asked.get('nnodes')}: {MEET}")
+    if asked.problems:
+        raise ConfigError(asked.problems)
+    waiting("reading the recipe")
+    wanted, device = _wishes(asked)
+    machine = ranks.this_machine(device)
+    nproc, problem = ranks.choose(asked.get("nproc"), asked.nodes, wanted, machine, asked.recipe)
+    if problem:
+        raise ConfigError([problem])
+    world = nproc * asked.nodes
+    try:
+        return Plan(asked, judge(asked, world, nproc), nproc, machine)
+    except Misfit as misfit:
+        change = ranks.fitting(misfit.config, world) if asked.get("fit") else {}
+        if not change:
+            misfit.offer = ranks.offer(misfit.config, world, asked.nodes)
+            raise
+    taken = [f"--{path}={new}" for path, (_, new) in change.items()]
+    asked = replace(asked, rest=[*asked.rest, *taken])
+    config = judge(asked, world, nproc)
+    waiting("")
+    print(f"fitted to {world} rank{'s' * (world > 1)}: {ranks.text(change)}", file=sys.stderr, flush=True)
+    return Plan(asked, config, nproc, machine)
+
+
+def _wishes(asked: Asked) -> tuple[int | None, str]:
+    """The number of ranks that the recipe is written for and its device, as far as they can be read."""
+    wanted, seen = None, []
+    with contextlib.suppress(RecipeError):
+        wanted = declared(read_recipe(asked.recipe).text) if asked.recipe else None
+    with contextlib.suppress(ConfigError):  # `judge` raises it again
+        load(asked.words, preset, lambda config: seen.append(config) or ["only looked at"])
+    return wanted, seen[0].training.device if seen else "auto"
+
+
+def judge(asked: Asked, world: int, nproc: int) -> Config:
+    """The config that the ranks will have; refuses what they would refuse."""
+    from titanmoe.train.folder import check_free
+    from titanmoe.train.launch import fitted, resolve
+    from titanmoe.train.legal import refusals
+
+    misfits: list[Config] = []
+
+    def here(config: Config) -> Config:
+        node = nproc if config.parallelism.node == -1 else config.parallelism.node
+        return fitted(replace(config, parallelism=replace(config.parallelism, node=node)), world)[0]
+
+    def check(config: Config) -> list[str]:
+        try:
+            config = here(config)
+            found = refusals(config, world)
+            if found and violations(config, world):
+                misfits.append(config)
+            return found
+        except FoldError as error:
+            return error.problems
+
+    def finish(config: Config) -> Config:
+        if asked.nodes == 1:  # a node may join a run that is alive
+            check_free(config)
+        return resolve(here(config), world)
+
+    try:
+        return load(asked.words, preset, check, finish)
+    except ConfigError as error:
+        if misfits:
+            raise Misfit(error, misfits[0]) from None
+        raise
+
+
+# ---- the run
+
+
+def start(plan: Plan) -> int:
+    from torch.distributed.run import parse_args
+
+    from titanmoe.launcher.agent import Logs, launch
+
+    asked = plan.asked
+    _environment(plan)
+    options = parse_args([*_as_for_torchrun(asked), f"--nproc-per-node={plan.nproc}", "-m", "titanmoe.train"])
+    if options.rdzv_backend == "static" and options.node_rank == 0:
+        check_port(options.master_addr, options.master_port)
+    logs, before = Logs(_folder(plan)), oom_kills()
+    here = f"{plan.nproc} rank{'s' * (plan.nproc > 1)}"
+    print(f"{here}{f' on each of {asked.nodes} nodes' * (asked.nodes > 1)}; logs in {logs.folder}", flush=True)
+    waiting(f"starting {here}")
+    try:
+        ended = launch(options, asked.words, logs)
+    except Exception as error:  # of the rendezvous, which has many kinds
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        print(
+            f"error: the nodes did not meet, or lost each other: {why}\nits log: {logs.folder}/agent.log",
+            file=sys.stderr,
+        )
+        return 1
+    code, text = verdict(ended, asked.nodes, plan.config.checkpoint.enable, oom_kills() > before)
+    if text:
+        # The panel of rank 0 may have left the cursor in the middle of the screen.
+        print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
+    if code == 0 or not ended.failures or ended.signal:
+        logs.tidy()
+    return code
+
+
+def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple[int, str]:
+    """The exit code and the last message."""
+    if not ended.failures and not ended.signal:
+        return 0, ""
+    culprit = first(ended.failures) if ended.failures else None
+    if culprit is None or (ended.signal and not culprit.own_fault):
+        if ended.killed:
+            return 128 + ended.signal, "ended at once; checkpoints that were complete are there"
+        return 128 + ended.signal, "" if saves else "stopped; nothing was saved: checkpoint.enable = true would"
+    text = message(culprit, ended.world, out_of_memory)
+    if nodes > 1 and culprit.consequence:
+        text += "\nthis rank only lost another one: the cause is what another node says"
+    return culprit.code, text
+
+
+def _environment(plan: Plan) -> None:
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *plan.asked.typed])
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    if not plan.machine.gpus:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, plan.machine.cores // plan.nproc)))
+    if plan.asked.nodes > 1:
+        # Otherwise torch does not tell a node that joins later where the ranks meet (2.13).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+def _as_for_torchrun(asked: Asked) -> list[str]:
+    given = {name: asked.options[name] for name in TORCHRUN if name in asked.options}
+    if "rdzv-endpoint" in given and "node-rank" not in given:
+        given.setdefault("rdzv-backend", "c10d")
+    elif asked.nodes == 1 and "master-port" not in given:
+        # As torchrun --standalone; the address keeps it from looking up this machine's name.
+        given |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:0", "local-addr": "127.0.0.1"}
+        given["rdzv-id"] = uuid.uuid4().hex
+    given.setdefault("master-port", "29500")
+    return [f"--{name}={value}" for name, value in given.items()]
+
+
+def check_port(host: str, port: int) -> None:
+    """Node 0 listens there. Asked before, because what the store says about it fills a screen."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            why = "is in use by another program" if error.errno == errno.EADDRINUSE else f"cannot be used ({error})"
+            raise ConfigError(
+                [f"--master-port {port} {why} on {host}: give another one, the same on every node"]
+            ) from None
+
+
+def _folder(plan: Plan) -> Path:
+    if given := plan.asked.get("logs"):
+        return Path(given)
+    name = f"{plan.config.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, n = Path(plan.config.job.dump_folder, "launch", name), 1
+    while folder.exists():
+        n += 1
+        folder = folder.with_name(f"{name}-{n}")
+    return folder
+
+
+def usage() -> str:
+    lines = ["usage: titanmoe train RECIPE.toml [options] [--TABLE.FIELD VALUE ...]", ""]
+    lines += ["RECIPE.toml is a file, or the name of a recipe that comes with titanmoe, such as debug.", ""]
+    for name, text in (OWN | TORCHRUN).items():
+        kind, _, what = text.partition(": ")
+        lines += [f"  --{name} {kind}".rstrip() if what else f"  --{name}", f"      {what or text}"]
+    end = "Ctrl-C once: the ranks save, if the run saves, and end. Twice: they are killed."
+    return "\n".join([*lines, "", end, "", ""])

@@ -1,0 +1,106 @@
+"""The last thing on the screen of a run that did not end well: which rank failed first, why, and where its log is."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+TAIL = 8
+"""Lines of a log that are shown if the rank left no message."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    rank: int
+    exitcode: int
+    """As subprocess has it: negative for a signal."""
+    timestamp: float
+    """When it was noticed; `left` knows better."""
+    log: Path
+    left: Path
+    """The file of titanmoe.train.failure, if the rank got that far."""
+
+    def note(self) -> dict:
+        try:
+            return json.loads(self.left.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+
+    @property
+    def code(self) -> int:
+        """As a shell has it."""
+        return self.exitcode if self.exitcode >= 0 else 128 - self.exitcode
+
+    @property
+    def consequence(self) -> bool:
+        """Whether another rank failed before: it says so, or the launcher then stopped it."""
+        if note := self.note():
+            return bool(note.get("consequence"))
+        return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+
+    @property
+    def own_fault(self) -> bool:
+        """Whether it failed by itself while it was asked to stop."""
+        return bool(self.note()) and not self.consequence
+
+
+def first(failures: Iterable[Failure]) -> Failure:
+    """The rank that failed first; those that only lost the connection to it come after it, whatever the clocks say."""
+
+    def order(failure: Failure) -> tuple[bool, float, int]:
+        return failure.consequence, failure.note().get("timestamp", failure.timestamp), failure.rank
+
+    return min(failures, key=order)
+
+
+def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:
+    """out_of_memory: the kernel has killed a process for lack of memory since the run began."""
+    note = failure.note()
+    if failure.exitcode == 2 and note:
+        return note["message"]  # a refusal, which all ranks share
+    who = f"rank {failure.rank} failed first" if world > 1 else "the run failed"
+    log = f"its log: {failure.log}"
+    if note:
+        return f"error: {who}, with exit code {failure.code}: {note['message'].removeprefix('error: ')}\n{log}"
+    if failure.exitcode < 0:
+        return f"error: {_killed(failure, world, out_of_memory)}\n{log}"
+    lines = [f"error: {who}, with exit code {failure.code}", *_tail(failure.log), log]
+    return "\n".join(lines)
+
+
+def _killed(failure: Failure, world: int, out_of_memory: bool) -> str:
+    name = signal.Signals(-failure.exitcode).name
+    who = f"rank {failure.rank}" if world > 1 else "the run"
+    if failure.exitcode == -signal.SIGKILL and out_of_memory:
+        return (
+            f"{who} was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory\n"
+            "what helps most: a lower training.local_batch_size (training.global_batch_size stays as it is); "
+            'activation_checkpoint.mode = "full"; fewer ranks on this machine (--nproc)'
+        )
+    if failure.exitcode == -signal.SIGKILL:
+        return f"{who} was killed by SIGKILL: by somebody, or by the kernel for lack of memory (dmesg tells)"
+    return f"{who} died of {name}"
+
+
+def _tail(log: Path) -> list[str]:
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    except OSError:
+        return []
+    return [f"  {line}" for line in lines[-TAIL:]]
+
+
+def oom_kills() -> int:
+    """How often the kernel has killed for lack of memory: in this container, and on this machine."""
+    count = 0
+    for file in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
+        try:
+            for line in Path(file).read_text(encoding="utf-8").splitlines():
+                name, _, value = line.partition(" ")
+                count += int(value) if name == "oom_kill" else 0
+        except (OSError, ValueError):
+            continue
+    return count

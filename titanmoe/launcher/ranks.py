@@ -1,0 +1,87 @@
+"""How many ranks a recipe runs on here, and the mapping nearest to its own that fits them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import KEYS
+from titanmoe.fold.search import changes, nearest
+
+MOST_PER_CORE = 4
+"""Ranks on CPUs that a recipe's own number may start per core: one written for 128 GPUs would only fill memory."""
+LOOKED_AT = 64
+"""Smaller worlds that are tried if none of the mappings of this one is legal."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    gpus: int
+    """0 if the run does not use them."""
+    cores: int
+
+    @property
+    def ranks(self) -> int:
+        """What `--nproc auto` means."""
+        return self.gpus or self.cores
+
+    def __str__(self) -> str:
+        if self.gpus:
+            return f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
+        return f"{self.cores} CPU core{'s' * (self.cores > 1)} and no GPU in use"
+
+
+def this_machine(device: str) -> Machine:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0, cores)
+
+
+def choose(asked: str, nodes: int, wanted: int | None, machine: Machine, recipe: str) -> tuple[int, str]:
+    """Ranks on this machine, and what is wrong with that. asked: --nproc, "" if it is not given."""
+    if asked == "auto" or (not asked and wanted is None):
+        return machine.ranks, ""
+    if asked:
+        count = int(asked)
+        if machine.gpus and count > machine.gpus:
+            return count, (
+                f"--nproc = {count}, but this machine has {machine}: give {machine.gpus} or fewer, "
+                "--nproc auto, or --training.device cpu"
+            )
+        return count, ""
+    count, rest = divmod(wanted, nodes)
+    most = machine.gpus or max(8, MOST_PER_CORE * machine.cores)
+    where = f"{recipe} wants {wanted} ranks (its first line)"
+    if rest:
+        return count + 1, f"{where}, which {nodes} nodes cannot share evenly: give --nproc, the ranks of each node"
+    if count <= most:
+        return count, ""
+    each = machine.gpus or 8
+    several = f"--nnodes {-(-wanted // each)} --nproc {each} on each of {-(-wanted // each)} nodes (docs/multi_node.md)"
+    return count, f"{where} and this machine has {machine}: use {several}, or --nproc auto --fit to run it here"
+
+
+def fitting(config: Config, world: int) -> dict[str, tuple[int, int]]:
+    """The degrees that the nearest legal mapping changes, by path: from, to. {} if there is none."""
+    found = nearest(world, config.parallelism, config, count=1)
+    return {KEYS[name]: change for name, change in changes(config.parallelism, found[0]).items()} if found else {}
+
+
+def offer(config: Config, world: int, nodes: int) -> str:
+    """What to do where a world does not fit."""
+    if change := fitting(config, world):
+        return f"The nearest mapping that fits {world} rank{'s' * (world > 1)}: {text(change)}; --fit takes it."
+    if nodes == 1:
+        for smaller in range(world - 1, max(0, world - LOOKED_AT), -1):
+            if change := fitting(config, smaller):
+                return (
+                    f"No mapping of {world} ranks fits this model and batch; one of {smaller} does: "
+                    f"--nproc {smaller} --fit ({text(change)})."
+                )
+    return f"No mapping of {world} ranks fits this model and batch: change training.global_batch_size, or the ranks."
+
+
+def text(change: dict[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{path} {'derived' if old == -1 else old} -> {new}" for path, (old, new) in change.items())

@@ -1,0 +1,55 @@
+"""Experts that die, and routing that collapses onto a few: told once, when it has lasted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from titanmoe.config.blocks import moe_blocks
+from titanmoe.config.schema import Config
+
+STEPS = 50
+"""In a row; a bad batch passes."""
+DYING = 0.01
+"""Of the mean load."""
+HELP = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe.z_loss keeps router logits small"
+
+
+def unbalanced(config: Config) -> str:
+    """What to say at the start of a run that nothing keeps in balance."""
+    moe = config.moe
+    means = (moe.aux_loss, moe.aux_loss_sequence, moe.aux_loss_global, moe.bias_update_rate)
+    a_choice = moe_blocks(config.model) and config.model.num_experts > config.model.top_k
+    if not a_choice or moe.force_balance or any(means):
+        return ""
+    return "none: nothing keeps the experts evenly busy, and some may die; " + HELP.partition(",")[0]
+
+
+class Collapse:
+    def __init__(self, num_experts: int, top_k: int):
+        self.limit = max(2.0, num_experts / top_k / 2)
+        """Half of the greatest imbalance there can be, when all tokens choose the same experts."""
+        self._dying: dict[int, Counter[int]] = {}
+        self._uneven: Counter[int] = Counter()
+
+    def check(self, loads: dict[int, list[float]]) -> Iterator[str]:
+        """Texts of events. loads: tokens of every expert in this step, by layer."""
+        for layer, load in loads.items():
+            mean = sum(load) / len(load)
+            before, now = self._dying.get(layer, Counter()), Counter()
+            for expert, tokens in enumerate(load):
+                if tokens < DYING * mean:
+                    now[expert] = before[expert] + 1
+            self._dying[layer] = now
+            if dead := [expert for expert, steps in now.items() if steps == STEPS]:
+                many = "experts" if len(dead) > 1 else "expert"
+                names = ", ".join(map(str, dead[:8])) + (f" and {len(dead) - 8} more" if len(dead) > 8 else "")
+                yield f"layer {layer}: {many} {names} got under {DYING:.0%} of the mean load for {STEPS} steps; {HELP}"
+            uneven = mean > 0 and max(load) > self.limit * mean
+            self._uneven[layer] = self._uneven[layer] + 1 if uneven else 0
+            if self._uneven[layer] == STEPS:
+                ratio = max(load) / mean
+                yield (
+                    f"layer {layer}: the busiest expert had over {self.limit:g} times the mean load for {STEPS} steps, "
+                    f"now {ratio:.1f} times; {HELP}"
+                )

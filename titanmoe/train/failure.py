@@ -1,0 +1,58 @@
+"""What a rank that fails leaves for `titanmoe train`, which prints the one message of a failed run.
+
+Under torchrun nobody reads it, and the rank prints its message itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from titanmoe.config import ConfigError, exit_with
+
+FILE = "TITANMOE_FAILURE"
+"""The environment variable with the file's name."""
+OF_OTHERS = re.compile(
+    r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|timed out|nccl communicator|"
+    r"remote process|peer",
+    re.IGNORECASE,
+)
+"""In the message of an error that torch.distributed raises when another rank is gone or does not answer."""
+
+
+def leave(text: str, consequence: bool = False) -> bool:
+    """Whether there is a launcher to read it. consequence: another rank failed before."""
+    if not (file := os.environ.get(FILE)):
+        return False
+    found = {"message": text, "timestamp": time.time(), "consequence": consequence}  # the first two are torch's names
+    new = Path(f"{file}.new")
+    new.write_text(json.dumps(found), encoding="utf-8")
+    new.replace(file)
+    return True
+
+
+def refuse(error: ConfigError) -> NoReturn:
+    """A user's mistake: exit code 2, said once."""
+    if leave(str(error)):
+        sys.exit(2)
+    exit_with(error.problems, error.source)
+
+
+def leave_traceback(error: BaseException) -> None:
+    """The error and where it was raised; the log has the traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if "/titanmoe/" in frame.filename] or frames
+    place = f" ({ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name})" if ours else ""
+    said = str(error).strip().partition("\n")[0]
+    leave(f"{type(error).__name__}{': ' if said else ''}{said}{place}", of_others(error))
+
+
+def of_others(error: BaseException) -> bool:
+    distributed = type(error).__name__.startswith("Dist") or isinstance(error, RuntimeError | ConnectionError)
+    return distributed and OF_OTHERS.search(str(error)) is not None
