@@ -1,10 +1,13 @@
 """Every recipe is legal on the number of ranks it declares, and says what it is for."""
 
+import argparse
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.train.launch import read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,10 +64,26 @@ def test_large_ones_say_what_they_need_and_what_is_not_known(recipe):
     assert "H100" in text and "Memory" in text and "Mapping:" in text
     assert "has not been run on GPUs here" in text
     config = read(["--config", str(recipe)], world(recipe))
-    assert config.data.source == "synthetic"
     assert 2**20 <= config.training.global_batch_size * config.training.seq_len <= 2**22  # 256 to 1024 times 4096
     if recipe.stem in GIVEN:
         assert "2504.14960" in text
+
+
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if "debug" not in path.stem], ids=lambda path: path.stem)
+def test_large_ones_train_on_named_data_and_say_how_to_make_it(recipe):
+    lines = [line.removeprefix("#").strip() for line in recipe.read_text().partition("\n[")[0].splitlines()]
+    got, tokenizer, make = (
+        shlex.split(line) for line in lines if line.startswith(("hf download", "titanmoe tokenize"))
+    )
+    parser = argparse.ArgumentParser()
+    add_tokenize(parser.add_subparsers())
+    args = parser.parse_args(make[1:])
+    config = read(["--config", str(recipe)], world(recipe))
+    assert config.data.source == "files" and config.data.paths == [args.out] and config.data.packing == "stream"
+    (folder,), downloaded = args.paths, got[got.index("--local-dir") + 1]
+    assert Path(folder).is_relative_to(downloaded) and args.tokenizer == tokenizer[tokenizer.index("--local-dir") + 1]
+    random = read(["--config", str(recipe), "--data.source", "synthetic"], world(recipe))
+    assert random.data.source == "synthetic" and "--data.source synthetic" in comments(recipe)
 
 
 @pytest.mark.parametrize("name", GIVEN)

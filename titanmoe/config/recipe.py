@@ -11,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from titanmoe.config.recipes import names
+
 MOST_BYTES = 1 << 20
 """Size of a recipe, which is read as a whole."""
 MOST_DEPTH = 16
@@ -134,7 +136,10 @@ def _hint(path: Path) -> str:
     from difflib import get_close_matches
 
     near = get_close_matches(path.name, [other.name for other in path.parent.glob("*.toml")], n=1)
-    return f": did you mean {path.with_name(near[0])}?" if near else ""
+    if near:
+        return f": did you mean {path.with_name(near[0])}?"
+    shipped = get_close_matches(path.stem, names(), n=1)
+    return f": did you mean {shipped[0]}, which comes with titanmoe?" if shipped else ""
 
 
 def _not_toml(name: str, text: str, why: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,13 @@ def open_documents(config: Config, entry: str) -> ShardDocuments:
     """Every rank calls this. The first to get the cache's lock fills it; ranks that share the folder wait."""
     path = Path(entry).expanduser()
     name = path.name or entry
+    if not path.exists() and not glob.has_magic(entry):
+        raise ConfigError(
+            [
+                f"{entry!r} does not exist (looked for {path.absolute()}): make it with `titanmoe tokenize`, for which "
+                "a recipe has the command in its first lines, or use random tokens with --data.source synthetic"
+            ]
+        )
     if config.data.format == "tokens" or is_shards(path) or is_begun(path):
         documents = ShardDocuments(path, name)
     else:
