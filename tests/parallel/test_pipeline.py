@@ -16,7 +16,7 @@ from tests import parity, world
 from tests.fold.test_schedules import table, write
 from titanmoe.config.schema import Model
 from titanmoe.models.count import layer_flops
-from titanmoe.parallel.pipeline import split_layers
+from titanmoe.models.stages import split_layers
 
 # ---- stages
 

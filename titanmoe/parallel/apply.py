@@ -13,13 +13,14 @@ from titanmoe.config.schema import Pipeline as PipelineOptions
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.schedules import splits_backward, stage_ranks
+from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
 from titanmoe.parallel.materialize import materialize
-from titanmoe.parallel.pipeline import Alone, Pipeline, split_layers
+from titanmoe.parallel.pipeline import Alone, Pipeline
 from titanmoe.parallel.recompute import recompute
 from titanmoe.parallel.sharded import reshard, shard_data
 from titanmoe.parallel.tensor import tensor_parallel

@@ -1,4 +1,4 @@
-"""Pipeline parallel: which layers form a stage, and the schedule that runs the stages.
+"""Pipeline parallel: the schedule that runs the stages.
 
 Stages and schedules are those of torch.distributed.pipelining. Its public step() splits tensors into microbatches; ours
 are split already, so `Pipeline.run` calls the function below it, which takes microbatches.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,46 +17,14 @@ from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from titanmoe.config.schema import Model, Training
 from titanmoe.config.schema import Pipeline as Options
+from titanmoe.config.schema import Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.schedules import COST, SINGLE, Action, Cell, bubble, single_order, stage_ranks
-from titanmoe.models.count import layer_flops
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel import pairs
 from titanmoe.parallel.batch import Slice
 from titanmoe.torch_private import process_group
-
-
-def split_layers(model: Model, seq_len: int, stages: int, explicit: list[int]) -> list[range]:
-    """Contiguous layers per stage: as listed, or so that the costliest stage is as cheap as possible.
-
-    Cost is forward FLOPs per token; the last stage also has the head, the first the embedding's small lookup.
-    """
-    if explicit:
-        ends = list(accumulate(explicit))
-        return [range(end - count, end) for end, count in zip(ends, explicit, strict=True)]
-    layer, head = layer_flops(model, seq_len)
-    total = [0, *accumulate(layer)]
-    n = len(layer)
-
-    def cost(first: int, end: int, stage: int) -> float:
-        return total[end] - total[first] + (head if stage == stages - 1 else 0) + (2 * model.dim if stage == 0 else 0)
-
-    # best[i]: (cost of the costliest stage, where each stage begins) if the first i layers form the stages so far
-    best = {i: (cost(0, i, 0), [0]) for i in range(1, n + 1)}
-    for stage in range(1, stages):
-        best = {
-            end: min(
-                (max(best[first][0], cost(first, end, stage)), [*best[first][1], first])
-                for first in best
-                if first < end
-            )
-            for end in range(stage + 1, n + 1)
-            if any(first < end for first in best)
-        }
-    begins = [*best[n][1], n]
-    return [range(a, b) for a, b in pairwise(begins)]
 
 
 def _cell(action: torch_schedules._Action | None) -> Cell:

@@ -1,0 +1,39 @@
+"""Which layers form a pipeline stage."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+
+from titanmoe.config.schema import Model
+from titanmoe.models.count import layer_flops
+
+
+def split_layers(model: Model, seq_len: int, stages: int, explicit: list[int]) -> list[range]:
+    """Contiguous layers per stage: as listed, or so that the costliest stage is as cheap as possible.
+
+    Cost is forward FLOPs per token; the last stage also has the head, the first the embedding's small lookup.
+    """
+    if explicit:
+        ends = list(accumulate(explicit))
+        return [range(end - count, end) for end, count in zip(ends, explicit, strict=True)]
+    layer, head = layer_flops(model, seq_len)
+    total = [0, *accumulate(layer)]
+    n = len(layer)
+
+    def cost(first: int, end: int, stage: int) -> float:
+        return total[end] - total[first] + (head if stage == stages - 1 else 0) + (2 * model.dim if stage == 0 else 0)
+
+    # best[i]: (cost of the costliest stage, where each stage begins) if the first i layers form the stages so far
+    best = {i: (cost(0, i, 0), [0]) for i in range(1, n + 1)}
+    for stage in range(1, stages):
+        best = {
+            end: min(
+                (max(best[first][0], cost(first, end, stage)), [*best[first][1], first])
+                for first in best
+                if first < end
+            )
+            for end in range(stage + 1, n + 1)
+            if any(first < end for first in best)
+        }
+    begins = [*best[n][1], n]
+    return [range(a, b) for a, b in pairwise(begins)]

@@ -1,0 +1,136 @@
+"""What a device and its links can do, read from a TOML file in which every figure has its source.
+
+Bytes and FLOPs per second, seconds, bytes. A link's rate is that of one device in one direction.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from math import log
+from pathlib import Path
+from typing import Any
+
+from titanmoe.config import ConfigError
+from titanmoe.config.recipe import toml
+
+SHIPPED = Path(__file__).parent / "hardware"
+RANGES: dict[str, tuple[float, float]] = {
+    "node": (1, 1024),
+    "domain": (1, 1024),
+    "memory": (1e9, 2e12),
+    "reserved": (0, 1e11),
+    "bandwidth": (1e10, 1e14),
+    "peak_bfloat16": (1e10, 1e17),
+    "peak_float32": (1e10, 1e17),
+    "peak_fp8": (1e10, 1e17),
+    "attention": (0.01, 1),
+    "link": (1e9, 1e13),
+    "link_latency": (1e-8, 1e-3),
+    "network": (1e7, 1e12),
+    "network_latency": (1e-7, 1e-2),
+    "launch": (0, 1e-3),
+    "price": (0, 1000),
+}
+"""Every figure of a file, and what is not absurd."""
+
+
+@dataclass(frozen=True)
+class Device:
+    name: str
+    node: int
+    """Devices of a node, which share its network cards."""
+    domain: int
+    """Devices that reach each other over the fast link; more than a node where racks are wired."""
+    memory: float
+    reserved: float
+    """Of the memory: what CUDA, NCCL and the allocator's rounding keep from tensors."""
+    bandwidth: float
+    peak_bfloat16: float
+    peak_float32: float
+    peak_fp8: float
+    attention: float
+    """Share of the peak that attention kernels reach, forward and backward together."""
+    link: float
+    link_latency: float
+    network: float
+    network_latency: float
+    launch: float
+    """Between a kernel and the next."""
+    price: float
+    """US dollars per hour and device."""
+    curve: tuple[tuple[float, float], ...]
+    """Share of the peak that a matrix product reaches, by the harmonic mean of its three sizes."""
+    sources: dict[str, str]
+
+    def peak(self, dtype: str) -> float:
+        return {"bfloat16": self.peak_bfloat16, "fp8": self.peak_fp8}.get(dtype, self.peak_float32)
+
+    def share(self, m: float, n: float, k: float) -> float:
+        """Between the curve's points on a logarithmic scale; below the first in proportion, above the last level."""
+        size = 3 / (1 / m + 1 / n + 1 / k)
+        at = bisect_left(self.curve, (size,))
+        if at == 0:
+            return self.curve[0][1] * size / self.curve[0][0]
+        if at == len(self.curve):
+            return self.curve[-1][1]
+        (a, low), (b, high) = self.curve[at - 1 : at + 1]
+        return low + (high - low) * log(size / a) / log(b / a)
+
+
+def names() -> list[str]:
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def read_device(name: str) -> Device:
+    """One that is shipped, by its name, or a file of the same form."""
+    path = SHIPPED / f"{name}.toml" if name in names() else Path(name)
+    if path.suffix != ".toml":
+        raise ConfigError([f"--hardware = {name} is not known: use {', '.join(names())}, or a file of that form"])
+    try:
+        data = toml().loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError([f"--hardware: {path} cannot be read: {error.strerror}"]) from None
+    except ValueError as error:  # not TOML, or not text
+        raise ConfigError([f"--hardware: {path} is not TOML: {error}"]) from None
+    figures, sources, problems = {}, {}, []
+    for key, (least, most) in RANGES.items():
+        value, source, problem = _figure(data, key)
+        figures[key], sources[key] = value, source
+        if not problem and not least <= value <= most:
+            problem = f"{key} = {value:g} is absurd: expected {least:g} to {most:g}"
+        problems += [problem] * bool(problem)
+    points, sources["curve"], problem = _curve(data)
+    problems += [problem] * bool(problem)
+    problems += [
+        f"{key} is no figure of a device: {', '.join([*RANGES, 'curve'])}" for key in data.keys() - RANGES - {"curve"}
+    ]
+    if not problems and figures["domain"] < figures["node"]:
+        problems.append(f"domain = {figures['domain']} is smaller than node = {figures['node']}")
+    if problems:
+        raise ConfigError(problems, str(path))
+    figures |= {key: int(figures[key]) for key in ("node", "domain")}
+    return Device(path.stem, **figures, curve=points, sources=sources)
+
+
+def _figure(data: dict[str, Any], key: str) -> tuple[float, str, str]:
+    """Value, source, and what is wrong."""
+    entry = data.get(key)
+    if entry is None:
+        return 0.0, "", f'{key} is missing: give {key} = {{ value = ..., source = "..." }}'
+    value, source = (entry.get("value"), entry.get("source")) if isinstance(entry, dict) else (entry, None)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return 0.0, "", f"{key} = {value!r} is not a number"
+    return float(value), str(source or ""), "" if source else f"{key} has no source: say where {value:g} comes from"
+
+
+def _curve(data: dict[str, Any]) -> tuple[tuple[tuple[float, float], ...], str, str]:
+    entry = data.get("curve")
+    if not isinstance(entry, dict) or not entry.get("source"):
+        return (), "", 'curve is missing: give curve = { sizes = [...], shares = [...], source = "..." }'
+    sizes, shares = entry.get("sizes") or [], entry.get("shares") or []
+    sound = all(isinstance(x, int | float) and not isinstance(x, bool) for x in [*sizes, *shares])
+    rises = sound and all(0 < a < b for a, b in zip(sizes, sizes[1:], strict=False))
+    if not sizes or len(sizes) != len(shares) or not rises or not all(0 < x <= 1 for x in shares):
+        return (), "", f"curve: {len(sizes)} sizes that rise and as many shares within 0 and 1 are needed"
+    return tuple(zip(map(float, sizes), map(float, shares), strict=True)), str(entry["source"]), ""

@@ -1,0 +1,302 @@
+"""The most a rank's memory holds, by component, in closed form: the moments of a step that can be the peak, compared.
+
+What is kept follows the modules' code as a rehearsal sees it on GPUs (docs/rehearse.md): bytes that tensors ask for,
+balanced routing, Triton's kernels, nothing compiled. tests/plan holds every formula here against rehearsals.
+
+Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed rows, D model, w bytes of the
+compute dtype, W at least 4.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from titanmoe.config.blocks import has_experts
+from titanmoe.config.laws import WIDTHS
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.fold.schedules import stage_ranks
+from titanmoe.models.stages import split_layers
+from titanmoe.plan.schedule import played
+from titanmoe.plan.sizes import Sizes, Unit, fsdp, units_of_stage
+
+SLICE = 2**30
+"""Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Memory of a pipeline rank's first data rank, which has the most."""
+
+    weights: int
+    gradients: int
+    """This rank's pieces of them, as after the step's backward."""
+    moments: int
+    components: dict[str, int]
+    """At the peak."""
+    moment: str
+    """What the rank is doing then."""
+
+    @property
+    def peak(self) -> int:
+        return sum(self.components.values())
+
+
+class Kept(NamedTuple):
+    """Bytes that one microbatch leaves in a block for backward, and what recomputation brings back."""
+
+    attention: int
+    ffn: int
+    rows: int
+    """Of ffn: what backward of the experts frees before their gradients are reduced."""
+    again: int
+    """Bytes of the half that is recomputed, while it is in backward."""
+
+
+class Widths:
+    """What every formula needs of the recipe and the mapping."""
+
+    def __init__(self, config: Config, fold: Fold, imbalance: float = 1.0):
+        model, training = config.model, config.training
+        self.config, self.fold, self.model = config, fold, model
+        self.w = WIDTHS[training.mixed_precision_param]
+        self.W = max(4, self.w)
+        self.X = training.local_batch_size * training.seq_len // fold.cp
+        self.T = self.X // fold.tp
+        self.R = round(self.T * model.top_k * fold.etp * imbalance)
+        self.F = model.expert_hidden // fold.etp
+        self.microbatches = max(1, training.global_batch_size // (training.local_batch_size * fold.dp))
+        self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
+
+
+def _attention(s: Widths) -> int:
+    """After the norm."""
+    model, X, w, W, tp = s.model, s.X, s.w, s.W, s.fold.tp
+    heads = model.num_heads // tp
+    value = model.v_head_dim or model.head_dim
+    query, key = heads * model.head_dim, model.num_kv_heads // tp * model.head_dim
+    core = X * heads * value * w + X * heads * 4  # what attention gives, and its log-sum-exp
+    if model.kv_lora_rank:
+        latents = model.q_lora_rank + model.kv_lora_rank
+        normed = s.T * latents * 2 * W
+        gathered = X * (model.kv_lora_rank + model.qk_rope_head_dim + model.q_lora_rank) * w
+        return core + normed + gathered + X * (2 * query + heads * value) * w
+    inner = 0
+    if model.qk_norm == "head":
+        inner = 2 * X * (query + key) * W + X * (query + key) // model.head_dim * W
+    elif model.qk_norm == "full":
+        inner = 2 * X * (query + key) * W
+    return core + X * (query + 2 * key) * w + inner
+
+
+def _attention_selective(s: Widths) -> int:
+    model, X, w = s.model, s.X, s.w
+    heads = model.num_heads // s.fold.tp
+    value = model.v_head_dim or model.head_dim
+    core = X * heads * value * w + X * heads * 4
+    if model.kv_lora_rank:
+        latents = s.T * (model.q_lora_rank + model.kv_lora_rank) * w
+        queries = 0 if model.q_lora_rank else X * heads * model.head_dim * w
+        return core + queries + latents + X * (model.kv_lora_rank + model.qk_rope_head_dim + model.q_lora_rank) * w
+    query, key = heads * model.head_dim, model.num_kv_heads // s.fold.tp * model.head_dim
+    inner = (
+        s.X * (query + key) * w if model.qk_norm == "head" else 2 * X * (query + key) * s.W * (model.qk_norm == "full")
+    )
+    return core + X * (query + 2 * key) * w + inner
+
+
+def _dense(s: Widths, hidden: int, selective: bool) -> int:
+    return (2 if selective else 4) * s.X * hidden // s.fold.tp * s.w
+
+
+def _router(s: Widths) -> int:
+    """Its wide input, logits and scores, and where rows go."""
+    model, T, K = s.model, s.T, s.model.top_k
+    places = T * K * s.fold.etp * 8 + (2 if s.fold.ep * s.fold.etp > 1 else 0) * s.R * 8 + s.R * 8
+    return T * model.dim * s.W + 2 * T * model.num_experts * s.W + T * K * 8 + places
+
+
+def kept(s: Widths, layer: int) -> Kept:
+    """Of one microbatch."""
+    model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
+    options = s.config.activation_checkpoint
+    experts = has_experts(model, layer)
+    mode = options.mode if layer % options.every == 0 else "none"
+    if mode == "moe" and not experts:
+        mode = "none"
+    selective = mode == "selective"
+    norm = T * D * w if selective else T * D * W * (2 if w < 4 else 1) + T * D * W * (w >= 4) + T * W
+    attention = norm + X * D * w + (_attention_selective(s) if selective else _attention(s))
+    if not experts:
+        ffn, rows = norm + X * D * w + _dense(s, model.dense_hidden, selective), 0
+    else:
+        rows = s.R * (D * w + 4 + 2 * s.F * w) + (s.R * s.F * w * 2 if model.expert_biases else 0)
+        ffn = norm + _router(s) + rows
+        if model.shared_hidden:
+            ffn += X * D * w + _dense(s, model.shared_hidden, selective) + model.shared_gate * T * (D + 2) * w
+    if mode == "full":
+        return Kept(T * D * w, T * D * w, 0, ffn)
+    if mode == "moe":
+        return Kept(attention, T * D * w, 0, ffn)
+    return Kept(attention, ffn, rows, 0)
+
+
+def ranks(config: Config, fold: Fold, imbalance: float = 1.0) -> list[Rank]:
+    """Every pipeline rank. imbalance: rows of the busiest rank over the mean."""
+    s = Widths(config, fold, imbalance)
+    owners = stage_ranks(config.pipeline, fold.pp)
+    layers = split_layers(config.model, config.training.seq_len, len(owners), config.pipeline.layers_per_stage)
+    found = []
+    for rank in range(fold.pp):
+        mine = [stage for stage, owner in enumerate(owners) if owner == rank]
+        found.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in mine], len(mine)))
+    return found
+
+
+def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank: int) -> Rank:
+    config, fold, model, sizes = s.config, s.fold, s.model, s.sizes
+    stored, w = WIDTHS[config.training.dtype], s.w
+    reduced = max(w, WIDTHS[config.training.mixed_precision_reduce])
+    data, piped = fsdp(fold), fold.pp > 1
+    units: list[Unit] = []
+    moe = 0
+    for layers, first, last in stages:
+        more, experts = units_of_stage(config, sizes, layers, first, last)
+        units += more
+        moe += experts
+    pieces = sum(unit.piece(data) for unit in units) + moe * sizes.experts.piece(fold.edp)
+    tensors = sum(map(len, units)) + moe * len(sizes.experts)
+    weights = pieces * stored
+    moments = 2 * pieces * stored + 4 * tensors
+
+    blocks = [i for layers, _, _ in stages for i in layers]
+    if any(last for *_, last in stages):
+        blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
+    each = {i: kept(s, i) for i in blocks}
+    one = sum(k.attention + k.ffn for k in each.values())
+    has_head = any(last for *_, last in stages)
+    hidden = s.T * model.dim * w
+    rope = 2 * s.X * (model.qk_rope_head_dim or model.head_dim) * 4
+    # What a stage takes in and gives is kept by its first block's norm, or the pipeline itself.
+    ends = rope + (hidden * per_rank if piped else 0) + s.X * 24
+    activations = _in_flight(s, rank, stages, one + ends, per_rank)
+    buffers = 0
+    if piped:
+        sides = sum((not first) + (not last) for _, first, last in stages)
+        buffers = s.microbatches * hidden * sides
+
+    expert, dense = sizes.experts, sizes.block(blocks[-1])
+    whole = sum(unit.whole for unit in units) + moe * expert.whole
+    choice = config.parallelism.reshard_after_forward
+    freed = not piped if choice == "auto" else choice == "always"
+    before = pieces * reduced if s.microbatches > 1 and not piped else 0
+    base = {"weights": weights, "moments": moments}
+    alive = {"gathered weights": 0 if freed else whole * w}
+    alive["gradients"] = whole * reduced if piped else before
+    moments_of_step: list[tuple[str, dict[str, int]]] = []
+
+    def moment(name: str, **more: int) -> None:
+        found = base | alive | {"pipeline receive buffers": buffers}
+        for key, value in more.items():
+            key = key.replace("_", " ")
+            found[key] = found.get(key, 0) + value
+        moments_of_step.append((name, found))
+
+    two_blocks = min(2, len(blocks)) * dense.whole * w if freed else 0
+    edge = sizes.head if has_head else sizes.embedding
+    for name, at in (("last", -1), ("last but one", -2), ("first", 0)):
+        if -at > len(blocks) or (piped and name != "last") or (name == "first" and before):
+            continue
+        layer, done = blocks[at], blocks[at + 1 :] if at + 1 else []
+        experts, own = has_experts(model, layer), each[layer].again
+        there = activations - sum(each[i].attention + each[i].ffn for i in done)
+        shards, waiting = 0, 0
+        if not piped:
+            shards = 0 if before else sum(_piece(s, i) for i in done) * reduced + edge.piece(data) * reduced
+            # The last unit's gradients stay in the buffer that they were sent from until the next unit's are sent.
+            waiting = (sizes.block(done[0]) if done else edge).whole * reduced * (bool(done) or has_head)
+        R, F, D = (s.R, s.F, model.dim) if experts else (s.X, model.dense_hidden // fold.tp, 0)
+        moment(
+            f"backward of the {name} block's {'experts' if experts else 'FFN'}",
+            activations_kept=there,
+            recomputed_activations=own,
+            gathered_weights=two_blocks + (expert.whole * w if freed and experts else 0),
+            gradients=shards + waiting + (expert.whole * w if piped and experts else 0),
+            other=R * (4 * F * w + 4) + hidden,
+            dispatch_buffers=R * D * w,
+        )
+        if own and freed and experts and fold.edp > 1:
+            moment(
+                f"recomputing the {name} block's experts",
+                activations_kept=there,
+                recomputed_activations=own + R * F * w,
+                gathered_weights=two_blocks + 2 * expert.whole * w,
+                gradients=shards + waiting,
+                other=hidden,
+            )
+        if experts and not piped:
+            rows_gone = each[layer].rows or R * (D * w + 4 + 2 * F * w)
+            outputs = expert.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
+            moment(
+                f"reducing gradients of the {name} block's experts",
+                activations_kept=there - (0 if own else rows_gone),
+                recomputed_activations=max(0, own - rows_gone),
+                gathered_weights=two_blocks,
+                gradients=shards + expert.whole * reduced + max(expert.whole * w, outputs + expert.whole * w // 3),
+                other=R * D * w + hidden,
+            )
+    if has_head:
+        _head(s, moment, activations, freed, piped, data, reduced, hidden)
+    if piped:
+        largest = max([unit.whole for unit in units] + [expert.whole * bool(moe)])
+        moment("reducing gradients after the last microbatch", gradients=largest * reduced)
+    name, components = max(moments_of_step, key=lambda one: sum(one[1].values()))
+    return Rank(weights, pieces * stored, moments, {k: v for k, v in components.items() if v}, name)
+
+
+def _piece(s: Widths, layer: int) -> int:
+    experts = s.sizes.experts.piece(s.fold.edp) if has_experts(s.model, layer) else 0
+    return s.sizes.block(layer).piece(fsdp(s.fold)) + experts
+
+
+def _in_flight(s: Widths, rank: int, stages: list, one: int, per_rank: int) -> int:
+    """one: bytes of a microbatch in all stages of the rank."""
+    if s.fold.pp == 1:
+        return one
+    options = s.config.pipeline
+    if options.schedule_csv:
+        return one * s.fold.pp
+    flights = played(options.schedule, s.fold.pp, per_rank, s.microbatches).flights[rank]
+    return one * flights // per_rank
+
+
+def _head(s: Widths, moment, activations: int, freed: bool, piped: bool, data: int, reduced: int, hidden: int) -> None:
+    model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
+    unit, V = s.sizes.head, s.model.vocab_size // s.fold.tp
+    asked = s.config.training.loss_chunks
+    chunks = -(-X * V * s.W // SLICE) if asked == -1 else asked
+    chunks = min(max(chunks, 1), V)
+    normed = T * D * (2 * s.W + w) + (X * D * w if s.fold.tp > 1 else 0)
+    gathered = unit.whole * w if freed else 0
+    block = s.sizes.block(model.num_layers - 1).whole * w if freed else 0
+    if chunks == 1:
+        logits = X * V * (w if w < 4 else 0) + 3 * X * V * s.W
+        moment("the loss", activations_kept=activations, logits=normed + logits, gathered_weights=gathered)
+        moment(
+            "backward of the head",
+            activations_kept=activations,
+            logits=normed + X * V * (w + s.W),
+            gradients=0 if piped else unit.whole * (w + reduced),
+            gathered_weights=gathered + block,
+        )
+        return
+    width = -(-V // chunks)
+    width += -width % 128 if width >= 1024 else 0
+    moment(
+        "backward of the chunked loss",
+        activations_kept=activations,
+        logits=normed + X * width * w + X * D * (4 + w),
+        gradients=unit.whole * w,
+        gathered_weights=gathered + block,
+    )

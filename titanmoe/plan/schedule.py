@@ -1,0 +1,72 @@
+"""What a pipeline schedule's own table says: how long ranks idle, and how many microbatches a rank has in flight."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from titanmoe.fold.schedules import SCHEDULES, SINGLE, Action, Cell, bubble, single_order
+
+ROUNDS = 3
+"""Of a table that is played, in microbatches per rank: from 2 on, a further one changes neither idle time nor flights."""
+ALL_AHEAD = ("GPipe", "LoopedBFS")
+"""Every forward before the first backward."""
+
+
+class Played(NamedTuple):
+    idle: float
+    """Idle time over the busy time of one microbatch."""
+    flights: tuple[int, ...]
+    """Of each rank: microbatches times stages whose activations are there at once, at most."""
+    idle_share: float
+    """Of the whole step."""
+
+
+def table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
+    """torch's own rows, without its process groups."""
+    if schedule in SINGLE:
+        return single_order(schedule, pp, microbatches)
+    from torch.distributed.pipelining import schedules as torch_schedules
+
+    kind = getattr(torch_schedules, f"Schedule{schedule}")
+    made = kind.__new__(kind)
+    made.pp_group_size, made.n_local_stages, made._n_microbatches = pp, stages_per_rank, microbatches
+    made.num_stages = made._num_stages = pp * stages_per_rank
+    made.number_of_rounds = max(1, microbatches // pp)
+    made.microbatches_per_round = microbatches // made.number_of_rounds
+    rows = []
+    for rank in range(pp):
+        made.rank = rank
+        row = made._calculate_single_rank_operations(rank)
+        rows.append(
+            [
+                tuple(
+                    Action(part.stage_index, part.computation_type.value, part.microbatch_index)
+                    for part in (() if cell is None else cell.sub_actions or (cell,))
+                )
+                for cell in row
+            ]
+        )
+    return rows
+
+
+def _in_flight(row: list[Cell]) -> int:
+    change = {"F": 1, "B": -1, "W": -1, "I": 0}
+    return max(accumulate(sum(change[action.does] for action in cell) for cell in row), default=0)
+
+
+@lru_cache(maxsize=4096)
+def played(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> Played:
+    v_shape = SCHEDULES[schedule].v_shape
+    whole = microbatches % pp == 0 or schedule in SINGLE or v_shape
+    most = max(ROUNDS * pp, 2 * pp + 1 if v_shape else 0)
+    m = most if microbatches > most and whole else microbatches
+    if schedule in ALL_AHEAD:
+        slots = pp - 1
+        share = slots / (microbatches * stages_per_rank + slots)
+        return Played(slots / stages_per_rank, (microbatches * stages_per_rank,) * pp, share)
+    rows = table(schedule, pp, stages_per_rank, m)
+    share = bubble(rows, pp * stages_per_rank)
+    idle = share / (1 - share) * m
+    return Played(idle, tuple(_in_flight(row) for row in rows), idle / (idle + microbatches))

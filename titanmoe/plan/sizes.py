@@ -1,0 +1,149 @@
+"""The weights of a rank, exactly: each matrix of the modules, how tp and etp split it, and what FSDP leaves of it.
+
+Elements, not bytes. A unit is what FSDP gathers and reduces at once: a block without its experts, or its experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+from titanmoe.config.blocks import has_experts
+from titanmoe.config.schema import Config, Model
+from titanmoe.fold.degrees import Fold
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The local pieces of its tensors after tp, ep and etp."""
+
+    shapes: tuple[Shape, ...]
+    dims: tuple[int, ...]
+    """The dim of each that FSDP shards."""
+    wide: int = 0
+    """Elements that are gathered in float32 whatever the compute dtype: the router's."""
+
+    @property
+    def whole(self) -> int:
+        return sum(map(prod, self.shapes))
+
+    def piece(self, parts: int, index: int = 0) -> int:
+        """What one of the data ranks keeps; the first has the most. Uneven dims are cut as torch.chunk does."""
+        total = 0
+        for shape, dim in zip(self.shapes, self.dims, strict=True):
+            rows = shape[dim]
+            each = -(-rows // parts)
+            total += prod(shape) // rows * max(0, min(each, rows - index * each))
+        return total
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+
+def _unit(split: int, parts: list[tuple[Shape, int | None]], wide: int = 0) -> Unit:
+    """parts: shape of each tensor, and the dim that `split` ranks divide among them, if any."""
+    shapes = tuple(tuple(n // split if dim == i else n for i, n in enumerate(shape)) for shape, dim in parts)
+    return Unit(shapes, (0,) * len(shapes), wide)
+
+
+def _swiglu(dim: int, hidden: int) -> list[tuple[Shape, int | None]]:
+    return [((hidden, dim), 0), ((hidden, dim), 0), ((dim, hidden), 1)]
+
+
+def _attention(model: Model) -> list[tuple[Shape, int | None]]:
+    dim, heads = model.dim, model.num_heads
+    query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if model.kv_lora_rank:
+        latent, up = model.kv_lora_rank, heads * (model.qk_nope_head_dim + model.v_head_dim)
+        of_query: list[tuple[Shape, int | None]] = [((query, dim), 0)]
+        if rank := model.q_lora_rank:
+            of_query = [((rank, dim), None), ((rank,), None), ((query, rank), 0)]
+        down: list[tuple[Shape, int | None]] = [((latent + model.qk_rope_head_dim, dim), None), ((latent,), None)]
+        return [*of_query, *down, ((up, latent), 0), ((dim, heads * model.v_head_dim), 1)]
+    found: list[tuple[Shape, int | None]] = [((query, dim), 0), ((key, dim), 0), ((key, dim), 0), ((dim, query), 1)]
+    if model.qkv_bias:
+        found += [((query,), 0), ((key,), 0), ((key,), 0)]
+    if model.out_bias:
+        found += [((dim,), None)]
+    if model.attention_sinks:
+        found += [((heads,), 0)]
+    if model.qk_norm == "head":
+        found += [((model.head_dim,), None)] * 2
+    elif model.qk_norm == "full":
+        found += [((query,), 0), ((key,), 0)]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _of_model(key: tuple) -> Model:
+    return Model(**dict(key))
+
+
+@lru_cache(maxsize=4096)
+def _block(key: tuple, tp: int, experts: bool) -> Unit:
+    model = _of_model(key)
+    parts = [((model.dim,), None), ((model.dim,), None), *_attention(model)]
+    if not experts:
+        return _unit(tp, [*parts, *_swiglu(model.dim, model.dense_hidden)])
+    router = model.num_experts * (model.dim + model.router_bias)
+    parts += [((model.num_experts, model.dim), None)] + [((model.num_experts,), None)] * model.router_bias
+    if model.shared_hidden:
+        parts += _swiglu(model.dim, model.shared_hidden) + [((1, model.dim), None)] * model.shared_gate
+    return _unit(tp, parts, router)
+
+
+@lru_cache(maxsize=4096)
+def _experts(key: tuple, ep: int, etp: int, edp: int) -> Unit:
+    model = _of_model(key)
+    held, hidden, dim = model.num_experts // ep, model.expert_hidden // etp, model.dim
+    shapes: list[Shape] = [(held, hidden, dim), (held, hidden, dim), (held, dim, hidden)]
+    dims = [2, 2, 1]
+    if model.expert_biases:
+        shapes += [(held, hidden), (held, hidden), (held, dim // etp)]
+        dims += [1, 1, 1]
+    # Whole experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.sharded.
+    return Unit(tuple(shapes), tuple(dims) if held % edp else (0,) * len(shapes))
+
+
+class Sizes:
+    """The units of a model under a mapping."""
+
+    def __init__(self, model: Model, tp: int, ep: int, etp: int, edp: int):
+        self.model = model
+        self._key = tuple(vars(model).items())
+        self.experts = _experts(self._key, ep, etp, edp)
+        self._tp = tp
+        dim, split = model.dim, model.vocab_size // tp
+        self.embedding = Unit(((split, dim),), (0,))
+        self.head = Unit(((dim,), (split, dim)), (0, 0))
+
+    def block(self, layer: int) -> Unit:
+        return _block(self._key, self._tp, has_experts(self.model, layer))
+
+    @property
+    def multi_token(self) -> Unit:
+        dim = self.model.dim
+        return _unit(1, [((dim,), None)] * 3 + [((dim, 2 * dim), None)])
+
+
+def units_of_stage(config: Config, sizes: Sizes, layers: range, first: bool, last: bool) -> tuple[list[Unit], int]:
+    """Those sharded over attention's data ranks, and how many blocks have experts."""
+    model = config.model
+    numbers = [*layers, *range(model.num_layers, model.num_layers + model.mtp_depth * last)]
+    units = [sizes.block(layer) for layer in numbers]
+    if last and model.mtp_depth:
+        units += [sizes.multi_token] + [sizes.embedding] * (not first)
+    if first:
+        units.append(sizes.embedding)
+    if last:
+        tied = model.tie_embeddings and first
+        units.append(Unit(((model.dim,),), (0,)) if tied else sizes.head)
+    return units, sum(has_experts(model, layer) for layer in numbers)
+
+
+def fsdp(fold: Fold) -> int:
+    """Ranks among which a block's weights are sharded."""
+    return fold.dp_shard * fold.cp
