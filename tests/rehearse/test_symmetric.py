@@ -33,12 +33,12 @@ def of(dispatcher: str, imbalance: float, factor: float = 2.0) -> world.Rehearsa
 def rows(found: world.Rehearsal) -> list[tuple[Any, ...]]:
     """Messages of rows and their weights, without the names of the operations."""
     sent = [m for m in found.log.messages if m.op in ALL_TO_ALLS and m.dtype.is_floating_point]
-    return [(m.dtype, m.sent, m.received, m.splits, m.backward, m.line.layer != "") for m in sent]
+    return [(m.dtype, m.sent, m.received, m.splits, m.backward, m.line.layer) for m in sent]
 
 
 def test_it_sends_what_alltoall_sends_and_the_host_waits_once_less() -> None:
     found, plain = of("symm_mem", 1.7), of("alltoall", 1.7)
-    assert rows(found) == rows(plain)
+    assert rows(found) == rows(plain) and {layer for *_, layer in rows(found)} == {"layers.0"}
     ops = [(m.op, m.backward, m.waited) for m in found.log.messages if m.op in SYMMETRIC]
     forward, backward = [THERE, THERE, BACK], [THERE, BACK, BACK]
     assert ops == [(op, False, "at once") for op in forward] + [(op, True, "at once") for op in backward]
