@@ -157,7 +157,7 @@ def test_a_chunk_is_multiplied_while_others_are_under_way(direction: str) -> Non
 
 
 def chosen(latency: float, message: float, product: float) -> chunks.Choice:
-    """On four ranks, with messages and products that take a latency plus so many seconds per row."""
+    """On four ranks, with messages and products that take a latency plus a time per row."""
     config = parity.read({}, 4)
     group = Group(dist.group.WORLD.group_name, 4, dist.get_rank())
     experts = chunks.dummy_experts(config.model, config.moe, 4, 1, torch.float32, torch.device("cpu"))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import parity
+from tests import parity, symmetric  # noqa: F401 - gives symmetric memory's operations a CPU kernel
 from tests.parity import Choices
 from tests.rehearse.small import Comparable, comparable, config_of
 from titanmoe.data.batch import Batch

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from titanmoe.rehearse.order import HOST_ORDER, STREAMS, Program, Verdict, check
-from titanmoe.rehearse.record import Event, Line, Log, Message
+from titanmoe.rehearse.record import ALL_TO_ALLS, Event, Line, Log, Message
 
 ALL, LEFT = (0, 1, 2, 3), (0, 1)
 
@@ -97,10 +98,11 @@ def test_sizes_dtypes_and_kinds_agree():
         assert not found.safe and found.text.count("made.py:1") == 2
 
 
-def test_split_sizes_agree():
+@pytest.mark.parametrize("op", ALL_TO_ALLS)
+def test_split_sizes_agree(op: str):
     a, b = pair()
-    a("all-to-all", "rows", splits=((2, 3), (2, 5)))
-    b("all-to-all", "rows", splits=((5, 0), (4, 0)))
+    a(op, "rows", splits=((2, 3), (2, 5)))
+    b(op, "rows", splits=((5, 0), (4, 0)))
     assert "sends rank 1 3 rows" in judged(a, b).text and "expects 4" in judged(a, b).text
 
 

@@ -33,6 +33,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
     "padded": (4, "cpu", EP4 | {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}),
     "gathered": (4, "cpu", EP4 | {"moe.dispatcher": "allgather"}),
+    "as on GPUs: symmetric memory, ragged": (4, "h100", EP4 | LEARNED | {"moe.dispatcher": "symm_mem"}),
     "as on GPUs: across nodes, ragged": (
         8,
         "h100",
@@ -77,7 +78,6 @@ FEATURES = {
     **{
         f"dispatcher {name}": (4, "h100", EP4 | of | {"parallelism.node": 2})
         for name, of in features.DISPATCHERS.items()
-        if name != "symm_mem"
     },
     "pairs": (
         4,

@@ -114,7 +114,7 @@ def test_the_loss_of_a_validation_is_the_mean_over_its_labels(texts: Path, mappi
     assert got[1]["val_perplexity"] == pytest.approx(math.exp(total / labels), rel=1e-9)
 
 
-def test_it_is_time_every_so_many_steps_and_after_the_last() -> None:
+def test_validation_is_due_every_interval_and_after_the_last_step() -> None:
     validation = object.__new__(Validation)
     validation.interval, validation.last, validation.best, validation.loss = 4, 6, math.inf, lambda: 1.0
     reports = []

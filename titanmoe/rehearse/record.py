@@ -115,7 +115,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, layers: dict[int, str] | None = None, on_gpu: bool = False):
         super().__init__()
-        self.log, self.layers, self.on_gpu = Log(), layers or {}, on_gpu
+        self.log, self.layers, self.on_gpu = Log(), {} if layers is None else layers, on_gpu
         self.computed = 0
         """How many operations have computed something so far."""
         self._works: dict[int, tuple[Any, int]] = {}  # by id of the work, kept alive so that its id stays unique

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
+from titanmoe.config.blocks import moe_blocks
 from titanmoe.moe.symmetric import Memory, Symmetric, bins
 from titanmoe.rehearse import values
 from titanmoe.rehearse.memory import SYMMETRIC
@@ -27,6 +28,7 @@ from titanmoe.rehearse.memory import SYMMETRIC
 if TYPE_CHECKING:
     from titanmoe.rehearse.routing import Exchange
     from titanmoe.rehearse.world import FakeRecorder
+    from titanmoe.train.trainer import Trainer
 
 Rows = tuple[int, ...]
 
@@ -112,7 +114,22 @@ def as_if_supported() -> Iterator[None]:
         yield
 
 
-def overflows(exchange: Exchange, memory: Memory, layers: Iterable[int], ranks: Iterable[int]) -> bool:
+def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
+    """Tells the step whether the receive buffers of symmetric memory are too small for the stated routing."""
+    real, first = trainer.run_microbatches, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
+    stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
+
+    def run_microbatches(slices: list, totals: Any, memory: Any) -> tuple[Tensor, ...]:
+        *out, overflowed = real(slices, totals, memory)
+        if memory is not None:
+            with outside():
+                values.set_known(overflowed, torch.tensor(float(_overflows(lent, memory, layers, stage))))
+        return *out, overflowed
+
+    trainer.run_microbatches = run_microbatches
+
+
+def _overflows(exchange: Exchange, memory: Memory, layers: Iterable[int], ranks: Iterable[int]) -> bool:
     """Whether a receive buffer of these ranks is too small for the stated routing, in any microbatch and layer."""
     layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
     return any(
@@ -122,3 +139,19 @@ def overflows(exchange: Exchange, memory: Memory, layers: Iterable[int], ranks: 
         for layer in layers
         for total_E in (exchange.received(rank, microbatch, layer, 0),)
     )
+
+
+def notes(trainer: Trainer) -> list[str]:
+    """What a reader has to know about the figures."""
+    if trainer.symmetric is None or trainer.symmetric.group.size == 1:
+        return []
+    notes = [
+        "symm_mem: its operations run on the computation's own stream, which waits for each; unused rows of the "
+        "receive buffers count as computed and moved"
+    ]
+    if trainer.overflow_reruns:
+        notes.append(
+            "symm_mem: a receive buffer is too small for this routing, so the step is repeated by alltoall, and both "
+            "passes count: raise moe.symm_mem_factor"
+        )
+    return notes

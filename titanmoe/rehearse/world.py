@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from titanmoe.comm import fsdp_cpu
 from titanmoe.config import load
-from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Config, Profile
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import View, group_of
@@ -41,7 +40,7 @@ from titanmoe.rehearse.record import Log, Message, Recorder
 from titanmoe.rehearse.routing import Exchange, Routing, StatedRouting, with_imbalance
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.shapes import Shapes
-from titanmoe.rehearse.symmetric import Rows, as_if_supported, overflows, symmetric_memory
+from titanmoe.rehearse.symmetric import Rows, as_if_supported, notes, repeat_if_too_small, symmetric_memory
 from titanmoe.rehearse.work import Operations
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import refusals
@@ -253,23 +252,8 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
         router.forward = route
         dispatcher.start = start
     if lent is not None and memory.group.size > 1:
-        _repeat_if_too_small(trainer, lent)
+        repeat_if_too_small(trainer, lent)
     return exchange
-
-
-def _repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
-    """Tells the step whether the receive buffers of symmetric memory are too small for the stated routing."""
-    real, first = trainer.run_microbatches, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
-    stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
-
-    def run_microbatches(slices: list, totals: Any, memory: Any) -> tuple[Tensor, ...]:
-        *out, overflowed = real(slices, totals, memory)
-        if memory is not None:
-            with outside():
-                values.set_known(overflowed, torch.tensor(float(overflows(lent, memory, layers, stage))))
-        return *out, overflowed
-
-    trainer.run_microbatches = run_microbatches
 
 
 def _without_numbers(fake: FakeTensorMode) -> Callable[..., None]:
@@ -340,22 +324,6 @@ def _set_modes_in_pair_thread(trainer: Trainer, modes: list[Any]) -> None:
         return run
 
     trainer.engine.pairs._here = with_modes
-
-
-def _notes(trainer: Trainer) -> list[str]:
-    """What a reader has to know about the figures."""
-    if trainer.symmetric is None or trainer.symmetric.group.size == 1:
-        return []
-    notes = [
-        "symm_mem: its operations run on the computation's own stream, which waits for each; unused rows of the "
-        "receive buffers count as computed and moved"
-    ]
-    if trainer.overflow_reruns:
-        notes.append(
-            "symm_mem: a receive buffer is too small for this routing, so the step is repeated by alltoall, and both "
-            "passes count: raise moe.symm_mem_factor"
-        )
-    return notes
 
 
 def _state(trainer: Trainer) -> list[Tensor]:
@@ -444,7 +412,7 @@ def rehearse(
             sum(p.numel() * p.element_size() for p in pieces),
             sum(x.numel() * x.element_size() for x in _state(trainer)),
             left_out,
-            _notes(trainer),
+            notes(trainer),
             recorder.start_up,
             recorder.operations,
             recorder.ledger.memory(),
