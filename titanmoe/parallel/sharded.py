@@ -31,6 +31,7 @@ def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
 
 
 def reshard(options: Parallelism) -> bool:
+    """Whether gathered weights are freed between forward and backward."""
     choice = options.reshard_after_forward
     return options.pp == 1 if choice == "auto" else choice == "always"
 
@@ -49,15 +50,15 @@ def replicate_routers(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
     return {parameter for router in routers for parameter in router.parameters()}
 
 
-def shard_data(model: Transformer, training: Training, freed: bool, meshes: Meshes) -> None:
-    """freed: whether gathered weights are freed between forward and backward."""
+def shard_data(model: Transformer, training: Training, parallelism: Parallelism, meshes: Meshes) -> None:
+    freed = reshard(parallelism)
     param = getattr(torch, training.mixed_precision_param)
     reduce = getattr(torch, training.mixed_precision_reduce)
     # Inputs are not cast: they already have the dtype that the block computes in.
     wide = torch.promote_types(param, reduce)
-    # Not on GPUs: NCCL sums while sending. Not in a pipeline: it sums microbatches in this dtype before it sends.
+    # Not on GPUs: NCCL sums while sending. Not where microbatches are summed in this dtype before anything is sent.
     on_cpu = device.kind(meshes.dense_data.device_type) == "cpu"
-    narrow_wire = on_cpu and wide != param and meshes.pp.size == 1
+    narrow_wire = on_cpu and wide != param and meshes.pp.size == 1 and not parallelism.reduce_once
     policy = MixedPrecisionPolicy(param, param if narrow_wire else wide, cast_forward_inputs=False)
     whole = replicate_routers(model, meshes)
     options = {"mesh": meshes.dense_data, "reshard_after_forward": freed, "ignored_params": whole}
@@ -72,10 +73,15 @@ def shard_data(model: Transformer, training: Training, freed: bool, meshes: Mesh
                 shard_placement_fn=_model_dim(block.moe.experts) if on_model_dim else None,
             )
         fully_shard(block, **options, mp_policy=policy)
-    for end in (model.embed_copy,) if model.shape.tie_embeddings else (model.embed, model.embed_copy, model.head):
+    # Backward begins where forward ends: with the head, and with what is nobody else's (a tied embedding).
+    last = options | {"reshard_after_forward": False}
+    ends = (model.embed_copy,) if model.shape.tie_embeddings else (model.embed, model.embed_copy, model.head)
+    for end in ends:
         if end is not None:
-            fully_shard(end, **options, mp_policy=policy)
-    fully_shard(model, **options, mp_policy=policy)
+            fully_shard(end, **(last if end is model.head else options), mp_policy=policy)
+            if end is not model.head:
+                end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weights
+    fully_shard(model, **last, mp_policy=policy)
     sums = Kept()
     for module in model.modules():
         if isinstance(module, FSDPModule):
