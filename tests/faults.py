@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 
 def _patch(owner: Any, name: str, make: Callable[[Any], Any]) -> Callable[[], None]:
@@ -41,17 +40,26 @@ def expert_gradients_scaled_by_etp() -> Callable[[], None]:
     return _expert_gradients_scaled_by("etp")
 
 
-def router_not_reduced_over_tp() -> Callable[[], None]:
+def _routers_only_summed_over(axis: str) -> Callable[[], None]:
+    from titanmoe.comm.collectives import Group
     from titanmoe.train import trainer
 
     def partial(sum_replicated: Any) -> Any:
-        def run(parameters: Any, tp: Any) -> None:
-            shapes = {p.shape for p in parameters if p.dim() == 1}
-            sum_replicated([p for p in parameters if p.shape in shapes], tp)
+        def run(parameters: Any, stage: Any, tp: Any) -> None:
+            mesh = next(p.device_mesh for p in parameters if {"fsdp", "tp"} <= set(p.device_mesh.mesh_dim_names))
+            sum_replicated(parameters, Group.of(mesh.get_group(axis)), tp)
 
         return run
 
     return _patch(trainer, "sum_replicated", partial)
+
+
+def router_not_reduced_over_tp() -> Callable[[], None]:
+    return _routers_only_summed_over("fsdp")
+
+
+def router_not_summed_over_cp() -> Callable[[], None]:
+    return _routers_only_summed_over("tp")
 
 
 def norm_without_experts() -> Callable[[], None]:
@@ -127,22 +135,6 @@ def next_token_within_a_shard() -> Callable[[], None]:
         return run
 
     return _patch(trainer, "cut", rolled)
-
-
-def router_not_summed_over_cp() -> Callable[[], None]:
-    """Each of two cp ranks keeps its own summand for the piece of the weight that it holds."""
-    from titanmoe.moe import router
-
-    def alone(local: Any) -> Any:
-        def run(parameter: Any) -> torch.Tensor:
-            weight, rank = local(parameter), dist.get_rank()
-            mine = torch.zeros_like(weight)
-            mine.chunk(2)[rank].fill_(1.0)
-            return weight * mine + weight.detach() * (1 - mine)
-
-        return run
-
-    return _patch(router, "local", alone)
 
 
 def balance_terms_by_the_wrong_group() -> Callable[[], None]:

@@ -22,9 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests import features, parity, world
-from tests.suspects import DATA, adds_up, cuts, view
+from tests.suspects import DATA, adds_up, by_fsdp, cuts, view
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import coordinates, group_of
+from titanmoe.moe.router import Router
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/parallelism.md"
 BEGIN, END = "<!-- gradients: written by `python -m tests.gradients` -->", "<!-- end of gradients -->"
@@ -62,7 +63,10 @@ def probe(modules: Iterable[nn.Module], value: float) -> None:
         return DTensor.from_local(local, grad.device_mesh, grad.placements, shape=grad.shape, stride=grad.stride())
 
     for module in modules:
-        if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
+        if isinstance(module, Router):
+            for parameter in module.parameters():
+                parameter.register_hook(replaced)
+        elif isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
             for managed in group.fsdp_params:
                 managed._unsharded_param.register_hook(replaced)
 
@@ -101,15 +105,15 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     batches = trainer.loader.next_step()
     trainer.forward_backward(trainer.slices(batches), trainer.count(batches), None)
     microbatches = trainer.loader.microbatches
-    by_fsdp = summed(trainer.parameters, microbatches)
+    in_backward = summed(trainer.parameters, microbatches)
     trainer.finish_gradients()
-    by_all = summed(trainer.parameters, microbatches)
+    in_all = summed(trainer.parameters, microbatches)
 
     table = {}
-    for name in by_all:
+    for name in in_all:
         parameter, seen = trainer.parameters[name], view(trainer.parameters[name])
         sizes = fold.attention_axes if seen == "attention" else fold.expert_axes
-        in_backward, after = (along(fold, seen, found[name], rank) for found in (by_fsdp, by_all))
+        during, after = (along(fold, seen, found[name], rank) for found in (in_backward, in_all))
         cut = cuts(parameter)
         row = {}
         for axis in AXES[seen]:
@@ -118,9 +122,10 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
             if axis == "pp":
                 row[axis] = "`TiedEnds`" if axis in after else "one stage"
                 continue
-            row[axis] = adds_up(axis, cut[axis])
-            summed_there = axis in in_backward, axis in after
-            assert summed_there == (axis in DATA, axis in DATA or not cut[axis]), (name, axis, row[axis], summed_there)
+            row[axis] = adds_up(axis, cut)
+            summed_there = axis in during, axis in after
+            want = by_fsdp(axis, cut), axis in DATA or not cut[axis]
+            assert summed_there == want, (name, axis, row[axis], summed_there)
         table[name] = row
     return table
 

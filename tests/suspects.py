@@ -41,11 +41,16 @@ def cuts(parameter: Any) -> dict[str, bool]:
     return {axis: not isinstance(p, Replicate) for name, p in placed for axis in OF_MESH.get(name, (name,))}
 
 
-def adds_up(axis: str, cut: bool) -> str:
-    """What sums a gradient over an axis of a stage, by whether the parameter is cut along it."""
-    if axis in DATA:
-        return "FSDP reduce-scatter" if cut else "FSDP all-reduce"
-    return "cut" if cut else "`sum_replicated`"
+def by_fsdp(axis: str, cuts: dict[str, bool]) -> bool:
+    """Whether FSDP sums the gradient over this axis: it has no parameter that is whole on every data rank."""
+    return axis in DATA and (cuts["edp"] if "edp" in cuts else cuts["dp_shard"])
+
+
+def adds_up(axis: str, cuts: dict[str, bool]) -> str:
+    """What sums a gradient over an axis of a stage, by the axes that the parameter is cut along."""
+    if by_fsdp(axis, cuts):
+        return "FSDP reduce-scatter" if cuts[axis] else "FSDP all-reduce"
+    return "cut" if cuts[axis] else "`sum_replicated`"
 
 
 class Held(NamedTuple):
@@ -147,7 +152,7 @@ def judge(
     lines = [f"{len(wrong)} of {len(holders)} tensors are wrong:"]
     for name, one in sorted(wrong.items(), key=lambda item: -item[1].error)[:SHOWN]:
         some = next(iter(holders[name].values()))
-        axes = [f"{a} {adds_up(a, some.cuts[a])}" for a in axes_of(fold, some.view) if a in some.cuts]
+        axes = [f"{a} {adds_up(a, some.cuts)}" for a in axes_of(fold, some.view) if a in some.cuts]
         only = f"ranks {sorted(one.ranks)}" + ("" if one.right else ", all that have it")
         more = "".join(f"; ranks {list(group)} differ in one piece" for group in one.differ)
         more += f"; {one.times:.6g} times what it should be" if one.times is not None else ""
@@ -191,7 +196,7 @@ def _in_common(fold: Fold, holders: dict[str, dict[int, Held]], wrong: list[str]
     def sums_of(name: str) -> set[tuple[str, str]]:
         one = next(iter(holders[name].values()))
         stages = {coordinates(fold, "attention", rank)["pp"] for rank in holders[name]}
-        by = {(axis, adds_up(axis, cut)) for axis, cut in one.cuts.items() if axis in axes_of(fold, one.view)}
+        by = {(axis, adds_up(axis, one.cuts)) for axis in one.cuts if axis in axes_of(fold, one.view)}
         return by | ({("pp", f"stage {min(stages)}")} if fold.pp > 1 and len(stages) == 1 else set())
 
     shared = set.intersection(*(sums_of(name) for name in wrong)) if wrong else set()

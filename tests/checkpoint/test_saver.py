@@ -7,7 +7,9 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -89,3 +91,41 @@ def test_the_pause_of_training_is_a_metric(tmp_path):
 def test_an_interval_of_0_saves_only_at_the_end(tmp_path):
     world.run(1, train, str(tmp_path), {"checkpoint.interval": 0})
     assert list(layout.steps(tmp_path / "run/checkpoints")) == [4]
+
+
+class OnGPU(torch.Tensor):
+    """On the CPU."""
+
+    is_cuda = True
+
+
+def _copies(folder: str) -> tuple[list[Any], list[Any]]:
+    """Of a GPU's state: addresses that were page-locked and released, with their bytes; the lines that were said."""
+    asked: list[Any] = []
+    refused = SimpleNamespace(cudaHostRegister=lambda *given: 1)
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda address, size, flags: asked.append((address, size)) or 0,
+        cudaHostUnregister=lambda address: asked.append(address),
+    )
+    said: list[str] = []
+    saver = Saver(Path(folder), Checkpoint(enable=True), said.append)
+    shapes: list[Any] = [((5, 3), torch.float32), ((), torch.int64), ((0, 4), torch.bfloat16), ((7,), torch.bfloat16)]
+    state = [torch.ones(shape).mul(i + 2).to(dtype).as_subclass(OnGPU) for i, (shape, dtype) in enumerate(shapes)]
+    with mock.patch.object(torch.cuda, "cudart", lambda: runtime):
+        for factor in (1, 3):
+            copies = saver._copies([x * factor for x in state])
+            for copy, x in zip(copies, state, strict=True):
+                assert copy.dtype == x.dtype and torch.equal(copy, x * factor) and copy.data_ptr() % 64 == 0
+            assert {copy.untyped_storage().data_ptr() for copy in copies} == {asked[0][0]}
+        assert len(asked) == 1 and asked[0][1] == 64 * 3  # once for both, and nothing for what is empty
+        saver._copies([*state, torch.zeros(100).as_subclass(OnGPU)])
+        assert asked[1] == asked[0][0] and asked[2][1] == 64 * 3 + 448
+    with mock.patch.object(torch.cuda, "cudart", lambda: refused):
+        saver._copies([torch.zeros(10_000).as_subclass(OnGPU)])
+    assert saver._copies([]) == []
+    return asked, said
+
+
+def test_a_state_is_copied_into_one_block_of_page_locked_memory(tmp_path: Path) -> None:
+    ((asked, said),) = world.run(1, _copies, str(tmp_path / "c"))
+    assert len(asked) == 4 and "refuses to page-lock" in said[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules
 
 from tests import parity, world
 from tests.fold.test_schedules import table, write
+from tests.rehearse.small import config_of
 from titanmoe.config.schema import Model
 from titanmoe.models.count import layer_flops
 from titanmoe.models.stages import split_layers
+from titanmoe.parallel.pipeline import gathered_once
+from titanmoe.rehearse.world import rehearse
 
 # ---- stages
 
@@ -131,3 +136,36 @@ def test_forward_alone_gives_the_loss_and_leaves_no_trace(schedule: str) -> None
         assert idle == pytest.approx(known[schedule])
     else:
         assert idle < 1 / 9
+
+
+def test_a_stage_is_gathered_once_a_step_however_many_a_rank_has() -> None:
+    """torch's table keeps three stages of a rank gathered, and would gather these four again and again."""
+    changes = {"parallelism.pp": 2, "pipeline.schedule": "Interleaved1F1B", "pipeline.virtual_stages": 4}
+    changes |= {"model.num_layers": 8, "training.global_batch_size": 8}
+    found = rehearse(config_of(changes, 4, "h100"), 4, 0, "h100")
+    gathers = [m for m in found.log.messages if found.groups[m.group].lane == "shards" and m.op == "all-gather"]
+    assert len(gathers) == 2 * 4 + 1  # blocks and experts of four layers, and the embedding
+
+
+@pytest.mark.parametrize("microbatches", [4, 32])
+def test_only_sizing_leaves_a_row(microbatches: int) -> None:
+    """Of pp 4 with 7 stages a rank."""
+    shape: Any = SimpleNamespace(
+        n_local_stages=7, microbatches_per_round=4, pp_group_size=4, _n_microbatches=microbatches
+    )
+    computed = schedules.ScheduleInterleaved1F1B._calculate_single_rank_operations(shape, 0)
+    row = schedules._add_unshard_reshard(computed)
+    once = gathered_once(row)
+
+    def of(actions: list, kind: Any) -> list[int]:
+        return [action.stage_index for action in actions if action.computation_type == kind]
+
+    stages = set(of(row, schedules.FORWARD))
+    assert len(of(row, schedules.UNSHARD)) == (71 if microbatches == 32 else 11)
+    assert sorted(of(once, schedules.UNSHARD)) == sorted(of(once, schedules.RESHARD)) == sorted(stages)
+    sizing = (schedules.UNSHARD, schedules.RESHARD)
+    left, before = ([a for a in actions if a.computation_type not in sizing] for actions in (once, row))
+    assert left == before
+    for stage in stages:
+        steps = [(i, a.computation_type) for i, a in enumerate(once) if a.stage_index == stage]
+        assert steps[0][1] == schedules.UNSHARD and steps[-1][1] == schedules.RESHARD

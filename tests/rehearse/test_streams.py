@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -48,3 +49,24 @@ def test_replicas_are_summed_on_a_stream_of_their_own() -> None:
     numbers = [i for i, lane in enumerate(lanes) if lane == "replicas"]
     last = max(i for i, m in enumerate(found.log.messages) if m.op == "reduce-scatter")
     assert numbers and waits(found.log, numbers[0]) > found.log.events.index(("issue", last))
+
+
+def test_routers_are_gathered_and_reduced_by_nobody() -> None:
+    """They compute wider than the rest, so FSDP would send each in messages of its own: two all-gathers and a
+    reduce-scatter more per layer and microbatch. Their gradients are summed once, after the step's last backward."""
+
+    def sent(layers: int, microbatches: int) -> Counter[str]:
+        asked = {"model.num_layers": layers, "training.global_batch_size": 4 * microbatches}
+        found = rehearse(config_of({"training.mixed_precision_param": "bfloat16"} | asked, 4, "h100"), 4, 0, "h100")
+        log = found.log
+        last = max(i for i, m in enumerate(log.messages) if found.groups[m.group].lane == "shards")
+        sums = [i for i, m in enumerate(log.messages) if m.line.file == "parallel/tensor.py"]
+        assert sums and all(i > last for i in sums)
+        assert sum(log.messages[i].sent for i in sums) == layers * 8 * 16 * 4  # experts x width, float32
+        of_layers = [m for m in log.messages if m.line.layer.startswith("layers.")]
+        return Counter(f"{found.groups[m.group].lane} {m.op}" for m in of_layers) + Counter(router=len(sums))
+
+    one, two, again = sent(1, 1), sent(2, 1), sent(1, 2)
+    for more in two - one, again - one:
+        # The block and its experts, gathered in forward and in backward.
+        assert (more["shards all-gather"], more["shards reduce-scatter"], more["router"]) == (4, 2, 0)

@@ -8,9 +8,11 @@ import shutil
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,17 @@ from titanmoe.config.schema import Checkpoint as Options
 
 NAMED = 8
 """How many ranks a message names."""
+ALIGNED = 64
+"""Bytes; a tensor's copy begins at a multiple of it, which suits every dtype."""
+
+
+def page_locked(memory: Tensor) -> bool:
+    """Page-locks it until it is freed. Not pin_memory=True: torch rounds that up to a power of two of bytes."""
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    if int(runtime.cudaHostRegister(address, memory.nbytes, 0)) != 0:
+        return False
+    weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    return True
 
 
 class Saver:
@@ -47,7 +60,7 @@ class Saver:
         self.saved_step = -1
         self._thread: threading.Thread | None = None
         self._doing, self._deadline, self._failed = Doing(), 0.0, ""
-        self._staged: dict[str, Tensor] = {}
+        self._staged = torch.empty(0, dtype=torch.uint8)
         together(self.group, lambda: self._prepare() if self.first else None)
 
     def _prepare(self) -> None:
@@ -63,7 +76,8 @@ class Saver:
         began = time.monotonic()
         self.wait()
         if self.options.save == "async":
-            pieces = {name: replace(piece, tensor=self._copy(name, piece.tensor)) for name, piece in pieces.items()}
+            copies = self._copies([piece.tensor for piece in pieces.values()])
+            pieces = {name: replace(piece, tensor=x) for (name, piece), x in zip(pieces.items(), copies, strict=True)}
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         if gpu is not None:
             torch.cuda.synchronize()
@@ -106,13 +120,22 @@ class Saver:
             f"{self.options.timeout_s} s: {named}{more}. Check that disk, or raise checkpoint.timeout_s"
         )
 
-    def _copy(self, name: str, tensor: Tensor) -> Tensor:
-        """Into memory that is kept from one checkpoint to the next; page-locked for a GPU, so that copies overlap."""
-        kept = self._staged.get(name)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._staged[name] = kept
-        return kept.copy_(tensor, non_blocking=True)
+    def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
+        """In one block of memory that is kept from one checkpoint to the next; page-locked for a GPU, so that copies
+        overlap.
+        """
+        ends = list(accumulate(-(-x.nbytes // ALIGNED) * ALIGNED for x in tensors))
+        if not ends:
+            return []
+        if len(self._staged) < ends[-1]:
+            self._staged = torch.empty(ends[-1], dtype=torch.uint8)
+            if tensors[0].is_cuda and not page_locked(self._staged):
+                self._say(["the driver refuses to page-lock memory for a copy of the state: saving pauses longer"])
+        copies = []
+        for x, begin in zip(tensors, [0, *ends], strict=False):
+            copy = self._staged[begin : begin + x.nbytes].view(x.dtype).view(x.shape)
+            copies.append(copy.copy_(x, non_blocking=True))
+        return copies
 
     def _attempt(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any], gpu: int | None) -> None:
         if gpu is not None:

@@ -9,7 +9,6 @@ import torch
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config, Parallelism, Training
 from titanmoe.config.schema import MoE as MoEOptions
-from titanmoe.config.schema import Pipeline as PipelineOptions
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.schedules import splits_backward, stage_ranks
@@ -54,21 +53,17 @@ def build(config: Config, meshes: Meshes, microbatches: int, device: torch.devic
         expert_parallel(model, meshes)
         recompute(model, config.activation_checkpoint)
         compile_parts(model, config.compile, config.moe, compute, splits)
-        shard_data(model, config.training, reshard(config.parallelism), meshes)
+        shard_data(model, config.training, config.parallelism, meshes)
         materialize(model, config.training.seed, device)
         parts.append(model)
     return parts
 
 
 def make_engine(
-    parts: list[Transformer],
-    options: PipelineOptions,
-    training: Training,
-    meshes: Meshes,
-    microbatches: int,
-    device: torch.device,
+    parts: list[Transformer], config: Config, meshes: Meshes, microbatches: int, device: torch.device
 ) -> Alone | Pipeline:
     """Runs forward and backward through the parts; the training step need not know whether there is a pipeline."""
     if meshes.pp.size == 1:
-        return Alone(parts)
-    return Pipeline(parts, options, training, meshes, microbatches, device)
+        return Alone(parts, config.parallelism.reduce_once)
+    kept = not reshard(config.parallelism)
+    return Pipeline(parts, config.pipeline, config.training, meshes, microbatches, device, kept)

@@ -1,7 +1,7 @@
 """torch.compile, one part of a block at a time.
 
 Attention, dense layers and the head are one graph each. So is a MoE layer with padded bins, from router to combine and
-including its all-to-alls: experts and router are FSDP units of their own, but their hooks run around the graph
+including its all-to-alls: experts are an FSDP unit of their own, but their hooks run around the graph
 (`compile_layer`). If sizes depend on the routing, dispatch is not compiled, only the experts and the shared expert. Any
 number of rows, including none and one, then runs the graph of the experts' first call. Identical layers share their
 graphs.
@@ -53,21 +53,20 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
 def compile_layer(moe: MoE, backend: str) -> None:
     """A MoE layer as one graph.
 
-    Hooks that gather weights cannot be part of it. So calling the layer calls the router, whose hooks run around a call
-    to the experts, whose hooks run around the graph.
+    Hooks that gather weights cannot be part of it. So calling the layer calls the experts, whose hooks run around the
+    graph.
     """
-    router, experts = moe.router, moe.experts
+    experts = moe.experts
     graph = torch.compile(_without_hooks(moe).forward, backend=backend, fullgraph=True)
-    moe.forward = lambda x_BsD, tokens: router(x_BsD, tokens)
-    router.forward = lambda x_BsD, tokens: experts(x_BsD, tokens)
+    moe.forward = lambda x_BsD, tokens: experts(x_BsD, tokens)
     experts.forward = graph
 
 
 def _without_hooks(moe: MoE) -> MoE:
-    """The same layer, with plain forward functions instead of the router and experts modules, which have hooks."""
+    """The same layer, with the plain forward function instead of the experts module, which has hooks."""
     bare = copy(moe)
-    bare._modules = {name: part for name, part in moe._modules.items() if name not in ("router", "experts")}
-    vars(bare).update(router=moe.router.forward, experts=moe.experts.forward)
+    bare._modules = {name: part for name, part in moe._modules.items() if name != "experts"}
+    vars(bare).update(experts=moe.experts.forward)
     return bare
 
 

@@ -37,6 +37,23 @@ def _cell(action: torch_schedules._Action | None) -> Cell:
     )
 
 
+def gathered_once(row: list[torch_schedules._Action]) -> list[torch_schedules._Action]:
+    """A rank's row of a table without all but the first gathering of a stage's weights, and but the last freeing.
+
+    torch keeps at most 3 stages of a rank gathered, whatever they take (`_add_unshard_reshard`, max_active_stages), and
+    gathers the others again and again: 4 ranks with 7 stages each would gather 71 times in 32 microbatches, not 7.
+    """
+    first, last = ({} for _ in range(2))
+    for i, action in enumerate(row):
+        if action.computation_type == torch_schedules.UNSHARD:
+            first.setdefault(action.stage_index, i)
+        elif action.computation_type == torch_schedules.RESHARD:
+            last[action.stage_index] = i
+    wanted = {*first.values(), *last.values()}
+    sizing = (torch_schedules.UNSHARD, torch_schedules.RESHARD)
+    return [action for i, action in enumerate(row) if i in wanted or action.computation_type not in sizing]
+
+
 # ---- running
 
 
@@ -79,13 +96,15 @@ class Alone:
     bubble = 0.0
     pairs = None
 
-    def __init__(self, parts: list[Transformer]):
-        (self.model,) = parts
+    def __init__(self, parts: list[Transformer], reduce_once: bool):
+        (self.model,), self.reduce_once = parts, reduce_once
 
     def run(self, slices: list[Slice], divisor: Tensor, backward: bool = True) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=divisor.device)
         with torch.set_grad_enabled(backward):
-            for ids_BS, tokens, labels_BS in slices:
+            for left, (ids_BS, tokens, labels_BS) in zip(reversed(range(len(slices))), slices, strict=True):
+                if self.reduce_once:
+                    self.model.set_requires_gradient_sync(left == 0)
                 loss = self.model(ids_BS, tokens, labels_BS) / divisor
                 if backward:
                     loss.backward()
@@ -104,7 +123,9 @@ class Pipeline:
         meshes: Meshes,
         microbatches: int,
         device: torch.device,
+        kept: bool,
     ):
+        """kept: whether weights stay gathered from a stage's first forward to its last backward."""
         fold, pp = meshes.fold, meshes.pp
         ranks = stage_ranks(options, pp.size)
         mine = [stage for stage, rank in enumerate(ranks) if rank == pp.rank]
@@ -135,6 +156,9 @@ class Pipeline:
             schedule = getattr(torch_schedules, f"Schedule{options.schedule}")
             stages = self.stages[0] if options.schedule in SINGLE else self.stages
             self.schedule = schedule(stages, microbatches, loss_fn=self._scaled, scale_grads=False)
+        table = getattr(self.schedule, "pipeline_order_with_comms", None)  # GPipe and 1F1B have none
+        if kept and table is not None:
+            self.schedule.pipeline_order_with_comms = {rank: gathered_once(row) for rank, row in table.items()}
         self.pairs = pairs.Pairs(device) if options.overlap_pairs else None
         if self.pairs is not None:
             self.schedule.register_custom_function(torch_schedules._ComputationType.OVERLAP_F_B, self.pairs)

@@ -1,6 +1,10 @@
 """Sharded data parallel (FSDP2) and HSDP, on each view's own data axes.
 
 Gradients are summed over data ranks and never divided: the loss is divided once, by the step's global token count.
+
+Routers are whole on every rank. They compute in at least float32, so each would be a unit of its own between units of
+16 bits, and FSDP gathers and reduces units one after the other: two gathers and a reduction per layer and microbatch
+for a matrix of E x D, with the experts waiting in line. Their gradients are summed once per step (`sum_replicated`).
 """
 
 from __future__ import annotations
@@ -10,15 +14,15 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from titanmoe.comm.fsdp_cpu import Kept, NarrowOnTheWire, StraightToPlace
 from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.router import Router
 from titanmoe.ops import device
+from titanmoe.parallel.tensor import place
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
@@ -27,6 +31,7 @@ def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
 
 
 def reshard(options: Parallelism) -> bool:
+    """Whether gathered weights are freed between forward and backward."""
     choice = options.reshard_after_forward
     return options.pp == 1 if choice == "auto" else choice == "always"
 
@@ -36,24 +41,31 @@ def _model_dim(experts: Experts) -> Callable[[nn.Parameter], Shard]:
     return lambda parameter: Shard(2 if parameter is experts.w1 or parameter is experts.w3 else 1)
 
 
-def shard_data(model: Transformer, training: Training, freed: bool, meshes: Meshes) -> None:
-    """freed: whether gathered weights are freed between forward and backward."""
+def replicate_routers(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
+    """Returns the parameters of the routers."""
+    routers = [moe.router for moe in model.moe_layers().values()]
+    for router in routers:
+        for name, _ in list(router.named_parameters()):
+            place(router, name, meshes.dense, [Replicate()] * meshes.dense.ndim)
+    return {parameter for router in routers for parameter in router.parameters()}
+
+
+def shard_data(model: Transformer, training: Training, parallelism: Parallelism, meshes: Meshes) -> None:
+    freed = reshard(parallelism)
     param = getattr(torch, training.mixed_precision_param)
     reduce = getattr(torch, training.mixed_precision_reduce)
     # Inputs are not cast: they already have the dtype that the block computes in.
     wide = torch.promote_types(param, reduce)
-    # Not on GPUs: NCCL sums while sending. Not in a pipeline: it sums microbatches in this dtype before it sends.
+    # Not on GPUs: NCCL sums while sending. Not where microbatches are summed in this dtype before anything is sent.
     on_cpu = device.kind(meshes.dense_data.device_type) == "cpu"
-    narrow_wire = on_cpu and wide != param and meshes.pp.size == 1
+    narrow_wire = on_cpu and wide != param and meshes.pp.size == 1 and not parallelism.reduce_once
     policy = MixedPrecisionPolicy(param, param if narrow_wire else wide, cast_forward_inputs=False)
-    keep_wide = MixedPrecisionPolicy(cast_forward_inputs=False)
-    options = {"mesh": meshes.dense_data, "reshard_after_forward": freed}
+    whole = replicate_routers(model, meshes)
+    options = {"mesh": meshes.dense_data, "reshard_after_forward": freed, "ignored_params": whole}
 
     on_model_dim = shard_experts_on_model_dim(model.shape.num_experts, meshes.fold.ep, meshes.fold.edp)
     for block in model.blocks().values():
         if block.moe is not None:
-            if block.moe.router.weight.dtype != param:
-                fully_shard(block.moe.router, **options, mp_policy=keep_wide)
             fully_shard(
                 block.moe.experts,
                 **options | {"mesh": meshes.expert_data},
@@ -61,10 +73,15 @@ def shard_data(model: Transformer, training: Training, freed: bool, meshes: Mesh
                 shard_placement_fn=_model_dim(block.moe.experts) if on_model_dim else None,
             )
         fully_shard(block, **options, mp_policy=policy)
-    for end in (model.embed_copy,) if model.shape.tie_embeddings else (model.embed, model.embed_copy, model.head):
+    # Backward begins where forward ends: with the head, and with what is nobody else's (a tied embedding).
+    last = options | {"reshard_after_forward": False}
+    ends = (model.embed_copy,) if model.shape.tie_embeddings else (model.embed, model.embed_copy, model.head)
+    for end in ends:
         if end is not None:
-            fully_shard(end, **options, mp_policy=policy)
-    fully_shard(model, **options, mp_policy=policy)
+            fully_shard(end, **(last if end is model.head else options), mp_policy=policy)
+            if end is not model.head:
+                end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weights
+    fully_shard(model, **last, mp_policy=policy)
     sums = Kept()
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -73,7 +90,7 @@ def shard_data(model: Transformer, training: Training, freed: bool, meshes: Mesh
                 module.set_gradient_divide_factor(1.0)
             if on_cpu:
                 module.set_custom_all_gather(StraightToPlace())
-            if narrow_wire and not isinstance(module, Router):
+            if narrow_wire:
                 module.set_custom_reduce_scatter(NarrowOnTheWire(mesh.size(mesh.ndim - 1), wide, sums))
             module.set_force_sum_reduction_for_comms(True)
     _prefetch(model, meshes, freed)

@@ -3,6 +3,7 @@
 Column-wise then row-wise, as usual: heads, hidden width and vocabulary are split, and between them the sequence is. The
 modules gather and scatter in their own forward (`gather(x, 1, self.tp)`); here they get their group. All other
 parameters are replicated over tp and only see this rank's tokens or heads; `sum_replicated` sums their gradients.
+Routers are replicated over the data axes too (`titanmoe.parallel.sharded`).
 """
 
 from __future__ import annotations
@@ -53,23 +54,25 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
             module.tp = tp
             shard |= {f"{path}.{name}": dim for name, dim in SPLIT_DIM[type(module)].items()}
     for name, _ in list(model.named_parameters()):
-        if ".experts." not in name:
+        if ".experts." not in name and ".router." not in name:
             place(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])
     model.tie()
 
 
 @torch.no_grad()
-def sum_replicated(parameters: Iterable[nn.Parameter], tp: Group) -> None:
-    """Once per step: sum the gradients of parameters replicated over tp (norms, routers), one message per dtype."""
-    if tp.size == 1:
-        return
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+def sum_replicated(parameters: Iterable[nn.Parameter], stage: Group, tp: Group) -> None:
+    """Once per step: sum the gradients that FSDP does not, one message per group and dtype. Those of routers over the
+    whole stage, those of other parameters that are replicated over tp (norms) over tp.
+    """
+    found: dict[tuple[Group, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
-        names = parameter.device_mesh.mesh_dim_names
-        if "tp" in names and isinstance(parameter.placements[names.index("tp")], Replicate):
+        placed = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
+        whole = {axis for axis, placement in placed.items() if isinstance(placement, Replicate)}
+        group = stage if "fsdp" in whole else tp
+        if group.size > 1 and ("fsdp" in whole or "tp" in whole):
             grad = local_grad(parameter)
-            by_dtype.setdefault(grad.dtype, []).append(grad)
-    for grads in by_dtype.values():
-        whole = all_reduce(torch.cat([grad.flatten() for grad in grads]), tp)
-        for grad, piece in zip(grads, whole.split([grad.numel() for grad in grads]), strict=True):
+            found.setdefault((group, grad.dtype), []).append(grad)
+    for (group, _), grads in found.items():
+        total = all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
+        for grad, piece in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(piece.view_as(grad))

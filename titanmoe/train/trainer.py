@@ -101,7 +101,7 @@ class Trainer:
         microbatches = self.loader.microbatches
 
         self.parts = build(config, self.meshes, microbatches, self.device)
-        self.engine = make_engine(self.parts, config.pipeline, config.training, self.meshes, microbatches, self.device)
+        self.engine = make_engine(self.parts, config, self.meshes, microbatches, self.device)
         self.placement = placement(config.parallelism)
         self.tied = TiedEnds(self.parts, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
         self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
@@ -295,7 +295,7 @@ class Trainer:
     @named("finish gradients")
     def finish_gradients(self) -> None:
         """Sums the gradients that FSDP does not: those of replicated parameters and of copies of the embedding."""
-        sum_replicated(self.parameters.values(), self.meshes.tp)
+        sum_replicated(self.parameters.values(), self.meshes.stage, self.meshes.tp)
         self.tied.add_gradients()
 
     def check_finite(self, loss: float, norm: float) -> None:
