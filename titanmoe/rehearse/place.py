@@ -20,7 +20,7 @@ import torch
 from torch.fx import traceback
 
 from titanmoe.ops.region import measured_by
-from titanmoe.rehearse.record import COMM, HERE, LAYERED, OURS, TORCH
+from titanmoe.rehearse.record import COMM, HERE, LAUNCH, LAYERED, OURS, TORCH
 
 NOTE = "traceback_"
 """Under which a node of the graph has what `traceback.format_stack` returned when it was made."""
@@ -47,7 +47,7 @@ def _kind(code: CodeType) -> str:
     """What a frame of that code shows."""
     file, name = code.co_filename, code.co_name
     if file.startswith(OURS):
-        if file.startswith((HERE, COMM)):
+        if file.startswith((HERE, COMM)) or file == LAUNCH:
             return ""
         if name == "train_step":
             return "step"

@@ -28,6 +28,8 @@ import titanmoe
 OURS = os.path.dirname(titanmoe.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 COMM = os.path.join(OURS, "comm") + os.sep
+LAUNCH = os.path.join(OURS, "ops", "kernels", "launch.py")
+"""Where every kernel is called."""
 TORCH = os.path.dirname(torch.__file__) + os.sep
 ASKED_BY = "_asked_by"
 LAYERED = ("attend", "feed", "forward", "whole")
