@@ -62,7 +62,9 @@ def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
 
 def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """The same in one call to torch's grouped matrix product."""
-    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=groups_of(count).ends_e)
+    # Traced code has no Groups.
+    ends_e = count.ends_e if isinstance(count, Groups) else count.cumsum(0, dtype=torch.int32)
+    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=ends_e)
 
 
 def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
