@@ -73,7 +73,7 @@ class Balance(nn.Module):
 
         buffer("count_ME", microbatches, model.num_experts)  # this rank's
         buffer("statistics_MX", microbatches, len(STATISTICS))  # this rank's
-        buffer("global_ME", microbatches, model.num_experts + 1)  # all data ranks' counts, and their tokens
+        buffer("global_ME", microbatches, model.num_experts)  # all data ranks'
         buffer("step_tokens")  # routed tokens of the whole step, all ranks
         buffer("step_samples")
 
@@ -92,44 +92,45 @@ class Balance(nn.Module):
             m = tokens.microbatch.view(1)
             self.count_ME.index_copy_(0, m, count_BE.sum(0, keepdim=True, dtype=torch.float64))
             row_1X = spread(scores_TE, tokens.valid_T, self.normalises, self.kernels)
-            first = AUX.index(next(iter(terms))) if terms else len(AUX)  # columns before it stay zero
-            if terms:
-                of = {name: value.detach() for name, value in terms.items()}
-                aux = [of.get(name, row_1X.new_zeros(())) for name in AUX[first:]]
-                row_1X = torch.cat((torch.stack(aux).to(torch.float64).unsqueeze(0), row_1X), 1)
-            self.statistics_MX[:, first:-1].index_copy_(0, m, row_1X)
-        return _Attach.apply(weights_TK, sum(terms.values())) if terms else weights_TK
+            self.statistics_MX[:, len(AUX) : -1].index_copy_(0, m, row_1X)
+            for name, term in terms.items():
+                self.statistics_MX[:, AUX.index(name)].index_copy_(0, m, term.view(1).to(torch.float64))
+        if not terms:
+            return weights_TK
+        first, *others = terms.values()
+        return _Attach.apply(weights_TK, sum(others, first))
 
     def _terms(self, scores_TE: Tensor, logits_TE: Tensor, count_BE: Tensor, tokens: Tokens) -> dict[str, Tensor]:
-        """This rank's summand of each term, times its coefficient; in the order of AUX."""
+        """This rank's summand of each term, times its coefficient.
+
+        Every valid token has K choices, so f_e is E times the share of choices, and a balance term is a sum of p times
+        constants.
+        """
         E, K, wanted, microbatch = self.model.num_experts, self.model.top_k, self.coefficients, tokens.microbatch
-        terms = {}
-        if wanted:
-            valid_T = tokens.valid_T.to(scores_TE.dtype)
+        if not wanted:
+            return {}
+        valid_T, constants, terms = tokens.valid_T.to(scores_TE.dtype), {}, {}
         if any(name in wanted for name in AUX[:3]):
-            valid_B1 = tokens.valid_T.view(len(count_BE), -1).sum(1, keepdim=True)
-            count_BE = torch.cat((count_BE, valid_B1), 1).to(torch.float64)  # last column: the sample's tokens
-            count_BE = all_reduce(count_BE, self.sequence)
-            p_TE = shares(scores_TE, self.normalises)
-            p_BE = (p_TE * valid_T.unsqueeze(1)).view(len(count_BE), -1, E).sum(1)
+            count_BE = all_reduce(count_BE, self.sequence).to(torch.float64)
+            factor_T = valid_T / scores_TE.sum(-1) if self.normalises else valid_T
+            p_BE = (factor_T.view(len(count_BE), 1, -1) @ scores_TE.view(len(count_BE), -1, E)).squeeze(1)
         if "aux_loss_sequence" in wanted:
-            tokens_B1 = count_BE[:, E:].clamp(min=1)
-            f_BE = count_BE[:, :E] * (E / K) / tokens_B1
-            terms["aux_loss_sequence"] = (p_BE * f_BE / tokens_B1).sum() / self.step_samples
+            choices_B1 = count_BE.sum(1, keepdim=True).clamp(min=1)
+            constants["aux_loss_sequence"] = count_BE / choices_B1.square() * (E * K) / self.step_samples
         if "aux_loss" in wanted:
             count_E = count_BE.sum(0)
-            f_E = count_E[:E] * (E / K) / count_E[E].clamp(min=1)
-            terms["aux_loss"] = (p_BE.sum(0) * f_E).sum() / self.step_tokens
+            constants["aux_loss"] = count_E / count_E.sum().clamp(min=1) * E / self.step_tokens
         if "aux_loss_global" in wanted:
-            count_E = all_reduce(count_BE.sum(0), self.data)
-            self.global_ME.index_copy_(0, microbatch.view(1), count_E.unsqueeze(0))
-            so_far_M1 = (torch.arange(len(self.global_ME), device=microbatch.device) <= microbatch).unsqueeze(1)
-            count_E = (self.global_ME * so_far_M1).sum(0)
-            f_E = count_E[:E] * (E / K) / count_E[E].clamp(min=1)
-            terms["aux_loss_global"] = (p_BE.sum(0) * f_E).sum() / self.step_tokens
+            count_1E = all_reduce(count_BE.sum(0, keepdim=True), self.data)
+            self.global_ME.index_copy_(0, microbatch.view(1), count_1E)
+            so_far_1E = self.global_ME.cumsum(0).index_select(0, microbatch.view(1))
+            constants["aux_loss_global"] = so_far_1E / so_far_1E.sum().clamp(min=1) * E / self.step_tokens
+        for name, constant in constants.items():
+            terms[name] = (p_BE * (wanted[name] * constant)).sum()
         if "z_loss" in wanted:
-            terms["z_loss"] = (logits_TE.logsumexp(-1).square() * valid_T).sum() / self.step_tokens
-        return {name: wanted[name] * value for name, value in terms.items()}
+            z = (logits_TE.logsumexp(-1).square() * valid_T).sum()
+            terms["z_loss"] = wanted["z_loss"] * z / self.step_tokens
+        return terms
 
     def dropped(self, entries: Tensor, microbatch: Tensor) -> None:
         """Record how many of this rank's choices were over capacity."""
