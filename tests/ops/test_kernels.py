@@ -21,6 +21,7 @@ from titanmoe.models.vocabulary import chunked_cross_entropy_sum
 from titanmoe.moe.balance import spread as balance_spread
 from titanmoe.moe.dispatch import by_expert, copy_rows, lay_out, place, sort_by_expert
 from titanmoe.moe.experts import down
+from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens
 from titanmoe.moe.router import Router
 from titanmoe.ops.kernels import installed, interpreted
@@ -326,6 +327,20 @@ def test_compiled_calls_keep_the_kernels_whole() -> None:
 )
 def test_parity(changes: dict[str, Any]) -> None:
     parity.check(2, changes | {"moe.kernels": "triton", "model.num_layers": 1}, steps=1)
+
+
+@pytest.mark.parametrize("shape", [(7, 24), (3, 5000), (2, 70, 130), (0, 8)])
+def test_rows_in_8_bits(shape: tuple[int, ...]) -> None:
+    """The same numbers as the formula's, of rows as they lie and of a transposed weight's."""
+    x = random(*shape, dtype=torch.float32).detach()
+    if shape == (7, 24):
+        x[1:4] *= torch.tensor([[1e6], [0.0], [1e-30]], device=DEVICE)
+        # Of scale 1: 17, 19 and 2^-10 lie in the middle between two numbers of e4m3.
+        x[4, :7] = torch.tensor([448.0, 17.0, 19.0, -23.999, 2.0**-10, 3 * 2.0**-10, 0.49 * 2.0**-9])
+    for rows in (x, x.bfloat16(), *([x.transpose(-1, -2)] if x.numel() else [])):
+        got, want = quantise(rows, "triton"), plain_quantise(rows)
+        assert torch.equal(got.scale, want.scale) and got.dtype == want.dtype
+        assert got.q.is_contiguous() and torch.equal(got.q.float(), want.q.float())
 
 
 @pytest.mark.parametrize("normalise", [False, True])

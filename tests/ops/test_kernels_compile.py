@@ -127,3 +127,13 @@ def test_layout_and_balance(experts: int, ep: int, etp: int) -> None:
     assert size_of_machine_code(balance._spread, table, 4, **balance.tile(experts), NORM=True) > 0
     pieces = dict(J=experts, EXPERTS=experts // ep, P=next_power_of_2(experts), PIECE=layout.PIECE)
     assert size_of_machine_code(layout._regroup, pointers, 4, **pieces) > 0
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_quantise(contiguous: bool) -> None:
+    from titanmoe.ops.kernels import quantise
+
+    x = torch.empty(2, 2048, 768, dtype=torch.bfloat16, device="meta")
+    shape = quantise.shape(x if contiguous else x.transpose(1, 2))
+    pointers = {"x": "*bf16", "q": "*fp8e4nv", "scale": "*fp32"}
+    assert size_of_machine_code(quantise._quantise, pointers, 8, **shape) > 0

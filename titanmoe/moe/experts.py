@@ -18,7 +18,7 @@ from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatch import Dispatcher
-from titanmoe.moe.fp8 import Quantised, plain_scaled_rows, quantised, scaled_rows
+from titanmoe.moe.fp8 import Quantised, plain_scaled_rows, quantise, quantised, scaled_rows
 from titanmoe.moe.permute import to_rows, to_tokens
 from titanmoe.ops import device, rowwise
 from titanmoe.ops.kernels import fused
@@ -166,20 +166,18 @@ def plain_down(
     return product(weighted(gate_RF, up_RF, weight_R1, clamped), w2_eDF, count)
 
 
-def scaled_product(x: Tensor | Quantised, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
-    """`grouped_product` in 8 bits, without gradients; of rows that may be rounded already."""
-    return scaled_rows(quantised(x), w_eFD, groups_of(count).ends_e)
+def scaled_product(
+    x: Tensor | Quantised, w_eFD: Tensor, count: Tensor | Groups, kernels: str = "auto", emulated: bool = False
+) -> Tensor:
+    """The product in 8 bits, or by its formula; without gradients. The rows may be rounded already."""
+    rows, weights, groups = quantised(x, kernels), quantise(w_eFD, kernels), groups_of(count)
+    return plain_scaled_rows(rows, weights, groups.sizes) if emulated else scaled_rows(rows, weights, groups.ends_e)
 
 
-def emulated_product(x: Tensor | Quantised, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
-    """The same by the formula."""
-    return plain_scaled_rows(quantised(x), w_eFD, groups_of(count).sizes)
-
-
-def product_of(grouped: bool, dtype: str, even: bool = False) -> Product:
+def product_of(grouped: bool, dtype: str, even: bool = False, kernels: str = "auto") -> Product:
     """By `[moe] expert_dtype`; those in 8 bits have no gradients."""
     if dtype != "compute":
-        return scaled_product if dtype == "fp8" else emulated_product
+        return partial(scaled_product, kernels=kernels, emulated=dtype == "fp8_emulated")
     if even:
         return even_product
     return grouped_product if grouped else grouped_loop
@@ -189,10 +187,11 @@ class _Products(torch.autograd.Function):
     """Products of the same rows with several weights; in 8 bits, the rows are rounded once."""
 
     @staticmethod
-    def forward(ctx, x_RD, groups, grouped, dtype, *weights):
+    def forward(ctx, x_RD, groups, grouped, kernels, dtype, *weights):
         ctx.save_for_backward(x_RD, *weights)
-        ctx.groups, ctx.grouped, ctx.dtype = groups, grouped, dtype
-        product, rows = product_of(grouped, dtype), x_RD if dtype == "compute" else quantised(x_RD)
+        ctx.groups, ctx.grouped, ctx.kernels, ctx.dtype = groups, grouped, kernels, dtype
+        product = product_of(grouped, dtype, kernels=kernels)
+        rows = x_RD if dtype == "compute" else quantise(x_RD, kernels)
         return tuple(product(rows, w, groups) for w in weights)
 
     @staticmethod
@@ -201,19 +200,21 @@ class _Products(torch.autograd.Function):
         grad_x, grad_weights = None, [None] * len(weights)
         grads = [grad.contiguous() for grad in grads]
         if gradient_wanted(ctx, 0):
-            product = product_of(ctx.grouped, ctx.dtype)
+            product = product_of(ctx.grouped, ctx.dtype, kernels=ctx.kernels)
             grad_x, *others = (product(g, w.transpose(1, 2), ctx.groups) for g, w in zip(grads, weights, strict=True))
             for other in others:
                 grad_x += other
         if gradient_wanted(ctx, 1):  # its index among the inputs that are tensors
             gradient = grouped_gradient if ctx.grouped else loop_gradient
             grad_weights = [gradient(g, x_RD, ctx.groups) for g in grads]
-        return grad_x, None, None, None, *grad_weights
+        return grad_x, None, None, None, None, *grad_weights
 
 
-def products(x_RD: Tensor, count: Tensor | Groups, grouped: bool, dtype: str, *weights: Tensor) -> tuple[Tensor, ...]:
+def products(
+    x_RD: Tensor, count: Tensor | Groups, grouped: bool, kernels: str, dtype: str, *weights: Tensor
+) -> tuple[Tensor, ...]:
     """Rows of expert i times each of its matrices."""
-    return _Products.apply(with_own_node(x_RD), groups_of(count), grouped, dtype, *map(with_own_node, weights))
+    return _Products.apply(with_own_node(x_RD), groups_of(count), grouped, kernels, dtype, *map(with_own_node, weights))
 
 
 class _Down(torch.autograd.Function):
@@ -224,14 +225,14 @@ class _Down(torch.autograd.Function):
         ctx.save_for_backward(gate_RF, up_RF, weight_R1, w2_eDF)
         ctx.groups, ctx.grouped, ctx.clamped, ctx.kernels, ctx.dtype = groups, grouped, clamped, kernels, dtype
         make, _ = activation(gate_RF, clamped, kernels)
-        return product_of(grouped, dtype)(make(gate_RF, up_RF, weight_R1), w2_eDF, groups)
+        return product_of(grouped, dtype, kernels=kernels)(make(gate_RF, up_RF, weight_R1), w2_eDF, groups)
 
     @staticmethod
     def backward(ctx, grad_RD):
         gate_RF, up_RF, weight_R1, w2_eDF = ctx.saved_tensors
         inputs, weights = gradient_wanted(ctx, 0), gradient_wanted(ctx, 3)
         grad_RD = grad_RD.contiguous()
-        product = product_of(ctx.grouped, ctx.dtype)
+        product = product_of(ctx.grouped, ctx.dtype, kernels=ctx.kernels)
         gradient = grouped_gradient if ctx.grouped else loop_gradient
         make, differentiate = activation(gate_RF, ctx.clamped, ctx.kernels)
         grads, made = (None, None, None), (gate_RF, up_RF, weight_R1)
@@ -349,7 +350,7 @@ class Experts(nn.Module):
             gate_RF, up_RF = product(x_RD, w1_eFD, count), product(x_RD, w3_eFD, count)
         else:
             count = Groups(count_e)
-            gate_RF, up_RF = products(x_RD, count, grouped, self.dtype, w1_eFD, w3_eFD)
+            gate_RF, up_RF = products(x_RD, count, grouped, self.kernels, self.dtype, w1_eFD, w3_eFD)
         if self.w1_bias is None:
             return down(gate_RF, up_RF, weight_R1, w2_eDF, count, *how)
         of_Re = rows_of(count_e, x_RD.shape[0], gate_RF.dtype)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.ops import device
+from titanmoe.ops.kernels import fused
 
 LARGEST = 448.0
 """The largest number of e4m3."""
@@ -35,8 +36,16 @@ class Quantised(NamedTuple):
     """Of what was rounded."""
 
 
-def quantise(x: Tensor) -> Quantised:
+def quantise(x: Tensor, kernels: str = "auto") -> Quantised:
     """e4m3 numbers and a scale per row; their product is about x. A row of zeros stays a row of zeros."""
+    if fused(kernels, x):
+        from titanmoe.ops.kernels.quantise import quantise as by_kernel
+
+        return Quantised(*by_kernel(x), x.dtype)
+    return plain_quantise(x)
+
+
+def plain_quantise(x: Tensor) -> Quantised:
     wide = x.to(torch.float32)
     scale = wide.abs().amax(-1) / LARGEST
     scale = scale.where(scale > 0, 1.0)
@@ -46,21 +55,19 @@ def quantise(x: Tensor) -> Quantised:
     return Quantised(q.contiguous(), scale.contiguous(), x.dtype)
 
 
-def quantised(x: Tensor | Quantised) -> Quantised:
-    return quantise(x) if isinstance(x, Tensor) else x
+def quantised(x: Tensor | Quantised, kernels: str = "auto") -> Quantised:
+    return quantise(x, kernels) if isinstance(x, Tensor) else x
 
 
-def scaled_rows(x: Quantised, w_eFD: Tensor, ends_e: Tensor) -> Tensor:
+def scaled_rows(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:
     """The quantised rows of expert i times its transposed matrix."""
-    w = quantise(w_eFD)
     return torch._scaled_grouped_mm(
         x.q, w.q.transpose(1, 2), x.scale, w.scale, offs=ends_e, out_dtype=x.dtype, use_fast_accum=True
     )
 
 
-def plain_scaled_rows(x: Quantised, w_eFD: Tensor, sizes: list[int]) -> Tensor:
+def plain_scaled_rows(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
     """The same by the formula."""
-    w = quantise(w_eFD)
     rows = (x.q.to(torch.float32) * x.scale.unsqueeze(1)).split(sizes)
     weights = w.q.to(torch.float32) * w.scale.unsqueeze(2)
     products = [row @ weight.t() for row, weight in zip(rows, weights.unbind(), strict=True)]

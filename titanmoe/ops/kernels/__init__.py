@@ -6,6 +6,7 @@ rotate   rotary positions                    titanmoe.models.layers
 swiglu   the experts' activation             titanmoe.moe.experts.weighted
 balance  how evenly scores are spread        titanmoe.moe.balance.spread
 route    scores, choice, weights, counts     titanmoe.moe.router
+quantise rows to 8 bits                      titanmoe.moe.fp8
 loss     slices of the logits                titanmoe.models.vocabulary
 """
 
