@@ -189,8 +189,9 @@ def garbage_gradients_without_tokens() -> Callable[[], None]:
     from titanmoe.moe import experts
 
     def left(gradient: Any) -> Any:
-        def run(grad: torch.Tensor, h: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-            return gradient(grad, h, count) + 0.1 * (count == 0).view(-1, 1, 1)
+        def run(grad: torch.Tensor, h: torch.Tensor, count: Any) -> torch.Tensor:
+            idle = experts.groups_of(count).count_e == 0
+            return gradient(grad, h, count) + 0.1 * idle.view(-1, 1, 1)
 
         return run
 

@@ -69,18 +69,18 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("moe/balance.py", "tests/moe/test_balance.py"): [
         (
             "sigmoid scores are not normalised",
-            'if self.model.score_function == "sigmoid" else scores_TE',
-            "if False else scores_TE",
+            "scores_TE.sum(-1) if self.normalises else valid_T",
+            "scores_TE.sum(-1) if False else valid_T",
         ),
         (
             "the global term leaves its own microbatch out",
-            "device=microbatch.device) <= microbatch)",
-            "device=microbatch.device) < microbatch)",
+            "self.global_ME.cumsum(0)",
+            "(self.global_ME.cumsum(0) - self.global_ME)",
         ),
         (
             "padding has a z term",
-            "logits_TE.logsumexp(-1, keepdim=True).square() * valid_T1).sum()",
-            "logits_TE.logsumexp(-1, keepdim=True).square()).sum()",
+            "logits_TE.logsumexp(-1).square() * valid_T).sum()",
+            "logits_TE.logsumexp(-1).square()).sum()",
         ),
         (
             "auxiliary losses have no gradient",
@@ -89,8 +89,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         (
             "a recomputed forward counts again",
-            "self.statistics_MX.index_copy_(0, m, row_1X)",
-            "self.statistics_MX.index_add_(0, m, row_1X)",
+            "self.statistics_MX[:, len(AUX) : -1].index_copy_(0, m, row_1X)",
+            "self.statistics_MX[:, len(AUX) : -1].index_add_(0, m, row_1X)",
         ),
     ],
     (
@@ -99,8 +99,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ): [
         (
             "a rank's own counts are used instead of its whole sample's",
-            "            count_BE = all_reduce(count_BE, self.sequence)\n",
-            "",
+            "            count_BE = all_reduce(count_BE, self.sequence).to(torch.float64)\n",
+            "            count_BE = count_BE.to(torch.float64)\n",
         ),
     ],
     ("moe/layer.py", f"{PAIRS} -k global+bias"): [

@@ -16,7 +16,7 @@ from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
 from titanmoe.moe import fp8
-from titanmoe.moe.experts import Experts, can_group, grouped_gradient, grouped_loop, grouped_product
+from titanmoe.moe.experts import Experts, can_group, grouped_loop, grouped_product, products
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.parallel.compiled import compile_layer, compile_products
 from titanmoe.parallel.context import Placement, _block, _block_backward, alone, block_reference
@@ -162,8 +162,8 @@ def test_products_in_8_bits_equal_their_formula(counts: list[int]) -> None:
     weights = [torch.randn(4, 32, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
     cotangents = [torch.randn(sum(counts), 32, device="cuda", dtype=torch.bfloat16) for _ in weights]
     results = []
-    for emulated in (True, False):
-        outputs = fp8.scaled_products(x, count, emulated, grouped_gradient, *weights)
+    for dtype in ("fp8_emulated", "fp8"):
+        outputs = products(x, count, dtype == "fp8", "auto", dtype, *weights)
         results.append([*outputs, *torch.autograd.grad(outputs, (x, *weights), cotangents)])
     for want, got in zip(*results, strict=True):
         # both round the result to bfloat16; the hardware sums in fewer bits than float32 has

@@ -20,6 +20,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -92,7 +93,11 @@ def theirs(config: Config) -> Counted:
 
     recorder = FakeRecorder({}, 0, True, fake := FakeTensorMode(allow_non_fake_inputs=True))
     shape = 1, config.training.seq_len, config.model.dim
-    with as_on(hardware.HARDWARE[HARDWARE]), fake, mock.patch.object(F, "scaled_dot_product_attention", attention):
+    with ExitStack() as stack:
+        stack.enter_context(as_on(hardware.HARDWARE[HARDWARE]))
+        stack.enter_context(fake)
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(mock.patch.object(F, "rms_norm", stand_ins.rms_norm))
         block = layer.build()
         for parameter in block.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -16,11 +16,13 @@ from tests import near, parity
 from tests.features import MODELS
 from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
-from titanmoe.models.layers import plain_rotate, rotate_both
+from titanmoe.models.layers import plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy_sum
-from titanmoe.moe.dispatch import by_expert, copy_rows, lay_out, sort_by_expert
+from titanmoe.moe.balance import spread as balance_spread
+from titanmoe.moe.dispatch import by_expert, copy_rows, lay_out, place, sort_by_expert
 from titanmoe.moe.experts import down
-from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens
+from titanmoe.moe.fp8 import plain_quantise, quantise
+from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens
 from titanmoe.moe.router import Router
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.tokens import IGNORE, Tokens
@@ -32,6 +34,7 @@ pytestmark = [
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 if installed():
+    from titanmoe.ops.kernels import balance, layout
     from titanmoe.ops.kernels.rows import fetch_rows
 E = 4
 PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
@@ -111,6 +114,13 @@ def test_regrouped_rows_come_back() -> None:
     x = random(8, 6, dtype=torch.float32)
     regroup = by_expert(count, 8)
     assert torch.equal(reorder(reorder(x, *regroup, "triton"), *reversed(regroup), "triton"), x)
+    weights, cotangent = random(8, 1, dtype=torch.float32, seed=1), random(8, 6, dtype=torch.float32, seed=2).detach()
+    results = []
+    for kernels in ("triton", "torch"):
+        moved = reorder_weighted(x, weights, *regroup, kernels)
+        results.append([*moved, *torch.autograd.grad(moved, (x, weights), (cotangent, cotangent[:, :1]))])
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize(
@@ -141,7 +151,26 @@ def test_activation_with_the_routing_weight(hidden: int, counts: list[int], clam
             close(got, want, dtype, terms=2 * hidden)
 
 
-@pytest.mark.parametrize("queries, keys, width", [(4, 2, 12), (3, 3, 64), (5, 0, 8)])
+@pytest.mark.parametrize("kind", ["random", "one expert", "an idle expert", "padding", "none"])
+@pytest.mark.parametrize(
+    "tokens, top_k, ep, etp", [(37, 2, 2, 1), (600, 3, 4, 1), (37, 2, 1, 2), (5, 3, 2, 3), (0, 2, 1, 1)]
+)
+def test_the_place_of_every_choice(kind: str, tokens: int, top_k: int, ep: int, etp: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(layout, "TILE", 256)  # blocks of 64 choices
+    chosen = choices(kind, tokens, top_k)
+    for got, want in zip(*(place(chosen, E, ep, etp, kernels) for kernels in ("triton", "torch")), strict=True):
+        assert got.dtype == want.dtype and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("counts", [[[3, 0], [1, 4]], [[0, 0, 0]], [[2000, 1, 0], [0, 0, 0], [5, 1030, 7]]])
+def test_rows_by_expert(counts: list[list[int]]) -> None:
+    count = torch.tensor(counts, device=DEVICE)
+    rows = int(count.sum())
+    for got, want in zip(*(by_expert(count, rows, kernels) for kernels in ("triton", "torch")), strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("queries, keys, width", [(4, 2, 12), (3, 3, 64), (5, 1, 8)])
 @pytest.mark.parametrize("samples, positions, angles", [(2, 5, 2), (2, 3, 1), (1, 0, 1)])
 def test_rotation(queries: int, keys: int, width: int, samples: int, positions: int, angles: int) -> None:
     for dtype in DTYPES:
@@ -152,15 +181,16 @@ def test_rotation(queries: int, keys: int, width: int, samples: int, positions: 
         q = random(samples, positions, queries, width, dtype=dtype)
         wider = random(samples, positions, keys, width + 4, dtype=dtype, seed=1)  # keys that are a part of other rows
         results = []
-        for both in (
-            lambda k, q=q, rope=rope: rotate_both(q, k, rope, "triton"),
-            lambda k, q=q, rope=rope: (plain_rotate(q, rope), plain_rotate(k, rope)),
+        for turned in (
+            rotate_both(q, wider[..., 4:], rope, "triton"),
+            (rotate(q, rope, "triton"), rotate(wider[..., 4:], rope, "triton")),
+            (plain_rotate(q, rope), plain_rotate(wider[..., 4:], rope)),
         ):
-            turned = both(wider[..., 4:])
             cotangents = [random(*y.shape, dtype=dtype, seed=7).detach() for y in turned]
             results.append([*turned, *torch.autograd.grad(turned, (q, wider), cotangents)])
-        for got, want in zip(*results, strict=True):
+        for got, alone, want in zip(*results, strict=True):
             close(got, want, dtype)
+            assert torch.equal(got, alone)
 
 
 def test_watched_or_not_the_kernels_give_the_same() -> None:
@@ -297,6 +327,32 @@ def test_compiled_calls_keep_the_kernels_whole() -> None:
 )
 def test_parity(changes: dict[str, Any]) -> None:
     parity.check(2, changes | {"moe.kernels": "triton", "model.num_layers": 1}, steps=1)
+
+
+@pytest.mark.parametrize("shape", [(7, 24), (3, 5000), (2, 70, 130), (0, 8)])
+def test_rows_in_8_bits(shape: tuple[int, ...]) -> None:
+    """The same numbers as the formula's, of rows as they lie and of a transposed weight's."""
+    x = random(*shape, dtype=torch.float32).detach()
+    if shape == (7, 24):
+        x[1:4] *= torch.tensor([[1e6], [0.0], [1e-30]], device=DEVICE)
+        # Of scale 1: 17, 19 and 2^-10 lie in the middle between two numbers of e4m3.
+        x[4, :7] = torch.tensor([448.0, 17.0, 19.0, -23.999, 2.0**-10, 3 * 2.0**-10, 0.49 * 2.0**-9])
+    for rows in (x, x.bfloat16(), *([x.transpose(-1, -2)] if x.numel() else [])):
+        got, want = quantise(rows, "triton"), plain_quantise(rows)
+        assert torch.equal(got.scale, want.scale) and got.dtype == want.dtype
+        assert got.q.is_contiguous() and torch.equal(got.q.float(), want.q.float())
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("tokens, experts", [(70, 8), (3, 300), (0, 8)])
+def test_the_spread_of_scores(tokens: int, experts: int, normalise: bool, monkeypatch: Any) -> None:
+    monkeypatch.setattr(balance, "TILE", 64)
+    for dtype in (torch.float64, torch.float32):
+        scores = random(tokens, experts, dtype=dtype).detach().softmax(-1) * (3 if normalise else 1)
+        scores[:1, 1] = 0
+        valid = (torch.arange(tokens) % 5 != 2).to(DEVICE)
+        got, want = (balance_spread(scores, valid, normalise, kernels) for kernels in ("triton", "torch"))
+        near.close(got, want, terms=tokens * experts, roundings=16, dtype=dtype)
 
 
 @pytest.mark.parametrize("ignored", [slice(None, None, 3), slice(None)], ids=["some", "all"])

@@ -110,3 +110,30 @@ def test_rotate(dtype: torch.dtype) -> None:
     for heads, keys, width in ((32, 4, 128), (128, 0, 64)):
         shape = dict(H=heads, G=keys, HALF=width // 2, P=width // 2, SIGN=-1, WIDE=wide(dtype), ROWS=32)
         assert size_of_machine_code(rotate._rotate, pointers, 4, **shape) > 0
+
+
+@pytest.mark.parametrize("experts, ep, etp", [(128, 8, 1), pytest.param(8, 4, 2, marks=pytest.mark.slow)])
+def test_layout_and_balance(experts: int, ep: int, etp: int) -> None:
+    from triton import next_power_of_2
+
+    from titanmoe.ops.kernels import balance, layout
+
+    pointers = dict(chosen="*i64", ends="*i32", entry="*i64", slot="*i64", inverse="*i64", order="*i64")
+    shape = layout.tile(experts)
+    assert size_of_machine_code(layout._count, pointers | {"count": "*i32"}, 8, **shape) > 0
+    pointers["count"] = "*i64"
+    assert size_of_machine_code(layout._place, pointers, 8, **shape, HELD=experts // ep, ETP=etp) > 0
+    table = {"scores": "*fp32", "valid": "*i1", "out": "*fp64"}
+    assert size_of_machine_code(balance._spread, table, 4, **balance.tile(experts), NORM=True) > 0
+    pieces = dict(J=experts, EXPERTS=experts // ep, P=next_power_of_2(experts), PIECE=layout.PIECE)
+    assert size_of_machine_code(layout._regroup, pointers, 4, **pieces) > 0
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_quantise(contiguous: bool) -> None:
+    from titanmoe.ops.kernels import quantise
+
+    x = torch.empty(2, 2048, 768, dtype=torch.bfloat16, device="meta")
+    shape = quantise.shape(x if contiguous else x.transpose(1, 2))
+    pointers = {"x": "*bf16", "q": "*fp8e4nv", "scale": "*fp32"}
+    assert size_of_machine_code(quantise._quantise, pointers, 8, **shape) > 0

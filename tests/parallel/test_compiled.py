@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,6 +13,13 @@ from torch._dynamo.utils import counters
 
 from tests import parity, world
 from tests.features import DISPATCHERS, MODELS
+from titanmoe.config.schema import Config
+from titanmoe.fold.schedules import splits_backward
+from titanmoe.models.transformer import Transformer
+from titanmoe.parallel.compiled import compile_parts
+from titanmoe.parallel.recompute import recompute
+from titanmoe.tokens import Tokens
+from titanmoe.train.launch import read
 
 PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True, "moe.capacity_scope": "full_sequence"}
 COMPILED = {"compile.enable": True, "compile.backend": "kept"}
@@ -153,3 +162,55 @@ def test_other_layers_keep_their_numbers(case: dict[str, Any], whole: bool) -> N
 def test_inductor_keeps_the_numbers() -> None:
     single = dict.fromkeys(MIXED, "float32")
     parity.check(2, PADDED | EP2 | single | {"compile.enable": True, "model.shared_hidden": 16}, timeout=600)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU_RECIPES = sorted(path for path in (ROOT / "train_configs").glob("*.toml") if "debug" not in path.stem)
+FIRST = ("deepseek_671b", "qwen3_30b_a3b")
+"""The others take the same parts."""
+
+
+def small(config: Config) -> Config:
+    """The recipe with every switch of its model and narrow widths."""
+    model = config.model
+    narrow = dict(dim=64, expert_hidden=32, num_heads=4, num_experts=8, top_k=2, num_layers=2, vocab_size=64)
+    narrow |= dict(num_kv_heads=2, head_dim=16, mtp_depth=0, num_dense_layers=0, dense_hidden=64)
+    for name, width in dict(shared_hidden=32, sliding_window=8, num_groups=4, top_groups=2).items():
+        narrow[name] = min(width, getattr(model, name))
+    if model.kv_lora_rank:
+        narrow |= dict(num_kv_heads=4, head_dim=24, kv_lora_rank=16, q_lora_rank=min(model.q_lora_rank, 24))
+        narrow |= dict(qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+    return replace(config, model=replace(model, **narrow))
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [pytest.param(p, marks=() if p.stem in FIRST else pytest.mark.slow, id=p.stem) for p in GPU_RECIPES],
+)
+def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
+    """Two of their layers, forward and backward, under changing routing; bfloat16, as the recipes have it."""
+    world = int(recipe.read_text().partition("\n")[0].removeprefix("# world = "))
+    config = small(read(["--config", str(recipe)], world))
+    assert config.compile.enable and config.training.mixed_precision_param == "bfloat16"
+    torch._dynamo.reset()
+    counters.clear()
+    model = Transformer(config, 1, torch.bfloat16)
+    recompute(model, config.activation_checkpoint)
+    splits = splits_backward(config.pipeline, config.parallelism.pp)
+    compile_parts(model, replace(config.compile, backend="aot_eager"), config.moe, torch.bfloat16, splits)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    index = torch.arange(2 * 16)
+    tokens = Tokens(index.view(2, 16) % 16, index, index // 16, index >= 0, torch.tensor(0))
+    made = []
+    for favourite in (None, 0, 3, None):
+        for moe in model.moe_layers().values():
+            moe.begin_step(1, torch.tensor(32.0), 2)
+            moe.router.expert_bias.zero_()
+            if favourite is not None:
+                moe.router.expert_bias[favourite : favourite + config.model.top_k] = 1e6
+        model(index.view(2, 16) % 64, tokens, index.view(2, 16) % 64).backward()
+        made.append(counters["stats"]["unique_graphs"])
+    assert made == made[:1] * 4 and made[0] > 3, made
+    assert not counters["graph_break"], counters["graph_break"]
+    torch._dynamo.reset()

@@ -78,10 +78,11 @@ class LatentAttention(nn.Module):
         return self.attend(queries, *self.keys_and_values(latent_BSr, key_BSp, rope), document_BL)
 
     def queries(self, source_BSr: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        if self.sharpen != 1:  # here, because it is narrower than all queries
+            source_BSr = source_BSr * self.sharpen
         q_BSHh = (self.wq_b if self.wq is None else self.wq)(source_BSr)
         q_BSHn, q_BSHp = q_BSHh.unflatten(-1, (-1, sum(self.query))).split(self.query, -1)
-        q_BSHh = torch.cat((q_BSHn, rotate(q_BSHp, rope, self.kernels)), -1)
-        return q_BSHh * self.sharpen if self.sharpen != 1 else q_BSHh
+        return torch.cat((q_BSHn, rotate(q_BSHp, rope, self.kernels)), -1)
 
     def keys_and_values(
         self, latent_BSr: Tensor, key_BSp: Tensor, rope: tuple[Tensor, Tensor]

@@ -148,11 +148,11 @@ def rope_angles(position_BS: Tensor, model: Model, width: int, dtype: torch.dtyp
 
 def rotate(x_BSHh: Tensor, rope: tuple[Tensor, Tensor], kernels: str = "auto") -> Tensor:
     """RoPE in the two-halves convention of the published checkpoints."""
-    if rowwise.pays(x_BSHh):
-        return rowwise.rotate(x_BSHh, *rope)
     if fused(kernels, x_BSHh) and not torch.compiler.is_compiling():  # a compiler fuses by itself
         B, S, _, h = x_BSHh.shape
         return rotate_both(x_BSHh, x_BSHh.new_empty(B, S, 0, h), rope, kernels)[0]
+    if rowwise.pays(x_BSHh):
+        return rowwise.rotate(x_BSHh, *rope)
     return plain_rotate(x_BSHh, rope)
 
 

@@ -11,7 +11,7 @@ f is a constant, so each rank sums p over its own tokens only, and the sum over 
 three is 1 under uniform routing. A forward writes its counts indexed by microbatch, so a recomputed forward, whenever
 it runs, writes the same values again.
 
-Shapes: M microbatches of a step, B samples of a microbatch, T owned tokens, E experts, K top-k.
+Shapes: M microbatches of a step, X statistics, B samples of a microbatch, T owned tokens, E experts, K top-k.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import ALONE, Group, all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.ops.kernels import fused
 from titanmoe.tokens import Tokens
 
 AUX = ("aux_loss_sequence", "aux_loss", "aux_loss_global", "z_loss")
@@ -42,10 +43,27 @@ class _Attach(torch.autograd.Function):
         return grad, torch.ones_like(aux)
 
 
+def shares(scores_TE: Tensor, normalise: bool) -> Tensor:
+    """Scores of a token that add up to 1."""
+    return scores_TE / scores_TE.sum(-1, keepdim=True) if normalise else scores_TE
+
+
+def spread(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
+    """(1, 2): the entropy of the tokens that are not padding, and their number."""
+    if fused(kernels, scores_TE) and not torch.compiler.is_compiling():
+        from titanmoe.ops.kernels.balance import spread as sums
+
+        return sums(scores_TE, valid_T, normalise).sum(0, keepdim=True)
+    valid_T = valid_T.to(scores_TE.dtype)
+    entropy = torch.special.entr(shares(scores_TE, normalise)).sum(-1) @ valid_T
+    return torch.stack((entropy, valid_T.sum())).to(torch.float64).unsqueeze(0)
+
+
 class Balance(nn.Module):
     def __init__(self, model: Model, options: MoEOptions, microbatches: int):
         super().__init__()
-        self.model = model
+        self.model, self.kernels = model, options.kernels
+        self.normalises = model.score_function == "sigmoid"
         self.coefficients = {name: getattr(options, name) for name in AUX if getattr(options, name)}
         self.sequence: Group = ALONE  # cp x tp: ranks that own tokens of the same samples
         self.data: Group = ALONE  # dp_replicate x dp_shard
@@ -55,7 +73,7 @@ class Balance(nn.Module):
 
         buffer("count_ME", microbatches, model.num_experts)  # this rank's
         buffer("statistics_MX", microbatches, len(STATISTICS))  # this rank's
-        buffer("global_ME", microbatches, model.num_experts + 1)  # all data ranks' counts, and their tokens
+        buffer("global_ME", microbatches, model.num_experts)  # all data ranks'
         buffer("step_tokens")  # routed tokens of the whole step, all ranks
         buffer("step_samples")
 
@@ -69,48 +87,50 @@ class Balance(nn.Module):
         self, weights_TK: Tensor, logits_TE: Tensor, scores_TE: Tensor, count_BE: Tensor, tokens: Tokens
     ) -> Tensor:
         """Returns the routing weights with the gradient of the auxiliary losses attached."""
-        valid_T1 = tokens.valid_T.unsqueeze(1).to(scores_TE.dtype)
-        p_TE = scores_TE / scores_TE.sum(-1, keepdim=True) if self.model.score_function == "sigmoid" else scores_TE
-        valid_B1 = tokens.valid_T.view(len(count_BE), -1).sum(1, keepdim=True)
-        count_BE = torch.cat((count_BE, valid_B1), 1).to(torch.float64)  # last column: the sample's tokens
-
-        terms = self._terms(p_TE * valid_T1, logits_TE, valid_T1, count_BE, tokens.microbatch)
+        terms = self._terms(scores_TE, logits_TE, count_BE, tokens)
         with torch.no_grad():
             m = tokens.microbatch.view(1)
-            entropy = -(torch.special.xlogy(p_TE, p_TE) * valid_T1).sum()
-            values = [terms.get(name, entropy.new_zeros(())) for name in AUX] + [entropy, valid_T1.sum()]
-            self.count_ME.index_copy_(0, m, count_BE[:, :-1].sum(0, keepdim=True))
-            row_1X = torch.stack([*values, entropy.new_zeros(())]).to(torch.float64).unsqueeze(0)
-            self.statistics_MX.index_copy_(0, m, row_1X)
-        return _Attach.apply(weights_TK, sum(terms.values())) if terms else weights_TK
+            self.count_ME.index_copy_(0, m, count_BE.sum(0, keepdim=True, dtype=torch.float64))
+            row_1X = spread(scores_TE, tokens.valid_T, self.normalises, self.kernels)
+            self.statistics_MX[:, len(AUX) : -1].index_copy_(0, m, row_1X)
+            for name, term in terms.items():
+                self.statistics_MX[:, AUX.index(name)].index_copy_(0, m, term.view(1).to(torch.float64))
+        if not terms:
+            return weights_TK
+        first, *others = terms.values()
+        return _Attach.apply(weights_TK, sum(others, first))
 
-    def _terms(
-        self, p_TE: Tensor, logits_TE: Tensor, valid_T1: Tensor, count_BE: Tensor, microbatch: Tensor
-    ) -> dict[str, Tensor]:
-        """This rank's summand of each term, times its coefficient."""
-        E, K, wanted = self.model.num_experts, self.model.top_k, self.coefficients
-        terms = {}
+    def _terms(self, scores_TE: Tensor, logits_TE: Tensor, count_BE: Tensor, tokens: Tokens) -> dict[str, Tensor]:
+        """This rank's summand of each term, times its coefficient.
+
+        Every valid token has K choices, so f_e is E times the share of choices, and a balance term is a sum of p times
+        constants.
+        """
+        E, K, wanted, microbatch = self.model.num_experts, self.model.top_k, self.coefficients, tokens.microbatch
+        if not wanted:
+            return {}
+        valid_T, constants, terms = tokens.valid_T.to(scores_TE.dtype), {}, {}
         if any(name in wanted for name in AUX[:3]):
-            count_BE = all_reduce(count_BE, self.sequence)
-            p_BE = p_TE.view(len(count_BE), -1, E).sum(1)
+            count_BE = all_reduce(count_BE, self.sequence).to(torch.float64)
+            factor_T = valid_T / scores_TE.sum(-1) if self.normalises else valid_T
+            p_BE = (factor_T.view(len(count_BE), 1, -1) @ scores_TE.view(len(count_BE), -1, E)).squeeze(1)
         if "aux_loss_sequence" in wanted:
-            tokens_B1 = count_BE[:, E:].clamp(min=1)
-            f_BE = count_BE[:, :E] * (E / K) / tokens_B1
-            terms["aux_loss_sequence"] = (p_BE * f_BE / tokens_B1).sum() / self.step_samples
+            choices_B1 = count_BE.sum(1, keepdim=True).clamp(min=1)
+            constants["aux_loss_sequence"] = count_BE / choices_B1.square() * (E * K) / self.step_samples
         if "aux_loss" in wanted:
             count_E = count_BE.sum(0)
-            f_E = count_E[:E] * (E / K) / count_E[E].clamp(min=1)
-            terms["aux_loss"] = (p_BE.sum(0) * f_E).sum() / self.step_tokens
+            constants["aux_loss"] = count_E / count_E.sum().clamp(min=1) * E / self.step_tokens
         if "aux_loss_global" in wanted:
-            count_E = all_reduce(count_BE.sum(0), self.data)
-            self.global_ME.index_copy_(0, microbatch.view(1), count_E.unsqueeze(0))
-            so_far_M1 = (torch.arange(len(self.global_ME), device=microbatch.device) <= microbatch).unsqueeze(1)
-            count_E = (self.global_ME * so_far_M1).sum(0)
-            f_E = count_E[:E] * (E / K) / count_E[E].clamp(min=1)
-            terms["aux_loss_global"] = (p_BE.sum(0) * f_E).sum() / self.step_tokens
+            count_1E = all_reduce(count_BE.sum(0, keepdim=True), self.data)
+            self.global_ME.index_copy_(0, microbatch.view(1), count_1E)
+            so_far_1E = self.global_ME.cumsum(0).index_select(0, microbatch.view(1))
+            constants["aux_loss_global"] = so_far_1E / so_far_1E.sum().clamp(min=1) * E / self.step_tokens
+        for name, constant in constants.items():
+            terms[name] = (p_BE * (wanted[name] * constant)).sum()
         if "z_loss" in wanted:
-            terms["z_loss"] = (logits_TE.logsumexp(-1, keepdim=True).square() * valid_T1).sum() / self.step_tokens
-        return {name: wanted[name] * value for name, value in terms.items()}
+            z = (logits_TE.logsumexp(-1).square() * valid_T).sum()
+            terms["z_loss"] = wanted["z_loss"] * z / self.step_tokens
+        return terms
 
     def dropped(self, entries: Tensor, microbatch: Tensor) -> None:
         """Record how many of this rank's choices were over capacity."""

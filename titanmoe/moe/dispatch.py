@@ -27,10 +27,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm.collectives import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
+from titanmoe.comm.host import ToHost
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.permute import invert, reorder, to_rows, to_tokens, to_weighted_rows
+from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens, to_weighted_rows
+from titanmoe.ops.kernels import fused
 from titanmoe.ops.region import named
 
 
@@ -141,6 +143,8 @@ class AllToAll(_InPieces):
     @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple[list[Part], Route]:
         C, G, e = self.chunks, self.group.size, self.local_experts
+        if C == 1 and not bin:
+            return self.start_whole(x_TD, weights_TK, chosen_TK)
         bin = -(-bin // C)
         chosen_TK, order, count_CE = split_into_chunks(chosen_TK, self.num_experts, C, bin)
         if bin:
@@ -166,9 +170,28 @@ class AllToAll(_InPieces):
         for c, (x, weights) in enumerate(in_flight):
             count_Ge, regroup = count_GCe[:, c], None
             if G > 1 and e > 1:
-                regroup = by_expert(count_Ge, G * e * bin if bin else sum(receive[c]))
+                regroup = by_expert(count_Ge, G * e * bin if bin else sum(receive[c]), self.kernels)
             parts.append(Part(x, weights, count_Ge.sum(0), Splits(regroup, send[c], receive[c])))
         return parts, home
+
+    def start_whole(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> tuple[list[Part], Route]:
+        """In one chunk without padded bins. Before the host knows how many rows there are, a buffer for as many as
+        there can be is filled; then it is cut. So the device has work while the host waits.
+        """
+        G, e = self.group.size, self.local_experts
+        entry_H, slot, count_E = place(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        send_Ge = count_E.view(self.ep, 1, e).expand(-1, self.etp, -1).reshape(G, e)
+        count_Ge = all_to_all(send_Ge, self.group)
+        sizes = ToHost(torch.stack((send_Ge, count_Ge)).sum(2) if G > 1 else send_Ge.sum(1).expand(2, 1))
+        x_RD, weights_R1, home = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
+        send, receive = sizes.read()  # the layer's only host sync
+        if (rows := sum(send)) < len(x_RD):  # choices of no expert came last
+            x_RD, weights_R1 = x_RD[:rows], weights_R1[:rows]
+            home = home._replace(source_R=home.source_R[:rows], slot_TJ=home.slot_TJ.clamp(max=rows))
+        x, weights = (start(sent, self.group, send, receive) for sent in (x_RD, weights_R1))
+        regroup = by_expert(count_Ge, sum(receive), self.kernels) if G > 1 and e > 1 else None
+        count_e = count_Ge.sum(0) if G > 1 else count_E
+        return [Part(x, weights, count_e, Splits(regroup, send, receive))], home
 
     def parts(self, sent: tuple[list[Part], Route]) -> tuple[list[Part], Route]:
         return sent
@@ -177,7 +200,7 @@ class AllToAll(_InPieces):
     def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Splits]:
         x_RD, weights_R1 = arrive(part.x_RD), arrive(part.weights_R1)
         if part.splits.regroup is not None:
-            x_RD, weights_R1 = (reorder(rows, *part.splits.regroup, self.kernels) for rows in (x_RD, weights_R1))
+            x_RD, weights_R1 = reorder_weighted(x_RD, weights_R1, *part.splits.regroup, self.kernels)
         return x_RD, weights_R1, part.count_e, part.splits
 
     @named("combine")
@@ -378,8 +401,27 @@ def copy_rows(
 
 
 @named("permute")
-def by_expert(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+def place(
+    chosen_TK: Tensor, num_experts: int, ep: int, etp: int, kernels: str = "auto"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`lay_out` in a buffer for all T * K * etp rows that there can be, the unused ones last; and each expert's
+    count.
+    """
+    if fused(kernels, chosen_TK):
+        from titanmoe.ops.kernels import layout
+
+        return layout.place(chosen_TK, num_experts, ep, etp)
+    order, count_E = sort_by_expert(chosen_TK, num_experts)
+    return *lay_out(chosen_TK, order, count_E, ep, etp, 0, chosen_TK.numel() * etp), count_E
+
+
+@named("permute")
+def by_expert(count_Ge: Tensor, rows: int, kernels: str = "auto") -> tuple[Tensor, Tensor]:
     """The order (and its inverse) that turns rows sorted by (sender, expert) into rows sorted by (expert, sender)."""
+    if fused(kernels, count_Ge):
+        from titanmoe.ops.kernels import layout
+
+        return layout.regroup(count_Ge, rows)
     start_Ge = (count_Ge.flatten().cumsum(0) - count_Ge.flatten()).view_as(count_Ge)
     length = count_Ge.t().flatten()
     shift = start_Ge.t().flatten() - (length.cumsum(0) - length)

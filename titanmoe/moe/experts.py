@@ -6,7 +6,8 @@ Shapes: R routed rows sorted by local expert, e local experts, D model, F this r
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,55 +18,96 @@ from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatch import Dispatcher
-from titanmoe.moe.fp8 import scaled_product, scaled_products
+from titanmoe.moe.fp8 import Quantised, plain_scaled_rows, quantise, quantised, scaled_rows
 from titanmoe.moe.permute import to_rows, to_tokens
 from titanmoe.ops import device, rowwise
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.region import region
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
-Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+Product = Callable[[Tensor, Tensor, Any], Tensor]
 
 
-def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
+class Groups:
+    """How many rows each expert has, in the forms that products take: each is made once for all products of a layer,
+    those of backward too.
+    """
+
+    def __init__(self, count_e: Tensor):
+        self.count_e = count_e
+
+    @cached_property
+    def ends_e(self) -> Tensor:
+        return self.count_e.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return self.count_e.tolist()  # on GPUs the host waits for it
+
+
+def groups_of(count: Tensor | Groups) -> Groups:
+    return count if isinstance(count, Groups) else Groups(count)
+
+
+def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """Rows of expert i times its matrix, one product per expert. Empty groups give exact zero gradients.
 
     Rows after the last expert's, which only a static buffer has, are zero here and arbitrary in `grouped_product`.
     """
-    sizes = count_e.tolist()
+    sizes = groups_of(count).sizes
     *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
     products = [x @ w.t() for x, w in zip(groups, w_eFD.unbind(), strict=True)]
     return torch.cat([*products, unused.new_zeros(unused.shape[0], w_eFD.shape[1])])
 
 
-def grouped_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
+def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """The same in one call to torch's grouped matrix product."""
-    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=count_e.cumsum(0).to(torch.int32))
+    # Traced code has no Groups.
+    ends_e = count.ends_e if isinstance(count, Groups) else count.cumsum(0, dtype=torch.int32)
+    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=ends_e)
 
 
-def even_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor) -> Tensor:
+def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
     """The same if all experts have equally many rows: their number is in the shape, so any dtype can be traced."""
     return torch.bmm(x_RD.unflatten(0, (w_eFD.shape[0], -1)), w_eFD.transpose(1, 2)).flatten(0, 1)
 
 
-def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count_e: Tensor) -> Tensor:
+def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
     """The gradient of the weights, (e, D, F): the sum of outer products over each expert's rows."""
-    sizes = count_e.tolist()
+    sizes = groups_of(count).sizes
     pieces = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
     return torch.stack([g.t() @ h for g, h in pieces])
 
 
-def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count_e: Tensor) -> Tensor:
-    return torch._grouped_mm(grad_RD.t(), h_RF, offs=count_e.cumsum(0).to(torch.int32))
+def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
+    groups = groups_of(count)
+    grad_eDF = torch._grouped_mm(grad_RD.t(), h_RF, offs=groups.ends_e)
+    if forgets_empty_groups(grad_RD):
+        grad_eDF.masked_fill_((groups.count_e == 0).view(-1, 1, 1), 0)
+    return grad_eDF
+
+
+# Which way on which device and version of torch: decided by the next two, and nowhere else.
 
 
 def can_group(x: Tensor, *widths: int) -> bool:
-    """torch's grouped product needs rows of whole 16-byte units, no float64; on GPUs bfloat16, Hopper or later."""
+    """Whether torch's grouped product pays. It needs rows of whole 16-byte units, and no float64.
+
+    On GPUs it is one kernel in bfloat16 on Hopper and later. In float32, and on older GPUs, torch (2.11 to 2.13) copies
+    the counts to the host in each product and loops over experts: our loop does the same, with one copy per layer.
+    """
     if x.dtype == torch.float64 or any(width * x.element_size() % 16 for width in widths):
         return False
     if device.kind(x) == "cuda":
         return x.dtype == torch.bfloat16 and device.capability(x.device) >= (9, 0)
     return True
+
+
+def forgets_empty_groups(x: Tensor) -> bool:
+    """Whether the grouped product may leave the weight gradient of an expert without rows unwritten: on Blackwell, by
+    github.com/pytorch/pytorch/issues/172439. It is still open, so no version is taken to be free of it.
+    """
+    return device.kind(x) == "cuda" and device.capability(x.device) >= (10, 0)
 
 
 def rows_of(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
@@ -115,48 +157,90 @@ def plain_down(
     up_RF: Tensor,
     weight_R1: Tensor,
     w2_eDF: Tensor,
-    count_e: Tensor,
+    count: Tensor | Groups,
     grouped: bool,
     clamped: bool,
     even: bool = False,
 ) -> Tensor:
     product = product_of(grouped, "compute", even)
-    return product(weighted(gate_RF, up_RF, weight_R1, clamped), w2_eDF, count_e)
+    return product(weighted(gate_RF, up_RF, weight_R1, clamped), w2_eDF, count)
 
 
-def product_of(grouped: bool, dtype: str, even: bool = False) -> Product:
-    """By `[moe] expert_dtype`; the one in 8 bits has no gradients."""
+def scaled_product(
+    x: Tensor | Quantised, w_eFD: Tensor, count: Tensor | Groups, kernels: str = "auto", emulated: bool = False
+) -> Tensor:
+    """The product in 8 bits, or by its formula; without gradients. The rows may be rounded already."""
+    rows, weights, groups = quantised(x, kernels), quantise(w_eFD, kernels), groups_of(count)
+    return plain_scaled_rows(rows, weights, groups.sizes) if emulated else scaled_rows(rows, weights, groups.ends_e)
+
+
+def product_of(grouped: bool, dtype: str, even: bool = False, kernels: str = "auto") -> Product:
+    """By `[moe] expert_dtype`; those in 8 bits have no gradients."""
     if dtype != "compute":
-        return partial(scaled_product, emulated=dtype == "fp8_emulated")
+        return partial(scaled_product, kernels=kernels, emulated=dtype == "fp8_emulated")
     if even:
         return even_product
     return grouped_product if grouped else grouped_loop
+
+
+class _Products(torch.autograd.Function):
+    """Products of the same rows with several weights; in 8 bits, the rows are rounded once."""
+
+    @staticmethod
+    def forward(ctx, x_RD, groups, grouped, kernels, dtype, *weights):
+        ctx.save_for_backward(x_RD, *weights)
+        ctx.groups, ctx.grouped, ctx.kernels, ctx.dtype = groups, grouped, kernels, dtype
+        product = product_of(grouped, dtype, kernels=kernels)
+        rows = x_RD if dtype == "compute" else quantise(x_RD, kernels)
+        return tuple(product(rows, w, groups) for w in weights)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x_RD, *weights = ctx.saved_tensors
+        grad_x, grad_weights = None, [None] * len(weights)
+        grads = [grad.contiguous() for grad in grads]
+        if gradient_wanted(ctx, 0):
+            product = product_of(ctx.grouped, ctx.dtype, kernels=ctx.kernels)
+            grad_x, *others = (product(g, w.transpose(1, 2), ctx.groups) for g, w in zip(grads, weights, strict=True))
+            for other in others:
+                grad_x += other
+        if gradient_wanted(ctx, 1):  # its index among the inputs that are tensors
+            gradient = grouped_gradient if ctx.grouped else loop_gradient
+            grad_weights = [gradient(g, x_RD, ctx.groups) for g in grads]
+        return grad_x, None, None, None, None, *grad_weights
+
+
+def products(
+    x_RD: Tensor, count: Tensor | Groups, grouped: bool, kernels: str, dtype: str, *weights: Tensor
+) -> tuple[Tensor, ...]:
+    """Rows of expert i times each of its matrices."""
+    return _Products.apply(with_own_node(x_RD), groups_of(count), grouped, kernels, dtype, *map(with_own_node, weights))
 
 
 class _Down(torch.autograd.Function):
     """plain_down that saves only its inputs: 2F numbers per row instead of 5F. Backward recomputes the activation."""
 
     @staticmethod
-    def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped, kernels, dtype):
-        ctx.save_for_backward(gate_RF, up_RF, weight_R1, w2_eDF, count_e)
-        ctx.grouped, ctx.clamped, ctx.kernels, ctx.dtype = grouped, clamped, kernels, dtype
+    def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, dtype):
+        ctx.save_for_backward(gate_RF, up_RF, weight_R1, w2_eDF)
+        ctx.groups, ctx.grouped, ctx.clamped, ctx.kernels, ctx.dtype = groups, grouped, clamped, kernels, dtype
         make, _ = activation(gate_RF, clamped, kernels)
-        return product_of(grouped, dtype)(make(gate_RF, up_RF, weight_R1), w2_eDF, count_e)
+        return product_of(grouped, dtype, kernels=kernels)(make(gate_RF, up_RF, weight_R1), w2_eDF, groups)
 
     @staticmethod
     def backward(ctx, grad_RD):
-        gate_RF, up_RF, weight_R1, w2_eDF, count_e = ctx.saved_tensors
+        gate_RF, up_RF, weight_R1, w2_eDF = ctx.saved_tensors
         inputs, weights = gradient_wanted(ctx, 0), gradient_wanted(ctx, 3)
         grad_RD = grad_RD.contiguous()
-        product = product_of(ctx.grouped, ctx.dtype)
+        product = product_of(ctx.grouped, ctx.dtype, kernels=ctx.kernels)
         gradient = grouped_gradient if ctx.grouped else loop_gradient
         make, differentiate = activation(gate_RF, ctx.clamped, ctx.kernels)
         grads, made = (None, None, None), (gate_RF, up_RF, weight_R1)
         if inputs:
-            h_RF, *grads = differentiate(product(grad_RD, w2_eDF.transpose(1, 2), count_e), *made)
+            h_RF, *grads = differentiate(product(grad_RD, w2_eDF.transpose(1, 2), ctx.groups), *made)
         else:
             h_RF = make(*made)
-        grad_w2 = gradient(grad_RD, h_RF, count_e) if weights else None
+        grad_w2 = gradient(grad_RD, h_RF, ctx.groups) if weights else None
         return *grads, grad_w2, None, None, None, None, None
 
 
@@ -165,7 +249,7 @@ def down(
     up_RF: Tensor,
     weight_R1: Tensor,
     w2_eDF: Tensor,
-    count_e: Tensor,
+    count: Tensor | Groups,
     grouped: bool,
     clamped: bool,
     kernels: str = "auto",
@@ -173,8 +257,9 @@ def down(
     even: bool = False,
 ) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses, and chooses what to save
-        return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, grouped, clamped, even)
-    return _Down.apply(gate_RF, up_RF, weight_R1, with_own_node(w2_eDF), count_e, grouped, clamped, kernels, dtype)
+        return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count, grouped, clamped, even)
+    w2_eDF, groups = with_own_node(w2_eDF), groups_of(count)
+    return _Down.apply(gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, dtype)
 
 
 UNIT = 32
@@ -254,26 +339,27 @@ class Experts(nn.Module):
 
     def products_of_rows(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
-        grouped = self.groups(x_RD)
+        compiling = torch.compiler.is_compiling()
+        # The formula of products in 8 bits is a loop.
+        grouped = self.groups(x_RD) and self.dtype != "fp8_emulated"
         # torch's grouped product can only be traced in bfloat16, the loop not at all.
-        traced = grouped and x_RD.dtype == torch.bfloat16
-        even = self.even_rows and torch.compiler.is_compiling() and not traced
+        even = self.even_rows and compiling and not (grouped and x_RD.dtype == torch.bfloat16)
         how = (grouped, self.clamped, self.kernels, self.dtype, even)
-        if self.dtype == "compute":
-            product = product_of(grouped, self.dtype, even)
-            gate_RF, up_RF = product(x_RD, w1_eFD, count_e), product(x_RD, w3_eFD, count_e)
+        if compiling:
+            product, count = product_of(grouped, self.dtype, even), count_e
+            gate_RF, up_RF = product(x_RD, w1_eFD, count), product(x_RD, w3_eFD, count)
         else:
-            gradient, emulated = grouped_gradient if grouped else loop_gradient, self.dtype == "fp8_emulated"
-            gate_RF, up_RF = scaled_products(x_RD, count_e, emulated, gradient, w1_eFD, w3_eFD)
+            count = Groups(count_e)
+            gate_RF, up_RF = products(x_RD, count, grouped, self.kernels, self.dtype, w1_eFD, w3_eFD)
         if self.w1_bias is None:
-            return down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, *how)
+            return down(gate_RF, up_RF, weight_R1, w2_eDF, count, *how)
         of_Re = rows_of(count_e, x_RD.shape[0], gate_RF.dtype)
         gate_RF = torch.addmm(gate_RF, of_Re, local(self.w1_bias))
         up_RF = torch.addmm(up_RF, of_Re, local(self.w3_bias))
         if self.unused_rows:  # 0 * NaN is NaN: mask, do not multiply
             used_R1 = torch.arange(x_RD.shape[0], device=x_RD.device).unsqueeze(1) < count_e.sum()
             gate_RF, up_RF = gate_RF.where(used_R1, 0), up_RF.where(used_R1, 0)
-        y_RD = down(gate_RF, up_RF, weight_R1, w2_eDF, count_e, *how)
+        y_RD = down(gate_RF, up_RF, weight_R1, w2_eDF, count, *how)
         # The etp ranks of an expert return summands: each adds the bias to its own columns only.
         bias_ed = local(self.w2_bias)
         before = self.etp_rank * bias_ed.shape[1]

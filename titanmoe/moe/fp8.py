@@ -16,77 +16,62 @@ Shapes: R routed rows sorted by local expert, e local experts, D and F the width
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from titanmoe.ops import device
-from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+from titanmoe.ops.kernels import fused
 
 LARGEST = 448.0
 """The largest number of e4m3."""
 
 
-def quantise(x: Tensor) -> tuple[Tensor, Tensor]:
+class Quantised(NamedTuple):
+    q: Tensor
+    scale: Tensor
+    """(...,), float32."""
+    dtype: torch.dtype
+    """Of what was rounded."""
+
+
+def quantise(x: Tensor, kernels: str = "auto") -> Quantised:
     """e4m3 numbers and a scale per row; their product is about x. A row of zeros stays a row of zeros."""
+    if fused(kernels, x):
+        from titanmoe.ops.kernels.quantise import quantise as by_kernel
+
+        return Quantised(*by_kernel(x), x.dtype)
+    return plain_quantise(x)
+
+
+def plain_quantise(x: Tensor) -> Quantised:
     wide = x.to(torch.float32)
     scale = wide.abs().amax(-1) / LARGEST
     scale = scale.where(scale > 0, 1.0)
     # The division may round to more than the largest number, which becomes NaN in e4m3.
     q = (wide / scale.unsqueeze(-1)).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
-    return q.contiguous(), scale.contiguous()  # the hardware's product needs it, also for a transposed weight
+    # The hardware's product needs contiguous ones, also for a transposed weight.
+    return Quantised(q.contiguous(), scale.contiguous(), x.dtype)
 
 
-def scaled_rows(x: tuple[Tensor, Tensor], w_eFD: Tensor, count_e: Tensor, dtype: torch.dtype) -> Tensor:
+def quantised(x: Tensor | Quantised, kernels: str = "auto") -> Quantised:
+    return quantise(x, kernels) if isinstance(x, Tensor) else x
+
+
+def scaled_rows(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:
     """The quantised rows of expert i times its transposed matrix."""
-    (q_RD, scale_R), (q_eFD, scale_eF) = x, quantise(w_eFD)
-    ends = count_e.cumsum(0).to(torch.int32)
     return torch._scaled_grouped_mm(
-        q_RD, q_eFD.transpose(1, 2), scale_R, scale_eF, offs=ends, out_dtype=dtype, use_fast_accum=True
+        x.q, w.q.transpose(1, 2), x.scale, w.scale, offs=ends_e, out_dtype=x.dtype, use_fast_accum=True
     )
 
 
-def plain_scaled_rows(x: tuple[Tensor, Tensor], w_eFD: Tensor, count_e: Tensor, dtype: torch.dtype) -> Tensor:
+def plain_scaled_rows(x: Quantised, w: Quantised, sizes: list[int]) -> Tensor:
     """The same by the formula."""
-    (q_RD, scale_R), (q_eFD, scale_eF) = x, quantise(w_eFD)
-    rows = (q_RD.to(torch.float32) * scale_R.unsqueeze(1)).split(count_e.tolist())
-    weights = q_eFD.to(torch.float32) * scale_eF.unsqueeze(2)
-    return torch.cat([x @ w.t() for x, w in zip(rows, weights.unbind(), strict=True)]).to(dtype)
-
-
-def scaled_product(x_RD: Tensor, w_eFD: Tensor, count_e: Tensor, emulated: bool) -> Tensor:
-    """One product, without gradients."""
-    product = plain_scaled_rows if emulated else scaled_rows
-    return product(quantise(x_RD), w_eFD, count_e, x_RD.dtype)
-
-
-class _ScaledProducts(torch.autograd.Function):
-    """Products of the same rows with several weights; the rows are quantised once."""
-
-    @staticmethod
-    def forward(ctx, x_RD, count_e, emulated, gradient, *weights):
-        ctx.save_for_backward(x_RD, count_e, *weights)
-        ctx.emulated, ctx.gradient = emulated, gradient
-        product, rows = plain_scaled_rows if emulated else scaled_rows, quantise(x_RD)
-        return tuple(product(rows, w, count_e, x_RD.dtype) for w in weights)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        x_RD, count_e, *weights = ctx.saved_tensors
-        grad_x, grad_weights = None, [None] * len(weights)
-        grads = [grad.contiguous() for grad in grads]
-        if gradient_wanted(ctx, 0):
-            parts = [
-                scaled_product(g, w.transpose(1, 2), count_e, ctx.emulated) for g, w in zip(grads, weights, strict=True)
-            ]
-            grad_x = sum(parts[1:], parts[0])
-        if gradient_wanted(ctx, 2):  # its index among the inputs that are tensors
-            grad_weights = [ctx.gradient(g, x_RD, count_e) for g in grads]
-        return grad_x, None, None, None, *grad_weights
-
-
-def scaled_products(x_RD: Tensor, count_e: Tensor, emulated: bool, gradient, *weights: Tensor) -> tuple[Tensor, ...]:
-    """Rows of expert i times each of its matrices. `gradient` computes that of the weights, not in 8 bits."""
-    return _ScaledProducts.apply(with_own_node(x_RD), count_e, emulated, gradient, *map(with_own_node, weights))
+    rows = (x.q.to(torch.float32) * x.scale.unsqueeze(1)).split(sizes)
+    weights = w.q.to(torch.float32) * w.scale.unsqueeze(2)
+    products = [row @ weight.t() for row, weight in zip(rows, weights.unbind(), strict=True)]
+    return torch.cat(products).to(x.dtype)
 
 
 def missing(on_gpu: bool) -> str:

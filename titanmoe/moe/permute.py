@@ -121,6 +121,15 @@ def reorder(x_RD: Tensor, order_R: Tensor, inverse_R: Tensor, kernels: str = "au
     return _Reorder.apply(x_RD, order_R, inverse_R, kernels)
 
 
+def reorder_weighted(
+    x_RD: Tensor, weights_R1: Tensor, order_R: Tensor, inverse_R: Tensor, kernels: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Rows and their weights alike."""
+    if fused(kernels, x_RD):
+        return _ToWeightedRows.apply(x_RD, weights_R1, order_R, inverse_R.unsqueeze(1))
+    return reorder(x_RD, order_R, inverse_R, kernels), reorder(weights_R1, order_R, inverse_R, kernels)
+
+
 def invert(order_R: Tensor) -> Tensor:
     inverse = torch.empty_like(order_R)
     inverse[order_R] = torch.arange(order_R.numel(), device=order_R.device)

@@ -26,7 +26,7 @@ from titanmoe.comm.collectives import Group, InFlight, all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.dispatch import AllToAll, Part, Route, Splits, copy_rows, lay_out, sort_by_expert
+from titanmoe.moe.dispatch import AllToAll, Part, Route, Splits, copy_rows, place
 from titanmoe.ops.region import named
 
 if TYPE_CHECKING:
@@ -199,9 +199,8 @@ class Symmetric(AllToAll):
         memory = self.memory
         if memory is None:
             return super().start(x_TD, weights_TK, chosen_TK, bin)
-        order, count_E = sort_by_expert(chosen_TK, self.num_experts)
         rows = chosen_TK.numel() * self.etp
-        entry_H, slot = lay_out(chosen_TK, order, count_E, self.ep, self.etp, 0, rows)
+        entry_H, slot, count_E = place(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
         if self.group.size == 1:
             x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
             return [_arrived(x_HD, weights_H1, count_E, Splits(None, None, None))], home

@@ -19,7 +19,7 @@ from torch import Tensor
 from titanmoe.config.schema import Compile as Options
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.experts import Experts
+from titanmoe.moe.experts import Experts, forgets_empty_groups
 from titanmoe.moe.layer import MoE
 
 
@@ -34,7 +34,8 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
     compiled = torch.compile(products, backend=backend, fullgraph=True)
 
     def run(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        if not experts.groups(x_RD):  # the loop over experts reads each one's number of rows on the host
+        # The loop over experts reads each one's number of rows on the host; and what a graph computes is not mended.
+        if not experts.groups(x_RD) or (forgets_empty_groups(x_RD) and not static):
             return plain(x_RD, weight_R1, count_e)
         if static:
             return compiled(x_RD, weight_R1, count_e)

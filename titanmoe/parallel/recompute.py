@@ -2,8 +2,8 @@
 
 full        whole blocks, in two halves
 moe         the MoE half of a block: router, dispatch and experts, which have most of the activations
-selective   what is cheap for its size: the norms' wide intermediates, the activation up to the input of each down
-            projection, and the queries, keys and values of all heads that latent attention computes from its latents.
+selective   what is cheap for its size: the activation up to the input of each down projection, and the queries, keys
+            and values of all heads that latent attention computes from its latents. Norms only keep their input.
             Recomputation stops before the down projection and does not include attention itself, so no collective runs
             twice, and the only matrix products that do are those of the latents.
 
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from titanmoe.config.schema import ActivationCheckpoint
 from titanmoe.models.latent_attention import LatentAttention
-from titanmoe.models.layers import FeedForward, RMSNorm
+from titanmoe.models.layers import FeedForward
 from titanmoe.models.transformer import Block, Transformer
 
 
@@ -94,9 +94,7 @@ def _from_latents(
 
 def _selective(block: Block) -> None:
     for module in block.modules():
-        if type(module) is RMSNorm:  # SplitRMSNorm would communicate again
-            _checkpointed(module, "forward")
-        elif isinstance(module, FeedForward):
+        if isinstance(module, FeedForward):
             _checkpointed(module, "down")
         elif isinstance(module, LatentAttention):
             module.core = partial(_from_latents, module)

@@ -20,7 +20,7 @@ import torch
 from torch.fx import traceback
 
 from titanmoe.ops.region import measured_by
-from titanmoe.rehearse.record import BLOCK_METHODS, COMM, HERE, OURS, TORCH
+from titanmoe.rehearse.record import BLOCK_METHODS, COMM, HERE, LAUNCH, OURS, TORCH
 
 TRACEBACK_KEY = "traceback_"
 """The key of a node's metadata that holds what `traceback.format_stack` returned when the node was made."""
@@ -47,7 +47,7 @@ def _kind(code: CodeType) -> str:
     """What a frame running that code means."""
     file, name = code.co_filename, code.co_name
     if file.startswith(OURS):
-        if file.startswith((HERE, COMM)):
+        if file.startswith((HERE, COMM)) or file == LAUNCH:
             return ""
         if name == "train_step":
             return "step"

@@ -29,6 +29,8 @@ from titanmoe.moe.symmetric import Memory
 OURS = os.path.dirname(titanmoe.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 COMM = os.path.join(OURS, "comm") + os.sep
+LAUNCH = os.path.join(OURS, "ops", "kernels", "launch.py")
+"""Where every kernel is called."""
 TORCH = os.path.dirname(torch.__file__) + os.sep
 REQUESTED_BY = "_requested_by"
 BLOCK_METHODS = ("attend", "feed", "forward", "whole")

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.models.layers import promote
+from titanmoe.moe import dispatch
 from titanmoe.parallel import attend, flex
 
 _aten = torch.ops.aten
@@ -29,7 +30,8 @@ def _attention_and_lse(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, cau
     narrow = q.dtype in (torch.bfloat16, torch.float16)
     if mask is None and narrow and q.shape[-1] == v.shape[-1] <= 256:
         return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if q.shape[1] != k.shape[1]:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     if mask is not None:
         mask = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, -torch.inf)
         mask = mask.expand(q.shape[0], q.shape[1], -1, -1)
@@ -94,3 +96,26 @@ def grouped_product(
     if w.dim() == 3:
         return x.new_empty(x.shape[0], w.shape[2])
     return x.new_empty(offs.shape[0], x.shape[0], w.shape[1])
+
+
+# Triton's kernels that decide shapes, by their formulas: where whole numbers go on being known.
+
+
+def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
+    from titanmoe.ops.kernels import layout
+
+    blocks = layout.blocks(len(chosen_N), experts)
+    block_N = torch.arange(len(chosen_N)) // layout.tile(experts)["ROWS"]
+    count = torch.bincount(chosen_N * blocks + block_N, minlength=(experts + 1) * blocks)
+    return count.view(experts + 1, blocks)[:experts].to(torch.int32)
+
+
+def place_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
+    return dispatch.place(chosen_N.unsqueeze(1), experts, ep, etp, "torch")
+
+
+def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    return dispatch.by_expert(count_Ge, rows, "torch")
+
+
+FORMULAS = {f"titanmoe::{formula.__name__}": formula for formula in (count_choices, place_choices, regroup)}

@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from titanmoe.rehearse.stand_ins import FORMULAS
+
 MOST = 1 << 24
 """Elements of a tracked tensor: routing has fewer, indices into weights more."""
 _NAME = "_rehearsed"
@@ -66,8 +68,9 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
                 _cell(x)[0] = False
         return
     before = {x.untyped_storage().data_ptr(): _cell(fake) for x, fake in zip(values, inputs, strict=True)}
+    again = FORMULAS.get(func._schema.name, func)
     with no_dispatch():
-        found = func(*tree_map_only(Tensor, known, args), **tree_map_only(Tensor, known, kwargs))
+        found = again(*tree_map_only(Tensor, known, args), **tree_map_only(Tensor, known, kwargs))
     for fake, value in zip(results, [x for x in tree_leaves(found) if isinstance(x, Tensor)], strict=True):
         if getattr(fake, _NAME, None) is None:
             cell = before.get(value.untyped_storage().data_ptr(), [True]) if value.numel() else [True]

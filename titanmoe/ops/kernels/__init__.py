@@ -1,8 +1,12 @@
 """Triton kernels, each with its plain reference elsewhere. Nothing here is imported without Triton.
 
+layout   where each routed row goes          titanmoe.moe.dispatch
 rows     tokens to routed rows and back      titanmoe.moe.permute
+rotate   rotary positions                    titanmoe.models.layers
 swiglu   the experts' activation             titanmoe.moe.experts.weighted
+balance  how evenly scores are spread        titanmoe.moe.balance.spread
 route    scores, choice, weights, counts     titanmoe.moe.router
+quantise rows to 8 bits                      titanmoe.moe.fp8
 loss     slices of the logits                titanmoe.models.vocabulary
 """
 

@@ -82,8 +82,15 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q_BSHh, k_BSGh, cos_bS1h, sin_bS1h):
         ctx.save_for_backward(cos_bS1h, sin_bS1h)
-        return turn(q_BSHh, k_BSGh, cos_bS1h, sin_bS1h, 1)
+        q, k = turn(q_BSHh, k_BSGh, cos_bS1h, sin_bS1h, 1)
+        if not k.numel():  # then no zeros are made for its gradient
+            ctx.mark_non_differentiable(k)
+            ctx.set_materialize_grads(False)
+        return q, k
 
     @staticmethod
     def backward(ctx, grad_q_BSHh, grad_k_BSGh):
-        return *turn(grad_q_BSHh, grad_k_BSGh, *ctx.saved_tensors, -1), None, None
+        if grad_k_BSGh is not None:
+            return *turn(grad_q_BSHh, grad_k_BSGh, *ctx.saved_tensors, -1), None, None
+        B, S, _, h = grad_q_BSHh.shape
+        return turn(grad_q_BSHh, grad_q_BSHh.new_empty(B, S, 0, h), *ctx.saved_tensors, -1)[0], None, None, None

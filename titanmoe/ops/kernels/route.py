@@ -171,14 +171,14 @@ def _tile(experts: int) -> dict[str, int]:
     return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
 
 
-@kernel("titanmoe::route")
+@kernel("titanmoe::route", mutates_args=("count_BE",))
 def route(
     logits_TE: Tensor,
     bias_E: Tensor,
     index_T: Tensor,
     sample_T: Tensor,
     valid_T: Tensor,
-    samples: int,
+    count_BE: Tensor,
     top_k: int,
     groups: int,
     top_groups: int,
@@ -186,13 +186,12 @@ def route(
     norm: bool,
     scale: float,
     forced: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Scores (T, E), weights (T, K), chosen (T, K) with E where there is no token, and counts (B, E)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores (T, E), weights (T, K), chosen (T, K) with E where there is no token; counts (B, E) are added to."""
     inputs = [x.contiguous() for x in (logits_TE, bias_E, index_T, sample_T, valid_T)]
     T, E = logits_TE.shape
     scores_TE = torch.empty_like(inputs[0])
     weights_TK, chosen_TK = scores_TE.new_empty(T, top_k), index_T.new_empty(T, top_k, dtype=torch.int64)
-    count_BE = torch.zeros(samples, E, dtype=torch.int64, device=logits_TE.device)
     shape = _tile(E)
     if T:
         _forward[(triton.cdiv(T, shape["ROWS"]),)](
@@ -200,15 +199,14 @@ def route(
             SCALE=scale, K=top_k, KP=triton.next_power_of_2(top_k), G=groups, GP=triton.next_power_of_2(groups),
             TOP=top_groups, MODE=mode, NORM=norm, FORCED=forced, num_warps=1,
         )  # fmt: skip
-    return scores_TE, weights_TK, chosen_TK, count_BE
+    return scores_TE, weights_TK, chosen_TK
 
 
 @route.register_fake
-def _(logits_TE, bias_E, index_T, sample_T, valid_T, samples, top_k, *_):
+def _(logits_TE, bias_E, index_T, sample_T, valid_T, count_BE, top_k, *_):
     scores_TE = logits_TE.new_empty(logits_TE.shape)
     chosen_TK = logits_TE.new_empty(logits_TE.shape[0], top_k, dtype=torch.int64)
-    count_BE = logits_TE.new_empty(samples, logits_TE.shape[1], dtype=torch.int64)
-    return scores_TE, logits_TE.new_empty(logits_TE.shape[0], top_k), chosen_TK, count_BE
+    return scores_TE, logits_TE.new_empty(logits_TE.shape[0], top_k), chosen_TK
 
 
 @kernel("titanmoe::route_backward")
@@ -247,8 +245,10 @@ class Routing(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits_TE, bias_E, index_T, sample_T, valid_T, samples, top_k, groups, top_groups, *rest):
         mode, norm, scale, forced = rest
-        shape = (samples, top_k, groups, top_groups, mode, norm, scale, forced)
-        scores_TE, weights_TK, chosen_TK, count_BE = route(logits_TE, bias_E, index_T, sample_T, valid_T, *shape)
+        count_BE = torch.zeros(samples, logits_TE.shape[1], dtype=torch.int64, device=logits_TE.device)
+        shape = (top_k, groups, top_groups, mode, norm, scale, forced)
+        tokens = (index_T, sample_T, valid_T)
+        scores_TE, weights_TK, chosen_TK = route(logits_TE, bias_E, *tokens, count_BE, *shape)
         ctx.save_for_backward(logits_TE, scores_TE, chosen_TK)
         ctx.how = (mode, norm, scale)
         ctx.mark_non_differentiable(chosen_TK, count_BE)

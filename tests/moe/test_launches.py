@@ -1,0 +1,56 @@
+"""How many kernels a MoE layer launches on a GPU, from its norm to the residual sum: counted in a rehearsal.
+
+A launch is an operation that is not a view, a Triton kernel, or a message.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.rehearse.small import config_of
+from titanmoe.ops.kernels import installed
+from titanmoe.rehearse.place import GATHER, REDUCE
+from titanmoe.rehearse.world import Rehearsal, rehearse
+
+pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
+MOST = {"forward": 60, "backward": 45}
+NARROW = {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "model.num_experts": 16}
+NARROW |= {"model.expert_hidden": 64, "model.dim": 64, "training.global_batch_size": 8}
+DEEPSEEK = {"model.score_function": "sigmoid", "model.num_groups": 4, "model.top_groups": 2, "model.shared_hidden": 64}
+
+
+def launches(found: Rehearsal, layer: str = "layers.1") -> Counter[str]:
+    counted: Counter[str] = Counter()
+    for one, times in found.operations.items():
+        place = one.place
+        if place.layer == layer and place.region not in (GATHER, REDUCE, "attention"):
+            # Norm and residual sum have no region; those of attention are as many.
+            counted[place.part] += times if place.region else times / 2
+    for message in found.log.messages:
+        if message.line.layer == layer and found.groups[message.group].lane == "rows":
+            counted["backward" if message.backward else "forward"] += 1
+    return counted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"parallelism.experts.etp": 2, "parallelism.experts.ep": 4},
+        DEEPSEEK | {"moe.aux_loss_sequence": 0.001},
+        pytest.param({"moe.aux_loss_global": 0.001}, marks=pytest.mark.slow),
+        pytest.param({"parallelism.experts.ep": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["plain", "etp", "deepseek", "global", "ep 1"],
+)
+def test_a_dropless_layer_launches_few_kernels(changes: dict[str, Any]) -> None:
+    config = config_of(NARROW | {"parallelism.experts.ep": 8} | changes, 8, "h100")
+    found = rehearse(config, 8, 0, "h100")
+    counted = launches(found)
+    assert set(counted) == set(MOST)
+    assert all(counted[part] <= MOST[part] for part in MOST), counted
+    # The host asks once per layer, after the rows have been copied.
+    assert [line.file for line in found.log.syncs if line.layer == "layers.1"] == ["moe/dispatch.py"]
