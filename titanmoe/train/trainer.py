@@ -26,7 +26,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
-from titanmoe.moe.dispatch import Dispatcher
+from titanmoe.moe.dispatch import Dispatcher, Loan
 from titanmoe.moe.layer import finish_step
 from titanmoe.moe.symmetric import Memory
 from titanmoe.ops.region import measured_by, named
@@ -246,10 +246,10 @@ class Trainer:
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         return loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
 
-    def run_microbatches(self, slices: list[Slice], totals: Totals, symmetric: Memory | None) -> tuple[Tensor, ...]:
+    def run_microbatches(self, slices: list[Slice], totals: Totals, symmetric: Loan | None) -> tuple[Tensor, ...]:
         """The losses, whether any rank wants to stop, and whether a receive buffer was too small, in one message.
 
-        symmetric: memory to lend to the layers' dispatchers, which are exact without it.
+        symmetric: what to lend to the layers' dispatchers, which are exact without it.
         """
         layers = self.moe_layers.values()
         for moe in layers:
@@ -307,7 +307,7 @@ class Trainer:
         values = {"loss": loss.item(), "grad_norm": norm.item(), "lr": lr, "tokens": totals.tokens.item()}
         if self.config.model.mtp_depth:
             values["mtp_loss"] = mtp_loss.item()
-        if self.symmetric is not None:
+        if isinstance(self.symmetric, Memory):
             values["overflow_reruns"] = self.overflow_reruns
         if layers:
             for name in AUX:
