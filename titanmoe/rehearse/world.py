@@ -297,11 +297,6 @@ def _in_other_thread(trainer: Trainer, modes: list[Any]) -> None:
     trainer.engine.pairs._here = with_modes
 
 
-def _state(trainer: Trainer) -> list[Tensor]:
-    """What the optimizer keeps."""
-    return [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
-
-
 def read(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
     """The resolved config of a recipe, under the laws of that hardware; no run of its name is looked for."""
 
@@ -364,7 +359,8 @@ def rehearse(
         trainer.clock = recorder.places
         trainer.optimizer.moments()  # made now, as any step but the first finds them
         recorder.ledger.own((x for part in trainer.parts for x in (*part.parameters(), *part.buffers())), WEIGHTS)
-        recorder.ledger.own(_state(trainer), MOMENTS)
+        recorder.ledger.own(trainer.optimizer.on_device, MOMENTS)
+        recorder.ledger.leave_out(trainer.optimizer.on_host)
         for _ in range(steps):
             recorder.begin()
             with recorder.on():
@@ -380,7 +376,7 @@ def rehearse(
             name_groups(trainer.meshes.lanes, fold, rank, node),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(p.numel() * p.element_size() for p in pieces),
-            sum(x.numel() * x.element_size() for x in _state(trainer)),
+            sum(x.numel() * x.element_size() for x in trainer.optimizer.on_device),
             left_out,
             recorder.operations,
             recorder.ledger.memory(),
