@@ -126,8 +126,8 @@ def _most(config: Config, ep: int, etp: int) -> Iterator[str]:
             f'moe.dispatcher = "{name}" is made for {", ".join(map(str, facts.sizes))} ranks, and ep * etp = {ep} * '
             f'{etp} is {ranks}: use another ep or etp, or dispatcher = "alltoall"'
         )
-    node = config.parallelism.node
-    if facts.node and node > 0 and ranks > 1 and (node != facts.node if ranks > facts.node else node % ranks):
+    node = config.parallelism.node  # 1 also where no launcher says
+    if facts.node and node > 1 and ranks > 1 and (node != facts.node if ranks > facts.node else node % ranks):
         yield (
             f'moe.dispatcher = "{name}" needs its group within a node, or nodes of {facts.node} ranks, and ep * etp = '
             f'{ep} * {etp} ranks are on nodes of {node}: use another ep or etp, or dispatcher = "alltoall"'

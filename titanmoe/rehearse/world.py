@@ -23,7 +23,6 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from titanmoe.comm import fsdp_cpu
 from titanmoe.config import load
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config, Profile
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import View, group_of
@@ -309,20 +308,11 @@ def read(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
             profile=Profile(),
         )
 
-    def check(config: Config) -> list[str]:
-        name, experts = config.moe.dispatcher, config.parallelism.experts
-        if DISPATCHERS[name].asks_machine and experts.ep * experts.etp > 1:
-            return [
-                f'moe.dispatcher = "{name}" cannot be rehearsed: no fake group has what it needs of a machine; use '
-                'dispatcher = "alltoall", which sends as many rows or more'
-            ]
-        return refusals(alone(config), world)
-
     with as_on(HARDWARE[hardware]):
         return load(
             argv,
             preset,
-            check,
+            lambda config: refusals(alone(config), world),
             lambda config: resolve(alone(config), world, lambda _: {}),
         )
 
