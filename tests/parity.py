@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests import reference, suspects, symmetric, world  # noqa: F401 (the emulated operations)
+from tests import deep_ep, reference, suspects, symmetric, world  # noqa: F401 (what is emulated)
 from tests.errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch

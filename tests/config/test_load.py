@@ -169,10 +169,15 @@ def test_problems_of_every_source_come_together(recipe):
         (
             '[moe]\ndispatcher = "all2all"\n',
             2,
-            'moe.dispatcher = "all2all" is not one of alltoall, allgather, hierarchical, symm_mem: did you mean allto',
+            'moe.dispatcher = "all2all" is not one of alltoall, allgather, hierarchical, symm_mem, deepep: did you '
+            "mean allto",
         ),
         ("[model]\nqk_norm = true\n", 2, "model.qk_norm = true is not one of none, head, full"),
-        ("[moe]\ndispatcher = 2\n", 2, "moe.dispatcher = 2 is not one of alltoall, allgather, hierarchical, symm_mem"),
+        (
+            "[moe]\ndispatcher = 2\n",
+            2,
+            "moe.dispatcher = 2 is not one of alltoall, allgather, hierarchical, symm_mem, deepep",
+        ),
         ('[training]\ndtype = "float16"\n', 2, 'training.dtype = "float16" is not one of float32, bfloat16, float64'),
         ('a = """\n[training]\nsteps = 3"""\n[training]\nsteps = 0\n', 5, "training.steps = 0 is out of range"),
         ("[optimizer]\nlr = nan\n", 2, "optimizer.lr = nan is not a finite number: it must be in [0, 100]"),
@@ -210,7 +215,8 @@ def test_problem_in_a_recipe(recipe, text, line, says):
         (["--compile.enable", "yes"], "compile.enable = yes is not true or false"),
         (
             ["--moe.dispatcher", "gather"],
-            "moe.dispatcher = gather is not one of alltoall, allgather, hierarchical, symm_mem: did you mean allg",
+            "moe.dispatcher = gather is not one of alltoall, allgather, hierarchical, symm_mem, deepep: did you mean "
+            "allg",
         ),
         (["--data.paths=[1]"], "data.paths = [1] is not a list of strings"),
         (["--data.paths=[a"], "data.paths = [a is not a list of strings"),
@@ -339,7 +345,7 @@ ANY = {
     "training.seed": st.integers(-(2**60), 2**60),
     "optimizer.lr": st.floats(allow_nan=False),
     "compile.enable": st.booleans(),
-    "moe.dispatcher": st.sampled_from(["alltoall", "allgather", "hierarchical", "symm_mem"]),
+    "moe.dispatcher": st.sampled_from(["alltoall", "allgather", "hierarchical", "symm_mem", "deepep"]),
     "data.paths": st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=4), max_size=3),
     "pipeline.layers_per_stage": st.lists(st.integers(0, 99), max_size=3),
     "data.weights": st.lists(st.floats(allow_nan=False), max_size=3),
@@ -367,7 +373,7 @@ def test_help_shows_every_field_with_its_value_and_where_it_comes_from(recipe, c
     assert "  --training.steps INT = 7   (my.toml:4)\n      Optimizer steps" in page
     assert "  --moe.z_loss FLOAT = 0.5   (command line)\n" in page
     assert "  --model.num_layers INT = 2\n" in page
-    assert "  --moe.dispatcher {alltoall,allgather,hierarchical,symm_mem} = " in page
+    assert "  --moe.dispatcher {alltoall,allgather,hierarchical,symm_mem,deepep} = " in page
     assert "  --compile.enable {true,false} = false\n" in page
     assert all(len(line) <= 120 or line.startswith("  --") for line in page.splitlines())
 

@@ -38,6 +38,7 @@ ASKED = {
     "nodes of 8": ["--moe.dispatcher=hierarchical", "--parallelism.node=8"],
     "a machine of 4": ["--moe.dispatcher=hierarchical"],
     "symm_mem": ["--moe.dispatcher=symm_mem"],
+    "deepep": ["--moe.dispatcher=deepep", "--training.mixed_precision_param=bfloat16"],
     "grouped products": ["--moe.grouped_mm=grouped"],
     "8 bits": ["--moe.expert_dtype=fp8_emulated", "--model.expert_hidden=32"],
     "torch's attention": ["--parallelism.attention_backend=torch"],

@@ -42,6 +42,9 @@ class HostReads(TorchFunctionMode):
 def on_four_ranks(name: str, chunks: int = 1) -> Dispatcher:
     """On four ranks on two nodes, as a step uses it."""
     shape = {"model.dim": D, "model.top_k": K, "training.seq_len": T, "parallelism.experts.ep": RANKS}
+    facts = DISPATCHERS[name]
+    if facts.param:  # what is read from the recipe does not matter to the emulation
+        shape |= {"training.mixed_precision_param": facts.param, "model.dim": facts.dim_of}
     config = parity.read(shape | {"moe.dispatcher": name}, RANKS)
     fold = derive(RANKS, config.parallelism)
     dispatcher = dispatcher_class(name)(E, chunks)
@@ -81,7 +84,7 @@ def test_facts_are_true(name: str) -> None:
     facts = DISPATCHERS[name]
     assert world.run(RANKS, host_syncs, name, 0) == [facts.host_syncs] * RANKS
     assert world.run(RANKS, rows_for_no_expert, name) == [facts.unused_rows] * RANKS
-    if facts.host_syncs:  # else bins are not padded
+    if not facts.no_bins:
         assert world.run(RANKS, host_syncs, name, 8) == [0] * RANKS
     assert world.run(RANKS, messages, name, 3) == [3 if name in in_pieces() else 1] * RANKS
     assert facts.nodes == (dispatcher_class(name).set_nodes is not Dispatcher.set_nodes)

@@ -87,7 +87,7 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
         _set_modes_in_pair_thread(trainer, [recorder])
         with recorder.on():
             trainer.train_step()
-    state = [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
+    state = trainer.optimizer.on_device
     return Real(
         comparable(recorder.log, name_groups(trainer.meshes.lanes, trainer.fold, rank, 8)),
         sum(p.numel() * p.element_size() for p in trainer.optimizer.pieces.values()),

@@ -29,6 +29,20 @@ class Facts:
     """On a rank."""
     most_pieces: int = 0
     """Pieces that a rank sends: one for each expert on each rank of ep x etp."""
+    most_choices: int = 0
+    """Of a token: top_k on each rank of etp."""
+    sizes: tuple[int, ...] = ()
+    """Of ep x etp; (): any, as for the next."""
+    node: int = 0
+    """Ranks of each node, where its group is larger than one; a smaller group has to lie within one."""
+    param: str = ""
+    """The mixed_precision_param that it can send; "": any."""
+    dim_of: int = 1
+    """What model.dim has to be a multiple of."""
+    most_dim: int = 0
+    """Of model.dim."""
+    no_bins: str = ""
+    """Why pad_to_capacity is refused, after "moe.pad_to_capacity = true makes every size static, "; "" if it is not."""
 
 
 DISPATCHERS = {
@@ -58,11 +72,30 @@ DISPATCHERS = {
         whole="leaves those counts on the device",
         unused_rows=True,
         asks_machine=True,
+        no_bins='so that moe.dispatcher = "symm_mem" saves the host nothing: use dispatcher = "alltoall", which then '
+        "does not wait either, or pad_to_capacity = false",
         # A kernel's first block overwrites the offsets that others still read, always if a block has more than
         # one piece. The grid has 64 blocks, 8 with more than 8 ranks (torch 2.11 and newer). A warp for each expert.
         most_ranks=8,
         most_experts=16,
         most_pieces=64,
+    ),
+    "deepep": Facts(
+        "deepep.DeepEP",
+        "deepep (experimental, not run on GPUs) sends a token once to each rank that has experts of it, by the kernels "
+        "of DeepEP: for bfloat16 on GPUs with NVLink in a node and RDMA between nodes, with its package deep_ep.",
+        host_syncs=1,
+        whole="sends a token once for all its experts on a rank",
+        asks_machine=True,
+        no_bins='and moe.dispatcher = "deepep" has none: use dispatcher = "alltoall", or pad_to_capacity = false',
+        # deep_ep/buffer.py and csrc/kernels of DeepEP 1.2: sizes that it has options for, lanes of a warp, a token's
+        # half in a warp's buffer, 32 bytes at a time.
+        sizes=(2, 4, 8, 16, 24, 32, 64, 128, 144, 160),
+        node=8,
+        most_choices=32,
+        param="bfloat16",
+        dim_of=16,
+        most_dim=8176,
     ),
 }
 

@@ -31,7 +31,7 @@ def contradictions(config: Config) -> list[Violation]:
         *(Violation(*law) for law in of_samples(config)),
         *_precision(config.training),
         *_dropping(config.moe),
-        *_dispatcher(config.moe),
+        *_dispatcher(config),
         *_products(config),
         *_profile(config),
         *_checkpoint(config.checkpoint),
@@ -264,7 +264,8 @@ def _dropping(moe: MoE) -> Iterator[Violation]:
         )
 
 
-def _dispatcher(moe: MoE) -> Iterator[Violation]:
+def _dispatcher(config: Config) -> Iterator[Violation]:
+    moe = config.moe
     name, facts = moe.dispatcher, DISPATCHERS[moe.dispatcher]
     if moe.overlap_chunks != 1 and facts.whole:
         yield Violation(
@@ -272,11 +273,30 @@ def _dispatcher(moe: MoE) -> Iterator[Violation]:
             f"moe.overlap_chunks = {moe.overlap_chunks} splits an all-to-all by its row counts, but moe.dispatcher "
             f'= "{name}" {facts.whole}: use dispatcher = {in_pieces_quoted()}, or overlap_chunks = 1',
         )
-    if moe.pad_to_capacity and not facts.host_syncs:
+    if moe.pad_to_capacity and facts.no_bins:
         yield Violation(
             ("moe.pad_to_capacity", "moe.dispatcher"),
-            f'moe.pad_to_capacity = true makes every size static, so that moe.dispatcher = "{name}" saves the '
-            'host nothing: use dispatcher = "alltoall", which then does not wait either, or pad_to_capacity = false',
+            f"moe.pad_to_capacity = true makes every size static, {facts.no_bins}",
+        )
+    sent = config.training.mixed_precision_param
+    if facts.param and sent != facts.param:
+        yield Violation(
+            ("moe.dispatcher", "training.mixed_precision_param"),
+            f'moe.dispatcher = "{name}" sends {facts.param} alone, and training.mixed_precision_param = "{sent}": use '
+            f'"{facts.param}" there, or dispatcher = "alltoall"',
+        )
+    if facts.param and moe.router_dtype != "float32":
+        yield Violation(
+            ("moe.dispatcher", "moe.router_dtype"),
+            f'moe.dispatcher = "{name}" sends routing weights in float32, and moe.router_dtype = "{moe.router_dtype}": '
+            'use "float32" there, or dispatcher = "alltoall"',
+        )
+    dim = config.model.dim
+    if dim % facts.dim_of or dim > (facts.most_dim or dim):
+        yield Violation(
+            ("moe.dispatcher", "model.dim"),
+            f'moe.dispatcher = "{name}" sends multiples of {facts.dim_of} numbers, at most {facts.most_dim}, and '
+            f'model.dim is {dim}: use dispatcher = "alltoall"',
         )
 
 

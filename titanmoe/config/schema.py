@@ -232,6 +232,8 @@ class Optimizer:
     """Clip the global gradient norm to this; 0 measures the norm without clipping."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """fused is fastest; for_loop needs the least extra memory."""
+    offload: bool = False
+    """Keep both moments in the host's memory (twice training.dtype for each parameter of the rank), page-locked for a GPU. They visit the device for the update, in turns of 64 MiB or of one parameter, of which it holds three; copies overlap with the update. No number changes, and checkpoints are the same. Where memory is short and steps are long; not run on GPUs yet."""
 
 
 @dataclass

@@ -109,17 +109,29 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
 def _most(config: Config, ep: int, etp: int) -> Iterator[str]:
     """The limits of a dispatcher; a group of one sends nothing."""
     name, facts, ranks = config.moe.dispatcher, DISPATCHERS[config.moe.dispatcher], ep * etp
-    total, experts = config.model.num_experts, config.model.num_experts // ep
+    total, experts, top_k = config.model.num_experts, config.model.num_experts // ep, config.model.top_k
     for most, number, what, found in (
         (facts.most_ranks, ranks, "ranks of ep * etp", f"ep * etp = {ep} * {etp}"),
         (facts.most_experts, experts, "experts on a rank", f"model.num_experts / ep = {total} / {ep}"),
         (facts.most_pieces, total * etp, "pieces from a rank", f"model.num_experts * etp = {total} * {etp}"),
+        (facts.most_choices, top_k * etp, "copies of a token", f"model.top_k * etp = {top_k} * {etp}"),
     ):
         if most and ranks > 1 and number > most:
             yield (
                 f'moe.dispatcher = "{name}" takes at most {most} {what}, and {found} is {number}: '
                 'use another ep or etp, or dispatcher = "alltoall"'
             )
+    if facts.sizes and ranks > 1 and ranks not in facts.sizes:
+        yield (
+            f'moe.dispatcher = "{name}" is made for {", ".join(map(str, facts.sizes))} ranks, and ep * etp = {ep} * '
+            f'{etp} is {ranks}: use another ep or etp, or dispatcher = "alltoall"'
+        )
+    node = config.parallelism.node  # 1 also where no launcher says
+    if facts.node and node > 1 and ranks > 1 and (node != facts.node if ranks > facts.node else node % ranks):
+        yield (
+            f'moe.dispatcher = "{name}" needs its group within a node, or nodes of {facts.node} ranks, and ep * etp = '
+            f'{ep} * {etp} ranks are on nodes of {node}: use another ep or etp, or dispatcher = "alltoall"'
+        )
 
 
 def _nodes(config: Config, pp: int, stage: int, ep: int, etp: int) -> Iterator[str]:

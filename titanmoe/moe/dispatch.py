@@ -19,8 +19,10 @@ etp innermost), R rows this rank's experts work on, C chunks. Expert number E st
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,9 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens, to_weighted_rows
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.region import named
+
+if TYPE_CHECKING:
+    from titanmoe.moe.layer import MoE
 
 
 class Splits(NamedTuple):
@@ -60,6 +65,25 @@ class Route(NamedTuple):
     source_R: Tensor  # token of each row in the send buffer
     slot_TJ: Tensor  # rows of each token
     back: Any = None  # anything else that the dispatcher needs
+
+
+class Loan:
+    """What the layers of a rank share, lent to their dispatchers while a step runs."""
+
+    def __init__(self, device: torch.device):
+        self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
+        """Whether the step is void on this rank and has to run again, without what is lent."""
+
+    @contextmanager
+    def serving(self, layers: Collection[MoE]) -> Iterator[None]:
+        self.overflowed.zero_()
+        try:
+            for moe in layers:
+                moe.dispatcher.memory = self
+            yield
+        finally:
+            for moe in layers:
+                moe.dispatcher.memory = None
 
 
 class Dispatcher:
@@ -90,8 +114,8 @@ class Dispatcher:
         return ""
 
     @staticmethod
-    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Any:
-        """Memory for all layers of a rank, allocated by all ranks of the world together; None if it needs none."""
+    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Loan | None:
+        """What all layers of a rank share, made by all ranks of the world together; None if it needs nothing."""
         return None
 
     @named("dispatch")

@@ -13,9 +13,7 @@ receive buffer: every expert's bin is a multiple of ALIGN rows, those after its 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed._symmetric_memory as symm_mem
@@ -26,11 +24,8 @@ from titanmoe.comm.collectives import Group, InFlight, all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.dispatch import AllToAll, Part, Route, Splits, copy_rows, place
+from titanmoe.moe.dispatch import AllToAll, Loan, Part, Route, Splits, copy_rows, place
 from titanmoe.ops.region import named
-
-if TYPE_CHECKING:
-    from titanmoe.moe.layer import MoE
 
 ALIGN = 8  # rows: 16 bytes of bfloat16, which the grouped product needs where it sums over an expert's rows
 OPS = ("symm_mem::all_to_all_vdev_2d", "symm_mem::all_to_all_vdev_2d_offset")
@@ -57,12 +52,13 @@ class Buffers(NamedTuple):
     away: tuple[Tensor, Tensor]
 
 
-class Memory:
+class Memory(Loan):
     """The buffers of all layers of a rank. All ranks of the world allocate them together, in equal sizes, because the
     allocation is collective.
     """
 
     def __init__(self, config: Config, fold: Fold, group: Group, device: torch.device):
+        super().__init__(device)
         self.group = group
         tokens = config.training.local_batch_size * config.training.seq_len // (fold.cp * fold.tp)
         top_k, held = config.model.top_k, config.model.num_experts // fold.ep
@@ -70,7 +66,6 @@ class Memory:
         most = group.size * tokens * min(top_k, held)
         wanted = min(math.ceil(config.moe.symm_mem_factor * self.home_rows), most)
         self.away_rows = wanted + -wanted % ALIGN + held * ALIGN
-        self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
         self.turn = 0
         if group.size == 1:
             return
@@ -134,18 +129,6 @@ class Memory:
                     '"alltoall"'
                 ]
             )
-
-    @contextmanager
-    def serving(self, layers: Collection[MoE]) -> Iterator[None]:
-        """Sends the layers' rows through these buffers; `overflowed` says afterwards whether they were too small."""
-        self.overflowed.zero_()
-        try:
-            for moe in layers:
-                moe.dispatcher.memory = self
-            yield
-        finally:
-            for moe in layers:
-                moe.dispatcher.memory = None
 
     # When an operation has ended here, a peer may still be reading what it sent, or have started the next one, which
     # writes sizes to this rank's `take`. But no rank gets past the sizes of an operation before all have finished the

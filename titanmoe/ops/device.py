@@ -39,6 +39,11 @@ def as_on(hardware: Hardware) -> Iterator[None]:
         _instead = before
 
 
+def pretended() -> bool:
+    """Whether a rehearsal runs the code for other hardware."""
+    return _instead is not None
+
+
 def kind(where: Tensor | torch.device | str) -> str:
     """ "cuda" or "cpu" by the code to run; "meta" takes the code of GPUs where that needs no kernel."""
     own = where if isinstance(where, str) else where.type if isinstance(where, torch.device) else where.device.type

@@ -13,8 +13,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.chunks import Choice, choose, dummy_experts, measure
-from titanmoe.moe.dispatch import Dispatcher, dispatcher_class
-from titanmoe.moe.symmetric import Memory
+from titanmoe.moe.dispatch import Dispatcher, Loan, dispatcher_class
 from titanmoe.parallel.tensor import place
 
 # The dim that is split over etp: the hidden one; of w2_bias the model dim, because otherwise every etp rank adds it.
@@ -34,8 +33,8 @@ def expert_parallel(model: Transformer, meshes: Meshes) -> None:
                 place(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), Shard(ETP_DIM[name])])
 
 
-def symmetric(config: Config, meshes: Meshes, device: torch.device) -> Memory | None:
-    """The memory that a step lends to the layers' dispatchers, if they use any. Collective over the world."""
+def symmetric(config: Config, meshes: Meshes, device: torch.device) -> Loan | None:
+    """What a step lends to the layers' dispatchers, if they use anything. Collective over the world."""
     return dispatcher_class(config.moe.dispatcher).reserve(config, meshes.fold, meshes.dispatch, device)
 
 

@@ -93,7 +93,7 @@ class Ledger:
     """Records storages as they are allocated and freed."""
 
     def __init__(self, where: Callable[[], Place]) -> None:
-        self._where, self._live = where, dict[int, _Watch]()
+        self._where, self._live, self._elsewhere = where, dict[int, _Watch](), set[int]()
         self.operations = self.backward = 0
         """Operations of the step so far, and how many of them were in backward."""
         self.begin_step()
@@ -116,6 +116,10 @@ class Ledger:
             else:
                 self._open(x.untyped_storage(), Place(), component)
 
+    def leave_out(self, given: Iterable[Tensor]) -> None:
+        """They are not on the device."""
+        self._elsewhere |= {x.untyped_storage()._cdata for x in tensors(list(given))}
+
     def note(self, out: Any, place: Place) -> None:
         """Records the results of an operation."""
         self.operations += 1
@@ -123,7 +127,7 @@ class Ledger:
             self.backward += 1
         for x in tensors(out):
             storage = x.untyped_storage()
-            if storage._cdata not in self._live:
+            if storage._cdata not in self._live and storage._cdata not in self._elsewhere:
                 self._open(storage, place)
 
     def _open(self, storage: torch.UntypedStorage, place: Place, component: str = "") -> None:

@@ -327,11 +327,6 @@ def _set_modes_in_pair_thread(trainer: Trainer, modes: list[Any]) -> None:
     trainer.engine.pairs._here = with_modes
 
 
-def _state(trainer: Trainer) -> list[Tensor]:
-    """The optimizer's state."""
-    return [x for of in trainer.optimizer.adamw.state.values() for x in of.values() if isinstance(x, Tensor)]
-
-
 def read_recipe(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
     """The resolved config of a recipe, checked for that hardware, without looking for an earlier run of its name."""
 
@@ -395,7 +390,8 @@ def rehearse(
         trainer.clock = recorder.places
         trainer.optimizer.moments()  # allocated now, as in every step but the first
         recorder.ledger.assign((x for part in trainer.parts for x in (*part.parameters(), *part.buffers())), WEIGHTS)
-        recorder.ledger.assign(_state(trainer), MOMENTS)
+        recorder.ledger.assign(trainer.optimizer.on_device, MOMENTS)
+        recorder.ledger.leave_out(trainer.optimizer.on_host)
         for _ in range(steps):
             recorder.begin_step()
             with recorder.on():
@@ -411,7 +407,7 @@ def rehearse(
             name_groups(trainer.meshes.lanes, fold, rank, node),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(p.numel() * p.element_size() for p in pieces),
-            sum(x.numel() * x.element_size() for x in _state(trainer)),
+            sum(x.numel() * x.element_size() for x in trainer.optimizer.on_device),
             left_out,
             notes(trainer),
             recorder.start_up,

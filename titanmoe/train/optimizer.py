@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
@@ -9,6 +11,9 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.ops.region import named
 from titanmoe.parallel.materialize import piece
 from titanmoe.parallel.norm import local_grad
+from titanmoe.train.offload import Offload
+
+MOMENTS = "exp_avg", "exp_avg_sq"
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -33,11 +38,23 @@ class Optimizer:
             fused=options.implementation == "fused",
             foreach=options.implementation == "foreach",
         )
+        self.offload = Offload(self.pieces) if options.offload else None
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """AdamW's running means by parameter, not copied; zeros before the first step."""
-        states = self._states()
-        return {name: {key: state[key] for key in ("exp_avg", "exp_avg_sq")} for name, state in states.items()}
+        if self.offload is not None:
+            return {name: dict(zip(MOMENTS, both, strict=True)) for name, both in self.offload.moments().items()}
+        return {name: {key: state[key] for key in MOMENTS} for name, state in self._states().items()}
+
+    @property
+    def on_device(self) -> list[torch.Tensor]:
+        """What the device holds between steps."""
+        kept = [x for state in self._states().values() for x in state.values()]
+        return kept if self.offload is None else [*kept, *self.offload.buffers]
+
+    @property
+    def on_host(self) -> list[torch.Tensor]:
+        return [] if self.offload is None else [turn.host for turn in self.offload.turns]
 
     def _states(self) -> dict[str, dict[str, torch.Tensor]]:
         out = {}
@@ -46,8 +63,8 @@ class Optimizer:
             if not state:
                 fused = self.adamw.defaults["fused"]
                 state["step"] = torch.zeros((), dtype=torch.float32, device=part.device if fused else "cpu")
-                state["exp_avg"] = torch.zeros_like(part, memory_format=torch.preserve_format)
-                state["exp_avg_sq"] = torch.zeros_like(part, memory_format=torch.preserve_format)
+                for key in MOMENTS if self.offload is None else ():
+                    state[key] = torch.zeros_like(part, memory_format=torch.preserve_format)
             out[name] = state
         return out
 
@@ -61,8 +78,22 @@ class Optimizer:
     def step(self, lr: float) -> None:
         for group in self.adamw.param_groups:
             group["lr"] = lr
-        for name, parameter in self.parameters.items():
-            self.pieces[name].grad = local_grad(parameter)
+        if self.offload is None:
+            self._update(self.parameters)
+            return
+        states = self._states()
+        for turn in self.offload.visits():
+            for name, both in turn.items():
+                states[name].update(zip(MOMENTS, both, strict=True))
+            self._update(turn)
+            for name in turn:
+                for key in MOMENTS:
+                    del states[name][key]
+
+    def _update(self, names: Iterable[str]) -> None:
+        """AdamW passes over parameters without a gradient."""
+        for name in names:
+            self.pieces[name].grad = local_grad(self.parameters[name])
         self.adamw.step()
-        for name, parameter in self.parameters.items():
-            self.pieces[name].grad = parameter.grad = None
+        for name in names:
+            self.pieces[name].grad = self.parameters[name].grad = None

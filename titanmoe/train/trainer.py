@@ -26,7 +26,7 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
-from titanmoe.moe.dispatch import Dispatcher
+from titanmoe.moe.dispatch import Dispatcher, Loan
 from titanmoe.moe.layer import described, move_biases, sum_statistics
 from titanmoe.moe.symmetric import Memory
 from titanmoe.ops.region import measured_by, named
@@ -252,7 +252,7 @@ class Trainer:
         return [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
 
     def gradients(
-        self, slices: list[Slice], totals: Totals, symmetric: Memory | None
+        self, slices: list[Slice], totals: Totals, symmetric: Loan | None
     ) -> tuple[Found, Tensor, dict[int, Tensor]]:
         """Sums the gradients of the step. What the host has to know of it comes in one transfer, the only one of the
         Trainer in a step; the norm and each MoE layer's row of statistics are returned as tensors too.
@@ -275,10 +275,10 @@ class Trainer:
         return found, norm, dict(zip(blocks, experts, strict=True))
 
     @named("forward backward")
-    def forward_backward(self, slices: list[Slice], totals: Totals, symmetric: Memory | None) -> Tensor:
+    def forward_backward(self, slices: list[Slice], totals: Totals, symmetric: Loan | None) -> Tensor:
         """The losses, whether any rank wants to stop, and whether a receive buffer was too small, in one message.
 
-        symmetric: memory to lend to the layers' dispatchers, which are exact without it.
+        symmetric: what to lend to the layers' dispatchers, which are exact without it.
         """
         layers = self.moe_layers.values()
         for moe in layers:
@@ -321,7 +321,7 @@ class Trainer:
         if self.config.model.mtp_depth:
             values["mtp_loss"] = found.mtp_loss
         layers = {number: described(row, self.config.model.num_experts) for number, row in found.layers.items()}
-        if self.symmetric is not None:
+        if isinstance(self.symmetric, Memory):
             values["overflow_reruns"] = self.overflow_reruns
         if layers:
             for name in AUX:

@@ -1,0 +1,150 @@
+"""Tokens to their experts through the kernels of DeepEP (github.com/deepseek-ai/DeepEP, package `deep_ep`).
+
+A token goes once to every rank that has experts of it; which of its choices are there, and their weights, go with it.
+Back comes one row, which the rank has added up over its experts, and the kernel adds those of all ranks. The kernel of
+`combine` is also the backward of `dispatch`, and the other way round.
+
+Shapes as in titanmoe.moe.dispatch, and: J = K * etp choices of a token, N tokens that arrive here, each once.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm.collectives import Group
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.moe.dispatch import AllToAll, Dispatcher, Loan, Route, copy_rows, lay_out, sort_by_expert
+from titanmoe.moe.permute import to_tokens
+from titanmoe.ops import device as devices
+from titanmoe.ops.region import named
+from titanmoe.torch_private import process_group
+
+NEEDS = "cuda"
+"""Where its kernels run."""
+WHERE = "build it as https://github.com/deepseek-ai/DeepEP says"
+
+
+class Kernels(Loan):
+    """DeepEP's buffer, which all layers of a rank share. Collective over the group."""
+
+    def __init__(self, config: Config, group: Group, device: torch.device):
+        super().__init__(device)
+        from deep_ep import Buffer
+
+        width, ranks = 2 * config.model.dim, group.size  # bytes of a token
+        options = Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)
+        self.buffer = Buffer(
+            process_group(group.name),
+            max(option.get_nvl_buffer_size_hint(width, ranks) for option in options),
+            max(option.get_rdma_buffer_size_hint(width, ranks) for option in options),
+        )
+
+    def there(self, x_TD: Tensor, weights_TJ: Tensor, chosen_TJ: Tensor, experts: int) -> tuple[Any, ...]:
+        """The tokens that arrive, their weights and choices here (-1: elsewhere), rows per expert, and the handle."""
+        per_rank, per_node, per_expert, visits_TG, _ = self.buffer.get_dispatch_layout(chosen_TJ, experts)
+        x_ND, chosen_NJ, weights_NJ, counts, handle, _ = self.buffer.dispatch(
+            x_TD,
+            topk_idx=chosen_TJ,
+            topk_weights=weights_TJ,
+            num_tokens_per_rank=per_rank,
+            num_tokens_per_rdma_rank=per_node,
+            is_token_in_rank=visits_TG,
+            num_tokens_per_expert=per_expert,
+        )
+        return x_ND, weights_NJ, chosen_NJ, counts, handle
+
+
+class Sent(NamedTuple):
+    kernels: Kernels
+    handle: Any
+
+
+class DeepEP(Dispatcher):
+    """Uses the kernels that a step lends while it runs; as AllToAll elsewhere, and in a group of one."""
+
+    memory: Kernels | None = None
+
+    @staticmethod
+    def missing(device: str) -> str:
+        if devices.pretended():
+            return "no fake group has the kernels of DeepEP"
+        try:
+            import deep_ep
+        except ImportError as error:
+            return f"the package deep_ep cannot be loaded ({error}): {WHERE}"
+        if not hasattr(deep_ep, "Buffer"):
+            return f"the package deep_ep has no Buffer: {WHERE}"
+        return "" if devices.chosen(device) == NEEDS else f"DeepEP runs on GPUs alone, and this is {device}"
+
+    @staticmethod
+    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Kernels | None:
+        return Kernels(config, group, device) if group.size > 1 else None
+
+    def set_groups(self, group: Group, ep: int, etp: int) -> None:
+        super().set_groups(group, ep, etp)
+        self.plain = AllToAll(self.num_experts, 1, self.kernels)
+        self.plain.set_groups(group, ep, etp)
+
+    @named("dispatch")
+    def dispatch(
+        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int
+    ) -> tuple[Tensor, Tensor, Tensor, Route]:
+        if self.memory is None:
+            return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin)
+        weights_TJ = weights_TK.repeat_interleave(self.etp, 1)
+        chosen_TJ = self.for_each_rank(chosen_TK)
+        x_ND, weights_NJ, chosen_NJ, counts, handle = _There.apply(
+            x_TD.contiguous(), weights_TJ, chosen_TJ, self.memory, self.num_experts * self.etp
+        )
+        chosen_NJ = chosen_NJ.where(chosen_NJ >= 0, self.local_experts)
+        order, count_e = sort_by_expert(chosen_NJ, self.local_experts)
+        entry_R, slot = lay_out(chosen_NJ, order, count_e, 1, 1, 0, sum(counts))
+        x_RD, weights_R1, route = copy_rows(x_ND, weights_NJ, entry_R, slot, self.kernels)
+        return x_RD, weights_R1, count_e, route._replace(back=Sent(self.memory, handle))
+
+    def for_each_rank(self, chosen_TK: Tensor) -> Tensor:
+        """Each choice once for every etp rank of its expert, as experts of their own, numbered rank by rank."""
+        rank_TK1, place_TK1 = (
+            x.unsqueeze(2) for x in (chosen_TK // self.local_experts, chosen_TK % self.local_experts)
+        )
+        copy = torch.arange(self.etp, device=chosen_TK.device)
+        number = (rank_TK1 * self.etp + copy) * self.local_experts + place_TK1
+        return number.where(rank_TK1 < self.ep, -1).flatten(1)
+
+    @named("combine")
+    def combine(self, y_RD: Tensor, route: Route) -> Tensor:
+        if not isinstance(route.back, Sent):
+            return self.plain.combine(y_RD, route)
+        y_ND = to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels)
+        return _Back.apply(y_ND.contiguous(), route.back)
+
+
+class _There(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TD, weights_TJ, chosen_TJ, kernels, experts):
+        *found, counts, handle = kernels.there(x_TD, weights_TJ, chosen_TJ, experts)
+        ctx.kernels, ctx.handle = kernels, handle
+        ctx.mark_non_differentiable(found[2])
+        return *found, counts, handle
+
+    @staticmethod
+    def backward(ctx, grad_ND, grad_NJ, *_):
+        grad_TD, grad_TJ, _ = ctx.kernels.buffer.combine(
+            grad_ND.contiguous(), ctx.handle, topk_weights=grad_NJ.contiguous()
+        )
+        return grad_TD, grad_TJ, None, None, None
+
+
+class _Back(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y_ND, sent):
+        ctx.sent = sent
+        return sent.kernels.buffer.combine(y_ND, sent.handle)[0]
+
+    @staticmethod
+    def backward(ctx, grad_TD):
+        return ctx.sent.kernels.buffer.dispatch(grad_TD.contiguous(), handle=ctx.sent.handle)[0], None
