@@ -52,9 +52,12 @@ def test_what_the_last_message_says(tmp_path):
     assert message(silent, 2).splitlines()[1:] == [*(f"  {n}" for n in range(12, 20)), f"its log: {tmp_path}/rank1.log"]
     killed = failed(tmp_path, 1, -signal.SIGKILL)
     assert "rank 1 was killed by SIGKILL: by somebody, or by the kernel for lack of memory" in message(killed, 2)
-    out = message(killed, 2, out_of_memory=True)
-    assert "was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory" in out
-    assert "training.local_batch_size" in out and 'activation_checkpoint.mode = "full"' in out
+    (tmp_path / "rank1.json.memory").write_text("each rank holds much")
+    assert message(killed, 2, out_of_memory=True).splitlines() == [
+        "error: rank 1 was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory",
+        "each rank holds much",
+        f"its log: {tmp_path}/rank1.log",
+    ]
     assert "rank 1 died of SIGSEGV" in message(failed(tmp_path, 1, -signal.SIGSEGV), 2)
 
 
@@ -125,6 +128,7 @@ def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
     assert logs.reify(env).stderrs[1].endswith("logs/attempt2/rank9.log")
     Path(found.stderrs[0]).touch()
     Path(found.stderrs[1]).write_text("why")
+    Path(env[1][failure.FILE] + failure.ADVICE).write_text("memory")
     logs.tidy()
     assert [file.name for file in (tmp_path / "logs").rglob("*")] == ["rank9.log"]
 

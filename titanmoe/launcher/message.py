@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanmoe.train.failure import ADVICE
+
 TAIL = 8
 """Lines of a log that are shown if the rank left no message."""
 
@@ -75,14 +77,16 @@ def _killed(failure: Failure, world: int, out_of_memory: bool) -> str:
     name = signal.Signals(-failure.exitcode).name
     who = f"rank {failure.rank}" if world > 1 else "the run"
     if failure.exitcode == -signal.SIGKILL and out_of_memory:
-        return (
-            f"{who} was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory\n"
-            "what helps most: a lower training.local_batch_size (training.global_batch_size stays as it is); "
-            'activation_checkpoint.mode = "full"; fewer ranks on this machine (--nproc)'
-        )
+        why = "killed by the kernel (SIGKILL), because this machine, or this container, was out of memory"
+        return "\n".join([f"{who} was {why}", *_advice(failure)])
     if failure.exitcode == -signal.SIGKILL:
         return f"{who} was killed by SIGKILL: by somebody, or by the kernel for lack of memory (dmesg tells)"
     return f"{who} died of {name}"
+
+
+def _advice(failure: Failure) -> list[str]:
+    file = failure.left.with_name(failure.left.name + ADVICE)
+    return [file.read_text(encoding="utf-8")] if file.exists() else []
 
 
 def _tail(log: Path) -> list[str]:

@@ -18,6 +18,8 @@ from titanmoe.config import ConfigError, exit_with
 
 FILE = "TITANMOE_FAILURE"
 """The environment variable with the file's name."""
+ADVICE = ".memory"
+"""What the name of the file with `leave_advice`'s text has more."""
 OF_OTHERS = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|timed out|nccl communicator|"
     r"remote process|peer",
@@ -35,6 +37,12 @@ def leave(text: str, consequence: bool = False) -> bool:
     new.write_text(json.dumps(found), encoding="utf-8")
     new.replace(file)
     return True
+
+
+def leave_advice(text: str) -> None:
+    """For the case that the kernel kills this rank for lack of memory, which leaves it no time to say anything."""
+    if file := os.environ.get(FILE):
+        Path(f"{file}{ADVICE}").write_text(text, encoding="utf-8")
 
 
 def refuse(error: ConfigError) -> NoReturn:

@@ -122,6 +122,7 @@ def main(argv: list[str], **seams: Any) -> int:
     try:
         waiting("building the model")
         trainer = Trainer(config, runtime, **seams)
+        failure.leave_advice(out_of_memory.advice(trainer))
         signal = trainer.train()
         return 128 + signal if signal else 0
     except ConfigError as error:
