@@ -82,7 +82,7 @@ def test_what_is_held_is_counted():
 
 def test_what_the_kernel_will_leave_no_time_to_say(monkeypatch):
     monkeypatch.setattr(out_of_memory, "_memory", lambda: 1 << 30)
-    first, helps, *rest = out_of_memory.advice(trainer()).splitlines()
+    first, _, *rest = out_of_memory.advice(trainer()).splitlines()
     assert first.startswith("each rank holds weights 0.00 GiB, gradients 0.00 GiB, optimizer state 0.01 GiB; and activ")
     assert len(rest) == 3 and "local_batch_size" in rest[0]
     monkeypatch.setattr(out_of_memory, "_memory", lambda: 20 << 20)

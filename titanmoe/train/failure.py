@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,10 +40,10 @@ def leave(text: str, consequence: bool = False) -> bool:
     return True
 
 
-def leave_advice(text: str) -> None:
+def leave_advice(make: Callable[[], str]) -> None:
     """For the case that the kernel kills this rank for lack of memory, which leaves it no time to say anything."""
     if file := os.environ.get(FILE):
-        Path(f"{file}{ADVICE}").write_text(text, encoding="utf-8")
+        Path(f"{file}{ADVICE}").write_text(make(), encoding="utf-8")
 
 
 def refuse(error: ConfigError) -> NoReturn:

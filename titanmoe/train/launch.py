@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_ahead
@@ -122,7 +123,7 @@ def main(argv: list[str], **seams: Any) -> int:
     try:
         waiting("building the model")
         trainer = Trainer(config, runtime, **seams)
-        failure.leave_advice(out_of_memory.advice(trainer))
+        failure.leave_advice(partial(out_of_memory.advice, trainer))
         signal = trainer.train()
         return 128 + signal if signal else 0
     except ConfigError as error:
