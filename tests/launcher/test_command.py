@@ -163,6 +163,15 @@ def test_other_mistakes_get_no_offer():
     assert not getattr(refusal, "offer", "")
 
 
+def test_ctrl_c_before_there_are_ranks_is_quiet(monkeypatch, capsys):
+    def interrupted(asked: Asked) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "plan", interrupted)
+    assert main(["train", "debug"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 # ---- one process
 
 

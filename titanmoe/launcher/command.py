@@ -94,6 +94,9 @@ def run_train(words: Sequence[str]) -> int:
         load([*asked.words, "--help"], preset, lambda config: [])  # prints every field, and exits
     try:
         return start(plan(asked))
+    except KeyboardInterrupt:  # before there are ranks
+        waiting("")
+        return 130
     except ConfigError as error:
         offer = f"\n\n{error.offer}" if isinstance(error, Misfit) and error.offer else ""
         waiting("")
