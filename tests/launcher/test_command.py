@@ -207,6 +207,15 @@ def test_a_port_in_use_is_one_line(capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_logs_that_cannot_be_written_are_one_line(capsys, tmp_path):
+    (tmp_path / "file").touch()
+    assert main(["train", "debug", "--logs", str(tmp_path / "file" / "logs")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot write the ranks' logs to {tmp_path}/file/logs: Not a directory: "
+        "give --logs FOLDER, or another job.dump_folder\n"
+    )
+
+
 HOLDS = """
 import sys
 from titanmoe.config.schema import Config

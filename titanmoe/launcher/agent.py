@@ -168,7 +168,6 @@ def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
 
 def _quiet(folder: Path) -> None:
     """What the agent has to say about every step of its own goes to a file."""
-    folder.mkdir(parents=True, exist_ok=True)
     log = logging.getLogger("torch.distributed")
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed."):

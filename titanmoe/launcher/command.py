@@ -249,6 +249,11 @@ def start(plan: Plan) -> int:
     if options.rdzv_backend == "static" and options.node_rank == 0:
         check_port(options.master_addr, options.master_port)
     logs, before = Logs(_folder(plan)), oom_kills()
+    try:
+        logs.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "give --logs FOLDER, or another job.dump_folder"
+        raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
     here = f"{plan.nproc} rank{'s' * (plan.nproc > 1)}"
     print(f"{here}{f' on each of {asked.nodes} nodes' * (asked.nodes > 1)}; logs in {logs.folder}", flush=True)
     waiting(f"starting {here}")
