@@ -207,7 +207,8 @@ def test_a_port_in_use_is_one_line(capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_logs_that_cannot_be_written_are_one_line(capsys, tmp_path):
+def test_logs_that_cannot_be_written_are_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     (tmp_path / "file").touch()
     assert main(["train", "debug", "--logs", str(tmp_path / "file" / "logs")]) == 2
     assert capsys.readouterr().err == (
