@@ -52,7 +52,7 @@ def test_a_killed_rank_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.splitlines()[-2:] == [
         "error: rank 1 was killed by SIGKILL: by somebody, or by the kernel for lack of memory (dmesg tells)",
-        f"its log: {tmp_path}/logs/rank1.log",
+        f"its log: {tmp_path}/logs/rank1.log (empty)",
     ]
     assert "Traceback" not in done.stdout + done.stderr and (tmp_path / "logs/rank1.log").exists()
     assert done.stdout.startswith(f"2 ranks; logs in {tmp_path}/logs\n") and "\nstep " in done.stdout

@@ -45,8 +45,11 @@ def test_what_the_last_message_says(tmp_path):
     wrong = failed(tmp_path, 3, 1, note={"message": "ValueError: no (router.py:7, in forward)"})
     assert message(wrong, 4) == (
         "error: rank 3 failed first, with exit code 1: ValueError: no (router.py:7, in forward)\n"
-        f"its log: {tmp_path}/rank3.log"
+        f"its log: {tmp_path}/rank3.log (empty)"
     )
+    nan = {"message": "step 7: loss nan", "alike": True}  # which rank says it does not matter
+    assert message(failed(tmp_path, 2, 1, note=nan), 4) == "error: step 7: loss nan"
+    assert message(failed(tmp_path, 2, 1, note=nan, log="w"), 4).endswith(f"loss nan\nits log: {tmp_path}/rank2.log")
     assert message(wrong, 1).startswith("error: the run failed, with exit code 1: ValueError")
     silent = failed(tmp_path, 1, 7, log="\n".join(map(str, range(20))))
     assert message(silent, 2).splitlines()[1:] == [*(f"  {n}" for n in range(12, 20)), f"its log: {tmp_path}/rank1.log"]
@@ -56,7 +59,7 @@ def test_what_the_last_message_says(tmp_path):
     assert message(killed, 2, out_of_memory=True).splitlines() == [
         "error: rank 1 was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory",
         "each rank holds much",
-        f"its log: {tmp_path}/rank1.log",
+        f"its log: {tmp_path}/rank1.log (empty)",
     ]
     assert "rank 1 died of SIGSEGV" in message(failed(tmp_path, 1, -signal.SIGSEGV), 2)
 

@@ -64,7 +64,9 @@ def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:
     if failure.exitcode == 2 and note:
         return note["message"]  # a refusal, which all ranks share
     who = f"rank {failure.rank} failed first" if world > 1 else "the run failed"
-    log = f"its log: {failure.log}"
+    log = f"its log: {failure.log}{'' if _tail(failure.log) else ' (empty)'}"
+    if note.get("alike"):
+        return "\n".join([f"error: {note['message']}", *([log] if _tail(failure.log) else [])])
     if note:
         return f"error: {who}, with exit code {failure.code}: {note['message'].removeprefix('error: ')}\n{log}"
     if failure.exitcode < 0:

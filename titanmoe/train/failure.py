@@ -29,11 +29,17 @@ OF_OTHERS = re.compile(
 """In the message of an error that torch.distributed raises when another rank is gone or does not answer."""
 
 
-def leave(text: str, consequence: bool = False) -> bool:
-    """Whether there is a launcher to read it. consequence: another rank failed before."""
+def leave(text: str, consequence: bool = False, alike: bool = False) -> bool:
+    """Whether there is a launcher to read it. consequence: another rank failed before. alike: all ranks say the
+    same."""
     if not (file := os.environ.get(FILE)):
         return False
-    found = {"message": text, "timestamp": time.time(), "consequence": consequence}  # the first two are torch's names
+    found = {
+        "message": text,
+        "timestamp": time.time(),
+        "consequence": consequence,
+        "alike": alike,
+    }  # the first two are torch's names
     new = Path(f"{file}.new")
     new.write_text(json.dumps(found), encoding="utf-8")
     new.replace(file)
@@ -48,7 +54,7 @@ def leave_advice(make: Callable[[], str]) -> None:
 
 def refuse(error: ConfigError) -> NoReturn:
     """A user's mistake: exit code 2, said once."""
-    if leave(str(error)):
+    if leave(str(error), alike=True):
         sys.exit(2)
     exit_with(error.problems, error.source)
 

@@ -131,7 +131,7 @@ def main(argv: list[str], **seams: Any) -> int:
         failure.refuse(error)
     except (CheckpointError, NonFinite) as error:  # raised on all ranks, printed by one
         abandon = isinstance(error, CheckpointError)  # its saving thread may be stuck in a message
-        if not failure.leave(str(error)) and runtime.rank == 0:
+        if not failure.leave(str(error), alike=True) and runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
