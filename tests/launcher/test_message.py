@@ -36,12 +36,14 @@ def test_the_cause_comes_before_its_consequences(tmp_path):
     assert first([lost, stopped, later, killed]) is killed
     assert first([lost, stopped, later]) is later
     assert first([lost, failed(tmp_path, 4, 1, 3.0, LOST)]).rank == 4
-    assert first([failed(tmp_path, rank, 2, 1.0, {"message": "no"}) for rank in (2, 0, 1)]).rank == 0
+    assert first([failed(tmp_path, rank, 2, float(9 - rank), {"message": "no"}) for rank in (2, 0, 1)]).rank == 0
 
 
 def test_what_the_last_message_says(tmp_path):
     refusal = failed(tmp_path, 0, 2, note={"message": "error: 1 problem in a.toml\n\n  1. no"})
     assert message(refusal, 4) == "error: 1 problem in a.toml\n\n  1. no"
+    own = failed(tmp_path, 3, 2, note={"message": "error: a.txt: no such file"})
+    assert message(own, 4) == "rank 3: error: a.txt: no such file"
     wrong = failed(tmp_path, 3, 1, note={"message": "ValueError: no (router.py:7, in forward)"})
     assert message(wrong, 4) == (
         "error: rank 3 failed first, with exit code 1: ValueError: no (router.py:7, in forward)\n"

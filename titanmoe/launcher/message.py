@@ -55,14 +55,18 @@ def first(failures: Iterable[Failure]) -> Failure:
     def order(failure: Failure) -> tuple[bool, float, int]:
         return failure.consequence, failure.note().get("timestamp", failure.timestamp), failure.rank
 
-    return min(failures, key=order)
+    found = sorted(failures, key=order)
+    if not (said := found[0].note().get("message")):
+        return found[0]
+    return min((one for one in found if one.note().get("message") == said), key=lambda one: one.rank)
 
 
 def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:
     """out_of_memory: the kernel has killed a process for lack of memory since the run began."""
     note = failure.note()
     if failure.exitcode == 2 and note:
-        return note["message"]  # a refusal, which all ranks share
+        # A refusal, mostly of all ranks. Others are about a rank's own machine, such as data that is not there.
+        return f"rank {failure.rank}: {note['message']}" if failure.rank else note["message"]
     who = f"rank {failure.rank} failed first" if world > 1 else "the run failed"
     log = f"its log: {failure.log}{'' if _tail(failure.log) else ' (empty)'}"
     if note.get("alike"):
