@@ -60,6 +60,7 @@ def test_the_launchers_own_words_are_told_from_the_runs(words, recipe, options, 
         ("debug --nproc many", "--nproc 'many' is not N|auto"),
         ("debug --nproc 0", "--nproc '0' is not N|auto"),
         ("debug --logs --fit", "--logs '--fit' is not FOLDER"),
+        ("debug --nnodes some", "--nnodes 'some' is not N or MIN"),
         ("debug --nnodes 2 --nproc 2", "--nnodes 2: where do the nodes meet? --master-addr HOST --node-rank K"),
         ("debug --nprok 2", "unknown option --nprok"),
         ("nowhere.toml", "nowhere.toml: there is no such file"),
@@ -163,6 +164,15 @@ def test_other_mistakes_get_no_offer():
     assert not getattr(refusal, "offer", "")
 
 
+def test_ctrl_c_before_there_are_ranks_is_quiet(monkeypatch, capsys):
+    def interrupted(asked: Asked) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "plan", interrupted)
+    assert main(["train", "debug"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
 # ---- one process
 
 
@@ -195,6 +205,16 @@ def test_a_port_in_use_is_one_line(capfd):
             check_port("here", port)
     check_port("here", port)
     assert capfd.readouterr().err == ""
+
+
+def test_logs_that_cannot_be_written_are_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / "file").touch()
+    assert main(["train", "debug", "--logs", str(tmp_path / "file" / "logs")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot write the ranks' logs to {tmp_path}/file/logs: Not a directory: "
+        "give --logs FOLDER, or another job.dump_folder\n"
+    )
 
 
 HOLDS = """

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -51,7 +52,7 @@ def test_a_killed_rank_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.splitlines()[-2:] == [
         "error: rank 1 was killed by SIGKILL: by somebody, or by the kernel for lack of memory (dmesg tells)",
-        f"its log: {tmp_path}/logs/rank1.log",
+        f"its log: {tmp_path}/logs/rank1.log (empty)",
     ]
     assert "Traceback" not in done.stdout + done.stderr and (tmp_path / "logs/rank1.log").exists()
     assert done.stdout.startswith(f"2 ranks; logs in {tmp_path}/logs\n") and "\nstep " in done.stdout
@@ -93,6 +94,26 @@ def test_a_killed_rank_is_started_again(tmp_path: Path) -> None:
     events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["kind"] == "restart"] == [1]
     assert "done       step 4 of 4" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_number", [True, False], ids=["numbered", "rendezvous"])
+def test_two_nodes(tmp_path: Path, by_number: bool) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    nodes = []
+    for number in range(2):
+        if by_number:
+            where = [f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        else:
+            where = [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf=is_host={1 - number}", "--local-addr=127.0.0.1"]
+        logs = f"--logs={tmp_path}/logs{number}"
+        nodes.append(started(tmp_path, "--nproc=1", "--nnodes=2", *where, logs, **{"training.steps": 2}))
+    ends = [node.wait() for node in nodes]
+    assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
+    first = max(ends, key=lambda end: len(end.stdout))
+    assert first.stdout.startswith("1 rank on each of 2 nodes; logs in ") and "done       step 2 of 2" in first.stdout
 
 
 @pytest.mark.slow

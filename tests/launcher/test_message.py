@@ -36,25 +36,33 @@ def test_the_cause_comes_before_its_consequences(tmp_path):
     assert first([lost, stopped, later, killed]) is killed
     assert first([lost, stopped, later]) is later
     assert first([lost, failed(tmp_path, 4, 1, 3.0, LOST)]).rank == 4
-    assert first([failed(tmp_path, rank, 2, 1.0, {"message": "no"}) for rank in (2, 0, 1)]).rank == 0
+    assert first([failed(tmp_path, rank, 2, float(9 - rank), {"message": "no"}) for rank in (2, 0, 1)]).rank == 0
 
 
 def test_what_the_last_message_says(tmp_path):
     refusal = failed(tmp_path, 0, 2, note={"message": "error: 1 problem in a.toml\n\n  1. no"})
     assert message(refusal, 4) == "error: 1 problem in a.toml\n\n  1. no"
+    own = failed(tmp_path, 3, 2, note={"message": "error: a.txt: no such file"})
+    assert message(own, 4) == "rank 3: error: a.txt: no such file"
     wrong = failed(tmp_path, 3, 1, note={"message": "ValueError: no (router.py:7, in forward)"})
     assert message(wrong, 4) == (
         "error: rank 3 failed first, with exit code 1: ValueError: no (router.py:7, in forward)\n"
-        f"its log: {tmp_path}/rank3.log"
+        f"its log: {tmp_path}/rank3.log (empty)"
     )
+    nan = {"message": "step 7: loss nan", "alike": True}  # which rank says it does not matter
+    assert message(failed(tmp_path, 2, 1, note=nan), 4) == "error: step 7: loss nan"
+    assert message(failed(tmp_path, 2, 1, note=nan, log="w"), 4).endswith(f"loss nan\nits log: {tmp_path}/rank2.log")
     assert message(wrong, 1).startswith("error: the run failed, with exit code 1: ValueError")
     silent = failed(tmp_path, 1, 7, log="\n".join(map(str, range(20))))
     assert message(silent, 2).splitlines()[1:] == [*(f"  {n}" for n in range(12, 20)), f"its log: {tmp_path}/rank1.log"]
     killed = failed(tmp_path, 1, -signal.SIGKILL)
     assert "rank 1 was killed by SIGKILL: by somebody, or by the kernel for lack of memory" in message(killed, 2)
-    out = message(killed, 2, out_of_memory=True)
-    assert "was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory" in out
-    assert "training.local_batch_size" in out and 'activation_checkpoint.mode = "full"' in out
+    (tmp_path / "rank1.json.memory").write_text("each rank holds much")
+    assert message(killed, 2, out_of_memory=True).splitlines() == [
+        "error: rank 1 was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory",
+        "each rank holds much",
+        f"its log: {tmp_path}/rank1.log (empty)",
+    ]
     assert "rank 1 died of SIGSEGV" in message(failed(tmp_path, 1, -signal.SIGSEGV), 2)
 
 
@@ -125,6 +133,7 @@ def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
     assert logs.reify(env).stderrs[1].endswith("logs/attempt2/rank9.log")
     Path(found.stderrs[0]).touch()
     Path(found.stderrs[1]).write_text("why")
+    Path(env[1][failure.FILE] + failure.ADVICE).write_text("memory")
     logs.tidy()
     assert [file.name for file in (tmp_path / "logs").rglob("*")] == ["rank9.log"]
 

@@ -35,7 +35,7 @@ def test_a_run_that_continues_has_one_folder_and_locks_it(config, tmp_path):
     config.checkpoint.enable = True
     folder, lock = claim(config)
     assert folder == tmp_path / "run"
-    with pytest.raises(ConfigError, match=r"another process is writing to .*run"):
+    with pytest.raises(ConfigError, match=r"a run is alive in .*run \(process"):
         claim(config)
     lock.close()
     assert claim(config)[0] == folder

@@ -20,6 +20,7 @@ from titanmoe.train.collapse import Collapse, unbalanced
 from titanmoe.train.folder import claim
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
 from titanmoe.train.runtime import Runtime
+from titanmoe.train.sink import Report
 
 LOAD = [100.0, 300.0, 0.0, 0.0]
 VALUES = {"loss": 5.5, "grad_norm": 1.25, "lr": 3e-4, "tokens": 1000.0, "imbalance": 1.5, "layers.3.imbalance": 1.5}
@@ -337,6 +338,20 @@ def test_tensorboard_puts_a_figure_where_a_person_looks(name: str, tag: str) -> 
     from titanmoe.train import board
 
     assert board.tag(name) == tag
+
+
+def test_tensorboard_begins_with_the_losses() -> None:
+    """It sorts groups by their names' characters, and capitals come first."""
+    from titanmoe.train import board
+
+    written: list[str] = []
+    one = object.__new__(board.Board)
+    one.writer = types.SimpleNamespace(add_scalar=lambda tag, value, step: written.append(tag))
+    one.loads, one.images, one.every = {}, 1, 10
+    record = {"step": 1, "loss": 5.0, "val_loss": 4.0, "grad_norm": 1.0, "time.data": 0.1, "layers.0.imbalance": 1.0}
+    one.log(Report(1, record, {}, 5.5, None))
+    assert sorted(written)[:3] == ["Loss/smoothed", "Loss/train", "Loss/validation"]
+    assert {"train/loss", "train/loss_smoothed", "validation/val_loss"} <= set(written), "the names they always had"
 
 
 # ---- logs that cannot be written

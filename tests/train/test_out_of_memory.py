@@ -80,6 +80,15 @@ def test_what_is_held_is_counted():
     assert held["weights"] == held["gradients"] == 4 << 20 and held["optimizer state"] == (8 << 20) + 4
 
 
+def test_what_the_kernel_will_leave_no_time_to_say(monkeypatch):
+    monkeypatch.setattr(out_of_memory, "_memory", lambda: 1 << 30)
+    first, _, *rest = out_of_memory.advice(trainer()).splitlines()
+    assert first.startswith("each rank holds weights 0.00 GiB, gradients 0.00 GiB, optimizer state 0.01 GiB; and activ")
+    assert len(rest) == 3 and "local_batch_size" in rest[0]
+    monkeypatch.setattr(out_of_memory, "_memory", lambda: 20 << 20)
+    assert "more ranks" in out_of_memory.advice(trainer())
+
+
 def test_the_part_of_the_step_is_read_from_the_traceback(monkeypatch):
     def where(*frames: tuple[str, str]) -> str:
         found = [traceback.FrameSummary(file, 1, name) for file, name in frames]

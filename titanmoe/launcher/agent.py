@@ -52,14 +52,14 @@ class Logs(LogsSpecs):
         names = {local: str(folder / f"rank{env['RANK']}") for local, env in envs.items()}
         left = {local: f"{name}.json" for local, name in names.items()}
         for local, env in envs.items():
-            env[failure.FILE] = left[local]
+            env[failure.FILE] = env["TORCHELASTIC_ERROR_FILE"] = left[local]
         outputs = {local: f"{name}.out" if local else "" for local, name in names.items()}
         return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, left)
 
     def tidy(self) -> None:
-        """Remove what nobody wrote to."""
+        """Remove what nobody wrote to, and what was left for a failure that did not come."""
         for file in self.folder.rglob("rank*"):
-            if file.stat().st_size == 0:
+            if file.stat().st_size == 0 or file.suffix == failure.ADVICE:
                 file.unlink()
         for folder in (*self.folder.glob("attempt*"), self.folder):
             with contextlib.suppress(OSError):
@@ -168,7 +168,6 @@ def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
 
 def _quiet(folder: Path) -> None:
     """What the agent has to say about every step of its own goes to a file."""
-    folder.mkdir(parents=True, exist_ok=True)
     log = logging.getLogger("torch.distributed")
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed."):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import logging
 import os
 import re
 import shlex
@@ -94,6 +95,9 @@ def run_train(words: Sequence[str]) -> int:
         load([*asked.words, "--help"], preset, lambda config: [])  # prints every field, and exits
     try:
         return start(plan(asked))
+    except KeyboardInterrupt:  # before there are ranks
+        waiting("")
+        return 130
     except ConfigError as error:
         offer = f"\n\n{error.offer}" if isinstance(error, Misfit) and error.offer else ""
         waiting("")
@@ -131,8 +135,9 @@ def split(words: Sequence[str]) -> Asked:
 def find(recipe: str) -> str:
     """A file, or the name of a recipe that comes with titanmoe, such as debug."""
     if recipe and not Path(recipe).suffix and not Path(recipe).exists():
-        for folder in (Path("train_configs"), Path(__file__).parents[2] / "train_configs"):
-            if (file := folder / f"{recipe}.toml").is_file():
+        package = Path(__file__).resolve().parents[1]  # of a wheel; a checkout has them next to it
+        for folder in (Path(), package, package.parent):
+            if (file := folder / "train_configs" / f"{recipe}.toml").is_file():
                 return str(file)
     return recipe
 
@@ -158,7 +163,8 @@ def plan(asked: Asked) -> Plan:
     """What to start; ConfigError with everything that is wrong with it."""
     if not asked.recipe and not asked.rest:
         asked.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
-    if asked.nodes > 1 and not (asked.get("rdzv-endpoint") or asked.get("master-addr")):
+    several = asked.get("nnodes", "1") not in ("1", "1:1")
+    if several and not (asked.get("rdzv-endpoint") or asked.get("master-addr")):
         asked.problems.append(f"command line: --nnodes {asked.get('nnodes')}: {MEET}")
     if asked.problems:
         raise ConfigError(asked.problems)
@@ -243,17 +249,21 @@ def start(plan: Plan) -> int:
     if options.rdzv_backend == "static" and options.node_rank == 0:
         check_port(options.master_addr, options.master_port)
     logs, before = Logs(_folder(plan)), oom_kills()
+    try:
+        logs.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "give --logs FOLDER, or another job.dump_folder"
+        raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
     here = f"{plan.nproc} rank{'s' * (plan.nproc > 1)}"
     print(f"{here}{f' on each of {asked.nodes} nodes' * (asked.nodes > 1)}; logs in {logs.folder}", flush=True)
     waiting(f"starting {here}")
     try:
         ended = launch(options, asked.words, logs)
     except Exception as error:  # of the rendezvous, which has many kinds
+        logging.getLogger("torch.distributed").exception("titanmoe train")
+        what = "the nodes did not meet, or lost each other" if asked.nodes > 1 else "the launcher failed"
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        print(
-            f"error: the nodes did not meet, or lost each other: {why}\nits log: {logs.folder}/agent.log",
-            file=sys.stderr,
-        )
+        print(f"error: {what}: {why}\nits log: {logs.folder}/agent.log", file=sys.stderr, flush=True)
         return 1
     code, text = verdict(ended, asked.nodes, plan.config.checkpoint.enable, oom_kills() > before)
     if text:

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from titanmoe.train.failure import ADVICE
+
 TAIL = 8
 """Lines of a log that are shown if the rank left no message."""
 
@@ -53,16 +55,22 @@ def first(failures: Iterable[Failure]) -> Failure:
     def order(failure: Failure) -> tuple[bool, float, int]:
         return failure.consequence, failure.note().get("timestamp", failure.timestamp), failure.rank
 
-    return min(failures, key=order)
+    found = sorted(failures, key=order)
+    if not (said := found[0].note().get("message")):
+        return found[0]
+    return min((one for one in found if one.note().get("message") == said), key=lambda one: one.rank)
 
 
 def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:
     """out_of_memory: the kernel has killed a process for lack of memory since the run began."""
     note = failure.note()
     if failure.exitcode == 2 and note:
-        return note["message"]  # a refusal, which all ranks share
+        # A refusal, mostly of all ranks. Others are about a rank's own machine, such as data that is not there.
+        return f"rank {failure.rank}: {note['message']}" if failure.rank else note["message"]
     who = f"rank {failure.rank} failed first" if world > 1 else "the run failed"
-    log = f"its log: {failure.log}"
+    log = f"its log: {failure.log}{'' if _tail(failure.log) else ' (empty)'}"
+    if note.get("alike"):
+        return "\n".join([f"error: {note['message']}", *([log] if _tail(failure.log) else [])])
     if note:
         return f"error: {who}, with exit code {failure.code}: {note['message'].removeprefix('error: ')}\n{log}"
     if failure.exitcode < 0:
@@ -75,14 +83,16 @@ def _killed(failure: Failure, world: int, out_of_memory: bool) -> str:
     name = signal.Signals(-failure.exitcode).name
     who = f"rank {failure.rank}" if world > 1 else "the run"
     if failure.exitcode == -signal.SIGKILL and out_of_memory:
-        return (
-            f"{who} was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory\n"
-            "what helps most: a lower training.local_batch_size (training.global_batch_size stays as it is); "
-            'activation_checkpoint.mode = "full"; fewer ranks on this machine (--nproc)'
-        )
+        why = "killed by the kernel (SIGKILL), because this machine, or this container, was out of memory"
+        return "\n".join([f"{who} was {why}", *_advice(failure)])
     if failure.exitcode == -signal.SIGKILL:
         return f"{who} was killed by SIGKILL: by somebody, or by the kernel for lack of memory (dmesg tells)"
     return f"{who} died of {name}"
+
+
+def _advice(failure: Failure) -> list[str]:
+    file = failure.left.with_name(failure.left.name + ADVICE)
+    return [file.read_text(encoding="utf-8")] if file.exists() else []
 
 
 def _tail(log: Path) -> list[str]:

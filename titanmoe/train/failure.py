@@ -11,6 +11,7 @@ import re
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -18,6 +19,8 @@ from titanmoe.config import ConfigError, exit_with
 
 FILE = "TITANMOE_FAILURE"
 """The environment variable with the file's name."""
+ADVICE = ".memory"
+"""What the name of the file with `leave_advice`'s text has more."""
 OF_OTHERS = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket (closed|timeout)|timed out|nccl communicator|"
     r"remote process|peer",
@@ -26,20 +29,32 @@ OF_OTHERS = re.compile(
 """In the message of an error that torch.distributed raises when another rank is gone or does not answer."""
 
 
-def leave(text: str, consequence: bool = False) -> bool:
-    """Whether there is a launcher to read it. consequence: another rank failed before."""
+def leave(text: str, consequence: bool = False, alike: bool = False) -> bool:
+    """Whether there is a launcher to read it. consequence: another rank failed before. alike: all ranks say the
+    same."""
     if not (file := os.environ.get(FILE)):
         return False
-    found = {"message": text, "timestamp": time.time(), "consequence": consequence}  # the first two are torch's names
+    found = {
+        "message": text,
+        "timestamp": time.time(),
+        "consequence": consequence,
+        "alike": alike,
+    }  # the first two are torch's names
     new = Path(f"{file}.new")
     new.write_text(json.dumps(found), encoding="utf-8")
     new.replace(file)
     return True
 
 
+def leave_advice(make: Callable[[], str]) -> None:
+    """For the case that the kernel kills this rank for lack of memory, which leaves it no time to say anything."""
+    if file := os.environ.get(FILE):
+        Path(f"{file}{ADVICE}").write_text(make(), encoding="utf-8")
+
+
 def refuse(error: ConfigError) -> NoReturn:
     """A user's mistake: exit code 2, said once."""
-    if leave(str(error)):
+    if leave(str(error), alike=True):
         sys.exit(2)
     exit_with(error.problems, error.source)
 

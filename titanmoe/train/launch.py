@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_ahead
@@ -122,6 +123,7 @@ def main(argv: list[str], **seams: Any) -> int:
     try:
         waiting("building the model")
         trainer = Trainer(config, runtime, **seams)
+        failure.leave_advice(partial(out_of_memory.advice, trainer))
         signal = trainer.train()
         return 128 + signal if signal else 0
     except ConfigError as error:
@@ -129,7 +131,7 @@ def main(argv: list[str], **seams: Any) -> int:
         failure.refuse(error)
     except (CheckpointError, NonFinite) as error:  # raised on all ranks, printed by one
         abandon = isinstance(error, CheckpointError)  # its saving thread may be stuck in a message
-        if not failure.leave(str(error)) and runtime.rank == 0:
+        if not failure.leave(str(error), alike=True) and runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

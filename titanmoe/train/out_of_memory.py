@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
@@ -48,6 +49,21 @@ class TrainerInTrouble(Protocol):
     step: int
 
 
+def advice(trainer: TrainerInTrouble) -> str:
+    """What a step will hold at least on this rank, and what to do if that, or the rest, is too much."""
+    weights = _bytes(trainer.parameters.values())
+    held = {"weights": weights, "gradients": weights, "optimizer state": 2 * weights}
+    whole = _memory() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    rest = "activations, gathered weights and buffers"
+    lines = ["each rank holds " + ", ".join(f"{name} {_gib(size)}" for name, size in held.items()) + f"; and {rest}"]
+    found = settings(trainer.config, trainer, held | {rest: max(0, whole - 4 * weights)})
+    return "\n".join([*lines, *_listed(found)])
+
+
+def _listed(found: list[str]) -> list[str]:
+    return ["what helps most:", *(f"  {number}. {text}" for number, text in enumerate(found[:3], 1))]
+
+
 def is_one(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
@@ -61,9 +77,7 @@ def explain(error: BaseException, trainer: TrainerInTrouble | None, rank: int, c
     if trainer:
         held = holds(trainer)
         lines.append("held: " + ", ".join(f"{name} {_gib(size)}" for name, size in held.items()))
-    lines.append("what helps most:")
-    lines += [f"  {number}. {text}" for number, text in enumerate(settings(config, trainer, held)[:3], 1)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_listed(settings(config, trainer, held))])
 
 
 def _where(error: BaseException) -> str:
