@@ -5,7 +5,7 @@
 #     docker run --rm --gpus all --ipc host -v "$PWD/runs:/work/runs" titanmoe train debug
 #
 # CUDA comes with PyTorch's own packages, so the host needs a driver for it and nothing else. `--ipc host` because NCCL
-# and data workers talk through shared memory.
+# and data workers talk through shared memory. Linted by hadolint; not built yet.
 FROM python:3.12-slim AS base
 # A C compiler, which Triton and torch.compile call; its version does not matter.
 # hadolint ignore=DL3008
