@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from titanmoe.config import load
 from titanmoe.config.fields import fields, tables
 from titanmoe.config.recipe import toml
 from titanmoe.config.values import Misfit, fit
+from titanmoe.models.families import preset
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -121,3 +124,40 @@ def test_keys_for_newcomers_exist_and_take_the_values_shown(page: str, first: st
 def test_keys_named_in_prose_exist(page: str) -> None:
     named = {key for key, _ in keys(prose(DOCS / f"{page}.md"))}
     assert named - fields().keys() - tables().keys() - {"metrics.jsonl"} == set()
+
+
+# ---- code and commands
+
+
+def test_the_load_of_experts_is_read_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "debug").mkdir(parents=True)
+    (tmp_path / "runs" / "debug" / "experts.jsonl").write_text('{"step": 20, "load": {"0": [30, 10], "1": [20, 20]}}\n')
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?)```", (DOCS / "questions.md").read_text(), re.DOTALL)
+    assert code
+    exec(code[1], {})
+    assert capsys.readouterr().out == "20 0 1.5\n20 1 1.0\n"
+
+
+def starts() -> list[tuple[str, list[str]]]:
+    """Recipe and overrides of every start of a run that a page shows."""
+    found = []
+    for page in [page for page in PAGES if page.name != "extending.md"]:  # whose recipe exists in a copy only
+        for line in re.findall(r"^\$ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            words = shlex.split(line.partition(" > ")[0], comments=True)
+            recipe = next((word for word in words if re.fullmatch(r"train_configs/\w+\.toml", word)), None)
+            if recipe and ("train.py" in words or words[:2] == ["titanmoe", "train"]):
+                rest = words[words.index(recipe) + 1 :]
+                nproc = rest.index("--nproc") if "--nproc" in rest else len(rest)  # of the launcher
+                found.append((recipe, rest[:nproc] + rest[nproc + 2 :]))
+    return found
+
+
+def test_runs_are_started_with_options_that_exist() -> None:
+    shown = starts()
+    assert len(shown) > 10
+    for recipe, overrides in shown:
+        wanted = [word for word in overrides if word != "--print-config"]
+        load(["--config", str(ROOT / recipe), *wanted], preset, lambda config: [])
