@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.titanmoe-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train lint test check
+.PHONY: help setup train lint test check docs
 
 help:
 	@echo 'make train   set up .venv if needed and train a small folded MoE on this machine'
@@ -17,6 +17,7 @@ help:
 	@echo '             options of pytest:  make test ARGS="-k fold -x"'
 	@echo 'make check   for every edit, in less than a minute: style, mappings, configs, one parity case of each axis'
 	@echo 'make lint    check style only (ruff)'
+	@echo 'make docs    make a site of README.md and docs/ in build/site, and check its links'
 	@echo 'make setup   set up .venv only'
 	@echo
 	@echo 'PYTHON=python3.12     the Python that .venv is made from (3.10 to 3.13)'
@@ -50,3 +51,12 @@ test: lint
 
 check: lint
 	$(PYTEST) -q tests/fold tests/config tests/test_parity.py::test_each_axis_alone $(ARGS)
+
+DOCS_STAMP := $(VENV)/.titanmoe-docs-installed
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install $(PIP_ARGS) -e '.[docs]'
+	@touch $@
+
+docs: $(DOCS_STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

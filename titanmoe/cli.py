@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import NoReturn
 
 from rich.console import Console
@@ -98,6 +101,7 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
     model.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample (default the recipe's, or 4096)")
     output = fold.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print rank groups (or with --list degrees) as JSON")
+    output.add_argument("--svg", type=Path, metavar="FILE", help="draw it as a picture for a page, too")
     output.add_argument("--list", action="store_true", help="name every legal mapping; degrees given narrow the list")
 
 
@@ -129,7 +133,14 @@ def run_fold(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_groups(fold)))
     else:
-        _show([draw(fold, args.node, config.model if config else None)])
+        picture = draw(fold, args.node, config.model if config else None)
+        _show([picture])
+        if args.svg:
+            try:
+                args.svg.write_text(_svg(picture, f"titanmoe fold --world {args.world}"), encoding="utf-8")
+            except OSError as error:
+                print(f"error: cannot write {args.svg}: {error.strerror}", file=sys.stderr)
+                return 2
     return 0
 
 
@@ -223,6 +234,14 @@ def _show(texts: Iterable[Text]) -> None:
         else:
             plain = "\n".join(line.rstrip() for line in text.plain.split("\n"))
             print(plain if encoding.lower().startswith("utf") else plain.translate(ASCII))
+
+
+def _svg(text: Text, title: str) -> str:
+    """As on a terminal, without the fonts that rich would fetch."""
+    width = max(len(line) for line in text.plain.split("\n"))
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(text, highlight=False)
+    return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=title, unique_id="fold"), flags=re.DOTALL)
 
 
 def _print_json_rows(rows: Iterator[dict[str, int]]) -> None:

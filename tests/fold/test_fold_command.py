@@ -196,3 +196,13 @@ def test_a_pipe_that_closes_early_and_an_ascii_one():
         f"PYTHONIOENCODING=ascii {run} 4 --tp 2", shell=True, cwd=ROOT, capture_output=True, text=True
     )
     assert "[---- dp0 -----][---- dp1 -----]" in ascii_only.stdout
+
+
+def test_the_picture_of_the_readme_is_what_the_command_draws(fold, tmp_path):
+    code, out, _ = fold("--world", 8, "--tp", 2, "--cp", 2, "--ep", 8, "--svg", tmp_path / "fold.svg")
+    drawn, kept = ((folder / "fold.svg").read_text() for folder in (tmp_path, ROOT / "docs"))
+    words = [re.findall(r">([^<>]+)</text>", picture) for picture in (drawn, kept)]
+    assert code == 0 and words[0] == words[1] and "ep7" in str(words) and "ep7" in out
+    assert "font-face" not in drawn and "url(http" not in drawn
+    code, _, err = fold("--world", 2, "--svg", tmp_path / "gone" / "fold.svg")
+    assert code == 2 and "cannot write" in err

@@ -1,0 +1,163 @@
+"""The pages: links and anchors lead somewhere, quoted messages and keys exist, the site has every page once."""
+
+from __future__ import annotations
+
+import ast
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titanmoe.config import load
+from titanmoe.config.fields import fields, tables
+from titanmoe.config.recipe import toml
+from titanmoe.config.values import Misfit, fit
+from titanmoe.models.families import preset
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = [*(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG")), *sorted(DOCS.glob("*.md"))]
+
+
+def prose(page: Path) -> str:
+    """Without code blocks."""
+    return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """As GitHub and mkdocs make them of headings."""
+    found = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in found}
+
+
+def rows(page: str, first: str) -> list[list[str]]:
+    """The rows of the page's tables whose first column has that heading."""
+    found, inside = [], False
+    for line in prose(DOCS / page).splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if not line.startswith("|"):
+            inside = False
+        elif cells[0].startswith(first):
+            inside = True
+        elif inside and not re.fullmatch("-+", cells[0]):
+            found.append(cells)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\((?!\w+://)([^)#\s]*)(?:#([^)\s]+))?\)", prose(page)):
+        target = (page.parent / link) if link else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), f"{link}#{anchor}"
+
+
+def test_the_site_has_every_page_once() -> None:
+    yaml = pytest.importorskip("yaml")
+    site = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    listed: list[str] = []
+
+    def walk(item: Any) -> None:
+        if isinstance(item, str):
+            listed.append(item)
+        else:
+            for part in item.values() if isinstance(item, dict) else item:
+                walk(part)
+
+    walk(site["nav"])
+    outside = ["index.md", "CONTRIBUTING.md", "CHANGELOG.md"]  # README.md is the first page
+    assert sorted(listed) == sorted([*outside, *(page.name for page in DOCS.glob("*.md"))])
+
+
+# ---- messages
+
+
+@cache
+def texts() -> list[str]:
+    """Every string of the program, with a gap for what is filled in."""
+
+    def flat(node: ast.expr) -> str:
+        if isinstance(node, ast.JoinedStr):
+            return "".join(map(flat, node.values))
+        return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else "\0"
+
+    nodes = (node for file in (ROOT / "titanmoe").rglob("*.py") for node in ast.walk(ast.parse(file.read_text())))
+    return [flat(node) for node in nodes if isinstance(node, ast.JoinedStr | ast.Constant)]
+
+
+def test_quoted_messages_are_those_of_the_program() -> None:
+    quoted = [cells[0] for cells in rows("troubleshooting.md", "message")]
+    assert len(quoted) > 40
+    for cell in quoted:
+        message = cell.strip("`")
+        pattern = re.compile(".*".join(map(re.escape, message.split("..."))), re.DOTALL)
+        found = any(pattern.search(text) for text in texts())
+        assert found, f"nothing says {message!r}: see docs/troubleshooting.md"
+
+
+# ---- keys
+
+
+def keys(cell: str) -> list[tuple[str, str]]:
+    """Each `table.key` or `table.key = value` of a cell; paths and commands are something else."""
+    found = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = ([^`]+))?`", cell)
+    return [(key, value) for key, value in found if key.split(".")[0] in tables()]
+
+
+@pytest.mark.parametrize(("page", "first"), [("from_megatron.md", "Megatron-LM"), ("from_torchtitan.md", "TorchTitan")])
+def test_keys_for_newcomers_exist_and_take_the_values_shown(page: str, first: str) -> None:
+    table = rows(page, first)
+    assert len(table) > 30 and all(len(cells) == 3 for cells in table)
+    shown = [pair for cells in table for pair in keys(cells[1])]
+    assert len(shown) > 40
+    for key, value in shown:
+        assert key in fields(), f"{page}: {key}"
+        given = toml().loads(f"value = {value}")["value"]
+        assert not isinstance(fit(given, fields()[key]), Misfit), f"{page}: {key} = {value}"
+
+
+@pytest.mark.parametrize("page", ["troubleshooting", "moe_practice", "questions", "evaluate"])
+def test_keys_named_in_prose_exist(page: str) -> None:
+    named = {key for key, _ in keys(prose(DOCS / f"{page}.md"))}
+    assert named - fields().keys() - tables().keys() - {"metrics.jsonl"} == set()
+
+
+# ---- code and commands
+
+
+def test_the_load_of_experts_is_read_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "runs" / "debug").mkdir(parents=True)
+    (tmp_path / "runs" / "debug" / "experts.jsonl").write_text('{"step": 20, "load": {"0": [30, 10], "1": [20, 20]}}\n')
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?)```", (DOCS / "questions.md").read_text(), re.DOTALL)
+    assert code
+    exec(code[1], {})
+    assert capsys.readouterr().out == "20 0 1.5\n20 1 1.0\n"
+
+
+def starts() -> list[tuple[str, list[str]]]:
+    """Recipe and overrides of every start of a run that a page shows."""
+    found = []
+    for page in [page for page in PAGES if page.name != "extending.md"]:  # whose recipe exists in a copy only
+        for line in re.findall(r"^\$ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            words = shlex.split(line.partition(" > ")[0], comments=True)
+            recipe = next((word for word in words if re.fullmatch(r"train_configs/\w+\.toml", word)), None)
+            if recipe and ("train.py" in words or words[:2] == ["titanmoe", "train"]):
+                rest = words[words.index(recipe) + 1 :]
+                nproc = rest.index("--nproc") if "--nproc" in rest else len(rest)  # of the launcher
+                found.append((recipe, rest[:nproc] + rest[nproc + 2 :]))
+    return found
+
+
+def test_runs_are_started_with_options_that_exist() -> None:
+    shown = starts()
+    assert len(shown) > 10
+    for recipe, overrides in shown:
+        wanted = [word for word in overrides if word != "--print-config"]
+        load(["--config", str(ROOT / recipe), *wanted], preset, lambda config: [])
