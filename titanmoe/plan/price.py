@@ -17,9 +17,9 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.schedules import stage_ranks
 from titanmoe.models.count import flops_per_token
-from titanmoe.models.stages import split_layers
 from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, Group, Links
+from titanmoe.plan.memory import stages_of
 from titanmoe.plan.schedule import played
 from titanmoe.plan.sizes import Sizes, fsdp
 
@@ -303,7 +303,7 @@ class Pricer:
             each, more = divmod(n, stages)
             ends = [each * (i + 1) + min(i + 1, more) for i in range(stages)]
             return [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-        return split_layers(self.model, self.config.training.seq_len, stages, self.config.pipeline.layers_per_stage)
+        return stages_of(self.config, stages)
 
     def weights(self, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float]:
         """Seconds to gather a block's weights once, and to reduce its gradients once."""
@@ -332,11 +332,8 @@ class Pricer:
         samples = training.local_batch_size
         m = max(1, training.global_batch_size // (samples * fold.dp))
         owners = stage_ranks(config.pipeline, fold.pp)
-        layers = (
-            self.splits(len(owners))
-            if not config.pipeline.layers_per_stage
-            else split_layers(model, training.seq_len, len(owners), config.pipeline.layers_per_stage)
-        )
+        uneven = config.pipeline.layers_per_stage
+        layers = stages_of(config, len(owners)) if uneven else self.splits(len(owners))
         sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
         options, dispatcher = config.activation_checkpoint, config.moe.dispatcher
         kinds: dict[tuple, Cost] = {}
@@ -356,7 +353,7 @@ class Pricer:
             tp=2 * self.links.gather(Group(fold.tp, 1), X * model.dim * self.w),
         )
         per_rank = []
-        hop = self.links.send(fold.stage, X / fold.tp * model.dim * self.w) if fold.pp > 1 else 0.0
+        hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
         for rank in range(fold.pp):
             mine = [i for i, owner in enumerate(owners) if owner == rank]
             total, messages = Cost(), 0.0
@@ -369,7 +366,7 @@ class Pricer:
                     total = total + one.times(count)
                 if stage == len(owners) - 1:
                     total = total + head + (block(model.num_layers - 1) + head).times(model.mtp_depth)
-                messages += 2 * hop * (fold.pp > 1)
+                messages += 2 * hop
             per_rank.append((total, messages))
         slowest, messages = max(per_rank, key=lambda one: one[0].seconds + one[1])
         mean = sum(one.seconds + more for one, more in per_rank) / fold.pp
@@ -394,6 +391,11 @@ class Pricer:
         step = busy + bubble + exposed + optimizer
         tokens = training.global_batch_size * training.seq_len / step / fold.world
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
+
+    def hop(self, pp: int, stage: int, samples: int, share: int) -> float:
+        """A microbatch's hidden states to the next stage."""
+        size = samples * self.config.training.seq_len / share * self.model.dim * self.w
+        return self.links.send(stage, size) if pp > 1 else 0.0
 
     def _idle(self, config: Config, fold: Fold, per_rank: int, m: int) -> float:
         if fold.pp == 1:
@@ -426,22 +428,3 @@ class Pricer:
         if how == "step" and fold.pp == 1:
             return m * max(0.0, reduce - behind * 2 / 3) + max(0.0, gather - behind / 3)
         return max(0.0, gather - behind / 3) + max(0.0, reduce - behind * 2 / 3)
-
-
-def mapped(config: Config, fold: Fold) -> Config:
-    """The recipe with that mapping written into it."""
-    experts = replace(
-        config.parallelism.experts, ep=fold.ep, etp=fold.etp, edp=fold.edp, edp_replicate=fold.edp_replicate
-    )
-    return replace(
-        config,
-        parallelism=replace(
-            config.parallelism,
-            pp=fold.pp,
-            dp_replicate=fold.dp_replicate,
-            dp_shard=fold.dp_shard,
-            cp=fold.cp,
-            tp=fold.tp,
-            experts=experts,
-        ),
-    )
