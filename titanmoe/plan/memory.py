@@ -118,12 +118,12 @@ def _router(s: Widths) -> int:
     return T * model.dim * s.W + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
-def kept(s: Widths, layer: int) -> Kept:
-    """Of one microbatch."""
+def kept(s: Widths, layer: int, mode: str = "") -> Kept:
+    """Of one microbatch. mode: instead of the recipe's."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     options = s.config.activation_checkpoint
     experts = has_experts(model, layer)
-    mode = options.mode if layer % options.every == 0 else "none"
+    mode = mode or (options.mode if layer % options.every == 0 else "none")
     if mode == "moe" and not experts:
         mode = "none"
     selective = mode == "selective"

@@ -7,8 +7,10 @@ Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from operator import add
 from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts, window
@@ -73,7 +75,7 @@ class Cost(NamedTuple):
     rows: float = 0.0
 
     def __add__(self, other: tuple) -> Cost:
-        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+        return Cost(*map(add, self, other))
 
     def times(self, factor: float) -> Cost:
         return Cost(*(factor * x for x in self))
@@ -127,6 +129,7 @@ class Pricer:
         self.experts = lru_cache(maxsize=None)(self._experts)
         self.flops = flops_per_token(self.model, config.training.seq_len)
         self.splits = lru_cache(maxsize=None)(self._split)
+        self.kinds = Counter((has_experts(self.model, i), window(self.model, i)) for i in range(self.model.num_layers))
 
     # ---- parts of a half
 
@@ -279,6 +282,23 @@ class Pricer:
             return total + ffn[0]
         if mode == "selective":
             return total + Cost(memory=(attention[0].memory + ffn[0].memory) / 2)
+        return total
+
+    def seconds(self, fold: Fold, samples: int, dispatcher: str) -> dict[str, float]:
+        """Of all blocks of ours, one after the other, by the mode of recomputation."""
+        total = dict.fromkeys(("none", "selective", "moe", "full"), 0.0)
+        for (experts, seen), count in self.kinds.items():
+            attention = self.attention(fold.tp, fold.cp, samples, seen)
+            if experts:
+                ffn = self.experts(fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp, dispatcher)
+            else:
+                ffn = self.dense(fold.tp, fold.cp, samples, self.model.dense_hidden)
+            again = sum(ffn[0])
+            once = sum(attention[0]) + again + sum(attention[1]) + sum(ffn[1])
+            total["none"] += count * once
+            total["selective"] += count * (once + (attention[0].memory + ffn[0].memory) / 2)
+            total["moe"] += count * (once + again * experts)
+            total["full"] += count * (once + again + sum(attention[0]))
         return total
 
     def _again(self, named: frozenset[str], attention: Cost, ffn: Cost, experts: bool) -> Cost:

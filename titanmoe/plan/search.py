@@ -112,16 +112,23 @@ def search(
             continue
         for found in _found(config, candidate, pricer, imbalance, room):
             priced += 1
+            wanted = len(best) < count or found.price.step < best[-1].price.step
+            first = plain and (best_unfolded is None or found.price.step < best_unfolded.price.step)
+            if not (wanted or first):
+                continue
+            found.memory = ranks(found.config, found.fold, imbalance)
+            if found.peak > room:
+                continue
             best = sorted([*best, found], key=lambda one: one.price.step)[:count]
-            if plain and (best_unfolded is None or found.price.step < best_unfolded.price.step):
+            if first:
                 best_unfolded = found
     nearest = None
     if not best:
         smallest = nsmallest(SMALLEST, _candidates(config, world, pricer, inf), key=lambda one: one.held)
         tried = [found for one in smallest for found in _found(config, one, pricer, imbalance)]
         nearest = min(tried, key=lambda one: one.peak, default=None)
-    for found in {id(x): x for x in [*best, best_unfolded, nearest] if x is not None}.values():
-        found.memory = ranks(found.config, found.fold, imbalance)
+    if nearest is not None:
+        nearest.memory = ranks(nearest.config, nearest.fold, imbalance)
     return Search(best, best_unfolded, nearest, len(every), priced)
 
 
@@ -180,19 +187,20 @@ def _candidates(config: Config, world: int, pricer: Pricer, room: float) -> Iter
                 fold = Fold(world, pp, 1, dp, cp, tp, 1, stage // (ep * etp), ep, etp)
                 whole = (count.total - count.experts) / tp + count.experts / (ep * etp)
                 piped = 6 * whole / pp if pp > 1 else 0.0
+                widths = Widths(at, fold)
+                by_dispatcher = {
+                    name: pricer.seconds(fold, samples, name) for name in _dispatchers(config, ep * etp, pricer.device)
+                }
                 for mode in MODES:
-                    widths = Widths(replace(at, activation_checkpoint=ActivationCheckpoint(mode)), fold)
-                    one = kept(widths, deep)
+                    one = kept(widths, deep, mode)
                     block = (one.attention + one.ffn) * layers / pp
-                    at_least = [state + piped + block * flights[0] / v for _, v, (_, flights, _) in schedules]
-                    if min(at_least, default=inf) > room:
-                        continue
-                    for dispatcher in _dispatchers(config, ep * etp, pricer.device):
-                        seconds = pricer.block(fold, samples, deep, dispatcher, mode).seconds * layers / pp
-                        for held, (name, v, (idle, *_)) in zip(at_least, schedules, strict=True):
-                            if held <= room:
-                                bound = seconds * (m + idle) + hop * v
-                                yield Candidate(bound, held, fold, samples, mode, name, v, dispatcher)
+                    for name, v, (idle, flights, _) in schedules:
+                        held = state + piped + block * flights[0] / v
+                        if held > room:
+                            continue
+                        for dispatcher, seconds in by_dispatcher.items():
+                            bound = seconds[mode] / pp * (m + idle) + hop * v
+                            yield Candidate(bound, held, fold, samples, mode, name, v, dispatcher)
 
 
 def _schedules(config: Config, pp: int, m: int) -> list[tuple[str, int]]:
