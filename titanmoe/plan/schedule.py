@@ -19,8 +19,6 @@ class Played(NamedTuple):
     """Idle time over the busy time of one microbatch."""
     flights: tuple[int, ...]
     """Of each rank: microbatches times stages whose activations are there at once, at most."""
-    idle_share: float
-    """Of the whole step."""
 
 
 def table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
@@ -60,19 +58,15 @@ def _in_flight(row: list[Cell]) -> int:
 def played(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> Played:
     v, even = stages_per_rank, microbatches % pp == 0
     if schedule in ALL_AHEAD:
-        return _of((pp - 1) / v, (microbatches * v,) * pp, microbatches)
+        return Played((pp - 1) / v, (microbatches * v,) * pp)
     if schedule == "1F1B":  # what the table gives, without playing it
-        return _of(pp - 1.0, tuple(min(microbatches, pp - rank) for rank in range(pp)), microbatches)
+        return Played(pp - 1.0, tuple(min(microbatches, pp - rank) for rank in range(pp)))
     if schedule == "Interleaved1F1B" and even and v > 1:
         ahead = ((v - 1) * pp + 2 * (pp - 1 - rank) + 1 for rank in range(pp))
-        return _of((pp - 1) / v, tuple(min(microbatches * v, n) for n in ahead), microbatches)
+        return Played((pp - 1) / v, tuple(min(microbatches * v, n) for n in ahead))
     most = ROUNDS * pp + 1
     m = most if microbatches > most and SCHEDULES[schedule].v_shape else microbatches
     m = ROUNDS * pp if microbatches > ROUNDS * pp and even and not SCHEDULES[schedule].v_shape else m
     rows = table(schedule, pp, stages_per_rank, m)
     share = bubble(rows, pp * stages_per_rank)
-    return _of(share / (1 - share) * m, tuple(_in_flight(row) for row in rows), microbatches)
-
-
-def _of(idle: float, flights: tuple[int, ...], microbatches: int) -> Played:
-    return Played(idle, flights, idle / (idle + microbatches))
+    return Played(share / (1 - share) * m, tuple(_in_flight(row) for row in rows))

@@ -194,7 +194,7 @@ def _candidates(config: Config, world: int, pricer: Pricer, room: float) -> Iter
                 for mode in MODES:
                     one = kept(widths, deep, mode)
                     block = (one.attention + one.ffn) * layers / pp
-                    for name, v, (idle, flights, _) in schedules:
+                    for name, v, (idle, flights) in schedules:
                         held = state + piped + block * flights[0] / v
                         if held > room:
                             continue
