@@ -89,6 +89,7 @@ ARROWS["data"] = {"config", "tokens", "ops", "models"}
 ARROWS["parallel"] = ARROWS["models"] | {"models", "data"}
 ARROWS["checkpoint"] = ARROWS["parallel"] | {"parallel"}
 ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
+ARROWS["plan"] = {"config", "fold", "models", "rehearse"}
 
 
 def imports() -> Iterator[tuple[str, str]]:

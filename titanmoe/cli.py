@@ -28,6 +28,7 @@ from titanmoe.fold.picture import draw, listing
 from titanmoe.fold.search import changes, legal_stages, nearest
 from titanmoe.generate.command import add_generate
 from titanmoe.launcher.command import add_train
+from titanmoe.plan.command import add_plan
 from titanmoe.rehearse.command import add_rehearse
 from titanmoe.report.command import add_report
 from titanmoe.train.runtime import leave
@@ -58,6 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     add_generate(commands)
     add_report(commands)
     add_rehearse(commands)
+    add_plan(commands)
     args, rest = parser.parse_known_args(argv)
     if rest and "overrides" not in args:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from itertools import pairwise
 from math import log
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def _curve(data: dict[str, Any]) -> tuple[tuple[tuple[float, float], ...], str, 
         return (), "", 'curve is missing: give curve = { sizes = [...], shares = [...], source = "..." }'
     sizes, shares = entry.get("sizes") or [], entry.get("shares") or []
     sound = all(isinstance(x, int | float) and not isinstance(x, bool) for x in [*sizes, *shares])
-    rises = sound and all(0 < a < b for a, b in zip(sizes, sizes[1:], strict=False))
+    rises = sound and all(0 < a < b for a, b in pairwise(sizes))
     if not sizes or len(sizes) != len(shares) or not rises or not all(0 < x <= 1 for x in shares):
         return (), "", f"curve: {len(sizes)} sizes that rise and as many shares within 0 and 1 are needed"
     return tuple(zip(map(float, sizes), map(float, shares), strict=True)), str(entry["source"]), ""

@@ -19,19 +19,19 @@ class Factors:
 
     matrix: float = 1.0
     """On the device's curve of matrix rates."""
-    attention: float = 1.0
+    attention: float = 0.982
     """On the device's share for attention."""
-    memory: float = 0.8
+    memory: float = 0.891
     """Of the memory's bandwidth, in element-wise work."""
-    link: float = 0.7
+    link: float = 0.657
     """Of the fast link's bandwidth."""
-    network: float = 0.7
+    network: float = 0.623
     """Of the network's bandwidth."""
-    hidden: float = 0.7
+    hidden: float = 1.0
     """Of the computation behind which weights and gradients travel."""
-    block: float = 4e-4
+    block: float = 0.00023
     """Seconds in which a block and microbatch, forward and backward, keeps the device waiting for the host."""
-    busiest: float = 1.2
+    busiest: float = 1.12
     """Rows of the busiest rank over the mean under learned routing."""
 
 

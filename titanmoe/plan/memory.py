@@ -10,6 +10,7 @@ compute dtype, W at least 4.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts
@@ -19,7 +20,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.schedules import stage_ranks
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.schedule import played
-from titanmoe.plan.sizes import Sizes, Unit, fsdp, units_of_stage
+from titanmoe.plan.sizes import Key, Sizes, Unit, fsdp, units_of_stage
 
 SLICE = 2**30
 """Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""
@@ -117,12 +118,12 @@ def _router(s: Widths) -> int:
     return T * model.dim * s.W + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
-def kept(s: Widths, layer: int) -> Kept:
-    """Of one microbatch."""
+def kept(s: Widths, layer: int, mode: str = "") -> Kept:
+    """Of one microbatch. mode: instead of the recipe's."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     options = s.config.activation_checkpoint
     experts = has_experts(model, layer)
-    mode = options.mode if layer % options.every == 0 else "none"
+    mode = mode or (options.mode if layer % options.every == 0 else "none")
     if mode == "moe" and not experts:
         mode = "none"
     selective = mode == "selective"
@@ -131,7 +132,7 @@ def kept(s: Widths, layer: int) -> Kept:
     if not experts:
         ffn, rows = norm + X * D * w + _dense(s, model.dense_hidden, selective), 0
     else:
-        rows = s.R * (D * w + 4 + 2 * s.F * w) + (s.R * s.F * w * 2 if model.expert_biases else 0)
+        rows = s.R * (D * w + 4 + 2 * s.F * w)
         ffn = norm + _router(s) + rows
         if model.shared_hidden:
             ffn += X * D * w + _dense(s, model.shared_hidden, selective) + model.shared_gate * T * (D + 2) * w
@@ -142,16 +143,26 @@ def kept(s: Widths, layer: int) -> Kept:
     return Kept(attention, ffn, rows, 0)
 
 
-def ranks(config: Config, fold: Fold, imbalance: float = 1.0) -> list[Rank]:
-    """Every pipeline rank. imbalance: rows of the busiest rank over the mean."""
+def ranks(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[Rank]:
+    """Every pipeline rank. imbalance: rows of the busiest rank over the mean. only_ends: the first, which has most
+    microbatches in flight, and the last, which has the head."""
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
-    layers = split_layers(config.model, config.training.seq_len, len(owners), config.pipeline.layers_per_stage)
+    layers = stages_of(config, len(owners))
     found = []
-    for rank in range(fold.pp):
+    for rank in sorted({0, fold.pp - 1}) if only_ends else range(fold.pp):
         mine = [stage for stage, owner in enumerate(owners) if owner == rank]
         found.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in mine], len(mine)))
     return found
+
+
+@lru_cache(maxsize=1024)
+def _stages(key: Key, seq_len: int, stages: int, explicit: tuple[int, ...]) -> list[range]:
+    return split_layers(key.model, seq_len, stages, list(explicit))
+
+
+def stages_of(config: Config, stages: int) -> list[range]:
+    return _stages(Key.of(config.model), config.training.seq_len, stages, tuple(config.pipeline.layers_per_stage))
 
 
 def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank: int) -> Rank:

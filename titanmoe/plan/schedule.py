@@ -9,7 +9,7 @@ from typing import NamedTuple
 from titanmoe.fold.schedules import SCHEDULES, SINGLE, Action, Cell, bubble, single_order
 
 ROUNDS = 3
-"""Of a table that is played, in microbatches per rank: from 2 on, a further one changes neither idle time nor flights."""
+"""Of a table that is played, in microbatches per rank: from 2 on, one more changes neither idle time nor flights."""
 ALL_AHEAD = ("GPipe", "LoopedBFS")
 """Every forward before the first backward."""
 
@@ -19,8 +19,6 @@ class Played(NamedTuple):
     """Idle time over the busy time of one microbatch."""
     flights: tuple[int, ...]
     """Of each rank: microbatches times stages whose activations are there at once, at most."""
-    idle_share: float
-    """Of the whole step."""
 
 
 def table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
@@ -58,15 +56,17 @@ def _in_flight(row: list[Cell]) -> int:
 
 @lru_cache(maxsize=4096)
 def played(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> Played:
-    v_shape = SCHEDULES[schedule].v_shape
-    whole = microbatches % pp == 0 or schedule in SINGLE or v_shape
-    most = max(ROUNDS * pp, 2 * pp + 1 if v_shape else 0)
-    m = most if microbatches > most and whole else microbatches
+    v, even = stages_per_rank, microbatches % pp == 0
     if schedule in ALL_AHEAD:
-        slots = pp - 1
-        share = slots / (microbatches * stages_per_rank + slots)
-        return Played(slots / stages_per_rank, (microbatches * stages_per_rank,) * pp, share)
+        return Played((pp - 1) / v, (microbatches * v,) * pp)
+    if schedule == "1F1B":  # what the table gives, without playing it
+        return Played(pp - 1.0, tuple(min(microbatches, pp - rank) for rank in range(pp)))
+    if schedule == "Interleaved1F1B" and even and v > 1:
+        ahead = ((v - 1) * pp + 2 * (pp - 1 - rank) + 1 for rank in range(pp))
+        return Played((pp - 1) / v, tuple(min(microbatches * v, n) for n in ahead))
+    most = ROUNDS * pp + 1
+    m = most if microbatches > most and SCHEDULES[schedule].v_shape else microbatches
+    m = ROUNDS * pp if microbatches > ROUNDS * pp and even and not SCHEDULES[schedule].v_shape else m
     rows = table(schedule, pp, stages_per_rank, m)
     share = bubble(rows, pp * stages_per_rank)
-    idle = share / (1 - share) * m
-    return Played(idle, tuple(_in_flight(row) for row in rows), idle / (idle + microbatches))
+    return Played(share / (1 - share) * m, tuple(_in_flight(row) for row in rows))

@@ -6,7 +6,7 @@ Elements, not bytes. A unit is what FSDP gathers and reduces at once: a block wi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 
 from titanmoe.config.blocks import has_experts
@@ -26,10 +26,18 @@ class Unit:
     wide: int = 0
     """Elements that are gathered in float32 whatever the compute dtype: the router's."""
 
-    @property
+    @cached_property
     def whole(self) -> int:
         return sum(map(prod, self.shapes))
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shapes, self.dims, self.wide))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @lru_cache(maxsize=65536)  # noqa: B019  (a unit is a value, and few are ever made)
     def piece(self, parts: int, index: int = 0) -> int:
         """What one of the data ranks keeps; the first has the most. Uneven dims are cut as torch.chunk does."""
         total = 0
@@ -77,14 +85,22 @@ def _attention(model: Model) -> list[tuple[Shape, int | None]]:
     return found
 
 
-@lru_cache(maxsize=4096)
-def _of_model(key: tuple) -> Model:
-    return Model(**dict(key))
+class Key:
+    """A model as a key of what is remembered: models are not hashable, and hashing their fields each time is slow."""
+
+    _known: dict[tuple, Key] = {}
+
+    def __init__(self, model: Model):
+        self.model = model
+
+    @classmethod
+    def of(cls, model: Model) -> Key:
+        return cls._known.setdefault(tuple(vars(model).values()), cls(model))
 
 
 @lru_cache(maxsize=4096)
-def _block(key: tuple, tp: int, experts: bool) -> Unit:
-    model = _of_model(key)
+def _block(key: Key, tp: int, experts: bool) -> Unit:
+    model = key.model
     parts = [((model.dim,), None), ((model.dim,), None), *_attention(model)]
     if not experts:
         return _unit(tp, [*parts, *_swiglu(model.dim, model.dense_hidden)])
@@ -96,8 +112,8 @@ def _block(key: tuple, tp: int, experts: bool) -> Unit:
 
 
 @lru_cache(maxsize=4096)
-def _experts(key: tuple, ep: int, etp: int, edp: int) -> Unit:
-    model = _of_model(key)
+def _experts(key: Key, ep: int, etp: int, edp: int) -> Unit:
+    model = key.model
     held, hidden, dim = model.num_experts // ep, model.expert_hidden // etp, model.dim
     shapes: list[Shape] = [(held, hidden, dim), (held, hidden, dim), (held, dim, hidden)]
     dims = [2, 2, 1]
@@ -113,7 +129,7 @@ class Sizes:
 
     def __init__(self, model: Model, tp: int, ep: int, etp: int, edp: int):
         self.model = model
-        self._key = tuple(vars(model).items())
+        self._key = Key.of(model)
         self.experts = _experts(self._key, ep, etp, edp)
         self._tp = tp
         dim, split = model.dim, model.vocab_size // tp

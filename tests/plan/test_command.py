@@ -1,0 +1,104 @@
+"""`titanmoe plan` as a user runs it: tables, a recipe to go on with, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from titanmoe.cli import main
+from titanmoe.config import load
+from titanmoe.config.schema import Config
+from titanmoe.fold.legality import violations
+from titanmoe.fold.search import legal_folds
+from titanmoe.models.families import preset
+from titanmoe.plan.devices import read_device
+from titanmoe.plan.links import Factors
+from titanmoe.plan.search import MODES, evaluate, search, unfolded
+from titanmoe.rehearse.world import read, rehearse
+
+RECIPE = "train_configs/debug.toml"
+SMALL = ["--training.global_batch_size", "8"]
+
+
+def plan(*words: str) -> int:
+    return main(["plan", "--config", RECIPE, *words])
+
+
+def test_a_written_recipe_passes_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file, data = tmp_path / "best.toml", tmp_path / "plan.json"
+    assert plan("--gpus", "4", "--write", str(file), "--json", str(data), "--tokens", "1e9", *SMALL) == 0
+    said = capsys.readouterr().out
+    assert "legal mappings on 4 h100" in said and "best unfolded" in said and "US dollars" in said
+    best = json.loads(data.read_text())["best"]
+    assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best)
+    config = read(["--config", str(file)], 4, "h100")
+    assert rehearse(config, 4, 0, "h100").optimizer_bytes == best[0]["memory"][0]["moments"]
+
+
+def test_explanation_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = tmp_path / "plan.json"
+    assert plan("--gpus", "4", "--explain", "--json", str(data), "--compile.enable", *SMALL) == 0
+    said = capsys.readouterr().out
+    assert "left out: compilation" in said and "matrix work" in said and "which fits into 80 GB" in said
+    found = json.loads(data.read_text())["plan"]
+    assert sum(found["time"].values()) == pytest.approx(found["step_s"])
+    assert all(sum(rank["components"].values()) == rank["peak"] for rank in found["memory"])
+
+
+def test_what_if(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "seq.svg"
+    assert plan("--gpus", "2", "--what-if", "seq_len=128,256", "--picture", str(file), *SMALL) == 0
+    assert "for each seq_len" in capsys.readouterr().out and file.read_text().count("<circle") == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--gpus", "0"], "--gpus = 0 is not a number of devices"),
+        (["--gpus", "4", "--hardware", "h900"], "h900 is not known"),
+        (["--gpus", "4", "--what-if", "depth=3"], "is not one of gpus, seq_len"),
+        (["--gpus", "4", "--imbalance", "0.5"], "is below 1"),
+        (["--gpus", "4", "--explain", "--write", "x"], "leave out --what-if and --write"),
+        (["--gpus", "11", "--training.global_batch_size", "8"], "no mapping of 11 ranks is legal"),
+        (["--gpus", "4", "--explain", "--parallelism.tp", "3"], "parallelism.tp = 3"),
+    ],
+)
+def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
+    assert plan(*words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture) -> None:
+    words = ["--gpus", "2", "--training.global_batch_size", "8", "--hardware", "a100"]
+    assert main(["plan", "--config", "train_configs/mixtral_8x7b.toml", *words]) == 2
+    said = capsys.readouterr().err
+    assert "no mapping of 2 a100 fits" in said and "on pipeline rank" in said and "too much" in said
+    assert "of single changes --gpus 4 helps most" in said
+
+
+def test_the_search_finds_the_fastest() -> None:
+    """Of all mappings that it may choose among, each evaluated by itself."""
+    argv = ["--config", RECIPE, *SMALL, "--pipeline.schedule", "GPipe"]
+    config, world, device = load(argv, preset, lambda config: []), 4, read_device("h100")
+
+    def with_mapping(fold: object, mode: str, samples: int) -> Config | None:
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        degrees = [f"--parallelism.{name}={getattr(fold, name)}" for name in names]
+        degrees += [f"--parallelism.experts.{name}={getattr(fold, name)}" for name in ("ep", "etp")]
+        more = [f"--activation_checkpoint.mode={mode}", f"--training.local_batch_size={samples}"]
+        found = load([*argv, *degrees, *more], preset, lambda config: [])
+        return None if violations(found, world) else found
+
+    every = [
+        evaluate(found, world, device, Factors())
+        for fold, mode, samples in product(legal_folds(world), MODES[::3], (1, 4))
+        if fold.pp == 1 and fold.dp_replicate == fold.edp_replicate == 1
+        if (found := with_mapping(fold, mode, samples)) is not None
+    ]
+    assert len(every) > 20
+    fastest, plain = search(config, world, device, Factors(), 1), [one for one in every if unfolded(one.fold)]
+    assert fastest.best[0].price.step <= min(one.price.step for one in every) * (1 + 1e-9)
+    assert fastest.best_unfolded.price.step <= min(one.price.step for one in plain) * (1 + 1e-9)

@@ -1,0 +1,71 @@
+"""Published runs: what the page says of them is what the code gives, and nothing is fitted to a row by itself."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from titanmoe.plan.links import Factors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("planner_page", ROOT / "scripts" / "planner_page.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["planner_page"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def steps(script: ModuleType, rows: list[dict[str, Any]], factors: Factors) -> dict[str, float]:
+    return {row["id"]: script.predict(row, factors).price.step for row in rows if not script.why_not(row)}
+
+
+def slower(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Rows of which one took a fifth longer."""
+    changed = {"tflops_per_gpu": lambda x: x and x / 1.2, "step_s": lambda x: x and 1.2 * x}
+    return [
+        row | {key: change(row[key]) for key, change in changed.items()} if row["id"] == name else row for row in rows
+    ]
+
+
+def test_every_row_is_there_with_its_source(script: ModuleType) -> None:
+    rows = script.read_rows()
+    assert len(rows) == 95 and all(row["source"] for row in rows)
+    assert set(script.CALIBRATION) <= {row["id"] for row in rows} and len(script.CALIBRATION) <= 8
+    assert len(asdict(Factors())) <= 8
+
+
+def test_a_row_moves_no_prediction_unless_it_is_one_of_the_fit(script: ModuleType) -> None:
+    rows = script.read_rows()
+    fitted = script.fit(rows)
+    assert asdict(fitted) == pytest.approx(asdict(Factors()), rel=0.01)
+    before = steps(script, rows, fitted)
+    other = slower(rows, held := "mpf-t3-llama3-8x70b-folding-256g-s4096")
+    assert script.published_step(next(r for r in other if r["id"] == held)) > 1.1 * before[held]
+    assert steps(script, other, script.fit(other)) == before
+    moved = steps(script, rows, script.fit(slower(rows, "mpf-t3-mixtral-8x22b-mcore-128g-s4096")))
+    assert max(abs(moved[name] / step - 1) for name, step in before.items()) > 0.01
+
+
+def test_the_page_is_what_the_rows_give(script: ModuleType) -> None:
+    scored = script.judged(script.read_rows(), Factors())
+    text = (ROOT / "docs" / "planner.md").read_text()
+    for table in (
+        script.verdicts(scored),
+        script.summary(scored),
+        script.correlations(scored),
+        map(script.cells, scored),
+    ):
+        for cells in table:
+            assert "| " + " | ".join(cells) + " |" in text
+    held = [abs(one.error) for one in scored if one.published and not one.calibration]
+    assert script.median(held) < 0.1

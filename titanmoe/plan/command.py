@@ -1,0 +1,267 @@
+"""`titanmoe plan`: memory, time and the best mapping of a recipe, before there is a machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titanmoe.config import ConfigError, load
+from titanmoe.config.fields import to_toml
+from titanmoe.config.load import format_problems
+from titanmoe.config.schema import Config, Parallelism
+
+VARIED = ("gpus", "seq_len", "num_experts", "top_k")
+
+
+def add_plan(commands: argparse._SubParsersAction) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="the fastest mappings of a recipe on so many GPUs, with memory and time by component",
+        description="Prices every legal mapping of a recipe on hardware that need not be there, in closed form, and "
+        "lists the fastest that fit. docs/planner.md says how far published runs agree. Whatever follows the options "
+        "and has the form --table.field value overrides the recipe.",
+    )
+    plan.add_argument("--config", metavar="FILE", required=True, help="a recipe")
+    plan.add_argument("--gpus", type=int, metavar="N", required=True, help="devices in all")
+    plan.add_argument(
+        "--hardware", metavar="NAME", default="h100", help="a device that is known, or a TOML file (default h100)"
+    )
+    plan.add_argument("--explain", action="store_true", help="the recipe's own mapping: where time and memory go")
+    plan.add_argument("--top", type=int, metavar="N", default=10, help="mappings that are listed (default 10)")
+    plan.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="X",
+        default=1.0,
+        help="rows of the busiest rank over the mean (default 1: balanced)",
+    )
+    plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of so many tokens, such as 1e12")
+    plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
+    plan.add_argument(
+        "--what-if", metavar="NAME=N,N,...", help=f"the best mapping for each of several {', '.join(VARIED)}"
+    )
+    plan.add_argument("--picture", type=Path, metavar="FILE", help="draw --what-if there, as SVG")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
+    plan.set_defaults(run=run_plan, overrides=[])
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    from titanmoe.plan.devices import read_device
+
+    problems = _problems(args)
+    try:
+        device = read_device(args.hardware)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        print(format_problems(problems), file=sys.stderr)
+        return 2
+    try:
+        lines, data, files = _planned(args, device)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    for file, text in (files | {args.json: json.dumps(data, indent=1) + "\n"}).items():
+        if file is None:
+            continue
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"error: cannot write {file}: {error.strerror}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
+    """What is printed, the same for programs, and files to write."""
+    from titanmoe.plan.links import Factors
+    from titanmoe.plan.search import evaluate
+    from titanmoe.plan.table import as_json, budget, explained, table
+
+    config, said = _read(args)
+    if args.explain:
+        found = evaluate(config, args.gpus, device, Factors(), args.imbalance)
+        lines = [*said, *explained(found, device)]
+        more = budget(found, args.tokens, device) if args.tokens else []
+        return lines + more, {"hardware": device.name, "plan": as_json(found)}, {}
+    if args.what_if:
+        return _what_if(args, config, device, said)
+    result = _searched(config, args, device)
+    best = result.best[0]
+    lines = [*said, *table(result, device, args.gpus)]
+    lines += budget(best, args.tokens, device) if args.tokens else []
+    data = {"hardware": device.name, "considered": result.considered, "best": [as_json(one) for one in result.best]}
+    data["best_unfolded"] = as_json(result.best_unfolded) if result.best_unfolded else None
+    head = (
+        f"# world = {args.gpus}\n#\n# Written by titanmoe plan for {args.gpus} {device.name}, from {args.config}.\n\n"
+    )
+    return lines, data, {args.write: head + to_toml(best.config)} if args.write else {}
+
+
+def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
+    """ConfigError with what stands in the way if nothing is legal, or nothing fits."""
+    from titanmoe.fold.legality import violations
+    from titanmoe.plan.links import Factors
+    from titanmoe.plan.search import search
+
+    result = search(config, args.gpus, device, Factors(), args.top, args.imbalance)
+    if result.best:
+        return result
+    if result.nearest is None:
+        plain = replace(config, parallelism=Parallelism(), training=replace(config.training, local_batch_size=1))
+        why = violations(plain, args.gpus) or violations(config, args.gpus)
+        why = why or [f"heads, experts, batch and sequence length cannot be divided among {args.gpus} ranks"]
+        raise ConfigError(
+            [f"no mapping of {args.gpus} ranks is legal. Without any parallelism but data: {why[0]}", *why[1:]]
+        )
+    raise ConfigError([_too_large(config, args, device, result.nearest)])
+
+
+def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: Any) -> str:
+    from titanmoe.plan.links import Factors
+    from titanmoe.plan.search import search
+    from titanmoe.plan.table import row
+    from titanmoe.rehearse.columns import size
+
+    room = device.memory - device.reserved
+    training = config.training
+    ways = {
+        f"--gpus {2 * args.gpus}": (config, 2 * args.gpus),
+        f"--training.seq_len {training.seq_len // 2}": (
+            replace(config, training=replace(training, seq_len=training.seq_len // 2)),
+            args.gpus,
+        ),
+        "--training.mixed_precision_reduce bfloat16": (
+            replace(config, training=replace(training, mixed_precision_reduce="bfloat16")),
+            args.gpus,
+        ),
+    }
+    peaks = {}
+    for way, (changed, world) in ways.items():
+        result = search(changed, world, device, Factors(), 1, args.imbalance)
+        found = result.best[0] if result.best else result.nearest
+        if found is not None:
+            peaks[way] = found.peak
+    best = min(peaks, key=peaks.get) if peaks else ""
+    helps = (
+        f"; of single changes {best} helps most, to {size(peaks[best])}" if best and peaks[best] < nearest.peak else ""
+    )
+    rank = nearest.memory[nearest.fullest]
+    largest = max(rank.components, key=rank.components.get)
+    return (
+        f"no mapping of {args.gpus} {device.name} fits into {size(room)} a device: the one that needs least, "
+        f"{_short(row(nearest))}, needs {size(nearest.peak)} on pipeline rank {nearest.fullest}, "
+        f"{size(nearest.peak - room)} too much, most of it {largest} ({size(rank.components[largest])}){helps}"
+    )
+
+
+def _short(cells: tuple[str, ...]) -> str:
+    return (
+        f"pp {cells[4]} cp {cells[8]} tp {cells[9]} ep {cells[11]} etp {cells[12]} microbatch {cells[13]} "
+        f"recompute {cells[14]}"
+    )
+
+
+def _what_if(
+    args: argparse.Namespace, config: Config, device: Any, said: list[str]
+) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
+    from titanmoe.plan.table import HEAD, as_json, picture, row
+    from titanmoe.rehearse.columns import columns
+
+    name, values = _varied(args.what_if)
+    body, points, data = [(name, *HEAD)], [], []
+    for value in values:
+        changed, world = config, args.gpus
+        if name == "gpus":
+            world = value
+        elif name == "seq_len":
+            changed = replace(config, training=replace(config.training, seq_len=value))
+        else:
+            changed = replace(config, model=replace(config.model, **{name: value}))
+        try:
+            best = _searched(changed, argparse.Namespace(**vars(args) | {"gpus": world}), device).best[0]
+        except ConfigError as error:
+            body.append((str(value), error.problems[0].partition(":")[0], *[""] * (len(HEAD) - 1)))
+            continue
+        body.append((str(value), *row(best)))
+        points.append((float(value), best.price.tokens))
+        data.append({name: value} | as_json(best))
+    lines = [*said, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
+    drawn = {args.picture: picture(name, points, device)} if args.picture and points else {}
+    return lines, {"hardware": device.name, "what_if": data}, drawn
+
+
+def _varied(text: str) -> tuple[str, list[int]]:
+    name, _, values = text.partition("=")
+    return name, [int(value) for value in values.split(",")]
+
+
+def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
+    """The recipe, and what is taken for granted. Its own mapping has to be legal only where it is explained."""
+    from titanmoe.fold.degrees import derive
+    from titanmoe.fold.legality import violations
+    from titanmoe.models.families import preset
+
+    def check(config: Config) -> list[str]:
+        return violations(config, args.gpus) if args.explain else []
+
+    config = load(["--config", args.config, *args.overrides], preset, check)
+    said, training, moe = [], config.training, config.moe
+    if training.global_batch_size == -1:
+        ranks = derive(args.gpus, config.parallelism).dp if args.explain else args.gpus
+        config = replace(config, training=replace(training, global_batch_size=training.local_batch_size * ranks))
+        said.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
+    if args.explain:
+        fold = derive(args.gpus, config.parallelism)
+        experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
+        config = replace(config, parallelism=replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts))
+    for left_out, text in (
+        (config.compile.enable, "compilation: memory and memory-bound work are those of the uncompiled model"),
+        (config.data.packing != "stream", "documents that are kept apart: attention is priced as over whole samples"),
+        (moe.capacity_factor > 0, "a capacity: rows are those before anything is dropped or padded"),
+        (moe.overlap_chunks != 1, "moe.overlap_chunks: rows are priced as in one piece"),
+        (config.pipeline.overlap_pairs, "pipeline.overlap_pairs: rows are priced as if nothing hid them"),
+        (
+            moe.dispatcher in ("allgather", "symm_mem"),
+            f"the buffers of {moe.dispatcher}: those of alltoall are counted",
+        ),
+        (bool(config.pipeline.schedule_csv), "the schedule file's own bubble: that of one microbatch a rank is taken"),
+    ):
+        if left_out:
+            said.append(f"left out: {text}")
+    return config, [*said, ""] if said else []
+
+
+def _problems(args: argparse.Namespace) -> list[str]:
+    found = []
+    if args.gpus < 1:
+        found.append(f"--gpus = {args.gpus} is not a number of devices: use 1 or more")
+    if args.top < 1:
+        found.append(f"--top = {args.top} is not a number of mappings: use 1 or more")
+    if not args.imbalance >= 1:
+        found.append(f"--imbalance = {args.imbalance:g} is below 1, the mean: use 1 or more")
+    if args.tokens is not None and not args.tokens > 0:
+        found.append(f"--tokens = {args.tokens:g} is not a number of tokens: use more than 0")
+    if args.what_if is not None:
+        try:
+            name, values = _varied(args.what_if)
+            wrong = name not in VARIED or min(values) < 1
+        except ValueError:
+            wrong = True
+        if wrong:
+            found.append(
+                f"--what-if = {args.what_if} is not one of {', '.join(VARIED)} and its values: use, for example, "
+                "gpus=64,128,256"
+            )
+    if args.explain and (args.what_if or args.write):
+        found.append("--explain looks at the recipe's own mapping: leave out --what-if and --write")
+    if args.what_if and args.write:
+        found.append("--what-if compares several worlds or models, and --write writes one: leave one of them out")
+    if args.picture and not args.what_if:
+        found.append("--picture draws --what-if: give that too")
+    return found

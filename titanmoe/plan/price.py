@@ -1,0 +1,450 @@
+"""The time of a step, by component: what each half of a block computes, moves and sends, and what the schedule adds.
+
+A half is a block's attention, or its feed-forward network or experts. All times are those of the slowest rank.
+
+Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed rows, D model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import add
+from typing import NamedTuple
+
+from titanmoe.config.blocks import has_experts, window
+from titanmoe.config.laws import WIDTHS
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.fold.schedules import stage_ranks
+from titanmoe.models.count import flops_per_token
+from titanmoe.plan.devices import Device
+from titanmoe.plan.links import Factors, Group, Links
+from titanmoe.plan.memory import stages_of
+from titanmoe.plan.schedule import played
+from titanmoe.plan.sizes import Sizes, fsdp
+
+BACKWARD = 2.0
+"""Products of backward over those of forward."""
+ATTENTION_BACKWARD = 2.5
+"""The same of attention, which computes its scores again (arXiv 2205.14135)."""
+NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL = (10, 20), (4, 4), (6, 10), (8, 8), (6, 4)
+"""Bytes that fused kernels move, forward and backward, per element in 16 bits: reads and writes of each."""
+PLAIN = 3.0
+"""Bytes of our norms and rotations, plain operations in float32, over those of fused kernels; as rehearsals count."""
+FUSED_NETWORK = 0.86
+"""Of the network, what DeepEP reaches: 43 of 50 GB/s on 16 ranks (its README)."""
+OPTIMIZER = 44
+"""Bytes that AdamW, the norm and clipping move per weight in float32."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """How the software does it: ours, or that of a published run."""
+
+    gathers: str = "auto"
+    """Weights: auto as FSDP2 here, microbatch, step, or none where only the optimizer's state is sharded."""
+    etp_gathers: bool = False
+    """Rows of etp ranks by all-gather and reduce-scatter, rather than as copies in the all-to-all."""
+    fused: bool = False
+    """Norms and rotations in one pass over memory."""
+    even_split: bool = False
+    """Stages have equally many layers, whatever embedding and head cost."""
+    fused_exchange: bool = False
+    """Rows by one-sided kernels (DeepEP, HybridEP), not NCCL."""
+    hides_rows: bool = False
+    """Rows travel while another microbatch computes."""
+    recompute: frozenset[str] | None = None
+    """Modules computed again in backward, in Megatron's names; None: as the recipe says."""
+
+
+OURS = Stack()
+COMPONENTS = ("matrix", "attention", "memory", "host", "tp", "cp", "rows")
+
+
+class Cost(NamedTuple):
+    """Seconds of one microbatch."""
+
+    matrix: float = 0.0
+    attention: float = 0.0
+    memory: float = 0.0
+    host: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    rows: float = 0.0
+
+    def __add__(self, other: tuple) -> Cost:
+        return Cost(*map(add, self, other))
+
+    def times(self, factor: float) -> Cost:
+        return Cost(*(factor * x for x in self))
+
+    @property
+    def seconds(self) -> float:
+        return sum(self)
+
+
+@dataclass
+class Price:
+    step: float
+    components: dict[str, float]
+    """Seconds of the step, which they add up to."""
+    tokens: float
+    """Per second and device."""
+    mfu: float
+    microbatches: int
+
+    @property
+    def binds(self) -> str:
+        """What takes most after matrix work."""
+        rest = {name: t for name, t in self.components.items() if name != "matrix work"}
+        return max(rest, key=rest.get)
+
+
+NAMES = {
+    "matrix": "matrix work",
+    "attention": "attention",
+    "memory": "memory-bound work",
+    "host": "waiting for the host",
+    "tp": "messages of tp",
+    "cp": "messages of cp",
+    "rows": "rows to experts and back",
+}
+
+
+class Pricer:
+    """Prices mappings of one model, batch and world; halves that several mappings share are priced once."""
+
+    def __init__(self, config: Config, device: Device, factors: Factors, stack: Stack = OURS, imbalance: float = 1.0):
+        self.config, self.model, self.device, self.factors, self.stack = config, config.model, device, factors, stack
+        self.imbalance = imbalance
+        self.links = Links(device, factors)
+        self.one_sided = Links(device, replace(factors, network=FUSED_NETWORK))
+        self.w = WIDTHS[config.training.mixed_precision_param]
+        self.peak = device.peak(config.training.mixed_precision_param)
+        self.expert_peak = device.peak("fp8") if config.moe.expert_dtype == "fp8" else self.peak
+        self.attention = lru_cache(maxsize=None)(self._attention)
+        self.dense = lru_cache(maxsize=None)(self._dense)
+        self.experts = lru_cache(maxsize=None)(self._experts)
+        self.flops = flops_per_token(self.model, config.training.seq_len)
+        self.splits = lru_cache(maxsize=None)(self._split)
+        self.kinds = Counter((has_experts(self.model, i), window(self.model, i)) for i in range(self.model.num_layers))
+
+    # ---- parts of a half
+
+    def product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
+        """Forward of an (m, k) by (k, n) product: its FLOPs, or its bytes where those take longer."""
+        share = min(1.0, self.device.share(m, n, k) * self.factors.matrix)
+        moved = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
+        return max(2 * m * n * k / ((peak or self.peak) * share), moved)
+
+    def _moved(self, count: float) -> float:
+        return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
+
+    def _norms(self, elements: float, part: int) -> float:
+        plain = 1.0 if self.stack.fused else PLAIN
+        return self._moved(elements * (NORM[part] * plain + RESIDUAL[part]))
+
+    # ---- halves: forward and backward of one microbatch
+
+    def _attention(self, tp: int, cp: int, samples: int, seen: int) -> tuple[Cost, Cost]:
+        model, D, seq = self.model, self.model.dim, self.config.training.seq_len
+        X = samples * seq / cp
+        T = X / tp
+        heads, value = model.num_heads / tp, model.v_head_dim or model.head_dim
+        query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim / tp
+        if model.kv_lora_rank:
+            latents = model.kv_lora_rank + model.qk_rope_head_dim
+            up = heads * (model.qk_nope_head_dim + model.v_head_dim)
+            products = self.product(T, latents, D) + self.product(X, up, model.kv_lora_rank)
+            if model.q_lora_rank:
+                products += self.product(T, model.q_lora_rank, D) + self.product(X, query, model.q_lora_rank)
+            else:
+                products += self.product(X, query, D)
+            gathered = latents + (model.q_lora_rank or D)
+            turned, keys = 4 * query, query + heads * value
+        else:
+            products = self.product(X, query + 2 * key, D)
+            gathered, turned, keys = D, query + key, 2 * key
+        products += self.product(X, D, heads * value)
+        width = min(seen or seq, seq)
+        flops = heads * (model.head_dim + value) * (2 * width - width * width / seq) * X
+        core = flops / (self.peak * self.device.attention * self.factors.attention)
+        plain = 1.0 if self.stack.fused else PLAIN
+        inner = turned * (1 + 2 * (model.qk_norm != "none")) * plain
+        tp_group = Group(tp, 1)
+        tp_time = self.links.gather(tp_group, X * gathered * self.w) + self.links.gather(tp_group, X * D * self.w)
+        cp_time = self._context(cp, tp, X, keys, query, core)
+        host = self.factors.block / 6
+        parts = []
+        for part, factor in enumerate((1.0, BACKWARD)):
+            memory = self._norms(T * D, part) + self._moved(X * inner * ROPE[part])
+            attention = core * (1.0, ATTENTION_BACKWARD)[part]
+            parts.append(Cost(products * factor, attention, memory, host * factor, tp_time, cp_time * factor, 0.0))
+        return parts[0], parts[1]
+
+    def _context(self, cp: int, tp: int, X: float, keys: float, query: float, core: float) -> float:
+        """Of forward; backward sends twice as much. The ring's messages hide behind the attention of other pieces."""
+        if cp == 1:
+            return 0.0
+        kind, group = self.config.parallelism.cp_kind, Group(cp, tp)
+        if kind == "ulysses":
+            return self.links.exchange(group, X * (query + keys) * self.w) + self.links.exchange(
+                group, X * query * self.w
+            )
+        sent = self.links.gather(group, cp * X * keys * self.w)
+        return max(0.0, sent - core) + (cp - 1) * self.device.link_latency if kind == "ring" else sent
+
+    def _dense(self, tp: int, cp: int, samples: int, hidden: int) -> tuple[Cost, Cost]:
+        D, X = self.model.dim, samples * self.config.training.seq_len / cp
+        products = self.product(X, 2 * hidden / tp, D) + self.product(X, D, hidden / tp)
+        tp_time = 2 * self.links.gather(Group(tp, 1), X * D * self.w)
+        found = []
+        for part, factor in enumerate((1.0, BACKWARD)):
+            memory = self._norms(X / tp * D, part) + self._moved(X * hidden / tp * SWIGLU[part])
+            found.append(Cost(products * factor, 0.0, memory, self.factors.block / 6 * factor, tp_time))
+        return found[0], found[1]
+
+    def _experts(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> tuple[Cost, Cost]:
+        """share: ranks of a sample, tp x cp. tp: only the shared expert sees it."""
+        model, D = self.model, self.model.dim
+        T = samples * self.config.training.seq_len / share
+        R = T * model.top_k * etp * self.imbalance
+        F = model.expert_hidden / etp
+        held = model.num_experts / ep
+        # A grouped product fills the device with the rows of all its experts; each has its own weights to read.
+        rows = max(R / held, min(R, 256.0))
+        rows = (rows * R) ** 0.5
+        scale = R / rows
+        products = scale * (self.product(rows, F, D, self.expert_peak) * 2 + self.product(rows, D, F, self.expert_peak))
+        weights = held * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory)
+        products = max(products, weights)
+        router = self.product(T, model.num_experts, D) * 4
+        sent = self.exchange(dispatcher, T * self.imbalance, ep, etp)
+        found = []
+        shared = self._dense(tp, share // tp, samples, model.shared_hidden) if model.shared_hidden else None
+        for part, factor in enumerate((1.0, BACKWARD)):
+            memory = self._norms(T * D, part) + self._moved(
+                R * F * SWIGLU[part] + (T * model.top_k + R) * D * PERMUTE[part]
+            )
+            cost = Cost((products + router) * factor, 0.0, memory, self.factors.block / 3 * factor, rows=sent)
+            if shared is not None:
+                other = shared[part]
+                hidden = min(sent / 2, other.matrix) if not self.stack.fused else 0.0
+                cost = cost + other._replace(host=0.0, memory=other.memory / 2) + Cost(rows=-hidden)
+            found.append(cost)
+        return found[0], found[1]
+
+    def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
+        """There and back, forward; backward sends the same the other way."""
+        model, G = self.model, ep * etp
+        if G == 1:
+            return 0.0
+        row, K = model.dim * self.w, model.top_k
+        links, group = self.links, Group(G, 1)
+        if dispatcher == "allgather":
+            return 2 * links.gather(group, T * G * row)
+        if dispatcher == "hierarchical":
+            links = self.one_sided if self.stack.fused_exchange else links
+            near = group.near(self.device.domain)
+            domains = G // near
+            # A token visits each domain once, however many of its experts are there.
+            visits = domains * (1 - (1 - 1 / domains) ** K)
+            across = T * row * visits * (domains - 1) / domains
+            # Inside the domain, what those tokens' experts need.
+            return 2 * links.exchange(group, T * K * etp * row, across)
+        if self.stack.etp_gathers and etp > 1:
+            there = links.exchange(Group(ep, etp), T * K * row) + links.gather(Group(etp, 1), T * K * etp * row)
+            return 2 * there
+        return 2 * links.exchange(group, T * K * etp * row)
+
+    # ---- a block under recomputation
+
+    def block(self, fold: Fold, samples: int, layer: int, dispatcher: str, mode: str) -> Cost:
+        model = self.model
+        attention = self.attention(fold.tp, fold.cp, samples, window(model, layer))
+        experts = has_experts(model, layer)
+        if experts:
+            ffn = self.experts(fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp, dispatcher)
+        else:
+            ffn = self.dense(fold.tp, fold.cp, samples, model.dense_hidden)
+        total = attention[0] + attention[1] + ffn[0] + ffn[1]
+        if self.stack.hides_rows:
+            behind = self.factors.hidden * (total.matrix + total.attention)
+            total = total._replace(rows=max(0.0, total.rows - behind))
+        named = self.stack.recompute
+        if named is not None:
+            return total + self._again(named, attention[0], ffn[0], experts)
+        if mode == "full":
+            return total + attention[0] + ffn[0]
+        if mode == "moe" and experts:
+            return total + ffn[0]
+        if mode == "selective":
+            return total + Cost(memory=(attention[0].memory + ffn[0].memory) / 2)
+        return total
+
+    def seconds(self, fold: Fold, samples: int, dispatcher: str) -> dict[str, float]:
+        """Of all blocks of ours, one after the other, by the mode of recomputation."""
+        total = dict.fromkeys(("none", "selective", "moe", "full"), 0.0)
+        for (experts, seen), count in self.kinds.items():
+            attention = self.attention(fold.tp, fold.cp, samples, seen)
+            if experts:
+                ffn = self.experts(fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp, dispatcher)
+            else:
+                ffn = self.dense(fold.tp, fold.cp, samples, self.model.dense_hidden)
+            again = sum(ffn[0])
+            once = sum(attention[0]) + again + sum(attention[1]) + sum(ffn[1])
+            total["none"] += count * once
+            total["selective"] += count * (once + (attention[0].memory + ffn[0].memory) / 2)
+            total["moe"] += count * (once + again * experts)
+            total["full"] += count * (once + again + sum(attention[0]))
+        return total
+
+    def _again(self, named: frozenset[str], attention: Cost, ffn: Cost, experts: bool) -> Cost:
+        if named & {"full", "activation_checkpointing"}:
+            return attention + ffn
+        found = Cost()
+        if ("moe" in named and experts) or ("mlp" in named and not experts):
+            found = found + ffn
+        if "core_attn" in named:
+            found = found + Cost(attention=attention.attention)
+        if named & {"norm", "layernorm", "act", "moe_act"}:
+            found = found + Cost(memory=(attention.memory + ffn.memory) / 3)
+        if "mla_up_proj" in named:
+            found = found + Cost(matrix=attention.matrix / 4)
+        return found
+
+    # ---- a step
+
+    def _split(self, stages: int) -> list[range]:
+        n = self.model.num_layers
+        if self.stack.even_split:
+            each, more = divmod(n, stages)
+            ends = [each * (i + 1) + min(i + 1, more) for i in range(stages)]
+            return [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+        return stages_of(self.config, stages)
+
+    def weights(self, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float]:
+        """Seconds to gather a block's weights once, and to reduce its gradients once."""
+        reduced = max(self.w, WIDTHS[self.config.training.mixed_precision_reduce])
+        gather = reduce = 0.0
+        parts = [
+            (
+                sizes.block(layer).whole,
+                Group(fsdp(fold), fold.tp),
+                Group(fold.dp_replicate, fold.stage // fold.dp_replicate),
+            )
+        ]
+        if has_experts(self.model, layer):
+            inner = fold.ep * fold.etp
+            replicas = Group(fold.edp_replicate, inner * fold.edp)
+            parts.append((sizes.experts.whole, Group(fold.edp, inner), replicas))
+        for count, group, replicas in parts:
+            gather += self.links.gather(group, count * self.w)
+            reduce += self.links.gather(group, count * reduced)
+            reduce += 2 * self.links.gather(replicas, count / group.size * reduced)
+        return gather, reduce
+
+    def price(self, config: Config, fold: Fold) -> Price:
+        """config: this pricer's, with another mapping, microbatch, schedule or recomputation."""
+        training, model, stack = config.training, self.model, self.stack
+        samples = training.local_batch_size
+        m = max(1, training.global_batch_size // (samples * fold.dp))
+        owners = stage_ranks(config.pipeline, fold.pp)
+        uneven = config.pipeline.layers_per_stage
+        layers = stages_of(config, len(owners)) if uneven else self.splits(len(owners))
+        sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
+        options, dispatcher = config.activation_checkpoint, config.moe.dispatcher
+        kinds: dict[tuple, Cost] = {}
+
+        def block(layer: int) -> Cost:
+            key = has_experts(model, layer), window(model, layer), layer % options.every == 0
+            if key not in kinds:
+                mode = options.mode if key[2] else "none"
+                kinds[key] = self.block(fold, samples, layer, dispatcher, mode)
+            return kinds[key]
+
+        X = samples * training.seq_len / fold.cp
+        V = model.vocab_size / fold.tp
+        head = Cost(
+            matrix=(1 + BACKWARD) * self.product(X, V, model.dim) * (4 / 3 if not stack.fused else 1),
+            memory=self._moved(X * V * 16),
+            tp=2 * self.links.gather(Group(fold.tp, 1), X * model.dim * self.w),
+        )
+        per_rank = []
+        hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
+        for rank in range(fold.pp):
+            mine = [i for i, owner in enumerate(owners) if owner == rank]
+            total, messages = Cost(), 0.0
+            for stage in mine:
+                counts: dict[Cost, int] = {}
+                for layer in layers[stage]:
+                    one = block(layer)
+                    counts[one] = counts.get(one, 0) + 1
+                for one, count in counts.items():
+                    total = total + one.times(count)
+                if stage == len(owners) - 1:
+                    total = total + head + (block(model.num_layers - 1) + head).times(model.mtp_depth)
+                messages += 2 * hop
+            per_rank.append((total, messages))
+        slowest, messages = max(per_rank, key=lambda one: one[0].seconds + one[1])
+        mean = sum(one.seconds + more for one, more in per_rank) / fold.pp
+        busy = m * (slowest.seconds + messages)
+        bubble = mean * self._idle(config, fold, len(owners) // fold.pp, m)
+
+        mine = [layer for i, owner in enumerate(owners) if owner == 0 for layer in layers[i]]
+        exposed = self._weights_exposed(config, fold, sizes, mine, m, slowest)
+        kept = sum(
+            sizes.block(i).piece(fsdp(fold)) + (sizes.experts.piece(fold.edp) if has_experts(model, i) else 0)
+            for i in mine
+        )
+        ends = (sizes.embedding.piece(fsdp(fold)) + sizes.head.piece(fsdp(fold))) // (1 if fold.pp == 1 else 2)
+        optimizer = (kept + ends) * OPTIMIZER / (self.device.bandwidth * self.factors.memory)
+        components = {NAMES[key]: m * value for key, value in slowest._asdict().items()}
+        components |= {
+            "messages of pp": m * messages,
+            "bubble": bubble,
+            "weights and gradients": exposed,
+            "optimizer": optimizer,
+        }
+        step = busy + bubble + exposed + optimizer
+        tokens = training.global_batch_size * training.seq_len / step / fold.world
+        return Price(step, components, tokens, tokens * self.flops / self.peak, m)
+
+    def hop(self, pp: int, stage: int, samples: int, share: int) -> float:
+        """A microbatch's hidden states to the next stage."""
+        size = samples * self.config.training.seq_len / share * self.model.dim * self.w
+        return self.links.send(stage, size) if pp > 1 else 0.0
+
+    def _idle(self, config: Config, fold: Fold, per_rank: int, m: int) -> float:
+        if fold.pp == 1:
+            return 0.0
+        if config.pipeline.schedule_csv:
+            return float(fold.pp - 1)
+        return played(config.pipeline.schedule, fold.pp, per_rank, m).idle
+
+    def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, mine: list[int], m: int, busy: Cost) -> float:
+        """Seconds of a step in which nothing is computed because weights or gradients are under way."""
+        stack, kinds = self.stack, {}
+        for layer in mine:
+            kinds[has_experts(self.model, layer)] = kinds.get(has_experts(self.model, layer), 0) + 1
+        gather = reduce = 0.0
+        for experts, count in kinds.items():
+            layer = next(i for i in mine if has_experts(self.model, i) == experts)
+            one = self.weights(fold, sizes, layer)
+            gather, reduce = gather + count * one[0], reduce + count * one[1]
+        ends = sizes.head.whole
+        group = Group(fsdp(fold), fold.tp)
+        gather += self.links.gather(group, ends * self.w)
+        reduce += self.links.gather(group, ends * max(self.w, WIDTHS[config.training.mixed_precision_reduce]))
+        how = stack.gathers
+        if how == "auto":
+            freed = config.parallelism.reshard_after_forward
+            how = "microbatch" if freed == "always" or (freed == "auto" and fold.pp == 1) else "step"
+        behind = self.factors.hidden * (busy.matrix + busy.attention + busy.memory)
+        if how == "microbatch":
+            return m * (max(0.0, gather - behind / 3) + max(0.0, gather + reduce - behind * 2 / 3))
+        if how == "step" and fold.pp == 1:
+            return m * max(0.0, reduce - behind * 2 / 3) + max(0.0, gather - behind / 3)
+        return max(0.0, gather - behind / 3) + max(0.0, reduce - behind * 2 / 3)

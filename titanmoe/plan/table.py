@@ -1,0 +1,144 @@
+"""A plan as tables for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import KEYS
+from titanmoe.plan.devices import Device
+from titanmoe.plan.search import Found, Search
+from titanmoe.rehearse.columns import columns, size
+
+HEAD = (
+    *("step", "tokens/s/GPU", "MFU", "memory", "pp", "stages", "dp_replicate", "dp_shard", "cp", "tp"),
+    *("edp", "ep", "etp", "microbatch", "recompute", "schedule", "dispatcher", "binds"),
+)
+
+
+def row(found: Found) -> tuple[str, ...]:
+    config, fold, price = found.config, found.fold, found.price
+    per_rank = stages_per_rank(config)
+    return (
+        f"{price.step:.3g} s",
+        f"{price.tokens:,.0f}",
+        f"{price.mfu:.1%}",
+        size(found.peak),
+        *(str(n) for n in (fold.pp, per_rank, fold.dp_replicate, fold.dp_shard, fold.cp, fold.tp)),
+        *(str(n) for n in (fold.edp * fold.edp_replicate, fold.ep, fold.etp, config.training.local_batch_size)),
+        config.activation_checkpoint.mode,
+        config.pipeline.schedule if fold.pp > 1 else "-",
+        config.moe.dispatcher,
+        price.binds,
+    )
+
+
+def stages_per_rank(config: Config) -> int:
+    from titanmoe.fold.schedules import stage_ranks
+
+    return len(stage_ranks(config.pipeline, config.parallelism.pp)) // config.parallelism.pp
+
+
+def table(result: Search, device: Device, world: int) -> list[str]:
+    lines = [f"The fastest of {result.considered:,} legal mappings on {world} {device.name} that may fit:", ""]
+    lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
+    if result.best_unfolded is not None:
+        gain = result.best_unfolded.price.step / result.best[0].price.step - 1
+        lines += ["", f"The best unfolded one (etp = tp, ep within dp), {gain:.1%} slower than the best of all:", ""]
+        lines += columns([HEAD, row(result.best_unfolded)], right=tuple(range(14)))
+    return lines
+
+
+def explained(found: Found, device: Device) -> list[str]:
+    price, fold = found.price, found.fold
+    lines = [
+        f"A step takes {price.step:.4g} s on {fold.world} {device.name}: {price.tokens:,.0f} tokens/s/GPU, "
+        f"MFU {price.mfu:.1%}, {price.microbatches} microbatches; after matrix work, {price.binds} bind it.",
+        "",
+        "Time of a step:",
+        "",
+    ]
+    parts = sorted(price.components.items(), key=lambda one: -one[1])
+    lines += columns([(name, f"{t:.4g} s", f"{t / price.step:.1%}") for name, t in parts if t > 0], right=(1, 2))
+    rank = found.memory[found.fullest]
+    room = device.memory - device.reserved
+    fits = "fits" if rank.peak <= room else f"does not fit, by {size(rank.peak - room)},"
+    lines += [
+        "",
+        f"Memory of the fullest pipeline rank, {found.fullest} of {len(found.memory)}: {size(rank.peak)}, which {fits} "
+        f"into {size(room)} ({size(device.memory)} less {size(device.reserved)} that tensors cannot have). "
+        f"Most of it during {rank.moment}:",
+        "",
+    ]
+    held = sorted(rank.components.items(), key=lambda one: -one[1])
+    lines += columns([(name, size(n), f"{n / rank.peak:.1%}") for name, n in held], right=(1, 2))
+    return lines
+
+
+def budget(found: Found, tokens: float, device: Device) -> list[str]:
+    days, cost = days_and_cost(found, tokens, device)
+    return ["", f"{tokens:.3g} tokens: {days:,.1f} days, {cost:,.0f} US dollars at {device.price:g} per GPU and hour."]
+
+
+def days_and_cost(found: Found, tokens: float, device: Device) -> tuple[float, float]:
+    hours = tokens / (found.price.tokens * found.fold.world) / 3600
+    return hours / 24, hours * found.fold.world * device.price
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    config, fold, price = found.config, found.fold, found.price
+    return {
+        "mapping": {name: getattr(fold, name) for name in KEYS},
+        "local_batch_size": config.training.local_batch_size,
+        "recompute": config.activation_checkpoint.mode,
+        "schedule": config.pipeline.schedule if fold.pp > 1 else "",
+        "stages_per_rank": stages_per_rank(config),
+        "dispatcher": config.moe.dispatcher,
+        "unfolded": found.unfolded,
+        "step_s": price.step,
+        "tokens_per_second_per_gpu": price.tokens,
+        "mfu": price.mfu,
+        "binds": price.binds,
+        "time": price.components,
+        "memory": [
+            {
+                "peak": rank.peak,
+                "weights": rank.weights,
+                "gradients": rank.gradients,
+                "moments": rank.moments,
+                "moment": rank.moment,
+                "components": rank.components,
+            }
+            for rank in found.memory
+        ],
+    }
+
+
+def picture(name: str, points: list[tuple[float, float]], device: Device) -> str:
+    """Tokens per second and device over what was varied, as an SVG."""
+    width, height, edge = 640, 360, 60
+    top = 1.1 * max(y for _, y in points)
+    low, high = points[0][0], points[-1][0]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        along = (x - low) / (high - low) if high > low else 0.5
+        return edge + along * (width - 2 * edge), height - edge - y / top * (height - 2 * edge)
+
+    dots = [place(*point) for point in points]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        '<polyline fill="none" stroke="#1f77b4" stroke-width="2" points="'
+        + " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
+        + '"/>',
+        f'<text x="{edge}" y="{edge / 2}">tokens/s/GPU on {device.name}, the best mapping of each</text>',
+        f'<text x="{width / 2}" y="{height - 15}" text-anchor="middle">{name}</text>',
+    ]
+    for (x, y), (value, rate) in zip(dots, points, strict=True):
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#1f77b4"/>',
+            f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle">{rate:,.0f}</text>',
+            f'<text x="{x:.1f}" y="{height - edge + 18}" text-anchor="middle">{value:g}</text>',
+        ]
+    return "\n".join([*parts, "</svg>"]) + "\n"
