@@ -15,6 +15,7 @@ from titanmoe.config import load
 from titanmoe.config.fields import fields, tables
 from titanmoe.config.recipe import toml
 from titanmoe.config.values import Misfit, fit
+from titanmoe.launcher.command import split
 from titanmoe.models.families import preset
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -147,11 +148,13 @@ def starts() -> list[tuple[str, list[str]]]:
     for page in [page for page in PAGES if page.name != "extending.md"]:  # whose recipe exists in a copy only
         for line in re.findall(r"^\$ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             words = shlex.split(line.partition(" > ")[0], comments=True)
-            recipe = next((word for word in words if re.fullmatch(r"train_configs/\w+\.toml", word)), None)
-            if recipe and ("train.py" in words or words[:2] == ["titanmoe", "train"]):
-                rest = words[words.index(recipe) + 1 :]
-                nproc = rest.index("--nproc") if "--nproc" in rest else len(rest)  # of the launcher
-                found.append((recipe, rest[:nproc] + rest[nproc + 2 :]))
+            if not any(re.fullmatch(r"train_configs/\w+\.toml", word) for word in words):
+                continue
+            start = next((words[i + 1 :] for i, word in enumerate(words) if word in ("train.py", "train")), None)
+            if start:
+                asked = split(start)
+                assert not asked.problems, line
+                found.append((asked.recipe, asked.rest))
     return found
 
 

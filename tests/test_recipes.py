@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from titanmoe.config.recipe import declared
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.train.launch import read
 
@@ -23,10 +24,9 @@ GIVEN = {
 
 
 def world(recipe: Path) -> int:
-    first = recipe.read_text().partition("\n")[0]
-    declared = re.fullmatch(r"# world = ([1-9]\d*)", first)
-    assert declared, f"{recipe.name} begins with {first!r}, not with its number of ranks, as in '# world = 8'"
-    return int(declared[1])
+    ranks = declared(recipe.read_text())
+    assert ranks, f"{recipe.name} does not begin with its number of ranks, as in '# world = 8'"
+    return ranks
 
 
 def comments(recipe: Path) -> str:
@@ -52,9 +52,13 @@ def test_head_says_how_to_start_it(recipe):
     nodes = re.search(r"sbatch -N (\d+)", comments(recipe))
     ranks = re.search(r"--nproc-per-node (\d+)", comments(recipe))
     hosts = re.search(r"--hosts (\S+) --gpus (\d+)", comments(recipe))
-    started = (
-        8 * int(nodes[1]) if nodes else int(ranks[1]) if ranks else len(hosts[1].split(",")) * int(hosts[2])
-    )  # a Slurm node starts 8 ranks
+    if nodes:
+        started = 8 * int(nodes[1])  # a Slurm node starts 8 ranks
+    elif hosts:
+        started = len(hosts[1].split(",")) * int(hosts[2])
+    else:
+        assert f"titanmoe train train_configs/{recipe.name}" in comments(recipe)
+        started = int(ranks[1]) if ranks else declared(recipe.read_text())
     assert started == world(recipe)
 
 
