@@ -93,13 +93,15 @@ def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> T
 def can_group(x: Tensor, *widths: int) -> bool:
     """Whether torch's grouped product pays. It needs rows of whole 16-byte units, and no float64.
 
-    On GPUs it is one kernel in bfloat16 on Hopper and later. In float32, and on older GPUs, torch (2.11 to 2.13) copies
-    the counts to the host in each product and loops over experts: our loop does the same, with one copy per layer.
+    On GPUs it is one kernel in bfloat16 on Hopper and on Blackwell's data-centre chips (majors 9 and 10). In float32, and
+    on other GPUs, torch 2.11 copies the counts to the host in each product and loops over experts: our loop does the
+    same, with one copy per layer. (Later versions have the kernel on majors 11 and 12 too:
+    github.com/pytorch/pytorch/pull/184334.)
     """
     if x.dtype == torch.float64 or any(width * x.element_size() % 16 for width in widths):
         return False
     if device.kind(x) == "cuda":
-        return x.dtype == torch.bfloat16 and device.capability(x.device) >= (9, 0)
+        return x.dtype == torch.bfloat16 and device.capability(x.device)[0] in (9, 10)
     return True
 
 
