@@ -93,10 +93,9 @@ def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> T
 def can_group(x: Tensor, *widths: int) -> bool:
     """Whether torch's grouped product pays. It needs rows of whole 16-byte units, and no float64.
 
-    On GPUs it is one kernel in bfloat16 on Hopper and on Blackwell's data-centre chips (majors 9 and 10). In float32, and
-    on other GPUs, torch 2.11 copies the counts to the host in each product and loops over experts: our loop does the
-    same, with one copy per layer. (Later versions have the kernel on majors 11 and 12 too:
-    github.com/pytorch/pytorch/pull/184334.)
+    On GPUs it is one kernel in bfloat16 on Hopper and B200 (majors 9 and 10). In float32, and on other GPUs, torch 2.11
+    copies the counts to the host in each product and loops over experts: our loop does the same, with one copy per
+    layer. (Later versions have the kernel on majors 11 and 12 too: github.com/pytorch/pytorch/pull/184334.)
     """
     if x.dtype == torch.float64 or any(width * x.element_size() % 16 for width in widths):
         return False
