@@ -130,7 +130,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     from titanmoe.models.layers import rope_angles
     from titanmoe.models.transformer import Block
     from titanmoe.models.vocabulary import Head
-    from titanmoe.moe.dispatch import copy_rows, lay_out, sort_by_expert
+    from titanmoe.moe.dispatch import copy_rows, place
     from titanmoe.moe.permute import to_tokens
     from titanmoe.tokens import Tokens
 
@@ -171,13 +171,9 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
         logits, scores, weights, chosen, count = moe.router(x_TD, tokens)
         return moe.balance(weights, logits, scores, count, tokens), chosen
 
-    def place(chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        order, count = sort_by_expert(chosen, E)
-        return *lay_out(chosen, order, count, 1, 1, 0, R), count
-
     weights_TK, chosen_TK = (x.detach() for x in route())
     weights_TK.requires_grad_()
-    entry, slot, count_E = place(chosen_TK)
+    entry, slot, count_E = place(chosen_TK, E, 1, 1, kernels)
     rows, row_weights, home = copy_rows(x_TD, weights_TK, entry, slot, kernels)
     rows, row_weights = (x.detach().requires_grad_() for x in (rows, row_weights))
     experts, attention = list(moe.experts.parameters()), list(block.attention.parameters())
@@ -206,7 +202,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
             (3 * T * D * size + 6 * T * E * 4),
             fp32 and fp32 * 1e12,
         ),
-        ("dispatch", lambda: place(chosen_TK), 0, 5 * R * 8, peak),
+        ("dispatch", lambda: place(chosen_TK, E, 1, 1, kernels), 0, 5 * R * 8, peak),
         (
             "permute",
             both(lambda: copy_rows(x_TD, weights_TK, entry, slot, kernels)[:2], [x_TD, weights_TK]),

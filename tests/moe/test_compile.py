@@ -19,6 +19,7 @@ from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE as Layer
+from titanmoe.ops.device import Hardware, as_on
 from titanmoe.parallel.compiled import compile_products
 from titanmoe.tokens import Tokens
 
@@ -74,6 +75,15 @@ def test_dropless_experts_compile_once_for_any_number_of_rows(switches: dict[str
             results.append([y_RD, *grads])
         same(results, torch.bfloat16)
         assert graphs() == 1, f"compiled again for {counts}"
+
+
+def test_dropless_experts_are_not_compiled_for_blackwell() -> None:
+    """Where gradients of experts without rows have to be zeroed after torch's product."""
+    experts = filled(Experts(Model(**SHAPE), MoE(kernels="torch"), torch.bfloat16))
+    x_RD, weight_R1 = random(6, 16, dtype=torch.bfloat16).detach(), random(6, 1, seed=1).detach()
+    with as_on(Hardware("cuda", (10, 0))):
+        compile_products(experts, "aot_eager", static=False)(x_RD, weight_R1, torch.tensor([0, 6, 0, 0]))
+    assert graphs() == 0
 
 
 def test_a_rank_without_a_row_runs_the_compiled_experts() -> None:

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import world
 from titanmoe.comm.collectives import ALONE, Group
+from titanmoe.comm.host import ToHost
+from titanmoe.moe import dispatch
 from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical, by_expert, copy_rows, lay_out, sort_by_expert
 from titanmoe.moe.permute import to_tokens
 
@@ -109,6 +111,18 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
     kept_T1 = (chosen_TK < E).sum(1, keepdim=True)
     copies_TD = dispatcher.combine(rows_RD, route)
     torch.testing.assert_close(copies_TD, x_TD.detach() * kept_T1 * etp, rtol=1e-13, atol=1e-13)
+
+
+def test_rows_are_copied_before_their_number_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a device has work while the host waits."""
+    order = []
+    copy, read = dispatch.copy_rows, ToHost.read
+    monkeypatch.setattr(dispatch, "copy_rows", lambda *given: order.append("copied") or copy(*given))
+    monkeypatch.setattr(ToHost, "read", lambda self: order.append("read") or read(self))
+    x_TD, weights_TK, chosen_TK = inputs("some_dropped", 0)
+    rows_RD, _, count_e, _ = AllToAll(E).dispatch(x_TD, weights_TK, chosen_TK, 0)
+    assert order == ["copied", "read"]
+    assert len(rows_RD) == int(count_e.sum()) == int((chosen_TK < E).sum())
 
 
 def whole_world() -> Group:

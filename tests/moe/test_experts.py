@@ -11,7 +11,18 @@ from torch import Tensor
 
 from tests import near
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.experts import COPIED, UNIT, Experts, Product, can_group, fill_units, grouped_loop, grouped_product
+from titanmoe.moe.experts import (
+    COPIED,
+    UNIT,
+    Experts,
+    Product,
+    can_group,
+    fill_units,
+    grouped_gradient,
+    grouped_loop,
+    grouped_product,
+)
+from titanmoe.ops.device import Hardware, as_on
 
 D, HIDDEN = 16, 24
 STEPS = 12
@@ -109,6 +120,32 @@ def test_widths_that_cannot_be_grouped_take_the_loop() -> None:
     x_RD, weight_R1 = random(9, D, dtype=torch.float32, seed=5), random(9, 1, dtype=torch.float32, seed=6)
     auto, loop = (made[kind].products(x_RD, weight_R1, torch.tensor([2, 0, 6, 1])) for kind in ("auto", "loop"))
     assert torch.equal(auto, loop)
+
+
+def test_the_loop_asks_for_the_groups_sizes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs the host waits for them: for all products of a layer, forward and backward."""
+    asked, tolist = [], Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: asked.append(self) or tolist(self))
+    made = experts("loop", torch.float32)
+    x_RD, weight_R1 = random(9, D, dtype=torch.float32, seed=5), random(9, 1, dtype=torch.float32, seed=6)
+    made.products(x_RD, weight_R1, torch.tensor([2, 0, 6, 1])).sum().backward()
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_blackwells_gradients_of_empty_groups_are_zeroed(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if torch left them as they were in memory."""
+    grouped_mm, counts = torch._grouped_mm, torch.tensor([5, 0, 9, 0])
+    idle = (counts == 0).view(-1, 1, 1)
+    monkeypatch.setattr(torch, "_grouped_mm", lambda *given, offs: grouped_mm(*given, offs=offs) + 7 * idle)
+    grad, h = random(14, D, dtype=torch.bfloat16, seed=0), random(14, HIDDEN, dtype=torch.bfloat16, seed=1)
+    with as_on(Hardware("cuda", capability)), torch.no_grad():
+        found = grouped_gradient(grad, h, counts)
+    empty = (0.0 if capability == (10, 0) else 7.0) * torch.ones(2, D, HIDDEN, dtype=torch.bfloat16)
+    assert torch.equal(found[[1, 3]], empty)
+    assert (found[[0, 2]] != 0).all()
 
 
 GPT_OSS = {"expert_biases": True, "expert_activation": "clamped_swiglu"}

@@ -38,8 +38,11 @@ def test_or_those_of_hardware_that_is_not_there():
     with as_on(HOPPER):
         assert fused("auto", narrow) and not rowwise.pays(narrow)
         assert can_group(narrow, 8) and not can_group(wide, 8)
-        with as_on(AMPERE):
-            assert not can_group(narrow, 8)
+        for other in (AMPERE, Hardware("cuda", (12, 0))):
+            with as_on(other):
+                assert not can_group(narrow, 8)
+        with as_on(Hardware("cuda", (10, 0))):
+            assert can_group(narrow, 8)
         assert device.chosen("auto") == "cuda" and device.chosen("cpu") == "cpu"
     assert not fused("auto", narrow) and rowwise.pays(narrow) and can_group(wide, 8)
 

@@ -93,13 +93,14 @@ def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> T
 def can_group(x: Tensor, *widths: int) -> bool:
     """Whether torch's grouped product pays. It needs rows of whole 16-byte units, and no float64.
 
-    On GPUs it is one kernel in bfloat16 on Hopper and later. In float32, and on older GPUs, torch (2.11 to 2.13) copies
-    the counts to the host in each product and loops over experts: our loop does the same, with one copy per layer.
+    On GPUs it is one kernel in bfloat16 on Hopper and B200 (majors 9 and 10). In float32, and on other GPUs, torch 2.11
+    copies the counts to the host in each product and loops over experts: our loop does the same, with one copy per
+    layer. (Later versions have the kernel on majors 11 and 12 too: github.com/pytorch/pytorch/pull/184334.)
     """
     if x.dtype == torch.float64 or any(width * x.element_size() % 16 for width in widths):
         return False
     if device.kind(x) == "cuda":
-        return x.dtype == torch.bfloat16 and device.capability(x.device) >= (9, 0)
+        return x.dtype == torch.bfloat16 and device.capability(x.device)[0] in (9, 10)
     return True
 
 
@@ -313,9 +314,9 @@ class Experts(nn.Module):
             back.append(dispatcher.leave(y_RD, splits))
         return back
 
-    def groups(self, x_RD: Tensor) -> bool:
+    def groups(self, x_RD: Tensor, w1_eFD: Tensor) -> bool:
         """Whether these rows go through torch's grouped product."""
-        return self.grouped_mm != "loop" and can_group(x_RD, *local(self.w1).shape[1:])
+        return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
 
     def prefers_units(self, x_RD: Tensor) -> bool:
         """On CPUs oneDNN builds a new bf16 product for every number of rows that it has not seen recently, at half a
@@ -325,9 +326,12 @@ class Experts(nn.Module):
         """
         plain = self.dtype == "compute" and not self.unused_rows and not torch.compiler.is_compiling()
         narrow = device.kind(x_RD) == "cpu" and x_RD.dtype == torch.bfloat16
-        if not (plain and narrow and self.groups(x_RD)):
+        if not (plain and narrow):
             return False
-        experts = local(self.w1).shape[0]
+        w1_eFD = local(self.w1)
+        if not self.groups(x_RD, w1_eFD):
+            return False
+        experts = w1_eFD.shape[0]
         return x_RD.shape[0] >= 4 * UNIT * experts and x_RD.numel() <= COPIED * experts
 
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
@@ -341,7 +345,7 @@ class Experts(nn.Module):
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
         compiling = torch.compiler.is_compiling()
         # The formula of products in 8 bits is a loop.
-        grouped = self.groups(x_RD) and self.dtype != "fp8_emulated"
+        grouped = self.groups(x_RD, w1_eFD) and self.dtype != "fp8_emulated"
         # torch's grouped product can only be traced in bfloat16, the loop not at all.
         even = self.even_rows and compiling and not (grouped and x_RD.dtype == torch.bfloat16)
         how = (grouped, self.clamped, self.kernels, self.dtype, even)

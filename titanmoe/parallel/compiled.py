@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanmoe.comm.collectives import local
 from titanmoe.config.schema import Compile as Options
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models.transformer import Transformer
@@ -35,7 +36,7 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
 
     def run(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         # The loop over experts reads each one's number of rows on the host; and what a graph computes is not mended.
-        if not experts.groups(x_RD) or (forgets_empty_groups(x_RD) and not static):
+        if not experts.groups(x_RD, local(experts.w1)) or (forgets_empty_groups(x_RD) and not static):
             return plain(x_RD, weight_R1, count_e)
         if static:
             return compiled(x_RD, weight_R1, count_e)
