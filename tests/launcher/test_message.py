@@ -36,7 +36,8 @@ def test_the_cause_comes_before_its_consequences(tmp_path):
     assert first([lost, stopped, later, killed]) is killed
     assert first([lost, stopped, later]) is later
     assert first([lost, failed(tmp_path, 4, 1, 3.0, LOST)]).rank == 4
-    assert first([failed(tmp_path, rank, 2, float(9 - rank), {"message": "no"}) for rank in (2, 0, 1)]).rank == 0
+    no = {"message": "no", "alike": True}
+    assert first([failed(tmp_path, rank, 2, float(9 - rank), no) for rank in (2, 0, 1)]).rank == 0
 
 
 def test_what_the_last_message_says(tmp_path):

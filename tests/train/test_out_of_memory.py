@@ -69,7 +69,7 @@ def test_what_it_says():
     text = explain(cpu_error(), run, 3, run.config)
     first, held, helps, *rest = text.splitlines()
     assert first.startswith("rank 3 is out of memory: step 7, in starting: ") and "4611686018427387904 bytes" in first
-    assert "weights 0.00 GiB, gradients 0.00 GiB, optimizer state 0.01 GiB, activations, gathered weights" in held
+    assert "weights 4 MiB, gradients 4 MiB, optimizer state 8 MiB, activations, gathered weights" in held
     assert re.search(r"of \d+\.\d\d GiB$", held) and helps == "what helps most:" and len(rest) == 3
     gpu = explain(raised(torch.OutOfMemoryError(CUDA)), None, 0, run.config)
     assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity" in gpu and "documentation" not in gpu
@@ -83,7 +83,7 @@ def test_what_is_held_is_counted():
 def test_what_the_kernel_will_leave_no_time_to_say(monkeypatch):
     monkeypatch.setattr(out_of_memory, "_memory", lambda: 1 << 30)
     first, _, *rest = out_of_memory.advice(trainer()).splitlines()
-    assert first.startswith("each rank holds weights 0.00 GiB, gradients 0.00 GiB, optimizer state 0.01 GiB; and activ")
+    assert first.startswith("each rank holds weights 4 MiB, gradients 4 MiB, optimizer state 8 MiB; and activ")
     assert len(rest) == 3 and "local_batch_size" in rest[0]
     monkeypatch.setattr(out_of_memory, "_memory", lambda: 20 << 20)
     assert "more ranks" in out_of_memory.advice(trainer())

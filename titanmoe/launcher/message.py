@@ -56,9 +56,10 @@ def first(failures: Iterable[Failure]) -> Failure:
         return failure.consequence, failure.note().get("timestamp", failure.timestamp), failure.rank
 
     found = sorted(failures, key=order)
-    if not (said := found[0].note().get("message")):
+    note = found[0].note()
+    if not note.get("alike"):
         return found[0]
-    return min((one for one in found if one.note().get("message") == said), key=lambda one: one.rank)
+    return min((one for one in found if one.note().get("message") == note["message"]), key=lambda one: one.rank)
 
 
 def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:

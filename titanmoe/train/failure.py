@@ -34,12 +34,8 @@ def leave(text: str, consequence: bool = False, alike: bool = False) -> bool:
     same."""
     if not (file := os.environ.get(FILE)):
         return False
-    found = {
-        "message": text,
-        "timestamp": time.time(),
-        "consequence": consequence,
-        "alike": alike,
-    }  # the first two are torch's names
+    found = {"message": text, "timestamp": time.time()}  # torch's names, which its agent reads
+    found |= {"consequence": consequence, "alike": alike}
     new = Path(f"{file}.new")
     new.write_text(json.dumps(found), encoding="utf-8")
     new.replace(file)

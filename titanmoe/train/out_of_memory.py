@@ -55,7 +55,7 @@ def advice(trainer: TrainerInTrouble) -> str:
     held = {"weights": weights, "gradients": weights, "optimizer state": 2 * weights}
     whole = _memory() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     rest = "activations, gathered weights and buffers"
-    lines = ["each rank holds " + ", ".join(f"{name} {_gib(size)}" for name, size in held.items()) + f"; and {rest}"]
+    lines = ["each rank holds " + ", ".join(f"{name} {_size(size)}" for name, size in held.items()) + f"; and {rest}"]
     found = settings(trainer.config, trainer, held | {rest: max(0, whole - 4 * weights)})
     return "\n".join([*lines, *_listed(found)])
 
@@ -76,7 +76,7 @@ def explain(error: BaseException, trainer: TrainerInTrouble | None, rank: int, c
     held: dict[str, int] = {}
     if trainer:
         held = holds(trainer)
-        lines.append("held: " + ", ".join(f"{name} {_gib(size)}" for name, size in held.items()))
+        lines.append("held: " + ", ".join(f"{name} {_size(size)}" for name, size in held.items()))
     return "\n".join([*lines, *_listed(settings(config, trainer, held))])
 
 
@@ -188,5 +188,5 @@ def _less_state(config: Config, trainer: TrainerInTrouble | None) -> Iterator[st
         yield f"parallelism.experts.ep = {2 * experts.ep} (it is {experts.ep}): a rank gathers half as many experts"
 
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB"
+def _size(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size > 2**28 else f"{size / 2**20:.0f} MiB"
