@@ -31,8 +31,8 @@ ATTENTION_BACKWARD = 2.5
 """The same of attention, which computes its scores again (arXiv 2205.14135)."""
 NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL = (10, 20), (4, 4), (6, 10), (8, 8), (6, 4)
 """Bytes that fused kernels move, forward and backward, per element in 16 bits: reads and writes of each."""
-PLAIN = 3.0
-"""Bytes of our norms and rotations, plain operations in float32, over those of fused kernels; as rehearsals count."""
+PLAIN_NORM, PLAIN_ROPE, PLAIN_SWIGLU = (40, 110), (53, 53), (6, 15)
+"""The same of our plain operations in float32, as a rehearsal on h100 counts them (docs/rehearse.md)."""
 FUSED_NETWORK = 0.86
 """Of the network, what DeepEP reaches: 43 of 50 GB/s on 16 ranks (its README)."""
 OPTIMIZER = 44
@@ -143,8 +143,23 @@ class Pricer:
         return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def _norms(self, elements: float, part: int) -> float:
-        plain = 1.0 if self.stack.fused else PLAIN
-        return self._moved(elements * (NORM[part] * plain + RESIDUAL[part]))
+        norm = NORM if self.stack.fused else PLAIN_NORM
+        return self._moved(elements * (norm[part] + RESIDUAL[part]))
+
+    def _activation(self, elements: float, part: int) -> float:
+        return self._moved(elements * (SWIGLU if self.stack.fused else PLAIN_SWIGLU)[part])
+
+    def _turned(self, query: float, key: float, part: int) -> float:
+        """Bytes per position between the projections and attention: norms of heads, rotation, joining of parts."""
+        model, normed = self.model, self.model.qk_norm != "none"
+        if self.stack.fused:
+            turned = 4 * query if model.kv_lora_rank else query + key
+            return turned * ROPE[part] * (1 + 2 * normed)
+        if model.kv_lora_rank:
+            joined = 2 * query
+            turned = (query / model.head_dim + 1) * model.qk_rope_head_dim
+            return turned * PLAIN_ROPE[part] + joined * RESIDUAL[part]
+        return (query + key) * (PLAIN_ROPE[part] + normed * PLAIN_NORM[part])
 
     # ---- halves: forward and backward of one microbatch
 
@@ -163,23 +178,21 @@ class Pricer:
             else:
                 products += self.product(X, query, D)
             gathered = latents + (model.q_lora_rank or D)
-            turned, keys = 4 * query, query + heads * value
+            keys = query + heads * value
         else:
             products = self.product(X, query + 2 * key, D)
-            gathered, turned, keys = D, query + key, 2 * key
+            gathered, keys = D, 2 * key
         products += self.product(X, D, heads * value)
         width = min(seen or seq, seq)
         flops = heads * (model.head_dim + value) * (2 * width - width * width / seq) * X
         core = flops / (self.peak * self.device.attention * self.factors.attention)
-        plain = 1.0 if self.stack.fused else PLAIN
-        inner = turned * (1 + 2 * (model.qk_norm != "none")) * plain
         tp_group = Group(tp, 1)
         tp_time = self.links.gather(tp_group, X * gathered * self.w) + self.links.gather(tp_group, X * D * self.w)
         cp_time = self._context(cp, tp, X, keys, query, core)
         host = self.factors.block / 6
         parts = []
         for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(T * D, part) + self._moved(X * inner * ROPE[part])
+            memory = self._norms(T * D, part) + self._moved(X * self._turned(query, key, part))
             attention = core * (1.0, ATTENTION_BACKWARD)[part]
             parts.append(Cost(products * factor, attention, memory, host * factor, tp_time, cp_time * factor, 0.0))
         return parts[0], parts[1]
@@ -202,7 +215,7 @@ class Pricer:
         tp_time = 2 * self.links.gather(Group(tp, 1), X * D * self.w)
         found = []
         for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(X / tp * D, part) + self._moved(X * hidden / tp * SWIGLU[part])
+            memory = self._norms(X / tp * D, part) + self._activation(X * hidden / tp, part)
             found.append(Cost(products * factor, 0.0, memory, self.factors.block / 6 * factor, tp_time))
         return found[0], found[1]
 
@@ -225,8 +238,10 @@ class Pricer:
         found = []
         shared = self._dense(tp, share // tp, samples, model.shared_hidden) if model.shared_hidden else None
         for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(T * D, part) + self._moved(
-                R * F * SWIGLU[part] + (T * model.top_k + R) * D * PERMUTE[part]
+            memory = (
+                self._norms(T * D, part)
+                + self._activation(R * F, part)
+                + self._moved((T * model.top_k + R) * D * PERMUTE[part])
             )
             cost = Cost((products + router) * factor, 0.0, memory, self.factors.block / 3 * factor, rows=sent)
             if shared is not None:

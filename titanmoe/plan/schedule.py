@@ -30,6 +30,7 @@ def table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> li
     kind = getattr(torch_schedules, f"Schedule{schedule}")
     made = kind.__new__(kind)
     made.pp_group_size, made.n_local_stages, made._n_microbatches = pp, stages_per_rank, microbatches
+    made._stages = [None] * stages_per_rank
     made.num_stages = made._num_stages = pp * stages_per_rank
     made.number_of_rounds = max(1, microbatches // pp)
     made.microbatches_per_round = microbatches // made.number_of_rounds
