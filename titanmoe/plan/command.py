@@ -126,7 +126,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
     from titanmoe.plan.table import row
-    from titanmoe.rehearse.columns import size
+    from titanmoe.rehearse.columns import format_bytes
 
     room = device.memory - device.reserved
     training = config.training
@@ -149,14 +149,17 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
             peaks[way] = found.peak
     best = min(peaks, key=peaks.get) if peaks else ""
     helps = (
-        f"; of single changes {best} helps most, to {size(peaks[best])}" if best and peaks[best] < nearest.peak else ""
+        f"; of single changes {best} helps most, to {format_bytes(peaks[best])}"
+        if best and peaks[best] < nearest.peak
+        else ""
     )
     rank = nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.get)
     return (
-        f"no mapping of {args.gpus} {device.name} fits into {size(room)} a device: the one that needs least, "
-        f"{_short(row(nearest))}, needs {size(nearest.peak)} on pipeline rank {nearest.fullest}, "
-        f"{size(nearest.peak - room)} too much, most of it {largest} ({size(rank.components[largest])}){helps}"
+        f"no mapping of {args.gpus} {device.name} fits into {format_bytes(room)} a device: the one that needs least, "
+        f"{_short(row(nearest))}, needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "
+        f"{format_bytes(nearest.peak - room)} too much, most of it {largest} "
+        f"({format_bytes(rank.components[largest])}){helps}"
     )
 
 

@@ -8,7 +8,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import KEYS
 from titanmoe.plan.devices import Device
 from titanmoe.plan.search import Found, Search
-from titanmoe.rehearse.columns import columns, size
+from titanmoe.rehearse.columns import columns, format_bytes
 
 HEAD = (
     *("step", "tokens/s/GPU", "MFU", "memory", "pp", "stages", "dp_replicate", "dp_shard", "cp", "tp"),
@@ -23,7 +23,7 @@ def row(found: Found) -> tuple[str, ...]:
         f"{price.step:.3g} s",
         f"{price.tokens:,.0f}",
         f"{price.mfu:.1%}",
-        size(found.peak),
+        format_bytes(found.peak),
         *(str(n) for n in (fold.pp, per_rank, fold.dp_replicate, fold.dp_shard, fold.cp, fold.tp)),
         *(str(n) for n in (fold.edp * fold.edp_replicate, fold.ep, fold.etp, config.training.local_batch_size)),
         config.activation_checkpoint.mode,
@@ -62,16 +62,17 @@ def explained(found: Found, device: Device) -> list[str]:
     lines += columns([(name, f"{t:.4g} s", f"{t / price.step:.1%}") for name, t in parts if t > 0], right=(1, 2))
     rank = found.memory[found.fullest]
     room = device.memory - device.reserved
-    fits = "fits" if rank.peak <= room else f"does not fit, by {size(rank.peak - room)},"
+    fits = "fits" if rank.peak <= room else f"does not fit, by {format_bytes(rank.peak - room)},"
     lines += [
         "",
-        f"Memory of the fullest pipeline rank, {found.fullest} of {len(found.memory)}: {size(rank.peak)}, which {fits} "
-        f"into {size(room)} ({size(device.memory)} less {size(device.reserved)} that tensors cannot have). "
+        f"Memory of the fullest pipeline rank, {found.fullest} of {len(found.memory)}: {format_bytes(rank.peak)}, "
+        f"which {fits} into {format_bytes(room)} ({format_bytes(device.memory)} less {format_bytes(device.reserved)} "
+        f"that tensors cannot have). "
         f"Most of it during {rank.moment}:",
         "",
     ]
     held = sorted(rank.components.items(), key=lambda one: -one[1])
-    lines += columns([(name, size(n), f"{n / rank.peak:.1%}") for name, n in held], right=(1, 2))
+    lines += columns([(name, format_bytes(n), f"{n / rank.peak:.1%}") for name, n in held], right=(1, 2))
     return lines
 
 
