@@ -125,6 +125,7 @@ class Pricer:
         self.peak = device.peak(config.training.mixed_precision_param)
         self.expert_peak = device.peak("fp8") if config.moe.expert_dtype == "fp8" else self.peak
         self.attention = lru_cache(maxsize=None)(self._attention)
+        self.head = lru_cache(maxsize=None)(self._head)
         self.dense = lru_cache(maxsize=None)(self._dense)
         self.experts = lru_cache(maxsize=None)(self._experts)
         self.flops = flops_per_token(self.model, config.training.seq_len)
@@ -208,6 +209,17 @@ class Pricer:
             )
         sent = self.links.gather(group, cp * X * keys * self.w)
         return max(0.0, sent - core) + (cp - 1) * self.device.link_latency if kind == "ring" else sent
+
+    def _head(self, tp: int, cp: int, samples: int) -> Cost:
+        """Forward and backward; ours multiplies once more, as the logits are not kept."""
+        X, D = samples * self.config.training.seq_len / cp, self.model.dim
+        V = self.model.vocab_size / tp
+        again = 1.0 if self.stack.fused else 4 / 3
+        return Cost(
+            matrix=(1 + BACKWARD) * self.product(X, V, D) * again,
+            memory=self._moved(X * V * 16),
+            tp=2 * self.links.gather(Group(tp, 1), X * D * self.w),
+        )
 
     def _dense(self, tp: int, cp: int, samples: int, hidden: int) -> tuple[Cost, Cost]:
         D, X = self.model.dim, samples * self.config.training.seq_len / cp
@@ -300,8 +312,8 @@ class Pricer:
         return total
 
     def seconds(self, fold: Fold, samples: int, dispatcher: str) -> dict[str, float]:
-        """Of all blocks of ours, one after the other, by the mode of recomputation."""
-        total = dict.fromkeys(("none", "selective", "moe", "full"), 0.0)
+        """Of all blocks of ours and the head, one after the other, by the mode of recomputation."""
+        total = dict.fromkeys(("none", "selective", "moe", "full"), sum(self.head(fold.tp, fold.cp, samples)))
         for (experts, seen), count in self.kinds.items():
             attention = self.attention(fold.tp, fold.cp, samples, seen)
             if experts:
@@ -363,7 +375,7 @@ class Pricer:
 
     def price(self, config: Config, fold: Fold) -> Price:
         """config: this pricer's, with another mapping, microbatch, schedule or recomputation."""
-        training, model, stack = config.training, self.model, self.stack
+        training, model = config.training, self.model
         samples = training.local_batch_size
         m = max(1, training.global_batch_size // (samples * fold.dp))
         owners = stage_ranks(config.pipeline, fold.pp)
@@ -380,13 +392,7 @@ class Pricer:
                 kinds[key] = self.block(fold, samples, layer, dispatcher, mode)
             return kinds[key]
 
-        X = samples * training.seq_len / fold.cp
-        V = model.vocab_size / fold.tp
-        head = Cost(
-            matrix=(1 + BACKWARD) * self.product(X, V, model.dim) * (4 / 3 if not stack.fused else 1),
-            memory=self._moved(X * V * 16),
-            tp=2 * self.links.gather(Group(fold.tp, 1), X * model.dim * self.w),
-        )
+        head = self.head(fold.tp, fold.cp, samples)
         per_rank = []
         hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
         for rank in range(fold.pp):

@@ -58,8 +58,8 @@ class Found:
 
 
 def unfolded(fold: Fold) -> bool:
-    """Experts on attention's own axes: split by tp like it, and ep within its data ranks."""
-    return fold.etp == fold.tp and fold.dp % fold.ep == 0
+    """Experts on attention's own axes: split by tp like it, ep within its data ranks, and no cp between the two."""
+    return fold.etp == fold.tp and fold.cp == 1 and fold.dp % fold.ep == 0
 
 
 def evaluate(config: Config, world: int, device: Device, factors: Factors, imbalance: float = 1.0) -> Found:

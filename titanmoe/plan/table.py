@@ -44,8 +44,14 @@ def table(result: Search, device: Device, world: int) -> list[str]:
     lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
     if result.best_unfolded is not None:
         gain = result.best_unfolded.price.step / result.best[0].price.step - 1
-        lines += ["", f"The best unfolded one (etp = tp, ep within dp), {gain:.1%} slower than the best of all:", ""]
+        lines += [
+            "",
+            f"The best unfolded one (etp = tp, cp = 1, ep within dp), {gain:.1%} slower than the best of all:",
+            "",
+        ]
         lines += columns([HEAD, row(result.best_unfolded)], right=tuple(range(14)))
+    else:
+        lines += ["", "No unfolded one (etp = tp, cp = 1, ep within dp) fits."]
     return lines
 
 
