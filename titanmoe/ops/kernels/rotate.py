@@ -83,7 +83,7 @@ class Rotate(torch.autograd.Function):
     def forward(ctx, q_BSHh, k_BSGh, cos_bS1h, sin_bS1h):
         ctx.save_for_backward(cos_bS1h, sin_bS1h)
         q, k = turn(q_BSHh, k_BSGh, cos_bS1h, sin_bS1h, 1)
-        if not k.numel():  # then no zeros are made for its gradient
+        if not k.shape[2]:  # then no zeros are made for its gradient
             ctx.mark_non_differentiable(k)
             ctx.set_materialize_grads(False)
         return q, k

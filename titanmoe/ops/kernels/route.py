@@ -182,7 +182,7 @@ def route(
     top_k: int,
     groups: int,
     top_groups: int,
-    mode: int,
+    scoring: int,  # no op that changes an argument can be traced with one called mode
     norm: bool,
     scale: float,
     forced: bool,
@@ -197,7 +197,7 @@ def route(
         _forward[(triton.cdiv(T, shape["ROWS"]),)](
             *inputs, scores_TE, weights_TK, chosen_TK, count_BE, T, **shape,
             SCALE=scale, K=top_k, KP=triton.next_power_of_2(top_k), G=groups, GP=triton.next_power_of_2(groups),
-            TOP=top_groups, MODE=mode, NORM=norm, FORCED=forced, num_warps=1,
+            TOP=top_groups, MODE=scoring, NORM=norm, FORCED=forced, num_warps=1,
         )  # fmt: skip
     return scores_TE, weights_TK, chosen_TK
 
