@@ -18,6 +18,7 @@ from functools import lru_cache
 from math import exp, log
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -36,8 +37,9 @@ from titanmoe.fold.degrees import Fold, derive  # noqa: E402
 from titanmoe.models.count import flops_per_token  # noqa: E402
 from titanmoe.models.families import preset  # noqa: E402
 from titanmoe.plan.devices import Device, read_device  # noqa: E402
+from titanmoe.plan.halves import Stack  # noqa: E402
 from titanmoe.plan.links import Factors  # noqa: E402
-from titanmoe.plan.price import Price, Pricer, Stack  # noqa: E402
+from titanmoe.plan.price import Price, Pricer  # noqa: E402
 from titanmoe.plan.schedule import played  # noqa: E402
 from titanmoe.plan.search import Found, search  # noqa: E402
 from titanmoe.plan.sizes import Sizes, units_of_stage  # noqa: E402
@@ -528,7 +530,7 @@ def made(rows: list[dict[str, Any]], factors: Factors) -> str:
     scored = judged(rows, factors)
     lines = ["", *table_of(("held-out rows", "aim", "found", "reached"), verdicts(scored))]
     lines += table_of(("held-out rows", "rows", "median", "90th percentile", "worst"), summary(scored))
-    lines += [f"What rows leave unsaid: {RULE}", ""]
+    lines += [*wrap(f"What rows leave unsaid: {RULE}", 120), ""]
     what = [
         (f.name, f"{getattr(START, f.name):g}", f"{getattr(factors, f.name):g}", said)
         for f, said in zip(fields(Factors), docs_of(Factors), strict=True)

@@ -1,17 +1,9 @@
-"""The time of a step, by component: what each half of a block computes, moves and sends, and what the schedule adds.
-
-A half is a block's attention, or its feed-forward network or experts. All times are those of the slowest rank.
-
-Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed rows, D model.
-"""
+"""The time of a step: blocks under a schedule, weights and gradients on their way, the optimizer."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from operator import add
-from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts, window
 from titanmoe.config.laws import WIDTHS
@@ -20,69 +12,14 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.schedules import stage_ranks
 from titanmoe.models.count import flops_per_token
 from titanmoe.plan.devices import Device
-from titanmoe.plan.links import Factors, Group, Links
+from titanmoe.plan.halves import OURS, Cost, Halves, Stack
+from titanmoe.plan.links import Factors, Group
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.schedule import played
 from titanmoe.plan.sizes import Sizes, fsdp
 
-BACKWARD = 2.0
-"""Products of backward over those of forward."""
-ATTENTION_BACKWARD = 2.5
-"""The same of attention, which computes its scores again (arXiv 2205.14135)."""
-NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL = (10, 20), (4, 4), (6, 10), (8, 8), (6, 4)
-"""Bytes that fused kernels move, forward and backward, per element in 16 bits: reads and writes of each."""
-PLAIN_NORM, PLAIN_ROPE, PLAIN_SWIGLU = (40, 110), (53, 53), (6, 15)
-"""The same of our plain operations in float32, as a rehearsal on h100 counts them (docs/rehearse.md)."""
-FUSED_NETWORK = 0.86
-"""Of the network, what DeepEP reaches: 43 of 50 GB/s on 16 ranks (its README)."""
 OPTIMIZER = 44
 """Bytes that AdamW, the norm and clipping move per weight in float32."""
-
-
-@dataclass(frozen=True)
-class Stack:
-    """How the software does it: ours, or that of a published run."""
-
-    gathers: str = "auto"
-    """Weights: auto as FSDP2 here, microbatch, step, or none where only the optimizer's state is sharded."""
-    etp_gathers: bool = False
-    """Rows of etp ranks by all-gather and reduce-scatter, rather than as copies in the all-to-all."""
-    fused: bool = False
-    """Norms and rotations in one pass over memory."""
-    even_split: bool = False
-    """Stages have equally many layers, whatever embedding and head cost."""
-    fused_exchange: bool = False
-    """Rows by one-sided kernels (DeepEP, HybridEP), not NCCL."""
-    hides_rows: bool = False
-    """Rows travel while another microbatch computes."""
-    recompute: frozenset[str] | None = None
-    """Modules computed again in backward, in Megatron's names; None: as the recipe says."""
-
-
-OURS = Stack()
-COMPONENTS = ("matrix", "attention", "memory", "host", "tp", "cp", "rows")
-
-
-class Cost(NamedTuple):
-    """Seconds of one microbatch."""
-
-    matrix: float = 0.0
-    attention: float = 0.0
-    memory: float = 0.0
-    host: float = 0.0
-    tp: float = 0.0
-    cp: float = 0.0
-    rows: float = 0.0
-
-    def __add__(self, other: tuple) -> Cost:
-        return Cost(*map(add, self, other))
-
-    def times(self, factor: float) -> Cost:
-        return Cost(*(factor * x for x in self))
-
-    @property
-    def seconds(self) -> float:
-        return sum(self)
 
 
 @dataclass
@@ -113,236 +50,13 @@ NAMES = {
 }
 
 
-class Pricer:
-    """Prices mappings of one model, batch and world; halves that several mappings share are priced once."""
+class Pricer(Halves):
+    """Prices mappings of one model, batch and world."""
 
     def __init__(self, config: Config, device: Device, factors: Factors, stack: Stack = OURS, imbalance: float = 1.0):
-        self.config, self.model, self.device, self.factors, self.stack = config, config.model, device, factors, stack
-        self.imbalance = imbalance
-        self.links = Links(device, factors)
-        self.one_sided = Links(device, replace(factors, network=FUSED_NETWORK))
-        self.w = WIDTHS[config.training.mixed_precision_param]
-        self.peak = device.peak(config.training.mixed_precision_param)
-        self.expert_peak = device.peak("fp8") if config.moe.expert_dtype == "fp8" else self.peak
-        self.attention = lru_cache(maxsize=None)(self._attention)
-        self.head = lru_cache(maxsize=None)(self._head)
-        self.dense = lru_cache(maxsize=None)(self._dense)
-        self.experts = lru_cache(maxsize=None)(self._experts)
+        super().__init__(config, device, factors, stack, imbalance)
         self.flops = flops_per_token(self.model, config.training.seq_len)
         self.splits = lru_cache(maxsize=None)(self._split)
-        self.kinds = Counter((has_experts(self.model, i), window(self.model, i)) for i in range(self.model.num_layers))
-
-    # ---- parts of a half
-
-    def product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
-        """Forward of an (m, k) by (k, n) product: its FLOPs, or its bytes where those take longer."""
-        share = min(1.0, self.device.share(m, n, k) * self.factors.matrix)
-        moved = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
-        return max(2 * m * n * k / ((peak or self.peak) * share), moved)
-
-    def _moved(self, count: float) -> float:
-        return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
-
-    def _norms(self, elements: float, part: int) -> float:
-        norm = NORM if self.stack.fused else PLAIN_NORM
-        return self._moved(elements * (norm[part] + RESIDUAL[part]))
-
-    def _activation(self, elements: float, part: int) -> float:
-        return self._moved(elements * (SWIGLU if self.stack.fused else PLAIN_SWIGLU)[part])
-
-    def _turned(self, query: float, key: float, part: int) -> float:
-        """Bytes per position between the projections and attention: norms of heads, rotation, joining of parts."""
-        model, normed = self.model, self.model.qk_norm != "none"
-        if self.stack.fused:
-            turned = 4 * query if model.kv_lora_rank else query + key
-            return turned * ROPE[part] * (1 + 2 * normed)
-        if model.kv_lora_rank:
-            joined = 2 * query
-            turned = (query / model.head_dim + 1) * model.qk_rope_head_dim
-            return turned * PLAIN_ROPE[part] + joined * RESIDUAL[part]
-        return (query + key) * (PLAIN_ROPE[part] + normed * PLAIN_NORM[part])
-
-    # ---- halves: forward and backward of one microbatch
-
-    def _attention(self, tp: int, cp: int, samples: int, seen: int) -> tuple[Cost, Cost]:
-        model, D, seq = self.model, self.model.dim, self.config.training.seq_len
-        X = samples * seq / cp
-        T = X / tp
-        heads, value = model.num_heads / tp, model.v_head_dim or model.head_dim
-        query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim / tp
-        if model.kv_lora_rank:
-            latents = model.kv_lora_rank + model.qk_rope_head_dim
-            up = heads * (model.qk_nope_head_dim + model.v_head_dim)
-            products = self.product(T, latents, D) + self.product(X, up, model.kv_lora_rank)
-            if model.q_lora_rank:
-                products += self.product(T, model.q_lora_rank, D) + self.product(X, query, model.q_lora_rank)
-            else:
-                products += self.product(X, query, D)
-            gathered = latents + (model.q_lora_rank or D)
-            keys = query + heads * value
-        else:
-            products = self.product(X, query + 2 * key, D)
-            gathered, keys = D, 2 * key
-        products += self.product(X, D, heads * value)
-        width = min(seen or seq, seq)
-        flops = heads * (model.head_dim + value) * (2 * width - width * width / seq) * X
-        core = flops / (self.peak * self.device.attention * self.factors.attention)
-        tp_group = Group(tp, 1)
-        tp_time = self.links.gather(tp_group, X * gathered * self.w) + self.links.gather(tp_group, X * D * self.w)
-        cp_time = self._context(cp, tp, X, keys, query, core)
-        host = self.factors.block / 6
-        parts = []
-        for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(T * D, part) + self._moved(X * self._turned(query, key, part))
-            attention = core * (1.0, ATTENTION_BACKWARD)[part]
-            parts.append(Cost(products * factor, attention, memory, host * factor, tp_time, cp_time * factor, 0.0))
-        return parts[0], parts[1]
-
-    def _context(self, cp: int, tp: int, X: float, keys: float, query: float, core: float) -> float:
-        """Of forward; backward sends twice as much. The ring's messages hide behind the attention of other pieces."""
-        if cp == 1:
-            return 0.0
-        kind, group = self.config.parallelism.cp_kind, Group(cp, tp)
-        if kind == "ulysses":
-            return self.links.exchange(group, X * (query + keys) * self.w) + self.links.exchange(
-                group, X * query * self.w
-            )
-        sent = self.links.gather(group, cp * X * keys * self.w)
-        return max(0.0, sent - core) + (cp - 1) * self.device.link_latency if kind == "ring" else sent
-
-    def _head(self, tp: int, cp: int, samples: int) -> Cost:
-        """Forward and backward; ours multiplies once more, as the logits are not kept."""
-        X, D = samples * self.config.training.seq_len / cp, self.model.dim
-        V = self.model.vocab_size / tp
-        again = 1.0 if self.stack.fused else 4 / 3
-        return Cost(
-            matrix=(1 + BACKWARD) * self.product(X, V, D) * again,
-            memory=self._moved(X * V * 16),
-            tp=2 * self.links.gather(Group(tp, 1), X * D * self.w),
-        )
-
-    def _dense(self, tp: int, cp: int, samples: int, hidden: int) -> tuple[Cost, Cost]:
-        D, X = self.model.dim, samples * self.config.training.seq_len / cp
-        products = self.product(X, 2 * hidden / tp, D) + self.product(X, D, hidden / tp)
-        tp_time = 2 * self.links.gather(Group(tp, 1), X * D * self.w)
-        found = []
-        for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(X / tp * D, part) + self._activation(X * hidden / tp, part)
-            found.append(Cost(products * factor, 0.0, memory, self.factors.block / 6 * factor, tp_time))
-        return found[0], found[1]
-
-    def _experts(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> tuple[Cost, Cost]:
-        """share: ranks of a sample, tp x cp. tp: only the shared expert sees it."""
-        model, D = self.model, self.model.dim
-        T = samples * self.config.training.seq_len / share
-        R = T * model.top_k * etp * self.imbalance
-        F = model.expert_hidden / etp
-        held = model.num_experts / ep
-        # A grouped product fills the device with the rows of all its experts; each has its own weights to read.
-        rows = max(R / held, min(R, 256.0))
-        rows = (rows * R) ** 0.5
-        scale = R / rows
-        products = scale * (self.product(rows, F, D, self.expert_peak) * 2 + self.product(rows, D, F, self.expert_peak))
-        weights = held * 3 * D * F * self.w / (self.device.bandwidth * self.factors.memory)
-        products = max(products, weights)
-        router = self.product(T, model.num_experts, D) * 4
-        sent = self.exchange(dispatcher, T * self.imbalance, ep, etp)
-        found = []
-        shared = self._dense(tp, share // tp, samples, model.shared_hidden) if model.shared_hidden else None
-        for part, factor in enumerate((1.0, BACKWARD)):
-            memory = (
-                self._norms(T * D, part)
-                + self._activation(R * F, part)
-                + self._moved((T * model.top_k + R) * D * PERMUTE[part])
-            )
-            cost = Cost((products + router) * factor, 0.0, memory, self.factors.block / 3 * factor, rows=sent)
-            if shared is not None:
-                other = shared[part]
-                hidden = min(sent / 2, other.matrix) if not self.stack.fused else 0.0
-                cost = cost + other._replace(host=0.0, memory=other.memory / 2) + Cost(rows=-hidden)
-            found.append(cost)
-        return found[0], found[1]
-
-    def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
-        """There and back, forward; backward sends the same the other way."""
-        model, G = self.model, ep * etp
-        if G == 1:
-            return 0.0
-        row, K = model.dim * self.w, model.top_k
-        links, group = self.links, Group(G, 1)
-        if dispatcher == "allgather":
-            return 2 * links.gather(group, T * G * row)
-        if dispatcher == "hierarchical":
-            links = self.one_sided if self.stack.fused_exchange else links
-            near = group.near(self.device.domain)
-            domains = G // near
-            # A token visits each domain once, however many of its experts are there.
-            visits = domains * (1 - (1 - 1 / domains) ** K)
-            across = T * row * visits * (domains - 1) / domains
-            # Inside the domain, what those tokens' experts need.
-            return 2 * links.exchange(group, T * K * etp * row, across)
-        if self.stack.etp_gathers and etp > 1:
-            there = links.exchange(Group(ep, etp), T * K * row) + links.gather(Group(etp, 1), T * K * etp * row)
-            return 2 * there
-        return 2 * links.exchange(group, T * K * etp * row)
-
-    # ---- a block under recomputation
-
-    def block(self, fold: Fold, samples: int, layer: int, dispatcher: str, mode: str) -> Cost:
-        model = self.model
-        attention = self.attention(fold.tp, fold.cp, samples, window(model, layer))
-        experts = has_experts(model, layer)
-        if experts:
-            ffn = self.experts(fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp, dispatcher)
-        else:
-            ffn = self.dense(fold.tp, fold.cp, samples, model.dense_hidden)
-        total = attention[0] + attention[1] + ffn[0] + ffn[1]
-        if self.stack.hides_rows:
-            behind = self.factors.hidden * (total.matrix + total.attention)
-            total = total._replace(rows=max(0.0, total.rows - behind))
-        named = self.stack.recompute
-        if named is not None:
-            return total + self._again(named, attention[0], ffn[0], experts)
-        if mode == "full":
-            return total + attention[0] + ffn[0]
-        if mode == "moe" and experts:
-            return total + ffn[0]
-        if mode == "selective":
-            return total + Cost(memory=(attention[0].memory + ffn[0].memory) / 2)
-        return total
-
-    def seconds(self, fold: Fold, samples: int, dispatcher: str) -> dict[str, float]:
-        """Of all blocks of ours and the head, one after the other, by the mode of recomputation."""
-        total = dict.fromkeys(("none", "selective", "moe", "full"), sum(self.head(fold.tp, fold.cp, samples)))
-        for (experts, seen), count in self.kinds.items():
-            attention = self.attention(fold.tp, fold.cp, samples, seen)
-            if experts:
-                ffn = self.experts(fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp, dispatcher)
-            else:
-                ffn = self.dense(fold.tp, fold.cp, samples, self.model.dense_hidden)
-            again = sum(ffn[0])
-            once = sum(attention[0]) + again + sum(attention[1]) + sum(ffn[1])
-            total["none"] += count * once
-            total["selective"] += count * (once + (attention[0].memory + ffn[0].memory) / 2)
-            total["moe"] += count * (once + again * experts)
-            total["full"] += count * (once + again + sum(attention[0]))
-        return total
-
-    def _again(self, named: frozenset[str], attention: Cost, ffn: Cost, experts: bool) -> Cost:
-        if named & {"full", "activation_checkpointing"}:
-            return attention + ffn
-        found = Cost()
-        if ("moe" in named and experts) or ("mlp" in named and not experts):
-            found = found + ffn
-        if "core_attn" in named:
-            found = found + Cost(attention=attention.attention)
-        if named & {"norm", "layernorm", "act", "moe_act"}:
-            found = found + Cost(memory=(attention.memory + ffn.memory) / 3)
-        if "mla_up_proj" in named:
-            found = found + Cost(matrix=attention.matrix / 4)
-        return found
-
-    # ---- a step
 
     def _split(self, stages: int) -> list[range]:
         n = self.model.num_layers

@@ -40,7 +40,7 @@ def stages_per_rank(config: Config) -> int:
 
 
 def table(result: Search, device: Device, world: int) -> list[str]:
-    lines = [f"The fastest of {result.considered:,} legal mappings on {world} {device.name} that may fit:", ""]
+    lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit:", ""]
     lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
     if result.best_unfolded is not None:
         gain = result.best_unfolded.price.step / result.best[0].price.step - 1
