@@ -46,6 +46,18 @@ PRIVATE = (
         "torch.testing._internal.distributed.fake_pg", ("FakeStore",), "fold/meshes.py", "registers the backend `fake`"
     ),
     Private(
+        "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent",
+        ("_pcontext",),
+        "launcher/agent.py",
+        "the ranks' processes, to stop them",
+    ),
+    Private(
+        "torch.distributed.elastic.agent.server.api.SimpleElasticAgent",
+        ("_worker_group",),
+        "launcher/agent.py",
+        "which ranks this machine has",
+    ),
+    Private(
         "torch.distributed.device_mesh.DeviceMesh",
         ("_dim_group_names",),
         "fold/meshes.py",
@@ -79,6 +91,18 @@ PRIVATE = (
         "a step on microbatches that are cut already, with or without backward; and the two halves of a pair",
     ),
     Private(
+        f"{_SCHEDULES}._PipelineScheduleRuntime",
+        ("_stages", "_n_microbatches", "_num_stages"),
+        "plan/schedule.py",
+        "a schedule's table without a pipeline",
+    ),
+    Private(
+        f"{_SCHEDULES}.ScheduleInterleaved1F1B",
+        ("_calculate_single_rank_operations",),
+        "plan/schedule.py",
+        "a rank's row of that table",
+    ),
+    Private(
         _RING,
         ("_templated_ring_attention", "_templated_ring_attention_backward", "_cp_options", "_RotateMethod"),
         "parallel/torch_ring.py",
@@ -97,19 +121,27 @@ PRIVATE = (
     ),
     Private(
         "torch.ops.aten",
-        ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        (
+            *("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+            "_fused_rms_norm_backward",
+        ),
         "rehearse/stand_ins.py",
         "the kernels that a GPU would run",
     ),
     Private("torch.Tensor", ("_version",), "parallel/flex.py", "whether a mask's documents have changed"),
     Private("torch.UntypedStorage", ("_cdata",), "parallel/recompute.py", "whether two tensors share a storage"),
-    Private("torch.UntypedStorage", ("_cdata",), "rehearse/memory.py", "the same"),
+    Private("torch.UntypedStorage", ("_cdata",), "rehearse", "the same"),
     Private("torch._dynamo.decorators", ("mark_unbacked",), "parallel/compiled.py", "one graph for any number of rows"),
     Private(
         "torch._functorch.config", ("donated_buffer",), "parallel/compiled.py", "off where backward runs in two parts"
     ),
     Private("torch", ("_check",), "parallel/compiled.py", "two sizes that a graph may take for equal"),
-    Private("torch", ("_foreach_norm", "_foreach_mul_"), "parallel/norm.py", "the norm and clipping, in few kernels"),
+    Private(
+        "torch",
+        ("_foreach_norm", "_foreach_mul", "_foreach_mul_"),
+        "parallel/norm.py",
+        "the norm and clipping, in few kernels",
+    ),
     Private("torch", ("_foreach_add_",), "moe/chunks.py", "to time what backward adds up"),
     Private("torch", ("_foreach_norm",), "checkpoint/finite.py", "whether all numbers of a checkpoint are finite"),
     Private("torch", ("_grouped_mm",), "moe/experts.py", "the products of all experts"),
@@ -121,6 +153,7 @@ PRIVATE = (
         "moe/symmetric.py",
         "buffers that peers write to",
     ),
+    Private("torch.distributed._symmetric_memory", ("empty", "rendezvous"), "rehearse/symmetric.py", "to replace them"),
     Private(
         "torch._C", ("_dispatch_has_kernel_for_dispatch_key",), "moe/symmetric.py", "whether an op runs on a device"
     ),
@@ -137,6 +170,12 @@ PRIVATE = (
     ),
     Private("torch.nn.Module", ("_modules",), "parallel/compiled.py", "a module without two of its parts"),
     Private("torch.nn.Module", ("_non_persistent_buffers_set",), "checkpoint/state.py", "the buffers that are saved"),
+    Private(
+        "torch.utils._python_dispatch",
+        ("is_in_torch_dispatch_mode",),
+        "ops/kernels/launch.py",
+        "whether somebody watches operations, so that a kernel has to be one",
+    ),
     # The rehearsal runs a step on fake tensors and records what torch does there.
     Private(
         "torch._subclasses.fake_tensor",

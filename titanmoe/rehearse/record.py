@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 import titanmoe
 from titanmoe.moe.symmetric import Memory
+from titanmoe.torch_private import process_group
 
 OURS = os.path.dirname(titanmoe.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
@@ -204,7 +205,7 @@ class Recorder(TorchDispatchMode):
         self, op: str, sizes: Tensor, arrived: Tensor, group: str
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows sent to each rank by an operation of symmetric memory that has ended, and received from each."""
-        ranks = dist.distributed_c10d._resolve_process_group(group).size()
+        ranks = process_group(group).size()
         if op == SYMMETRIC[0]:  # sent by rank and expert, received by expert and rank
             return tuple(sizes.view(ranks, -1).sum(1).tolist()), tuple(arrived[0].view(-1, ranks).sum(0).tolist())
         return tuple(sizes[0].view(-1, ranks).sum(0).tolist()), tuple(arrived[0].view(ranks, -1).sum(1).tolist())
