@@ -267,7 +267,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "first = microbatch * meshes.data.size * samples",
         ),
     ],
-    ("parallel/pipeline.py", "tests/parallel/test_pipeline.py -k stage"): [
+    ("models/stages.py", "tests/parallel/test_pipeline.py -k stage"): [
         (
             "the cost of the head counts for the first stage",
             "(head if stage == stages - 1 else 0)",
