@@ -86,7 +86,6 @@ class Meshes:
     tp: Group
     data: Group  # dp_replicate x dp_shard: ranks with different samples
     sequence: Group  # cp x tp: ranks that own tokens of the same samples
-    stage: Group  # dp_replicate x dp_shard x cp x tp: all ranks of this pipeline stage
     dispatch: Group  # ep x etp, etp innermost: ranks among which routed rows travel
     world: Group
     within: Group  # of dispatch, those on this rank's node
@@ -153,7 +152,6 @@ def build_meshes(
         tp=Group.of(over("waited", "attention", "tp")),
         data=Group.of(over("waited", "attention", "dp")),
         sequence=Group.of(over("waited", "attention", "cp", "tp")),
-        stage=Group.of(over("waited", "attention", "dp", "cp", "tp")),
         dispatch=dispatch,
         world=Group.of(dist.group.WORLD),
         within=within,

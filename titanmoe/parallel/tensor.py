@@ -60,19 +60,25 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
 
 
 @torch.no_grad()
-def sum_replicated(parameters: Iterable[nn.Parameter], stage: Group, tp: Group) -> None:
+def sum_replicated(parameters: Iterable[nn.Parameter], stage: tuple[Group, ...], tp: Group) -> None:
     """Once per step: sum the gradients that FSDP does not, one message per group and dtype. Those of routers over the
     whole stage, those of other parameters that are replicated over tp (norms) over tp.
+
+    stage: groups that one after the other make up the stage, so that it needs none of its own.
     """
-    found: dict[tuple[Group, torch.dtype], list[torch.Tensor]] = {}
+    found: dict[tuple[tuple[Group, ...], torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
         placed = dict(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
         whole = {axis for axis, placement in placed.items() if isinstance(placement, Replicate)}
-        group = stage if "fsdp" in whole else tp
-        if group.size > 1 and ("fsdp" in whole or "tp" in whole):
+        if "fsdp" in whole or "tp" in whole:
             grad = local_grad(parameter)
-            found.setdefault((group, grad.dtype), []).append(grad)
-    for (group, _), grads in found.items():
-        total = all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
+            found.setdefault((stage if "fsdp" in whole else (tp,), grad.dtype), []).append(grad)
+    for (groups, _), grads in found.items():
+        groups = [group for group in groups if group.size > 1]
+        if not groups:
+            continue
+        total = torch.cat([grad.flatten() for grad in grads])
+        for group in groups:
+            total = all_reduce(total, group)
         for grad, piece in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(piece.view_as(grad))

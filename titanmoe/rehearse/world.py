@@ -53,7 +53,6 @@ AXES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
         ("attention", ("cp",)),
         ("attention", ("dp",)),
         ("attention", ("cp", "tp")),
-        ("attention", ("dp", "cp", "tp")),
     ),
     "rows": (("experts", ("ep", "etp")),),
     "shards": (("attention", ("dp_shard", "cp")), ("experts", ("edp",))),

@@ -295,7 +295,7 @@ class Trainer:
     @named("finish gradients")
     def finish_gradients(self) -> None:
         """Sums the gradients that FSDP does not: those of replicated parameters and of copies of the embedding."""
-        sum_replicated(self.parameters.values(), self.meshes.stage, self.meshes.tp)
+        sum_replicated(self.parameters.values(), (self.meshes.sequence, self.meshes.data), self.meshes.tp)
         self.tied.add_gradients()
 
     def check_finite(self, loss: float, norm: float) -> None:
