@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import torture  # noqa: E402
-from torture import Outcome, table, write  # noqa: E402
+from torture import Outcome, is_flat, table, write  # noqa: E402
 from torture_runs import INTERVAL, KINDS, Missed, Run  # noqa: E402
 
 # What a rank does with the disk, in the order of a save; it reports how far it got.
@@ -171,6 +171,18 @@ def test_a_trial_reads_what_a_run_left(tmp_path):
     run.struck()
     assert (run.made, run.begun(), run.committed) == (2, [0, 1], 2 * INTERVAL)
     assert len(KINDS) == 11
+
+
+def test_a_leak_is_not_flat() -> None:
+    def rows(**grows: float) -> list[list[float]]:
+        memory, files, threads = (grows.get(name, 0.0) for name in ("memory", "files", "threads"))
+        return [
+            [step, 470 + memory * step, 28 + (step % 4 == 0) + int(files * step), 15 + int(threads * step)]
+            for step in range(20)
+        ]
+
+    assert is_flat(rows()) and is_flat(rows(memory=1.0))
+    assert not any(is_flat(rows(**{name: rate})) for name, rate in (("memory", 5), ("files", 0.2), ("threads", 0.2)))
 
 
 def test_a_table_goes_between_the_marks_of_a_page(tmp_path):
