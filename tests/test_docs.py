@@ -152,9 +152,9 @@ def starts() -> list[tuple[str, list[str]]]:
                 continue
             start = next((words[i + 1 :] for i, word in enumerate(words) if word in ("train.py", "train")), None)
             if start:
-                asked = split(start)
-                assert not asked.problems, line
-                found.append((asked.recipe, asked.rest))
+                request = split(start)
+                assert not request.problems, line
+                found.append((request.recipe, request.rest))
     return found
 
 

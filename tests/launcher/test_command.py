@@ -13,7 +13,7 @@ import pytest
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.launcher import command, ranks
-from titanmoe.launcher.command import Asked, check_port, plan, split
+from titanmoe.launcher.command import Request, check_port, plan, split
 from titanmoe.launcher.ranks import Machine
 from titanmoe.train import launch
 
@@ -49,8 +49,8 @@ def refused(*words: str) -> ConfigError:
     ],
 )
 def test_the_launchers_own_words_are_told_from_the_runs(words, recipe, options, rest):
-    asked = split(words.split())
-    assert (asked.recipe, asked.options, asked.rest, asked.problems) == (recipe, options, rest.split(), [])
+    found = split(words.split())
+    assert (found.recipe, found.options, found.rest, found.problems) == (recipe, options, rest.split(), [])
 
 
 @pytest.mark.parametrize(
@@ -96,10 +96,10 @@ def test_torchrun_gets_its_own_options():
 
 def test_the_environment_of_the_ranks(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    command._environment(command.Plan(Asked(options={"nnodes": "2"}), None, 4, Machine(0, 8)))
+    command._environment(command.Plan(Request(options={"nnodes": "2"}), None, 4, Machine(0, 8)))
     assert os.environ["OMP_NUM_THREADS"] == "2" and os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
-    command._environment(command.Plan(Asked(), None, 4, Machine(0, 8)))
+    command._environment(command.Plan(Request(), None, 4, Machine(0, 8)))
     assert os.environ["OMP_NUM_THREADS"] == "7" and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
 
 
@@ -107,7 +107,7 @@ def test_the_environment_of_the_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes", "wanted", "machine", "count"),
+    ("nproc", "nodes", "wanted", "machine", "count"),
     [
         ("", 1, 4, CPUS, 4),  # the recipe's first line
         ("", 2, 8, GPUS, 4),
@@ -117,12 +117,12 @@ def test_the_environment_of_the_ranks(monkeypatch):
         ("", 1, None, GPUS, 8),
     ],
 )
-def test_how_many_ranks(asked, nodes, wanted, machine, count):
-    assert ranks.choose(asked, nodes, wanted, machine, "r.toml") == (count, "")
+def test_how_many_ranks(nproc, nodes, wanted, machine, count):
+    assert ranks.choose(nproc, nodes, wanted, machine, "r.toml") == (count, "")
 
 
 @pytest.mark.parametrize(
-    ("asked", "nodes", "wanted", "machine", "said"),
+    ("nproc", "nodes", "wanted", "machine", "said"),
     [
         ("", 1, 128, GPUS, "r.toml wants 128 ranks (its first line) and this machine has 8 GPUs: use --nnodes 16"),
         ("", 1, 64, CPUS, "this machine has 2 CPU cores and no GPU in use"),
@@ -130,8 +130,8 @@ def test_how_many_ranks(asked, nodes, wanted, machine, count):
         ("9", 1, 8, GPUS, "--nproc = 9, but this machine has 8 GPUs: give 8 or fewer"),
     ],
 )  # fmt: skip
-def test_ranks_that_this_machine_does_not_have(asked, nodes, wanted, machine, said):
-    assert said in ranks.choose(asked, nodes, wanted, machine, "r.toml")[1]
+def test_ranks_that_this_machine_does_not_have(nproc, nodes, wanted, machine, said):
+    assert said in ranks.choose(nproc, nodes, wanted, machine, "r.toml")[1]
 
 
 # ---- a mapping that fits
@@ -147,9 +147,9 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
     assert "parallelism.experts.ep = 4 does not divide the stage of 2 ranks" in refusal.problems[0]
     assert refusal.offer == ("The nearest mapping that fits 2 ranks: parallelism.experts.ep 4 -> 2; --fit takes it.")
     found = plan(split(["debug", "--nproc", "auto", "--fit"]))
-    assert found.config.parallelism.experts.ep == 2 and found.asked.words[-1] == "--parallelism.experts.ep=2"
+    assert found.config.parallelism.experts.ep == 2 and found.request.words[-1] == "--parallelism.experts.ep=2"
     assert "fitted to 2 ranks: parallelism.experts.ep 4 -> 2" in capsys.readouterr().err
-    assert launch.read(found.asked.words, 2).parallelism.experts.ep == 2, "the ranks agree"
+    assert launch.read(found.request.words, 2).parallelism.experts.ep == 2, "the ranks agree"
     assert main(["train", "debug", "--nproc", "auto"]) == 2
     assert capsys.readouterr().err.endswith("--fit takes it.\n")
 
@@ -165,7 +165,7 @@ def test_other_mistakes_get_no_offer():
 
 
 def test_ctrl_c_before_there_are_ranks_is_quiet(monkeypatch, capsys):
-    def interrupted(asked: Asked) -> None:
+    def interrupted(request: Request) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "plan", interrupted)

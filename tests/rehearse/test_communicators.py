@@ -45,14 +45,14 @@ def test_a_rank_of_1024_has_at_most_12(dispatcher: str) -> None:
     """With pp, HSDP, FSDP, cp, tp, ep, etp and a tied embedding. Saving adds a gloo group, which is none of NCCL's."""
     config = config_of(EVERY_AXIS | {"moe.dispatcher": dispatcher}, 1024, "cpu")
     without_numbers = _without_numbers(FakeTensorMode(allow_non_fake_inputs=True))
-    told = dict(re.findall(r"^\| `(\w+)` \| (\d+) ", PAGE.read_text().partition("## Communicators")[2], re.MULTILINE))
+    stated = dict(re.findall(r"^\| `(\w+)` \| (\d+) ", PAGE.read_text().partition("## Communicators")[2], re.MULTILINE))
     for rank in (0, 600, 1023):  # of the first, a middle and the last stage
         with fake_world(rank, 1024), mock.patch.object(apply, "materialize", without_numbers):
             trainer = Trainer(config, Runtime(rank, rank % 8, 1024, torch.device("cpu")), loader=Samples)
             found = Counter(lane for (lane, _), group in trainer.meshes.lanes.made.items() if group is not None)
             assert len(living()) == sum(found.values()) <= MOST
             if dispatcher == "hierarchical" and rank == 0:
-                assert told == {lane: str(count) for lane, count in found.items()}
+                assert stated == {lane: str(count) for lane, count in found.items()}
 
 
 @pytest.mark.parametrize("pp", [1, 2])

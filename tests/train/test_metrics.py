@@ -267,8 +267,8 @@ def test_experts_that_die_and_routing_that_collapses_are_events(config, capsys):
 
 def test_an_expert_that_recovers_is_told_again_when_it_dies_again():
     watch = Collapse(4, 2)
-    told = [list(watch.check({0: [9.0, 9.0, 9.0, 0.0 if step % 60 else 9.0]})) for step in range(120)]
-    assert [step for step, texts in enumerate(told) if texts] == [50, 110]
+    reported = [list(watch.check({0: [9.0, 9.0, 9.0, 0.0 if step % 60 else 9.0]})) for step in range(120)]
+    assert [step for step, texts in enumerate(reported) if texts] == [50, 110]
 
 
 @pytest.mark.parametrize("field", ["aux_loss", "aux_loss_sequence", "aux_loss_global", "bias_update_rate"])

@@ -59,7 +59,7 @@ SHAPES |= {"node-rank": r"\d{1,6}", "master-port": r"\d{1,5}"}
 
 
 @dataclass
-class Asked:
+class Request:
     recipe: str = ""
     options: dict[str, str] = field(default_factory=dict)
     """Ours and torchrun's, by name."""
@@ -89,12 +89,12 @@ def add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def run_train(words: Sequence[str]) -> int:
-    asked = split(words)
-    if asked.get("help"):
+    request = split(words)
+    if request.get("help"):
         print(usage(), end="", flush=True)
-        load([*asked.words, "--help"], preset, lambda config: [])  # prints every field, and exits
+        load([*request.words, "--help"], preset, lambda config: [])  # prints every field, and exits
     try:
-        return start(plan(asked))
+        return start(plan(request))
     except KeyboardInterrupt:  # before there are ranks
         waiting("")
         return 130
@@ -105,31 +105,31 @@ def run_train(words: Sequence[str]) -> int:
         return 2
 
 
-def split(words: Sequence[str]) -> Asked:
+def split(words: Sequence[str]) -> Request:
     """The recipe is the first word, or follows an option of the launcher: after an override it would be its value."""
-    asked, rest, override = Asked(typed=list(words)), list(words), False
+    request, rest, override = Request(typed=list(words)), list(words), False
     known = OWN | TORCHRUN
     while rest:
         word = rest.pop(0)
         name, attached, value = word.removeprefix("--").replace("_", "-").partition("=")
         name = "nproc" if name == "nproc-per-node" else name
         if word in ("--help", "-h"):
-            asked.options["help"] = "yes"
+            request.options["help"] = "yes"
         elif word.startswith("--config"):
-            asked.recipe = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
+            request.recipe = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
         elif word.startswith("--") and name in known:
             override = False
             value = word.partition("=")[2] if attached else "yes" if name == "fit" else rest.pop(0) if rest else ""
             if not re.fullmatch(SHAPES.get(name, r"[^-].*"), value):
-                asked.problems.append(f"command line: --{name} {value!r} is not {known[name].partition(':')[0]}")
-            asked.options[name] = value
-        elif override or asked.recipe or word.startswith("-"):
-            asked.rest.append(word)
+                request.problems.append(f"command line: --{name} {value!r} is not {known[name].partition(':')[0]}")
+            request.options[name] = value
+        elif override or request.recipe or word.startswith("-"):
+            request.rest.append(word)
             override = True
         else:
-            asked.recipe = word
-    asked.recipe = find(asked.recipe)
-    return asked
+            request.recipe = word
+    request.recipe = find(request.recipe)
+    return request
 
 
 def find(recipe: str) -> str:
@@ -152,55 +152,55 @@ class Misfit(ConfigError):
 
 @dataclass(frozen=True)
 class Plan:
-    asked: Asked
+    request: Request
     config: Config
     """That of the ranks."""
     nproc: int
     machine: ranks.Machine
 
 
-def plan(asked: Asked) -> Plan:
+def plan(request: Request) -> Plan:
     """What to start; ConfigError with everything that is wrong with it."""
-    if not asked.recipe and not asked.rest:
-        asked.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
-    several = asked.get("nnodes", "1") not in ("1", "1:1")
-    if several and not (asked.get("rdzv-endpoint") or asked.get("master-addr")):
-        asked.problems.append(f"command line: --nnodes {asked.get('nnodes')}: {MEET}")
-    if asked.problems:
-        raise ConfigError(asked.problems)
+    if not request.recipe and not request.rest:
+        request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
+    several = request.get("nnodes", "1") not in ("1", "1:1")
+    if several and not (request.get("rdzv-endpoint") or request.get("master-addr")):
+        request.problems.append(f"command line: --nnodes {request.get('nnodes')}: {MEET}")
+    if request.problems:
+        raise ConfigError(request.problems)
     waiting("reading the recipe")
-    wanted, device = _wishes(asked)
+    wanted, device = _requested(request)
     machine = ranks.this_machine(device)
-    nproc, problem = ranks.choose(asked.get("nproc"), asked.nodes, wanted, machine, asked.recipe)
+    nproc, problem = ranks.choose(request.get("nproc"), request.nodes, wanted, machine, request.recipe)
     if problem:
         raise ConfigError([problem])
-    world = nproc * asked.nodes
+    world = nproc * request.nodes
     try:
-        return Plan(asked, judge(asked, world, nproc), nproc, machine)
+        return Plan(request, judge(request, world, nproc), nproc, machine)
     except Misfit as misfit:
-        change = ranks.fitting(misfit.config, world) if asked.get("fit") else {}
+        change = ranks.fitting(misfit.config, world) if request.get("fit") else {}
         if not change:
-            misfit.offer = ranks.offer(misfit.config, world, asked.nodes)
+            misfit.offer = ranks.offer(misfit.config, world, request.nodes)
             raise
     taken = [f"--{path}={new}" for path, (_, new) in change.items()]
-    asked = replace(asked, rest=[*asked.rest, *taken])
-    config = judge(asked, world, nproc)
+    request = replace(request, rest=[*request.rest, *taken])
+    config = judge(request, world, nproc)
     waiting("")
     print(f"fitted to {world} rank{'s' * (world > 1)}: {ranks.text(change)}", file=sys.stderr, flush=True)
-    return Plan(asked, config, nproc, machine)
+    return Plan(request, config, nproc, machine)
 
 
-def _wishes(asked: Asked) -> tuple[int | None, str]:
+def _requested(request: Request) -> tuple[int | None, str]:
     """The number of ranks that the recipe is written for and its device, as far as they can be read."""
     wanted, seen = None, []
     with contextlib.suppress(RecipeError):
-        wanted = declared(read_recipe(asked.recipe).text) if asked.recipe else None
+        wanted = declared(read_recipe(request.recipe).text) if request.recipe else None
     with contextlib.suppress(ConfigError):  # `judge` raises it again
-        load(asked.words, preset, lambda config: seen.append(config) or ["only looked at"])
+        load(request.words, preset, lambda config: seen.append(config) or ["only looked at"])
     return wanted, seen[0].training.device if seen else "auto"
 
 
-def judge(asked: Asked, world: int, nproc: int) -> Config:
+def judge(request: Request, world: int, nproc: int) -> Config:
     """The config that the ranks will have; refuses what they would refuse."""
     from titanmoe.train.folder import check_free
     from titanmoe.train.launch import fitted, resolve
@@ -223,12 +223,12 @@ def judge(asked: Asked, world: int, nproc: int) -> Config:
             return error.problems
 
     def finish(config: Config) -> Config:
-        if asked.nodes == 1:  # a node may join a run that is alive
+        if request.nodes == 1:  # a node may join a run that is alive
             check_free(config)
         return resolve(here(config), world)
 
     try:
-        return load(asked.words, preset, check, finish)
+        return load(request.words, preset, check, finish)
     except ConfigError as error:
         if misfits:
             raise Misfit(error, misfits[0]) from None
@@ -243,9 +243,9 @@ def start(plan: Plan) -> int:
 
     from titanmoe.launcher.agent import Logs, launch
 
-    asked = plan.asked
+    request = plan.request
     _environment(plan)
-    options = parse_args([*_as_for_torchrun(asked), f"--nproc-per-node={plan.nproc}", "-m", "titanmoe.train"])
+    options = parse_args([*_as_for_torchrun(request), f"--nproc-per-node={plan.nproc}", "-m", "titanmoe.train"])
     if options.rdzv_backend == "static" and options.node_rank == 0:
         check_port(options.master_addr, options.master_port)
     logs, before = Logs(_folder(plan)), oom_kills()
@@ -255,17 +255,17 @@ def start(plan: Plan) -> int:
         fix = "give --logs FOLDER, or another job.dump_folder"
         raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
     here = f"{plan.nproc} rank{'s' * (plan.nproc > 1)}"
-    print(f"{here}{f' on each of {asked.nodes} nodes' * (asked.nodes > 1)}; logs in {logs.folder}", flush=True)
+    print(f"{here}{f' on each of {request.nodes} nodes' * (request.nodes > 1)}; logs in {logs.folder}", flush=True)
     waiting(f"starting {here}")
     try:
-        ended = launch(options, asked.words, logs)
+        ended = launch(options, request.words, logs)
     except Exception as error:  # of the rendezvous, which has many kinds
         logging.getLogger("torch.distributed").exception("titanmoe train")
-        what = "the nodes did not meet, or lost each other" if asked.nodes > 1 else "the launcher failed"
+        what = "the nodes did not meet, or lost each other" if request.nodes > 1 else "the launcher failed"
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         print(f"error: {what}: {why}\nits log: {logs.folder}/agent.log", file=sys.stderr, flush=True)
         return 1
-    code, text = verdict(ended, asked.nodes, plan.config.checkpoint.enable, oom_kills() > before)
+    code, text = verdict(ended, request.nodes, plan.config.checkpoint.enable, oom_kills() > before)
     if text:
         # The panel of rank 0 may have left the cursor in the middle of the screen.
         print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
@@ -291,20 +291,20 @@ def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple
 
 def _environment(plan: Plan) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
-    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *plan.asked.typed])
+    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *plan.request.typed])
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
     if not plan.machine.gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, plan.machine.cores // plan.nproc)))
-    if plan.asked.nodes > 1:
+    if plan.request.nodes > 1:
         # Otherwise torch does not tell a node that joins later where the ranks meet (2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
-def _as_for_torchrun(asked: Asked) -> list[str]:
-    given = {name: asked.options[name] for name in TORCHRUN if name in asked.options}
+def _as_for_torchrun(request: Request) -> list[str]:
+    given = {name: request.options[name] for name in TORCHRUN if name in request.options}
     if "rdzv-endpoint" in given and "node-rank" not in given:
         given.setdefault("rdzv-backend", "c10d")
-    elif asked.nodes == 1 and "master-port" not in given:
+    elif request.nodes == 1 and "master-port" not in given:
         # As torchrun --standalone; the address keeps it from looking up this machine's name.
         given |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:0", "local-addr": "127.0.0.1"}
         given["rdzv-id"] = uuid.uuid4().hex
@@ -313,7 +313,7 @@ def _as_for_torchrun(asked: Asked) -> list[str]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Node 0 listens there. Asked before, because what the store says about it fills a screen."""
+    """Node 0 listens there. Tried before the ranks start, because what the store says about it fills a screen."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -326,7 +326,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def _folder(plan: Plan) -> Path:
-    if given := plan.asked.get("logs"):
+    if given := plan.request.get("logs"):
         return Path(given)
     name = f"{plan.config.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     folder, n = Path(plan.config.job.dump_folder, "launch", name), 1

@@ -39,12 +39,12 @@ def this_machine(device: str) -> Machine:
     return Machine(torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0, cores)
 
 
-def choose(asked: str, nodes: int, wanted: int | None, machine: Machine, recipe: str) -> tuple[int, str]:
-    """Ranks on this machine, and what is wrong with that. asked: --nproc, "" if it is not given."""
-    if asked == "auto" or (not asked and wanted is None):
+def choose(given: str, nodes: int, wanted: int | None, machine: Machine, recipe: str) -> tuple[int, str]:
+    """Ranks on this machine, and what is wrong with that. given: --nproc, "" if it is not given."""
+    if given == "auto" or (not given and wanted is None):
         return machine.ranks, ""
-    if asked:
-        count = int(asked)
+    if given:
+        count = int(given)
         if machine.gpus and count > machine.gpus:
             return count, (
                 f"--nproc = {count}, but this machine has {machine}: give {machine.gpus} or fewer, "

@@ -1,4 +1,4 @@
-"""Experts that die, and routing that collapses onto a few: told once, when it has lasted."""
+"""Experts that die, and routing that collapses onto a few: reported once, when it has lasted."""
 
 from __future__ import annotations
 
