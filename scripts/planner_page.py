@@ -236,12 +236,13 @@ def memory(run: Run) -> float:
         dense, experts, kept = 0, 0, 0.0
         for i in mine:
             units, moe = units_of_stage(config, sizes, split[i], i == 0, i == stages - 1)
-            dense += sum(unit.whole for unit in units)
+            dense += sum(unit.whole + sum(unit.replicated) for unit in units)
             experts += moe * sizes.experts.whole
             kept += sum(_kept(run, layer) for layer in split[i])
         static = 6 * (dense + experts) + 12 * (dense / data + experts / fold.edp)
         if stack.gathers == "microbatch":
-            block = sizes.block(model.num_layers - 1).whole + sizes.experts.whole
+            last = sizes.block(model.num_layers - 1)
+            block = last.whole + sum(last.replicated) + sizes.experts.whole
             static = 18 * (dense / data + experts / fold.edp) + 2 * 2 * block + 4 * block
         flights = 1.0
         if fold.pp > 1:

@@ -99,7 +99,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ): [
         (
             "a rank's own counts are used instead of its whole sample's",
-            "            count_BE = all_reduce(count_BE, self.sequence).to(torch.float64)\n",
+            "            count_BE = all_reduce(count_BE.to(torch.float64), self.sequence)\n",
             "            count_BE = count_BE.to(torch.float64)\n",
         ),
     ],

@@ -28,7 +28,7 @@ def launches(found: Rehearsal, layer: str = "layers.1") -> Counter[str]:
         place = one.place
         if place.layer == layer and place.region not in (GATHER, REDUCE, "attention"):
             # Norm and residual sum have no region; those of attention are as many.
-            counted[place.part] += times if place.region else times / 2
+            counted[place.phase] += times if place.region else times / 2
     for message in found.log.messages:
         if message.line.layer == layer and found.groups[message.group].lane == "rows":
             counted["backward" if message.backward else "forward"] += 1

@@ -111,7 +111,7 @@ class Balance(nn.Module):
             return {}
         valid_T, constants, terms = tokens.valid_T.to(scores_TE.dtype), {}, {}
         if any(name in wanted for name in AUX[:3]):
-            count_BE = all_reduce(count_BE, self.sequence).to(torch.float64)
+            count_BE = all_reduce(count_BE.to(torch.float64), self.sequence)
             factor_T = valid_T / scores_TE.sum(-1) if self.normalises else valid_T
             p_BE = (factor_T.view(len(count_BE), 1, -1) @ scores_TE.view(len(count_BE), -1, E)).squeeze(1)
         if "aux_loss_sequence" in wanted:

@@ -23,16 +23,17 @@ class Unit:
     shapes: tuple[Shape, ...]
     dims: tuple[int, ...]
     """The dim of each that FSDP shards."""
-    wide: int = 0
-    """Elements that are gathered in float32 whatever the compute dtype: the router's."""
+    replicated: tuple[int, ...] = ()
+    """Elements of its tensors that every data rank has whole and FSDP does not know: the router's."""
 
     @cached_property
     def whole(self) -> int:
+        """What FSDP gathers."""
         return sum(map(prod, self.shapes))
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.shapes, self.dims, self.wide))
+        return hash((self.shapes, self.dims, self.replicated))
 
     def __hash__(self) -> int:
         return self._hash
@@ -40,7 +41,7 @@ class Unit:
     @lru_cache(maxsize=65536)  # noqa: B019  (a unit is a value, and few are ever made)
     def piece(self, parts: int, index: int = 0) -> int:
         """What one of the data ranks keeps; the first has the most. Uneven dims are cut as torch.chunk does."""
-        total = 0
+        total = sum(self.replicated)
         for shape, dim in zip(self.shapes, self.dims, strict=True):
             rows = shape[dim]
             each = -(-rows // parts)
@@ -48,13 +49,13 @@ class Unit:
         return total
 
     def __len__(self) -> int:
-        return len(self.shapes)
+        return len(self.shapes) + len(self.replicated)
 
 
-def _unit(split: int, parts: list[tuple[Shape, int | None]], wide: int = 0) -> Unit:
+def _unit(split: int, parts: list[tuple[Shape, int | None]], replicated: tuple[int, ...] = ()) -> Unit:
     """parts: shape of each tensor, and the dim that `split` ranks divide among them, if any."""
     shapes = tuple(tuple(n // split if dim == i else n for i, n in enumerate(shape)) for shape, dim in parts)
-    return Unit(shapes, (0,) * len(shapes), wide)
+    return Unit(shapes, (0,) * len(shapes), replicated)
 
 
 def _swiglu(dim: int, hidden: int) -> list[tuple[Shape, int | None]]:
@@ -104,8 +105,7 @@ def _block(key: Key, tp: int, experts: bool) -> Unit:
     parts = [((model.dim,), None), ((model.dim,), None), *_attention(model)]
     if not experts:
         return _unit(tp, [*parts, *_swiglu(model.dim, model.dense_hidden)])
-    router = model.num_experts * (model.dim + model.router_bias)
-    parts += [((model.num_experts, model.dim), None)] + [((model.num_experts,), None)] * model.router_bias
+    router = (model.num_experts * model.dim, *([model.num_experts] * model.router_bias))
     if model.shared_hidden:
         parts += _swiglu(model.dim, model.shared_hidden) + [((1, model.dim), None)] * model.shared_gate
     return _unit(tp, parts, router)

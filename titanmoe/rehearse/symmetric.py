@@ -116,17 +116,17 @@ def as_if_supported() -> Iterator[None]:
 
 def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
     """Tells the step whether the receive buffers of symmetric memory are too small for the stated routing."""
-    real, first = trainer.run_microbatches, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
+    real, first = trainer.gradients, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
     stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
 
-    def run_microbatches(slices: list, totals: Any, memory: Any) -> tuple[Tensor, ...]:
-        *out, overflowed = real(slices, totals, memory)
+    def gradients(slices: list, totals: Any, memory: Any) -> tuple:
+        found, *rest = real(slices, totals, memory)
         if memory is not None:
             with outside():
-                values.set_known(overflowed, torch.tensor(float(_overflows(lent, memory, layers, stage))))
-        return *out, overflowed
+                found.overflowed = float(_overflows(lent, memory, layers, stage))
+        return found, *rest
 
-    trainer.run_microbatches = run_microbatches
+    trainer.gradients = gradients
 
 
 def _overflows(exchange: Exchange, memory: Memory, layers: Iterable[int], ranks: Iterable[int]) -> bool:
