@@ -80,12 +80,12 @@ def _attention(s: Widths) -> int:
     core = X * heads * value * w + X * heads * 4  # what attention gives, and its log-sum-exp
     if model.kv_lora_rank:
         latents = model.q_lora_rank + model.kv_lora_rank
-        normed = s.T * latents * 2 * W
+        normed = s.T * latents * w + 2 * s.T * W
         gathered = X * (model.kv_lora_rank + model.qk_rope_head_dim + model.q_lora_rank) * w
         return core + normed + gathered + X * (2 * query + heads * value) * w
     inner = 0
     if model.qk_norm == "head":
-        inner = 2 * X * (query + key) * W + X * (query + key) // model.head_dim * W
+        inner = X * (query + key) * w + X * (query + key) // model.head_dim * W
     elif model.qk_norm == "full":
         inner = 2 * X * (query + key) * W
     return core + X * (query + 2 * key) * w + inner
@@ -127,7 +127,7 @@ def kept(s: Widths, layer: int, mode: str = "") -> Kept:
     if mode == "moe" and not experts:
         mode = "none"
     selective = mode == "selective"
-    norm = T * D * w if selective else T * D * W * (2 if w < 4 else 1) + T * D * W * (w >= 4) + T * W
+    norm = T * D * w + T * W  # its input, and one scale per token
     attention = norm + X * D * w + (_attention_selective(s) if selective else _attention(s))
     if not experts:
         ffn, rows = norm + X * D * w + _dense(s, model.dense_hidden, selective), 0
