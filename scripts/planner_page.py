@@ -487,7 +487,7 @@ def best_mappings() -> list[tuple[str, ...]]:
         config = Config(model=model_of(name), training=training)
         found = search(config, world, device_of("H100"), Factors(), 1)
 
-        def told(one: Found) -> str:
+        def mapping_text(one: Found) -> str:
             fold, options = one.fold, one.config
             stages = f" x {stages_per_rank(options)} stages" if fold.pp > 1 else ""
             return (
@@ -495,8 +495,8 @@ def best_mappings() -> list[tuple[str, ...]]:
                 f"{options.training.local_batch_size}, {options.activation_checkpoint.mode}: {one.price.step:.2f} s"
             )
 
-        plain = told(found.best_unfolded) if found.best_unfolded else "none fits"
-        body.append((f"{name}, {world} H100", published, told(found.best[0]), plain))
+        plain = mapping_text(found.best_unfolded) if found.best_unfolded else "none fits"
+        body.append((f"{name}, {world} H100", published, mapping_text(found.best[0]), plain))
     return body
 
 
@@ -508,7 +508,7 @@ def verdicts(scored: list[Row]) -> list[tuple[str, ...]]:
     invented = sum(not one.oom and not one.predicted.fits for one in scored)
     measured = [one for one in scored if one.row["peak_mem_gib"]]
     memory = [one.predicted.memory / 2**30 / one.row["peak_mem_gib"] - 1 for one in measured]
-    told = f"{min(memory):+.0%} to {max(memory):+.0%}"
+    memory_range = f"{min(memory):+.0%} to {max(memory):+.0%}"
     orders = [one[2] for one in correlations(scored)]
     asked = [
         ("median error of step time", "under 10 %", f"{median(held):.1%}", median(held) < 0.1),
@@ -519,7 +519,7 @@ def verdicts(scored: list[Row]) -> list[tuple[str, ...]]:
         (
             "memory of measured rows",
             "within 10 %",
-            told,
+            memory_range,
             max(map(abs, memory)) < 0.1,
         ),
     ]

@@ -73,7 +73,7 @@ def test_the_first_stage_has_every_gpu_test() -> None:
         assert tests and not [test for test in tests if not any(word in test for word in chosen[file])]
 
 
-def test_a_machine_without_a_gpu_is_told_at_once(tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_is_refused_at_once(tmp_path: Path) -> None:
     script = str(BENCH / "h200.sh")
     environment = os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
     run = subprocess.run(["bash", script, "1", str(tmp_path)], env=environment, capture_output=True, text=True)

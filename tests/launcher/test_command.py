@@ -154,7 +154,7 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
     assert capsys.readouterr().err.endswith("--fit takes it.\n")
 
 
-def test_a_number_of_ranks_without_any_mapping_is_told_one_that_has():
+def test_a_number_of_ranks_without_any_mapping_offers_one_that_has():
     refusal = refused("debug", "--nproc", "7", "--fit")
     assert "No mapping of 7 ranks fits this model and batch; one of 6 does: --nproc 6 --fit (" in refusal.offer
 
@@ -176,7 +176,7 @@ def test_ctrl_c_before_there_are_ranks_is_quiet(monkeypatch, capsys):
 # ---- one process
 
 
-def test_one_process_is_told_the_command_and_not_another_mapping(monkeypatch):
+def test_one_process_gets_the_command_and_not_another_mapping(monkeypatch):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError) as refusal:

@@ -51,7 +51,7 @@ def test_a_killed_rank_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
     done = started(tmp_path, faults=[kill], **LONG).wait()
     assert done.returncode == 128 + signal.SIGKILL
     assert done.stderr.splitlines()[-2:] == [
-        "error: rank 1 was killed by SIGKILL: by somebody, or by the kernel for lack of memory (dmesg tells)",
+        "error: rank 1 was killed by SIGKILL: from outside, or by the kernel for lack of memory (see dmesg)",
         f"its log: {tmp_path}/logs/rank1.log (empty)",
     ]
     assert "Traceback" not in done.stdout + done.stderr and (tmp_path / "logs/rank1.log").exists()

@@ -57,7 +57,7 @@ def test_what_the_last_message_says(tmp_path):
     silent = failed(tmp_path, 1, 7, log="\n".join(map(str, range(20))))
     assert message(silent, 2).splitlines()[1:] == [*(f"  {n}" for n in range(12, 20)), f"its log: {tmp_path}/rank1.log"]
     killed = failed(tmp_path, 1, -signal.SIGKILL)
-    assert "rank 1 was killed by SIGKILL: by somebody, or by the kernel for lack of memory" in message(killed, 2)
+    assert "rank 1 was killed by SIGKILL: from outside, or by the kernel for lack of memory" in message(killed, 2)
     (tmp_path / "rank1.json.memory").write_text("each rank holds much")
     assert message(killed, 2, out_of_memory=True).splitlines() == [
         "error: rank 1 was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory",
@@ -81,7 +81,7 @@ def test_exit_codes_are_kept(tmp_path):
     assert code(signal=2) == (130, "")
 
 
-def test_a_save_that_fails_while_it_stops_is_told(tmp_path):
+def test_a_save_that_fails_while_it_stops_is_reported(tmp_path):
     full = failed(tmp_path, 0, 1, note={"message": "step-00000003: the disk is full"})
     code, text = verdict(Ended(signal=2, failures=[full]), 1, saves=True, out_of_memory=False)
     assert code == 1 and "the disk is full" in text

@@ -265,7 +265,7 @@ def test_experts_that_die_and_routing_that_collapses_are_events(config, capsys):
     assert "step 52  COLLAPSE: layer 3" in capsys.readouterr().out
 
 
-def test_an_expert_that_recovers_is_told_again_when_it_dies_again():
+def test_an_expert_that_recovers_is_reported_again_when_it_dies_again():
     watch = Collapse(4, 2)
     reported = [list(watch.check({0: [9.0, 9.0, 9.0, 0.0 if step % 60 else 9.0]})) for step in range(120)]
     assert [step for step, texts in enumerate(reported) if texts] == [50, 110]

@@ -87,7 +87,7 @@ def _killed(failure: Failure, world: int, out_of_memory: bool) -> str:
         why = "killed by the kernel (SIGKILL), because this machine, or this container, was out of memory"
         return "\n".join([f"{who} was {why}", *_advice(failure)])
     if failure.exitcode == -signal.SIGKILL:
-        return f"{who} was killed by SIGKILL: by somebody, or by the kernel for lack of memory (dmesg tells)"
+        return f"{who} was killed by SIGKILL: from outside, or by the kernel for lack of memory (see dmesg)"
     return f"{who} died of {name}"
 
 

@@ -115,7 +115,7 @@ def as_if_supported() -> Iterator[None]:
 
 
 def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
-    """Tells the step whether the receive buffers of symmetric memory are too small for the stated routing."""
+    """Make the step see whether the receive buffers of symmetric memory are too small for the stated routing."""
     real, first = trainer.gradients, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
     stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
 
