@@ -29,7 +29,7 @@ gc.disable()  # until everything is imported: saves a fifth of the time of impor
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from tests import cost  # noqa: E402
+from tests import cost, wider  # noqa: E402
 
 settings.register_profile(
     "titanmoe", deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -44,7 +44,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--one-of-each", action="store_true", help="of each parametrized test the first case alone")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    table = wider.stand_ins()
+    if cost.whole_suite(config) and (wrong := wider.problems(table, {item.nodeid for item in items})):
+        raise pytest.UsageError("\n".join(wrong))
+    for item in items:
+        if item.nodeid in table:
+            item.add_marker(pytest.mark.slow)
     if config.getoption("--one-of-each"):
         items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
     items.sort(key=lambda item: cost.turn(item.nodeid))

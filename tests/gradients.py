@@ -43,6 +43,7 @@ EVERYTHING = (
 LATENT = features.MODELS["deepseek_v3"]
 SMALL = {"model.qk_norm": "head", "model.mtp_depth": 1}
 TP_CP = {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
+TP_CP["training.global_batch_size"] = 2
 DP = {"parallelism.dp_replicate": 2, "training.global_batch_size": 4}
 PP = {"parallelism.pp": 2, "training.global_batch_size": 4}
 TIED = {"parallelism.tp": 2, "model.tie_embeddings": True, "model.mtp_depth": 1}

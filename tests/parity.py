@@ -16,6 +16,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from tests import deep_ep, reference, suspects, symmetric, world  # noqa: F401 (what is emulated)
 from tests.errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
@@ -161,13 +162,15 @@ class Outcome:
     bias: dict[str, torch.Tensor]
 
 
-def whole(pieces: dict[str, Any], rank: int, fold: Fold) -> dict[str, torch.Tensor]:
+def whole(
+    pieces: dict[str, Any], rank: int, fold: Fold, places: dict[str, suspects.Held] | None = None
+) -> dict[str, torch.Tensor]:
     """Logical tensors from every rank's pieces, on rank 0; replicas must be equal, up to rounding."""
-    from titanmoe.parallel.materialize import piece
-
-    mine, places = {}, suspects.held(pieces)
+    mine, places = {}, places or suspects.held(pieces)
     for name, tensor in pieces.items():
-        part, _ = piece(tensor.detach())
+        part = tensor.detach()
+        part = part.to_local() if isinstance(part, DTensor) else part
+        assert part.shape == places[name].shape, f"{name}: a piece of {part.shape}, in a place of {places[name].shape}"
         part = part.float() if part.dtype == torch.bfloat16 else part  # numpy has no bfloat16
         mine[name] = (part.numpy(), places[name], tuple(tensor.shape))  # a tensor takes ten times as long to pickle
     gathered = [None] * dist.get_world_size() if rank == 0 else None
@@ -250,14 +253,15 @@ def measure(
         if step == 1:
             missing = [name for name, p in parameters.items() if p.grad is None]
             assert not missing, f"no gradient at all: {missing}"
-            grads.append(whole({name: p.grad for name, p in parameters.items()}, rank, trainer.fold))
+            grads.append(whole({name: p.grad for name, p in parameters.items()}, rank, trainer.fold, places))
 
     try:
         trainer = make_trainer(changes, loader=samples(documents), on_gradients=capture)
+        places = suspects.held(trainer.parameters)
         prepare(trainer)
         with frozen(choices):
             reports = [train_step(trainer) for _ in range(steps)]
-        weights = whole(trainer.parameters, rank, trainer.fold)
+        weights = whole(trainer.parameters, rank, trainer.fold, places)
         buffers = [item for part in trainer.parts for item in part.named_buffers()]
         bias = {name: buffer.clone() for name, buffer in buffers if name.endswith("expert_bias")}
         everyone = [None] * dist.get_world_size()

@@ -7,7 +7,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-from tests import cost
+from tests import cost, wider
 
 
 def report(nodeid: str, seconds: float, when: str = "teardown") -> Any:
@@ -55,3 +55,12 @@ def test_files_that_take_longest_exist_and_come_first() -> None:
     assert [name for name in cost.LONG if not (cost.BUDGET.parent / f"{name}.py").exists()] == []
     short, long = "tests/fold/test_fold_command.py::test_a", "tests/test_parity.py::test_b[x/y]"
     assert sorted([short, long], key=cost.turn) == [long, short]
+
+
+def test_a_test_that_stands_in_for_others_exists_and_runs() -> None:
+    table = {"a[wide]": "a[quick]", "b[wide]": "a[quick]"}
+    assert wider.problems(table, [*table, "a[quick]", "c"]) == []
+    (gone,) = wider.problems(table, ["a[wide]", "a[quick]"])
+    assert gone == "tests/wider.toml names b[wide], and there is no such test"
+    (absent,) = wider.problems(table | {"a[quick]": "c"}, [*table, "a[quick]", "c"])
+    assert absent == "tests/wider.toml leaves out a[quick], which stands in for others"

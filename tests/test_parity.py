@@ -38,9 +38,9 @@ def sample(pool: list[tuple[Fold, dict[str, str]]], chosen: list[int], *marks: p
 
 
 def on_4_ranks() -> list[Any]:
-    """Every pair of an axis (there or not) with an axis or a feature, and of schedules with kinds of cp.
+    """Every pair of an axis (there or not) with an axis or a feature.
 
-    The sweep also has every pair of two features.
+    The sweep also has every pair of two features, among them schedules with kinds of cp.
     """
     pool = candidates(4, 1500)
     rows = [one_or_more(fold) | choice for fold, choice in pool]
@@ -49,10 +49,8 @@ def on_4_ranks() -> list[Any]:
         kind = zip(("kind", "placement"), choice["cp"].rsplit("-", 1), strict=True) if "cp" in choice else ()
         apart.append(choice | one_or_more(fold) | dict(kind))
     features = {*FEATURES, "kind", "placement"} - {"cp"}  # cp is an axis here
-    # Of 60 seeds, one with the fewest rows.
-    quick = cover(
-        apart, seed=1, left_out=lambda a, b: a in features and b in features and {a, b} != {"schedule", "kind"}
-    )
+    # Of 40 seeds, one with the fewest rows.
+    quick = cover(apart, seed=5, left_out=lambda a, b: a in features and b in features)
     rest = set(cover(rows)).difference(quick)
     return sample(pool, sorted(quick)) + sample(pool, sorted(rest), pytest.mark.sweep)
 

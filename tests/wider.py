@@ -1,0 +1,25 @@
+"""Which tests `make test` leaves to `pytest -m slow`, and what stands in for each: tests/wider.toml."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+from titanmoe.config.recipe import toml
+
+TABLE = Path(__file__).with_suffix(".toml")
+
+
+def stand_ins() -> dict[str, str]:
+    """For each test left out, the one that runs instead."""
+    return {wider: quick for quick, left_out in toml().loads(TABLE.read_text()).items() for wider in left_out}
+
+
+def problems(table: dict[str, str], tests: Collection[str]) -> list[str]:
+    """tests: all there are."""
+    gone = sorted({*table, *table.values()}.difference(tests))
+    absent = sorted(set(table.values()) & set(table))
+    return [
+        *(f"tests/wider.toml names {test}, and there is no such test" for test in gone),
+        *(f"tests/wider.toml leaves out {test}, which stands in for others" for test in absent),
+    ]
