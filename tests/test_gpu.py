@@ -163,7 +163,7 @@ def test_products_in_8_bits_equal_their_formula(counts: list[int]) -> None:
     cotangents = [torch.randn(sum(counts), 32, device="cuda", dtype=torch.bfloat16) for _ in weights]
     results = []
     for dtype in ("fp8_emulated", "fp8"):
-        outputs = products(x, count, dtype == "fp8", "auto", dtype, *weights)
+        outputs = products(x, count, dtype == "fp8", "auto", fp8.Rounded(dtype), *weights)
         results.append([*outputs, *torch.autograd.grad(outputs, (x, *weights), cotangents)])
     for want, got in zip(*results, strict=True):
         # both round the result to bfloat16; the hardware sums in fewer bits than float32 has

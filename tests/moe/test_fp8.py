@@ -1,16 +1,19 @@
-"""Products in 8 bits: the roundings by their definition, the gradients by the formula, and a model that learns."""
+"""Products in 8 bits: the roundings by their definition, the gradients by the formula, and weights rounded once."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests import near
+from tests import near, parity, world
 from tests.moe.test_experts import COUNTS, GPT_OSS, STEPS, random
 from titanmoe.config.schema import Model, MoE
+from titanmoe.moe import fp8
 from titanmoe.moe.experts import Experts, products, weighted
-from titanmoe.moe.fp8 import LARGEST, quantise
+from titanmoe.moe.fp8 import LARGEST, Rounded, quantise
 
 D, HIDDEN = 16, 32
 # Every number that e4m3 has: 3 bits of fraction, exponents -6 to 8, subnormals of 2^-9; all ones is NaN.
@@ -56,7 +59,7 @@ def test_products_and_gradients_are_those_of_the_formula(counts: list[int]) -> N
     """Forward and dx use rounded factors, dw the original ones."""
     x, of = random(sum(counts), D, dtype=torch.float32, seed=0), torch.arange(4).repeat_interleave(torch.tensor(counts))
     weights = [random(4, HIDDEN, D, dtype=torch.float32, seed=s) for s in (1, 2)]
-    outputs = products(x, torch.tensor(counts), False, "auto", "fp8_emulated", *weights)
+    outputs = products(x, torch.tensor(counts), False, "auto", Rounded("fp8_emulated"), *weights)
     cotangents = [random(sum(counts), HIDDEN, dtype=torch.float32, seed=s).detach() for s in (3, 4)]
     got = torch.autograd.grad(outputs, (x, *weights), cotangents)
     grad_x = torch.zeros_like(x)
@@ -103,3 +106,27 @@ def test_the_down_product_is_of_the_rounded_activation() -> None:
     gate, up = (rounded(x) @ rounded(w.detach())[1].t() for w in (experts.w1, experts.w3))
     want = rounded(weighted(gate, up, weight, False)) @ rounded(experts.w2.detach())[1].t()
     near.close(y, want, terms=D + HIDDEN, roundings=STEPS + 8)
+
+
+def steps(keep: bool) -> tuple[list[float], list[float], int]:
+    """Losses and norms of two steps of two microbatches, and how often a weight was rounded."""
+    eight = dict.fromkeys(parity.NUMERICS, "float32") | {
+        "moe.expert_dtype": "fp8_emulated",
+        "training.global_batch_size": 2,
+    }
+    trainer = parity.make_trainer(eight, loader=parity.samples())
+    layers = trainer.moe_layers.values()
+    assert all(moe.experts.rounded.keep for moe in layers), "no rank shares these weights, so they stay as they are"
+    for moe in layers:
+        moe.experts.rounded.keep = keep
+    rounded = []
+    with mock.patch.object(fp8, "quantise", lambda x, kernels: rounded.append(x) or quantise(x, kernels)):
+        reports = [trainer.train_step() for _ in range(2)]
+    return [r["loss"] for r in reports], [r["grad_norm"] for r in reports], len(rounded)
+
+
+def test_weights_are_rounded_once_a_step_where_they_stay() -> None:
+    """2 layers, 3 weights of 2 widths, 2 steps; twice as often where each of the 2 microbatches rounds them."""
+    (kept,), (again,) = (world.run(1, steps, keep) for keep in (True, False))
+    assert kept[:2] == again[:2]
+    assert (kept[2], again[2]) == (24, 48)

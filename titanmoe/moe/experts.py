@@ -18,7 +18,7 @@ from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatch import Dispatcher
-from titanmoe.moe.fp8 import Quantised, plain_scaled_rows, quantise, quantised, scaled_rows
+from titanmoe.moe.fp8 import Quantised, Rounded, plain_scaled_rows, quantise, scaled_rows
 from titanmoe.moe.permute import to_rows, to_tokens
 from titanmoe.ops import device, rowwise
 from titanmoe.ops.kernels import fused
@@ -168,10 +168,10 @@ def plain_down(
 
 
 def scaled_product(
-    x: Tensor | Quantised, w_eFD: Tensor, count: Tensor | Groups, kernels: str = "auto", emulated: bool = False
+    x: Tensor | Quantised, weights: Quantised, count: Tensor | Groups, kernels: str = "auto", emulated: bool = False
 ) -> Tensor:
     """The product in 8 bits, or by its formula; without gradients. The rows may be rounded already."""
-    rows, weights, groups = quantised(x, kernels), quantise(w_eFD, kernels), groups_of(count)
+    rows, groups = quantise(x, kernels) if isinstance(x, Tensor) else x, groups_of(count)
     return plain_scaled_rows(rows, weights, groups.sizes) if emulated else scaled_rows(rows, weights, groups.ends_e)
 
 
@@ -188,12 +188,12 @@ class _Products(torch.autograd.Function):
     """Products of the same rows with several weights; in 8 bits, the rows are rounded once."""
 
     @staticmethod
-    def forward(ctx, x_RD, groups, grouped, kernels, dtype, *weights):
+    def forward(ctx, x_RD, groups, grouped, kernels, rounded, *weights):
         ctx.save_for_backward(x_RD, *weights)
-        ctx.groups, ctx.grouped, ctx.kernels, ctx.dtype = groups, grouped, kernels, dtype
-        product = product_of(grouped, dtype, kernels=kernels)
-        rows = x_RD if dtype == "compute" else quantise(x_RD, kernels)
-        return tuple(product(rows, w, groups) for w in weights)
+        ctx.groups, ctx.grouped, ctx.kernels, ctx.rounded = groups, grouped, kernels, rounded
+        product = product_of(grouped, rounded.dtype, kernels=kernels)
+        rows = x_RD if rounded.dtype == "compute" else quantise(x_RD, kernels)
+        return tuple(product(rows, rounded(f"up {i}", w), groups) for i, w in enumerate(weights))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -201,8 +201,9 @@ class _Products(torch.autograd.Function):
         grad_x, grad_weights = None, [None] * len(weights)
         grads = [grad.contiguous() for grad in grads]
         if gradient_wanted(ctx, 0):
-            product = product_of(ctx.grouped, ctx.dtype, kernels=ctx.kernels)
-            grad_x, *others = (product(g, w.transpose(1, 2), ctx.groups) for g, w in zip(grads, weights, strict=True))
+            product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
+            across = [ctx.rounded(f"up {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
+            grad_x, *others = (product(g, w, ctx.groups) for g, w in zip(grads, across, strict=True))
             for other in others:
                 grad_x += other
         if gradient_wanted(ctx, 1):  # its index among the inputs that are tensors
@@ -212,33 +213,36 @@ class _Products(torch.autograd.Function):
 
 
 def products(
-    x_RD: Tensor, count: Tensor | Groups, grouped: bool, kernels: str, dtype: str, *weights: Tensor
+    x_RD: Tensor, count: Tensor | Groups, grouped: bool, kernels: str, rounded: Rounded, *weights: Tensor
 ) -> tuple[Tensor, ...]:
     """Rows of expert i times each of its matrices."""
-    return _Products.apply(with_own_node(x_RD), groups_of(count), grouped, kernels, dtype, *map(with_own_node, weights))
+    how = (groups_of(count), grouped, kernels, rounded)
+    return _Products.apply(with_own_node(x_RD), *how, *map(with_own_node, weights))
 
 
 class _Down(torch.autograd.Function):
     """plain_down that saves only its inputs: 2F numbers per row instead of 5F. Backward recomputes the activation."""
 
     @staticmethod
-    def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, dtype):
+    def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, rounded):
         ctx.save_for_backward(gate_RF, up_RF, weight_R1, w2_eDF)
-        ctx.groups, ctx.grouped, ctx.clamped, ctx.kernels, ctx.dtype = groups, grouped, clamped, kernels, dtype
+        ctx.groups, ctx.grouped, ctx.clamped, ctx.kernels, ctx.rounded = groups, grouped, clamped, kernels, rounded
         make, _ = activation(gate_RF, clamped, kernels)
-        return product_of(grouped, dtype, kernels=kernels)(make(gate_RF, up_RF, weight_R1), w2_eDF, groups)
+        product = product_of(grouped, rounded.dtype, kernels=kernels)
+        return product(make(gate_RF, up_RF, weight_R1), rounded("down", w2_eDF), groups)
 
     @staticmethod
     def backward(ctx, grad_RD):
         gate_RF, up_RF, weight_R1, w2_eDF = ctx.saved_tensors
         inputs, weights = gradient_wanted(ctx, 0), gradient_wanted(ctx, 3)
         grad_RD = grad_RD.contiguous()
-        product = product_of(ctx.grouped, ctx.dtype, kernels=ctx.kernels)
+        product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
         gradient = grouped_gradient if ctx.grouped else loop_gradient
         make, differentiate = activation(gate_RF, ctx.clamped, ctx.kernels)
         grads, made = (None, None, None), (gate_RF, up_RF, weight_R1)
         if inputs:
-            h_RF, *grads = differentiate(product(grad_RD, w2_eDF.transpose(1, 2), ctx.groups), *made)
+            across = ctx.rounded("down, across", w2_eDF.transpose(1, 2))
+            h_RF, *grads = differentiate(product(grad_RD, across, ctx.groups), *made)
         else:
             h_RF = make(*made)
         grad_w2 = gradient(grad_RD, h_RF, ctx.groups) if weights else None
@@ -254,13 +258,13 @@ def down(
     grouped: bool,
     clamped: bool,
     kernels: str = "auto",
-    dtype: str = "compute",
+    rounded: Rounded | None = None,
     even: bool = False,
 ) -> Tensor:
     if torch.compiler.is_compiling():  # the compiler fuses, and chooses what to save
         return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count, grouped, clamped, even)
     w2_eDF, groups = with_own_node(w2_eDF), groups_of(count)
-    return _Down.apply(gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, dtype)
+    return _Down.apply(gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, rounded or Rounded())
 
 
 UNIT = 32
@@ -295,6 +299,7 @@ class Experts(nn.Module):
             self.w2_bias = nn.Parameter(torch.empty(shape[0], shape[2], dtype=dtype))
         self.clamped = model.expert_activation == "clamped_swiglu"
         self.grouped_mm, self.kernels, self.dtype = options.grouped_mm, options.kernels, options.expert_dtype
+        self.rounded = Rounded(self.dtype, self.kernels)
         self.set_etp_rank(0)
 
     def set_etp_rank(self, etp_rank: int) -> None:
@@ -348,13 +353,13 @@ class Experts(nn.Module):
         grouped = self.groups(x_RD, w1_eFD) and self.dtype != "fp8_emulated"
         # torch's grouped product can only be traced in bfloat16, the loop not at all.
         even = self.even_rows and compiling and not (grouped and x_RD.dtype == torch.bfloat16)
-        how = (grouped, self.clamped, self.kernels, self.dtype, even)
+        how = (grouped, self.clamped, self.kernels, self.rounded, even)
         if compiling:
             product, count = product_of(grouped, self.dtype, even), count_e
             gate_RF, up_RF = product(x_RD, w1_eFD, count), product(x_RD, w3_eFD, count)
         else:
             count = Groups(count_e)
-            gate_RF, up_RF = products(x_RD, count, grouped, self.kernels, self.dtype, w1_eFD, w3_eFD)
+            gate_RF, up_RF = products(x_RD, count, grouped, self.kernels, self.rounded, w1_eFD, w3_eFD)
         if self.w1_bias is None:
             return down(gate_RF, up_RF, weight_R1, w2_eDF, count, *how)
         of_Re = rows_of(count_e, x_RD.shape[0], gate_RF.dtype)

@@ -55,8 +55,31 @@ def plain_quantise(x: Tensor) -> Quantised:
     return Quantised(q.contiguous(), scale.contiguous(), x.dtype)
 
 
-def quantised(x: Tensor | Quantised, kernels: str = "auto") -> Quantised:
-    return quantise(x, kernels) if isinstance(x, Tensor) else x
+class Rounded:
+    """A layer's weights as factors of its products: as they are, or in 8 bits.
+
+    Where gathered weights stay gathered (`keep`), those in 8 bits stay too, until the next step begins: 2 bytes a
+    weight, one for each width. Where they are freed, they are rounded again with each pass.
+    """
+
+    def __init__(self, dtype: str = "compute", kernels: str = "auto"):
+        self.dtype, self.kernels = dtype, kernels
+        self.keep = False
+        self.kept: dict[str, Quantised] = {}
+
+    def begin_step(self) -> None:
+        self.kept.clear()
+
+    def __call__(self, name: str, weight: Tensor) -> Tensor | Quantised:
+        """name: of this weight along this width."""
+        if self.dtype == "compute":
+            return weight
+        if name in self.kept:
+            return self.kept[name]
+        found = quantise(weight, self.kernels)
+        if self.keep:
+            self.kept[name] = found
+        return found
 
 
 def scaled_rows(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:

@@ -47,6 +47,7 @@ class MoE(nn.Module):
         """tokens: routed tokens of the whole step. samples: samples of the whole step."""
         self.router.begin_step(step)
         self.balance.begin_step(tokens, samples)
+        self.experts.rounded.begin_step()
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         x_TD = x_BsD.flatten(0, 1)

@@ -72,6 +72,7 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
                 mp_policy=policy,
                 shard_placement_fn=_model_dim(block.moe.experts) if on_model_dim else None,
             )
+            block.moe.experts.rounded.keep = not freed or meshes.fold.edp == 1
         fully_shard(block, **options, mp_policy=policy)
     # Backward begins where forward ends: with the head, and with what is nobody else's (a tied embedding).
     last = options | {"reshard_after_forward": False}
