@@ -13,6 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining._backward import stage_backward_input
 
 from tests import parity, world
 from tests.fold.test_schedules import table, write
@@ -20,7 +21,7 @@ from tests.rehearse.small import config_of
 from titanmoe.config.schema import Model
 from titanmoe.models.count import layer_flops
 from titanmoe.models.stages import split_layers
-from titanmoe.parallel.pipeline import gathered_once
+from titanmoe.parallel.pipeline import add_weight_gradients, gathered_once
 from titanmoe.rehearse.world import rehearse
 
 # ---- stages
@@ -136,6 +137,40 @@ def test_forward_alone_gives_the_loss_and_leaves_no_trace(schedule: str) -> None
         assert idle == pytest.approx(known[schedule])
     else:
         assert idle < 1 / 9
+
+
+class _Gate(torch.autograd.Function):
+    """Two products of the same input, in one node with two outputs."""
+
+    @staticmethod
+    def forward(ctx, x, gate, up):
+        ctx.save_for_backward(x, gate, up)
+        return x @ gate, x @ up
+
+    @staticmethod
+    def backward(ctx, of_gate, of_up):
+        x, gate, up = ctx.saved_tensors
+        return of_gate @ gate.t() + of_up @ up.t(), x.t() @ of_gate, x.t() @ of_up
+
+
+def test_the_second_part_of_a_backward_keeps_a_nodes_outputs_apart() -> None:
+    """With a weight before the node and one behind it, for which the node is not where the first part stopped."""
+    generator = torch.Generator().manual_seed(0)
+    x, *weights = (torch.randn(3, 3, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(5))
+
+    def stage() -> torch.Tensor:
+        before, gate, up, behind = (weight.view_as(weight) for weight in weights)
+        a, b = _Gate.apply(x @ before, gate, up)
+        return (a.sigmoid() * b) @ behind
+
+    want = torch.autograd.grad(stage(), weights, torch.ones(3, 3, dtype=torch.float64))
+    y = stage()
+    alive = torch.autograd.graph.get_gradient_edge(y)
+    _, groups = stage_backward_input([y], [torch.ones_like(y)], [x], iter(weights))
+    add_weight_gradients(weights, groups)
+    for weight, grad in zip(weights, want, strict=True):
+        torch.testing.assert_close(weight.grad, grad, rtol=1e-12, atol=1e-12)
+    assert alive is not None and not any("intermediates" in group for group in groups)
 
 
 def test_a_stage_is_gathered_once_a_step_however_many_a_rank_has() -> None:

@@ -6,13 +6,13 @@ are split already, so `Pipeline.run` calls the function below it, which takes mi
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -76,8 +76,12 @@ class Stage(PipelineStage):
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], **kwargs: Any) -> Any:
         """For a backward in two parts, the first part takes every input for a tensor, where only hidden states have a
-        gradient; and the nodes of our own autograd functions, where the second part begins, died with the outputs.
+        gradient; the nodes of our own autograd functions, where the second part begins, died with the outputs; and the
+        second part gives a node's first output the gradients of all of them, added up.
         """
+        if backward_type == "weight":
+            add_weight_gradients(self.submod.parameters(), bwd_kwargs["param_groups"])
+            bwd_kwargs = bwd_kwargs | {"param_groups": []}
         if backward_type != "input":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, **kwargs)
         inputs = [x for x in bwd_kwargs["input_values"] if isinstance(x, Tensor) and x.requires_grad]
@@ -88,6 +92,28 @@ class Stage(PipelineStage):
         for group in groups:
             group["graph"] = graph
         return grads, groups
+
+
+def add_weight_gradients(weights: Iterable[nn.Parameter], groups: list[dict[str, Any]]) -> None:
+    """The second part of a backward in two: from the nodes where the first part left the way to its inputs."""
+    weight_of = {get_gradient_edge(weight).node: weight for weight in weights if weight.requires_grad}
+    for group in groups:
+        nodes, arrived = group.pop("intermediates"), group.pop("grads", ())  # torch's hooks refer to the group
+        reached = [(node, grads) for node, grads in zip(nodes, arrived, strict=False) if grads]
+        outputs = [(GradientEdge(node, i), g) for node, grads in reached for i, g in enumerate(grads) if g is not None]
+        if not outputs:
+            continue
+        # One of these nodes may lie behind another, whose gradients it must not get a second time.
+        handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in reached]
+        try:
+            edges, grads = zip(*outputs, strict=True)
+            found = torch.autograd.grad(edges, [GradientEdge(leaf, 0) for leaf in group["params"]], grads)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for leaf, grad in zip(group["params"], found, strict=True):
+            weight = weight_of[leaf]
+            weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
 
 class Alone:
