@@ -174,7 +174,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     weights_TK, chosen_TK = (x.detach() for x in route())
     weights_TK.requires_grad_()
     entry, slot, count_E = place(chosen_TK, E, 1, 1, kernels)
-    rows, row_weights, home = copy_rows(x_TD, weights_TK, entry, slot, kernels)
+    rows, row_weights, route = copy_rows(x_TD, weights_TK, entry, slot, kernels)
     rows, row_weights = (x.detach().requires_grad_() for x in (rows, row_weights))
     experts, attention = list(moe.experts.parameters()), list(block.attention.parameters())
     through = 2 * (T + R) * D * size
@@ -217,7 +217,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
             0,
             peak,
         ),
-        ("combine", both(lambda: to_tokens(rows, home.source_R, home.slot_TJ, kernels), [rows]), 0, through, peak),
+        ("combine", both(lambda: to_tokens(rows, route.source_R, route.slot_TJ, kernels), [rows]), 0, through, peak),
         (
             "head, loss",
             both(lambda: head(x_BLD, labels_BL), [x_BLD, *head.parameters()]),

@@ -13,7 +13,7 @@ import pytest
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.launcher import command, ranks
-from titanmoe.launcher.command import Request, check_port, plan, split
+from titanmoe.launcher.command import Request, check_port, prepare, split
 from titanmoe.launcher.ranks import Machine
 from titanmoe.train import launch
 
@@ -29,7 +29,7 @@ def two_cores(monkeypatch):
 
 def refused(*words: str) -> ConfigError:
     with pytest.raises(ConfigError) as refusal:
-        plan(split(words))
+        prepare(split(words))
     return refusal.value
 
 
@@ -96,10 +96,10 @@ def test_torchrun_gets_its_own_options():
 
 def test_the_environment_of_the_ranks(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    command._environment(command.Plan(Request(options={"nnodes": "2"}), None, 4, Machine(0, 8)))
+    command._environment(command.Prepared(Request(options={"nnodes": "2"}), None, 4, Machine(0, 8)))
     assert os.environ["OMP_NUM_THREADS"] == "2" and os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
-    command._environment(command.Plan(Request(), None, 4, Machine(0, 8)))
+    command._environment(command.Prepared(Request(), None, 4, Machine(0, 8)))
     assert os.environ["OMP_NUM_THREADS"] == "7" and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
 
 
@@ -138,7 +138,7 @@ def test_ranks_that_this_machine_does_not_have(nproc, nodes, wanted, machine, sa
 
 
 def test_the_recipes_own_number_needs_no_option():
-    found = plan(split(["debug"]))
+    found = prepare(split(["debug"]))
     assert found.nproc == 4 and found.config.parallelism.experts.ep == 4 and found.config.parallelism.dp_shard == 2
 
 
@@ -146,7 +146,7 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
     refusal = refused("debug", "--nproc", "auto")
     assert "parallelism.experts.ep = 4 does not divide the stage of 2 ranks" in refusal.problems[0]
     assert refusal.offer == ("The nearest mapping that fits 2 ranks: parallelism.experts.ep 4 -> 2; --fit takes it.")
-    found = plan(split(["debug", "--nproc", "auto", "--fit"]))
+    found = prepare(split(["debug", "--nproc", "auto", "--fit"]))
     assert found.config.parallelism.experts.ep == 2 and found.request.words[-1] == "--parallelism.experts.ep=2"
     assert "fitted to 2 ranks: parallelism.experts.ep 4 -> 2" in capsys.readouterr().err
     assert launch.read(found.request.words, 2).parallelism.experts.ep == 2, "the ranks agree"
@@ -168,7 +168,7 @@ def test_ctrl_c_before_there_are_ranks_is_quiet(monkeypatch, capsys):
     def interrupted(request: Request) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "plan", interrupted)
+    monkeypatch.setattr(command, "prepare", interrupted)
     assert main(["train", "debug"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -239,7 +239,7 @@ def test_a_second_start_beside_a_live_run_is_refused_before_any_rank(tmp_path: P
         (problem,) = refused(*words).problems
         assert f"a run is alive in {tmp_path}/debug (process {live.pid} on {socket.gethostname()}, since 2" in problem
         assert "start this one beside it with another --job.name" in problem
-        assert plan(split([*words, "--job.name", "other"])).nproc == 4
+        assert prepare(split([*words, "--job.name", "other"])).nproc == 4
     finally:
         live.communicate("")
-    assert plan(split(words)).nproc == 4
+    assert prepare(split(words)).nproc == 4

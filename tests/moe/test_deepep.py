@@ -60,7 +60,7 @@ def cases_on_ranks(ep: int, etp: int) -> None:
 
 
 @pytest.mark.parametrize(("ep", "etp"), [*LAYOUTS, (2, 1)])
-def test_tokens_arrive_once_and_come_home(ep: int, etp: int) -> None:
+def test_tokens_arrive_once_and_come_back(ep: int, etp: int) -> None:
     """Also with no token for an expert, all for one, and none at all."""
     world.run(ep * etp, cases_on_ranks, ep, etp)
 

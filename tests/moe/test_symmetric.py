@@ -112,7 +112,7 @@ def cases_on_ranks(ep: int, etp: int) -> None:
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
-def test_rows_arrive_in_aligned_bins_and_come_home(ep: int, etp: int) -> None:
+def test_rows_arrive_in_aligned_bins_and_come_back(ep: int, etp: int) -> None:
     world.run(RANKS, cases_on_ranks, ep, etp)
 
 
@@ -187,7 +187,7 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
         if layer in layers:
             layers[layer].router.expert_bias.copy_(torch.tensor(bias if trainer.step == 0 else [0.0] * len(bias)))
         report = trainer.train_step()
-        flags.append(bool(trainer.symmetric.overflowed))
+        flags.append(bool(trainer.shared_buffers.overflowed))
         assert all(moe.dispatcher.memory is None for moe in layers.values()), "not exact outside of a step"
         return report
 
@@ -345,7 +345,7 @@ def test_a_group_that_the_operations_cannot_take_is_refused() -> None:
 
 
 def first_exchange(changed: bool) -> str:
-    """changed: on rank 1 two rows arrive in each other's place, and so come home to the wrong ranks."""
+    """changed: on rank 1 two rows arrive in each other's place, and so come back to the wrong ranks."""
     from titanmoe.config import ConfigError
 
     def there(self: Memory, *args: Any) -> Any:
@@ -354,8 +354,8 @@ def first_exchange(changed: bool) -> str:
             away[:2] = away[:2].flip(0)
         return away, back
 
-    honest = Memory.there
-    with mock.patch.object(Memory, "there", there):
+    honest = Memory.dispatch
+    with mock.patch.object(Memory, "dispatch", there):
         try:
             parity.make_trainer({"moe.dispatcher": "symm_mem", "parallelism.experts.ep": 2, "data.source": "synthetic"})
         except ConfigError as error:

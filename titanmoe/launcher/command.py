@@ -94,7 +94,7 @@ def run_train(words: Sequence[str]) -> int:
         print(usage(), end="", flush=True)
         load([*request.words, "--help"], preset, lambda config: [])  # prints every field, and exits
     try:
-        return start(plan(request))
+        return start(prepare(request))
     except KeyboardInterrupt:  # before there are ranks
         waiting("")
         return 130
@@ -151,7 +151,7 @@ class Misfit(ConfigError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Prepared:
     request: Request
     config: Config
     """That of the ranks."""
@@ -159,7 +159,7 @@ class Plan:
     machine: ranks.Machine
 
 
-def plan(request: Request) -> Plan:
+def prepare(request: Request) -> Prepared:
     """What to start; ConfigError with everything that is wrong with it."""
     if not request.recipe and not request.rest:
         request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
@@ -176,7 +176,7 @@ def plan(request: Request) -> Plan:
         raise ConfigError([problem])
     world = nproc * request.nodes
     try:
-        return Plan(request, judge(request, world, nproc), nproc, machine)
+        return Prepared(request, judge(request, world, nproc), nproc, machine)
     except Misfit as misfit:
         change = ranks.fitting(misfit.config, world) if request.get("fit") else {}
         if not change:
@@ -187,7 +187,7 @@ def plan(request: Request) -> Plan:
     config = judge(request, world, nproc)
     waiting("")
     print(f"fitted to {world} rank{'s' * (world > 1)}: {ranks.text(change)}", file=sys.stderr, flush=True)
-    return Plan(request, config, nproc, machine)
+    return Prepared(request, config, nproc, machine)
 
 
 def _requested(request: Request) -> tuple[int | None, str]:
@@ -238,23 +238,23 @@ def judge(request: Request, world: int, nproc: int) -> Config:
 # ---- the run
 
 
-def start(plan: Plan) -> int:
+def start(prepared: Prepared) -> int:
     from torch.distributed.run import parse_args
 
     from titanmoe.launcher.agent import Logs, launch
 
-    request = plan.request
-    _environment(plan)
-    options = parse_args([*_as_for_torchrun(request), f"--nproc-per-node={plan.nproc}", "-m", "titanmoe.train"])
+    request = prepared.request
+    _environment(prepared)
+    options = parse_args([*_as_for_torchrun(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.train"])
     if options.rdzv_backend == "static" and options.node_rank == 0:
         check_port(options.master_addr, options.master_port)
-    logs, before = Logs(_folder(plan)), oom_kills()
+    logs, before = Logs(_folder(prepared)), oom_kills()
     try:
         logs.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fix = "give --logs FOLDER, or another job.dump_folder"
         raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
-    here = f"{plan.nproc} rank{'s' * (plan.nproc > 1)}"
+    here = f"{prepared.nproc} rank{'s' * (prepared.nproc > 1)}"
     print(f"{here}{f' on each of {request.nodes} nodes' * (request.nodes > 1)}; logs in {logs.folder}", flush=True)
     waiting(f"starting {here}")
     try:
@@ -265,7 +265,7 @@ def start(plan: Plan) -> int:
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         print(f"error: {what}: {why}\nits log: {logs.folder}/agent.log", file=sys.stderr, flush=True)
         return 1
-    code, text = verdict(ended, request.nodes, plan.config.checkpoint.enable, oom_kills() > before)
+    code, text = verdict(ended, request.nodes, prepared.config.checkpoint.enable, oom_kills() > before)
     if text:
         # The panel of rank 0 may have left the cursor in the middle of the screen.
         print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
@@ -289,13 +289,13 @@ def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple
     return culprit.code, text
 
 
-def _environment(plan: Plan) -> None:
+def _environment(prepared: Prepared) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
-    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *plan.request.typed])
+    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *prepared.request.typed])
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
-    if not plan.machine.gpus:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, plan.machine.cores // plan.nproc)))
-    if plan.request.nodes > 1:
+    if not prepared.machine.gpus:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, prepared.machine.cores // prepared.nproc)))
+    if prepared.request.nodes > 1:
         # Otherwise torch does not tell a node that joins later where the ranks meet (2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
@@ -325,11 +325,11 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-def _folder(plan: Plan) -> Path:
-    if given := plan.request.get("logs"):
+def _folder(prepared: Prepared) -> Path:
+    if given := prepared.request.get("logs"):
         return Path(given)
-    name = f"{plan.config.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, n = Path(plan.config.job.dump_folder, "launch", name), 1
+    name = f"{prepared.config.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, n = Path(prepared.config.job.dump_folder, "launch", name), 1
     while folder.exists():
         n += 1
         folder = folder.with_name(f"{name}-{n}")

@@ -7,11 +7,11 @@ or in pieces, so that other work can be done while rows are under way:
 
     sent = dispatcher.start(x, weights, chosen, bin)
     ...                                                 here, for one
-    parts, home = dispatcher.parts(sent)
+    parts, route = dispatcher.parts(sent)
     for part in parts:                                  the next parts are under way meanwhile
         rows, weights, counts, splits = dispatcher.arrive(part)
         back.append(dispatcher.leave(experts(rows, weights, counts), splits))
-    y = dispatcher.land(back, home)
+    y = dispatcher.land(back, route)
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
 etp innermost), R rows this rank's experts work on, C chunks. Expert number E stands for "no expert".
@@ -67,7 +67,7 @@ class Route(NamedTuple):
     back: Any = None  # anything else that the dispatcher needs
 
 
-class Loan:
+class SharedBuffers:
     """What the layers of a rank share, lent to their dispatchers while a step runs."""
 
     def __init__(self, device: torch.device):
@@ -75,7 +75,7 @@ class Loan:
         """Whether the step is void on this rank and has to run again, without what is lent."""
 
     @contextmanager
-    def serving(self, layers: Collection[MoE]) -> Iterator[None]:
+    def lent_to(self, layers: Collection[MoE]) -> Iterator[None]:
         self.overflowed.zero_()
         try:
             for moe in layers:
@@ -114,7 +114,7 @@ class Dispatcher:
         return ""
 
     @staticmethod
-    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Loan | None:
+    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> SharedBuffers | None:
         """What all layers of a rank share, made by all ranks of the world together; None if it needs nothing."""
         return None
 
@@ -132,7 +132,7 @@ class Dispatcher:
     def leave(self, y_RD: Tensor, route: Any) -> Any:
         return self.combine(y_RD, route)
 
-    def land(self, back: list, home: Any) -> Tensor:
+    def land(self, back: list, route: Any) -> Tensor:
         (y_TD,) = back
         return y_TD
 
@@ -144,9 +144,9 @@ class _InPieces(Dispatcher):
         self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int
     ) -> tuple[Tensor, Tensor, Tensor, Route]:
         """bin: rows per expert and sender if bins are padded to a static size, else 0."""
-        (part,), home = self.parts(self.start(x_TD, weights_TK, chosen_TK, bin))
+        (part,), route = self.parts(self.start(x_TD, weights_TK, chosen_TK, bin))
         x_RD, weights_R1, count_e, splits = self.arrive(part)
-        return x_RD, weights_R1, count_e, home._replace(back=(home.back, splits))
+        return x_RD, weights_R1, count_e, route._replace(back=(route.back, splits))
 
     def combine(self, y_RD: Tensor, route: Route) -> Tensor:
         outer, splits = route.back
@@ -182,8 +182,8 @@ class AllToAll(_InPieces):
             # The layer's only host sync: how many rows go where.
             send, receive = torch.stack((send_GCe.sum(2).t(), count_GCe.sum(2).t())).tolist()
             sizes = [sum(to) for to in send]
-        entry_R, slot = lay_out(chosen_TK, order, count_CE, C * self.ep, self.etp, bin, sum(sizes))
-        x_RD, weights_R1, home = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
+        entry_R, slot = assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin, sum(sizes))
+        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
         in_flight = [
             (start(x, self.group, *split), start(weights, self.group, *split))
             for x, weights, split in zip(
@@ -196,26 +196,26 @@ class AllToAll(_InPieces):
             if G > 1 and e > 1:
                 regroup = by_expert(count_Ge, G * e * bin if bin else sum(receive[c]), self.kernels)
             parts.append(Part(x, weights, count_Ge.sum(0), Splits(regroup, send[c], receive[c])))
-        return parts, home
+        return parts, route
 
     def start_whole(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> tuple[list[Part], Route]:
         """In one chunk without padded bins. Before the host knows how many rows there are, a buffer for as many as
         there can be is filled; then it is cut. So the device has work while the host waits.
         """
         G, e = self.group.size, self.local_experts
-        entry_H, slot, count_E = place(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
         send_Ge = count_E.view(self.ep, 1, e).expand(-1, self.etp, -1).reshape(G, e)
         count_Ge = all_to_all(send_Ge, self.group)
         sizes = ToHost(torch.stack((send_Ge, count_Ge)).sum(2) if G > 1 else send_Ge.sum(1).expand(2, 1))
-        x_RD, weights_R1, home = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
+        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
         send, receive = sizes.read()  # the layer's only host sync
         if (rows := sum(send)) < len(x_RD):  # choices of no expert came last
             x_RD, weights_R1 = x_RD[:rows], weights_R1[:rows]
-            home = home._replace(source_R=home.source_R[:rows], slot_TJ=home.slot_TJ.clamp(max=rows))
+            route = route._replace(source_R=route.source_R[:rows], slot_TJ=route.slot_TJ.clamp(max=rows))
         x, weights = (start(sent, self.group, send, receive) for sent in (x_RD, weights_R1))
         regroup = by_expert(count_Ge, sum(receive), self.kernels) if G > 1 and e > 1 else None
         count_e = count_Ge.sum(0) if G > 1 else count_E
-        return [Part(x, weights, count_e, Splits(regroup, send, receive))], home
+        return [Part(x, weights, count_e, Splits(regroup, send, receive))], route
 
     def parts(self, sent: tuple[list[Part], Route]) -> tuple[list[Part], Route]:
         return sent
@@ -234,10 +234,10 @@ class AllToAll(_InPieces):
         return start(y_RD, self.group, splits.receive, splits.send)
 
     @named("combine")
-    def land(self, back: list[InFlight], home: Route) -> Tensor:
+    def land(self, back: list[InFlight], route: Route) -> Tensor:
         pieces = [arrive(flight) for flight in back]
         y_RD = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-        return to_tokens(y_RD, home.source_R, home.slot_TJ, self.kernels)
+        return to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels)
 
 
 class Relay(NamedTuple):
@@ -247,7 +247,7 @@ class Relay(NamedTuple):
     weights_VK: InFlight
     chosen_VK: InFlight
     bin: int
-    home: Route
+    route: Route
 
 
 class Hierarchical(_InPieces):
@@ -287,15 +287,15 @@ class Hierarchical(_InPieces):
             send = receive = [T] * N
         else:
             send, receive = torch.stack((count_N, all_to_all(count_N, across))).tolist()  # the first of two host syncs
-        entry_R, slot = lay_out(node_TN, order, count_N, N, 1, T if bin else 0, sum(send))
-        home = Route(entry_R // N, slot.view(T, N), (send, receive))
-        choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, home.source_R)
+        entry_R, slot = assign_rows(node_TN, order, count_N, N, 1, T if bin else 0, sum(send))
+        route = Route(entry_R // N, slot.view(T, N), (send, receive))
+        choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
         rows = (
-            to_rows(x_TD, home.source_R, home.slot_TJ, self.kernels),
-            to_rows(weights_TK, home.source_R, home.slot_TJ, self.kernels),
+            to_rows(x_TD, route.source_R, route.slot_TJ, self.kernels),
+            to_rows(weights_TK, route.source_R, route.slot_TJ, self.kernels),
             choices_RK.to(torch.int32),
         )
-        return Relay(*(start(row, across, send, receive) for row in rows), bin * N, home)
+        return Relay(*(start(row, across, send, receive) for row in rows), bin * N, route)
 
     @named("dispatch")
     def parts(self, sent: Any) -> tuple[list[Part], Route]:
@@ -306,7 +306,7 @@ class Hierarchical(_InPieces):
         here = (chosen_VK >= 0) & (chosen_VK < self.node_experts)
         chosen_VK = chosen_VK.where(here, self.node_experts)
         parts, inside = self.inner.parts(self.inner.start(x_VD, weights_VK, chosen_VK, sent.bin))
-        return parts, sent.home._replace(back=(*sent.home.back, inside))
+        return parts, sent.route._replace(back=(*sent.route.back, inside))
 
     def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Splits]:
         return self.inner.arrive(part)
@@ -315,12 +315,12 @@ class Hierarchical(_InPieces):
         return self.inner.leave(y_RD, splits)
 
     @named("combine")
-    def land(self, back: list[InFlight], home: Route) -> Tensor:
+    def land(self, back: list[InFlight], route: Route) -> Tensor:
         if self.across.size == 1:
-            return self.inner.land(back, home)
-        send, receive, inside = home.back
+            return self.inner.land(back, route)
+        send, receive, inside = route.back
         y_RD = arrive(start(self.inner.land(back, inside), self.across, receive, send))
-        return to_tokens(y_RD, home.source_R, home.slot_TJ, self.kernels)
+        return to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels)
 
 
 class AllGather(Dispatcher):
@@ -341,7 +341,7 @@ class AllGather(Dispatcher):
         order, count_e = sort_by_expert(chosen_NK, self.local_experts)
         bin *= self.group.size
         rows = self.local_experts * bin if bin else int(count_e.sum())  # the layer's only host sync
-        entry_R, slot = lay_out(chosen_NK, order, count_e, 1, 1, bin, rows)
+        entry_R, slot = assign_rows(chosen_NK, order, count_e, 1, 1, bin, rows)
         x, weights, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
         return x, weights, torch.full_like(count_e, bin) if bin else count_e, route
 
@@ -384,7 +384,7 @@ def split_into_chunks(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int
 
 
 @named("permute")
-def lay_out(
+def assign_rows(
     chosen_TK: Tensor, order: Tensor, count_E: Tensor, ep: int, etp: int, bin: int, rows: int
 ) -> tuple[Tensor, Tensor]:
     """Place every entry's etp copies in a buffer of `rows` rows: one block per rank (ep outer, etp inner), sorted by
@@ -425,27 +425,27 @@ def copy_rows(
 
 
 @named("permute")
-def place(
+def assign_all_rows(
     chosen_TK: Tensor, num_experts: int, ep: int, etp: int, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`lay_out` in a buffer for all T * K * etp rows that there can be, the unused ones last; and each expert's
+    """`assign_rows` in a buffer for all T * K * etp rows that there can be, the unused ones last; and each expert's
     count.
     """
     if fused(kernels, chosen_TK):
-        from titanmoe.ops.kernels import layout
+        from titanmoe.ops.kernels import assign
 
-        return layout.place(chosen_TK, num_experts, ep, etp)
+        return assign.assign_all_rows(chosen_TK, num_experts, ep, etp)
     order, count_E = sort_by_expert(chosen_TK, num_experts)
-    return *lay_out(chosen_TK, order, count_E, ep, etp, 0, chosen_TK.numel() * etp), count_E
+    return *assign_rows(chosen_TK, order, count_E, ep, etp, 0, chosen_TK.numel() * etp), count_E
 
 
 @named("permute")
 def by_expert(count_Ge: Tensor, rows: int, kernels: str = "auto") -> tuple[Tensor, Tensor]:
     """The order (and its inverse) that turns rows sorted by (sender, expert) into rows sorted by (expert, sender)."""
     if fused(kernels, count_Ge):
-        from titanmoe.ops.kernels import layout
+        from titanmoe.ops.kernels import assign
 
-        return layout.regroup(count_Ge, rows)
+        return assign.regroup(count_Ge, rows)
     start_Ge = (count_Ge.flatten().cumsum(0) - count_Ge.flatten()).view_as(count_Ge)
     length = count_Ge.t().flatten()
     shift = start_Ge.t().flatten() - (length.cumsum(0) - length)

@@ -22,7 +22,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device
-from titanmoe.parallel.tensor import place
+from titanmoe.parallel.tensor import put_on_mesh
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
@@ -46,7 +46,7 @@ def replicate_routers(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
     routers = [moe.router for moe in model.moe_layers().values()]
     for router in routers:
         for name, _ in list(router.named_parameters()):
-            place(router, name, meshes.dense, [Replicate()] * meshes.dense.ndim)
+            put_on_mesh(router, name, meshes.dense, [Replicate()] * meshes.dense.ndim)
     return {parameter for router in routers for parameter in router.parameters()}
 
 

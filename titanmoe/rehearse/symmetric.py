@@ -41,7 +41,7 @@ class Counting:
     def __init__(self, away_rows: int):
         self.away_rows, self.overflowed = away_rows, torch.zeros((), dtype=torch.bool)
 
-    def there(self, buffers: None, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(self, buffers: None, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
         self.send_Ge = send_Ge
         return x_HD.new_zeros(self.away_rows, x_HD.shape[1]), send_Ge.new_zeros(2, len(send_Ge))
 
@@ -54,7 +54,7 @@ def rows_sent(send_Ge: Any, ranks: int) -> Rows:
 
 @contextmanager
 def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[None]:
-    there, back = Memory.there, Memory.back
+    dispatch, combine = Memory.dispatch, Memory.combine
     rows: dict[int, tuple[Rows, Rows]] = {}  # sent and received, by the storage of the sizes, which backward uses too
 
     def key(sizes: Tensor) -> int:
@@ -71,13 +71,13 @@ def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[N
                 received = now.exchange.rows_received(recorder.rank, now.microbatch, now.layer)
             rows[key(send_Ge)] = sent, received
         now.rows = rows[key(send_Ge)]
-        away, sizes = there(memory, buffers, x_HD, send_Ge)
+        away, sizes = dispatch(memory, buffers, x_HD, send_Ge)
         rows[key(sizes)] = now.rows[::-1]
         return away, sizes
 
     def send_back(memory: Memory, buffers: Any, y_AD: Tensor, sizes: Tensor) -> Tensor:
         recorder.dispatching.rows = rows[key(sizes)]
-        return back(memory, buffers, y_AD, sizes)
+        return combine(memory, buffers, y_AD, sizes)
 
     def empty(*shape: int, dtype: torch.dtype, device: Any) -> Tensor:
         with fake:
@@ -87,8 +87,8 @@ def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[N
 
     with ExitStack() as stack:
         for owner, name, replacement in (
-            (Memory, "there", send),
-            (Memory, "back", send_back),
+            (Memory, "dispatch", send),
+            (Memory, "combine", send_back),
             (Memory, "try_once", _before_the_first_step(recorder, fake, Memory.try_once)),
             (symm_mem, "empty", empty),
             (symm_mem, "rendezvous", lambda *_: None),
@@ -143,7 +143,7 @@ def _overflows(exchange: Exchange, memory: Memory, layers: Iterable[int], ranks:
 
 def notes(trainer: Trainer) -> list[str]:
     """What a reader has to know about the figures."""
-    if trainer.symmetric is None or trainer.symmetric.group.size == 1:
+    if trainer.shared_buffers is None or trainer.shared_buffers.group.size == 1:
         return []
     notes = [
         "symm_mem: its operations run on the computation's own stream, which waits for each; unused rows of the "

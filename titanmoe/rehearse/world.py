@@ -226,7 +226,7 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
     if not trainer.moe_layers:
         return None
     template = copy(trainer.dispatchers[0])  # before its methods are replaced
-    node, memory = trainer.config.parallelism.node, trainer.symmetric
+    node, memory = trainer.config.parallelism.node, trainer.shared_buffers
     exchange = Exchange(routing, type(template), template, node)
     lent = None if memory is None else Exchange(routing, type(template), template, node, memory.away_rows)
     for layer, moe in trainer.moe_layers.items():
