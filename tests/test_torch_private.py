@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from titanmoe import torch_private
 from titanmoe.config import Config, ConfigError
-from titanmoe.torch_private import PRIVATE, lacking, refusals
+from titanmoe.torch_private import PRIVATE, refusals, removed
 from titanmoe.train.runtime import start
 
 ROOT = Path(torch_private.__file__).parent
@@ -71,14 +71,14 @@ def test_the_table_has_nothing_that_is_not_used() -> None:
 
 
 def test_this_torch_has_all_of_it() -> None:
-    assert lacking() == {}
+    assert removed() == {}
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(distributed_c10d, "_set_pg_timeout")
     monkeypatch.delattr(torch, "_scaled_grouped_mm")
     monkeypatch.delattr(torch.utils._mode_utils, "no_dispatch")
-    missing = {name: one.where for one, names in lacking().items() for name in names}
+    missing = {name: one.where for one, names in removed().items() for name in names}
     assert missing == {
         "_set_pg_timeout": "train/runtime.py",
         "_scaled_grouped_mm": "moe/fp8.py",

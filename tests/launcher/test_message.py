@@ -21,7 +21,7 @@ def failed(
     found = Failure(rank, exitcode, when, folder / f"rank{rank}.log", folder / f"rank{rank}.json")
     found.log.write_text(log)
     if note:
-        found.left.write_text(json.dumps({"timestamp": when, "consequence": False} | note))
+        found.note_file.write_text(json.dumps({"timestamp": when, "consequence": False} | note))
     return found
 
 

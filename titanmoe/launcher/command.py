@@ -1,4 +1,4 @@
-"""`titanmoe train`: from a recipe and this machine to running ranks, or to one message that says why not."""
+"""`titanmoe train`: from a recipe and this machine to running ranks, or one message that says why not."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ TORCHRUN = {
     "master-port": "PORT: a free port there (default 29500)",
     "rdzv-backend": "NAME: c10d lets nodes come and go, and needs no node ranks",
     "rdzv-endpoint": "HOST:PORT: where they meet",
-    "rdzv-id": "NAME: the same on all nodes, another for each run",
+    "rdzv-id": "NAME: the same on all nodes, different for each run",
     "rdzv-conf": "KEY=VALUE,...: see torchrun",
     "local-addr": "HOST: this machine's address, if it cannot be found",
-    "max-restarts": "N: how often to start the ranks again when one fails (default 0)",
+    "max-restarts": "N: restart all ranks when one fails, at most N times (default 0)",
 }
 """Options that mean what they mean for torchrun."""
 SHAPES = {"nnodes": r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", "nproc": r"[1-9]\d{0,6}|auto", "max-restarts": r"\d{1,6}"}
@@ -64,10 +64,10 @@ class Request:
     options: dict[str, str] = field(default_factory=dict)
     """Ours and torchrun's, by name."""
     rest: list[str] = field(default_factory=list)
-    """Overrides, and whatever else the config's loader shall judge."""
+    """Overrides, and anything else left to the config's loader."""
     problems: list[str] = field(default_factory=list)
     typed: list[str] = field(default_factory=list)
-    """All of it, as it was given."""
+    """The whole command line, as typed."""
 
     def get(self, name: str, default: str = "") -> str:
         return self.options.get(name, default)
@@ -79,7 +79,7 @@ class Request:
 
     @property
     def nodes(self) -> int:
-        """The most there can be."""
+        """At most: the number may vary."""
         return int(self.get("nnodes", "1").rpartition(":")[2])
 
 
@@ -106,7 +106,7 @@ def run_train(words: Sequence[str]) -> int:
 
 
 def split(words: Sequence[str]) -> Request:
-    """The recipe is the first word, or follows an option of the launcher: after an override it would be its value."""
+    """The recipe comes first, or after an option of the launcher; after an override it would be read as its value."""
     request, rest, override = Request(typed=list(words)), list(words), False
     known = OWN | TORCHRUN
     while rest:
@@ -143,7 +143,7 @@ def find(recipe: str) -> str:
 
 
 class Misfit(ConfigError):
-    """What is refused because the mapping does not fit; offer: one that does."""
+    """Refused because the mapping does not fit. offer: one that does."""
 
     def __init__(self, error: ConfigError, config: Config):
         super().__init__(error.problems, error.source)
@@ -154,13 +154,13 @@ class Misfit(ConfigError):
 class Prepared:
     request: Request
     config: Config
-    """That of the ranks."""
+    """As the ranks will have it."""
     nproc: int
     machine: ranks.Machine
 
 
 def prepare(request: Request) -> Prepared:
-    """What to start; ConfigError with everything that is wrong with it."""
+    """What to start; raises ConfigError with everything that is wrong."""
     if not request.recipe and not request.rest:
         request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
     several = request.get("nnodes", "1") not in ("1", "1:1")
@@ -223,7 +223,7 @@ def judge(request: Request, world: int, nproc: int) -> Config:
             return error.problems
 
     def finish(config: Config) -> Config:
-        if request.nodes == 1:  # a node may join a run that is alive
+        if request.nodes == 1:  # with several, a node may join a run that is going
             check_free(config)
         return resolve(here(config), world)
 
@@ -259,7 +259,7 @@ def start(prepared: Prepared) -> int:
     waiting(f"starting {here}")
     try:
         ended = launch(options, request.words, logs)
-    except Exception as error:  # of the rendezvous, which has many kinds
+    except Exception as error:  # a rendezvous raises many kinds
         logging.getLogger("torch.distributed").exception("titanmoe train")
         what = "the nodes did not meet, or lost each other" if request.nodes > 1 else "the launcher failed"
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
@@ -285,7 +285,7 @@ def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple
         return 128 + ended.signal, "" if saves else "stopped; nothing was saved: checkpoint.enable = true would"
     text = message(culprit, ended.world, out_of_memory)
     if nodes > 1 and culprit.consequence:
-        text += "\nthis rank only lost another one: the cause is what another node says"
+        text += "\nthis rank only lost its connection to another: look for the cause in the logs of the other nodes"
     return culprit.code, text
 
 
@@ -296,7 +296,7 @@ def _environment(prepared: Prepared) -> None:
     if not prepared.machine.gpus:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, prepared.machine.cores // prepared.nproc)))
     if prepared.request.nodes > 1:
-        # Otherwise torch does not tell a node that joins later where the ranks meet (2.13).
+        # Otherwise a node that joins later never learns where the ranks meet (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -305,7 +305,7 @@ def _as_for_torchrun(request: Request) -> list[str]:
     if "rdzv-endpoint" in given and "node-rank" not in given:
         given.setdefault("rdzv-backend", "c10d")
     elif request.nodes == 1 and "master-port" not in given:
-        # As torchrun --standalone; the address keeps it from looking up this machine's name.
+        # Like torchrun --standalone; the address keeps it from looking up this machine's name.
         given |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:0", "local-addr": "127.0.0.1"}
         given["rdzv-id"] = uuid.uuid4().hex
     given.setdefault("master-port", "29500")
@@ -313,7 +313,7 @@ def _as_for_torchrun(request: Request) -> list[str]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Node 0 listens there. Tried before the ranks start, because what the store says about it fills a screen."""
+    """Node 0 listens there. Checked before the ranks start, because torch's own error fills a screen."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

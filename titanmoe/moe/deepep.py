@@ -1,8 +1,8 @@
 """Tokens to their experts through the kernels of DeepEP (github.com/deepseek-ai/DeepEP, package `deep_ep`).
 
-A token goes once to every rank that has experts of it; which of its choices are there, and their weights, go with it.
-Back comes one row, which the rank has added up over its experts, and the kernel adds those of all ranks. The kernel of
-`combine` is also the backward of `dispatch`, and the other way round.
+A token goes once to every rank that has any of its experts, along with which of its choices are there and their
+weights. Each rank sends back one row, summed over its experts, and the kernel adds the rows of all ranks. The kernel of
+`combine` is also the backward of `dispatch`, and vice versa.
 
 Shapes as in titanmoe.moe.dispatch, and: J = K * etp choices of a token, N tokens that arrive here, each once.
 """
@@ -25,7 +25,7 @@ from titanmoe.torch_private import process_group
 
 NEEDS = "cuda"
 """Where its kernels run."""
-WHERE = "build it as https://github.com/deepseek-ai/DeepEP says"
+INSTALL = "build it as https://github.com/deepseek-ai/DeepEP says"
 
 
 class Kernels(SharedBuffers):
@@ -64,7 +64,7 @@ class Sent(NamedTuple):
 
 
 class DeepEP(Dispatcher):
-    """Uses the kernels that a step lends while it runs; as AllToAll elsewhere, and in a group of one."""
+    """Uses DeepEP's kernels during a training step; outside one, and in a group of one rank, it is AllToAll."""
 
     memory: Kernels | None = None
 
@@ -75,9 +75,9 @@ class DeepEP(Dispatcher):
         try:
             import deep_ep
         except ImportError as error:
-            return f"the package deep_ep cannot be loaded ({error}): {WHERE}"
+            return f"the package deep_ep cannot be loaded ({error}): {INSTALL}"
         if not hasattr(deep_ep, "Buffer"):
-            return f"the package deep_ep has no Buffer: {WHERE}"
+            return f"the package deep_ep has no Buffer: {INSTALL}"
         return "" if devices.chosen(device) == NEEDS else f"DeepEP runs on GPUs alone, and this is {device}"
 
     @staticmethod
@@ -107,7 +107,7 @@ class DeepEP(Dispatcher):
         return x_RD, weights_R1, count_e, route._replace(back=Sent(self.memory, handle))
 
     def for_each_rank(self, chosen_TK: Tensor) -> Tensor:
-        """Each choice once for every etp rank of its expert, as experts of their own, numbered rank by rank."""
+        """Each choice once for every etp rank of its expert, as if each rank's slice were an expert of its own."""
         rank_TK1, place_TK1 = (
             x.unsqueeze(2) for x in (chosen_TK // self.local_experts, chosen_TK % self.local_experts)
         )

@@ -3,12 +3,12 @@
     rows, weights, counts, route = dispatcher.dispatch(x, weights, chosen, bin)
     y = dispatcher.combine(experts(rows, weights, counts), route)
 
-or in pieces, so that other work can be done while rows are under way:
+or in pieces, so that other work can be done while rows are on their way:
 
     sent = dispatcher.start(x, weights, chosen, bin)
-    ...                                                 here, for one
+    ...                                                 for example here
     parts, route = dispatcher.parts(sent)
-    for part in parts:                                  the next parts are under way meanwhile
+    for part in parts:                                  while the next parts are on their way
         rows, weights, counts, splits = dispatcher.arrive(part)
         back.append(dispatcher.leave(experts(rows, weights, counts), splits))
     y = dispatcher.land(back, route)
@@ -72,7 +72,7 @@ class SharedBuffers:
 
     def __init__(self, device: torch.device):
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
-        """Whether the step is void on this rank and has to run again, without what is lent."""
+        """Whether the step is void on this rank and must be repeated without these buffers."""
 
     @contextmanager
     def lent_to(self, layers: Collection[MoE]) -> Iterator[None]:
@@ -87,9 +87,7 @@ class SharedBuffers:
 
 
 class Dispatcher:
-    """The pieces for dispatchers with nothing in flight between them: such a dispatcher only defines dispatch and
-    combine.
-    """
+    """The pieces, for a dispatcher that has nothing in flight between them and only defines dispatch and combine."""
 
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
         # -1, to be measured, means one chunk until titanmoe.parallel.expert.measured_chunks has chosen a number.
@@ -160,7 +158,7 @@ class AllToAll(_InPieces):
     and the sum over top-k on the token's own rank adds these too: expert tensor parallelism costs no extra collective.
     Per rank and direction: T*K*etp rows of D elements, less the rows that stay.
 
-    With chunks, the rows of every expert are cut into that many pieces, and piece c of all experts travels in
+    With chunks, the rows of every expert are split into that many pieces, and piece c of all experts travels in
     all-to-all c. So the work of chunks is even under any routing, and their sizes are static if bins are padded.
     """
 
@@ -199,8 +197,8 @@ class AllToAll(_InPieces):
         return parts, route
 
     def start_whole(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> tuple[list[Part], Route]:
-        """In one chunk without padded bins. Before the host knows how many rows there are, a buffer for as many as
-        there can be is filled; then it is cut. So the device has work while the host waits.
+        """In one chunk without padded bins. Before the host knows how many rows there are, a buffer with room for all
+        that there can be is filled; later its end is dropped. So the device has work while the host waits.
         """
         G, e = self.group.size, self.local_experts
         entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
@@ -368,7 +366,7 @@ def split_into_chunks(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int
     """The choices sorted by expert, or by chunk and expert: expert i's rows in chunk c get the number c * E + i.
 
     Returns the choices with these numbers ("no expert" is chunks * E), their order, and the count of each number. An
-    expert's rows are cut evenly, or after every `bin` rows.
+    expert's rows are split evenly, or after every `bin` rows.
     """
     order, count_E = sort_by_expert(chosen_TK, num_experts)
     if chunks == 1:
@@ -387,7 +385,7 @@ def split_into_chunks(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int
 def assign_rows(
     chosen_TK: Tensor, order: Tensor, count_E: Tensor, ep: int, etp: int, bin: int, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Place every entry's etp copies in a buffer of `rows` rows: one block per rank (ep outer, etp inner), sorted by
+    """Assign every entry's etp copies to rows of a buffer: one block per rank (ep outer, etp inner), sorted by
     expert within a block and by token within an expert; experts start right after each other, or every `bin` rows.
 
     Returns the entry of each row (T*K for an empty row) and the rows of each entry, (T*K, etp) (`rows` for no expert).
@@ -428,9 +426,7 @@ def copy_rows(
 def assign_all_rows(
     chosen_TK: Tensor, num_experts: int, ep: int, etp: int, kernels: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`assign_rows` in a buffer for all T * K * etp rows that there can be, the unused ones last; and each expert's
-    count.
-    """
+    """`assign_rows` with room for all T * K * etp rows that there can be, unused ones last; and each expert's count."""
     if fused(kernels, chosen_TK):
         from titanmoe.ops.kernels import assign
 

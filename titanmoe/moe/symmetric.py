@@ -154,7 +154,7 @@ class Memory(SharedBuffers):
 
 
 class Lent(NamedTuple):
-    """What rows that came through symmetric memory need to go back."""
+    """What rows that came through symmetric memory need in order to go back."""
 
     memory: Memory
     rows: int  # of the send buffer
@@ -164,7 +164,7 @@ class Lent(NamedTuple):
 
 
 class Symmetric(AllToAll):
-    """Uses the memory that a step lends while it runs; as AllToAll elsewhere, where no step could be repeated."""
+    """Uses symmetric memory during a training step; elsewhere, where no overflow could be repeated, it is AllToAll."""
 
     memory: Memory | None = None
 

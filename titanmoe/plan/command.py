@@ -20,7 +20,7 @@ VARIED = ("gpus", "seq_len", "num_experts", "top_k")
 def add_plan(commands: argparse._SubParsersAction) -> None:
     plan = commands.add_parser(
         "plan",
-        help="the fastest mappings of a recipe on so many GPUs, with memory and time by component",
+        help="the fastest mappings of a recipe on N GPUs, with memory and time by component",
         description="Prices every legal mapping of a recipe on hardware that need not be there, in closed form, and "
         "lists the fastest that fit. docs/planner.md says how far published runs agree. Whatever follows the options "
         "and has the form --table.field value overrides the recipe.",
@@ -28,7 +28,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("--config", metavar="FILE", required=True, help="a recipe")
     plan.add_argument("--gpus", type=int, metavar="N", required=True, help="devices in all")
     plan.add_argument(
-        "--hardware", metavar="NAME", default="h100", help="a device that is known, or a TOML file (default h100)"
+        "--hardware", metavar="NAME", default="h100", help="a known device, or a TOML file (default h100)"
     )
     plan.add_argument("--explain", action="store_true", help="the recipe's own mapping: where time and memory go")
     plan.add_argument("--top", type=int, metavar="N", default=10, help="mappings that are listed (default 10)")
@@ -39,7 +39,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         default=1.0,
         help="rows of the busiest rank over the mean (default 1: balanced)",
     )
-    plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of so many tokens, such as 1e12")
+    plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of that many tokens, such as 1e12")
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
     plan.add_argument(
         "--what-if", metavar="NAME=N,N,...", help=f"the best mapping for each of several {', '.join(VARIED)}"
@@ -104,7 +104,7 @@ def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str
 
 
 def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
-    """ConfigError with what stands in the way if nothing is legal, or nothing fits."""
+    """Raises ConfigError with the reason if nothing is legal, or nothing fits."""
     from titanmoe.fold.legality import violations
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
@@ -205,7 +205,7 @@ def _varied(text: str) -> tuple[str, list[int]]:
 
 
 def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
-    """The recipe, and what is taken for granted. Its own mapping has to be legal only where it is explained."""
+    """The recipe, and what is assumed. Its own mapping has to be legal only where it is explained."""
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
     from titanmoe.models.families import preset

@@ -29,12 +29,12 @@ NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL = (10, 20), (4, 4), (6, 10), (8, 8), (6, 4
 PLAIN_NORM, PLAIN_ROPE, PLAIN_SWIGLU = (40, 110), (53, 53), (6, 15)
 """The same of our plain operations in float32, as a rehearsal on h100 counts them (docs/rehearse.md)."""
 FUSED_NETWORK = 0.86
-"""Of the network, what DeepEP reaches: 43 of 50 GB/s on 16 ranks (its README)."""
+"""Share of the network that DeepEP reaches: 43 of 50 GB/s on 16 ranks (its README)."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """How the software does it: ours, or that of a published run."""
+    """What the software does: ours, or that of a published run."""
 
     gathers: str = "auto"
     """Weights: auto as FSDP2 here, microbatch, step, or none where only the optimizer's state is sharded."""
@@ -78,7 +78,7 @@ class Cost(NamedTuple):
 
 
 class Halves:
-    """Of one model and batch; halves that several mappings share are priced once."""
+    """For one model and batch. A half that several mappings share is priced once."""
 
     def __init__(self, config: Config, device: Device, factors: Factors, stack: Stack = OURS, imbalance: float = 1.0):
         self.config, self.model, self.device, self.factors, self.stack = config, config.model, device, factors, stack

@@ -1,7 +1,7 @@
 """Symmetric memory in a rehearsal: its operations as messages, its buffers as fake tensors.
 
-The sizes of such an operation are on the device, and the receiver learns them from the operation itself. So the stated
-routing says here what the other ranks of the group send: the dispatcher's own code is run for each of them, up to its
+Such an operation keeps its sizes on the device, and the receiver learns them from the operation itself. Here the stated
+routing supplies what the other ranks of the group send: the dispatcher's own code runs for each of them, up to its
 first operation.
 
 Shapes as in titanmoe.moe.symmetric.
@@ -34,7 +34,7 @@ Rows = tuple[int, ...]
 
 
 class Counting:
-    """In place of a rank's Memory, to find out how many rows it would send. They have no width and go nowhere."""
+    """Stands in for a rank's Memory, to count the rows it would send. They have no width and go nowhere."""
 
     rows = weights = None
 
@@ -109,12 +109,12 @@ def _before_the_first_step(recorder: FakeRecorder, fake: FakeTensorMode, real: C
 
 @contextmanager
 def as_if_supported() -> Iterator[None]:
-    """The machine of a rehearsal need not have what the rehearsed one needs."""
+    """The machine that rehearses need not have what the rehearsed one needs."""
     with mock.patch.object(Symmetric, "missing", staticmethod(lambda device: "")):
         yield
 
 
-def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
+def repeat_if_too_small(trainer: Trainer, exchange: Exchange) -> None:
     """Make the step see whether the receive buffers of symmetric memory are too small for the stated routing."""
     real, first = trainer.gradients, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
     stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
@@ -123,7 +123,7 @@ def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
         found, *rest = real(slices, totals, memory)
         if memory is not None:
             with outside():
-                found.overflowed = float(_overflows(lent, memory, layers, stage))
+                found.overflowed = float(_overflows(exchange, memory, layers, stage))
         return found, *rest
 
     trainer.gradients = gradients

@@ -21,7 +21,7 @@ from titanmoe.ops import device
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels on CPUs, line by line. It is decided at import, so it needs a process of its own."""
+    """Whether Triton interprets kernels on CPUs. It decides at import, so this needs a process of its own."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
