@@ -48,7 +48,7 @@ def refused(*words: str) -> ConfigError:
         ("--training.steps 5 a.toml", "", {}, "--training.steps 5 a.toml"),  # a value, as far as can be known
     ],
 )
-def test_the_launchers_own_words_are_told_from_the_runs(words, recipe, options, rest):
+def test_the_launchers_options_are_separated_from_the_runs(words, recipe, options, rest):
     found = split(words.split())
     assert (found.recipe, found.options, found.rest, found.problems) == (recipe, options, rest.split(), [])
 
@@ -154,7 +154,7 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
     assert capsys.readouterr().err.endswith("--fit takes it.\n")
 
 
-def test_a_number_of_ranks_without_any_mapping_offers_one_that_has():
+def test_a_number_of_ranks_without_any_mapping_offers_one_that_has_one():
     refusal = refused("debug", "--nproc", "7", "--fit")
     assert "No mapping of 7 ranks fits this model and batch; one of 6 does: --nproc 6 --fit (" in refusal.offer
 
@@ -229,7 +229,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_start_beside_a_live_run_is_refused_before_any_rank(tmp_path: Path):
+def test_a_second_start_next_to_a_live_run_is_refused_before_any_rank(tmp_path: Path):
     words = ["debug", "--job.dump_folder", str(tmp_path), "--checkpoint.enable"]
     live = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

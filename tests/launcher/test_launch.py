@@ -27,7 +27,7 @@ RUN: dict[str, Any] = parity.TINY | {
     "job.name": "run",
 }
 LONG = {"training.steps": 4000, "lr_schedule.decay": "none"}
-"""More than it is given time for."""
+"""More than a test waits for."""
 
 
 def started(
