@@ -17,15 +17,6 @@ import pytest
 from tests import parity, processes
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN: dict[str, Any] = parity.TINY | {
-    "training.global_batch_size": 4,
-    "data.source": "synthetic",
-    "checkpoint.enable": True,
-    "checkpoint.interval": 1,
-    "checkpoint.save": "sync",
-    "metrics.console": "lines",
-    "job.name": "run",
-}
 LONG = {"training.steps": 4000, "lr_schedule.decay": "none"}
 """More than a test waits for."""
 
@@ -33,7 +24,7 @@ LONG = {"training.steps": 4000, "lr_schedule.decay": "none"}
 def started(
     folder: Path, *options: str, faults: list[dict[str, Any]] | None = None, **changes: Any
 ) -> processes.Started:
-    words = parity.arguments(RUN | {"job.dump_folder": str(folder)} | changes)
+    words = parity.arguments(parity.SAVING | {"job.dump_folder": str(folder)} | changes)
     env = os.environ | {"PYTHONPATH": str(ROOT / "scripts/faults"), "FAULTS": json.dumps(faults or [])}
     logs = f"--logs={folder}/logs"
     return processes.Started(["-m", "titanmoe", "train", *words, "--nproc=2", logs, *options], env)

@@ -74,6 +74,18 @@ def test_rows_are_copied_as_moe_kernels_says(monkeypatch: pytest.MonkeyPatch) ->
     assert asked and set(asked) == {"torch"}
 
 
+def check_round_trip(dispatcher: Dispatcher, case: str) -> None:
+    x_TD, weights_TK, chosen_TK = inputs(case, dispatcher.group.rank)
+    x_TD.requires_grad_()
+    weights_TK.requires_grad_()
+    want_TD = plain(x_TD, weights_TK, chosen_TK)
+    generator = torch.Generator().manual_seed(dispatcher.group.rank + 10)
+    cotangent = torch.randn(T, D, dtype=torch.float64, generator=generator)
+    want_grads = torch.autograd.grad(want_TD, (x_TD, weights_TK), cotangent)
+    for got, wanted in zip(round_trip(dispatcher, case), (want_TD, *want_grads), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+
+
 def check_case(dispatcher: Symmetric, case: str) -> None:
     group, local = dispatcher.group, dispatcher.local_experts
     expert_rank = group.rank // dispatcher.etp
@@ -89,15 +101,7 @@ def check_case(dispatcher: Symmetric, case: str) -> None:
         assert count_e.tolist() == counts and rows[sum(counts) :].eq(0).all()
         rows, weights = rows[: sum(counts)], weights[: sum(counts)]
     assert list(zip(rows[:, 0].tolist(), weights[:, 0].tolist(), strict=True)) == want
-
-    y_TD, *grads = round_trip(dispatcher, case)
-    x_TD.requires_grad_()
-    weights_TK.requires_grad_()
-    want_TD = plain(x_TD, weights_TK, chosen_TK)
-    cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
-    want_grads = torch.autograd.grad(want_TD, (x_TD, weights_TK), cotangent)
-    for got, wanted in zip((y_TD, *grads), (want_TD, *want_grads), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+    check_round_trip(dispatcher, case)
     assert not dispatcher.memory.overflowed
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from titanmoe.config import ConfigError, load
 from titanmoe.config.fields import to_toml
-from titanmoe.config.load import format_problems
 from titanmoe.config.schema import Config, Parallelism
+from titanmoe.rehearse.command import Report, print_report
 
 VARIED = ("gpus", "seq_len", "num_experts", "top_k")
 
@@ -57,24 +56,12 @@ def run_plan(args: argparse.Namespace) -> int:
         device = read_device(args.hardware)
     except ConfigError as error:
         problems += error.problems
-    if problems:
-        print(format_problems(problems), file=sys.stderr)
-        return 2
-    try:
+
+    def report() -> Report:
         lines, data, files = _planned(args, device)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    for file, text in (files | {args.json: json.dumps(data, indent=1) + "\n"}).items():
-        if file is None:
-            continue
-        try:
-            file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            print(f"error: cannot write {file}: {error.strerror}", file=sys.stderr)
-            return 2
-    return 0
+        return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, 0
+
+    return print_report(problems, report)
 
 
 def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
