@@ -28,7 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm.collectives import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
+from titanmoe.comm import collectives
+from titanmoe.comm.collectives import ALONE, Group, InFlight, all_gather, all_to_all, gather, scatter_sum
 from titanmoe.comm.host import ToHost
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
@@ -183,7 +184,7 @@ class AllToAll(_InPieces):
         entry_R, slot = assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin, sum(sizes))
         x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
         in_flight = [
-            (start(x, self.group, *split), start(weights, self.group, *split))
+            (collectives.start(x, self.group, *split), collectives.start(weights, self.group, *split))
             for x, weights, split in zip(
                 x_RD.split(sizes), weights_R1.split(sizes), zip(send, receive, strict=True), strict=True
             )
@@ -210,7 +211,7 @@ class AllToAll(_InPieces):
         if (rows := sum(send)) < len(x_RD):  # choices of no expert came last
             x_RD, weights_R1 = x_RD[:rows], weights_R1[:rows]
             route = route._replace(source_R=route.source_R[:rows], slot_TJ=route.slot_TJ.clamp(max=rows))
-        x, weights = (start(sent, self.group, send, receive) for sent in (x_RD, weights_R1))
+        x, weights = (collectives.start(sent, self.group, send, receive) for sent in (x_RD, weights_R1))
         regroup = by_expert(count_Ge, sum(receive), self.kernels) if G > 1 and e > 1 else None
         count_e = count_Ge.sum(0) if G > 1 else count_E
         return [Part(x, weights, count_e, Splits(regroup, send, receive))], route
@@ -220,7 +221,7 @@ class AllToAll(_InPieces):
 
     @named("dispatch")
     def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Splits]:
-        x_RD, weights_R1 = arrive(part.x_RD), arrive(part.weights_R1)
+        x_RD, weights_R1 = collectives.arrive(part.x_RD), collectives.arrive(part.weights_R1)
         if part.splits.regroup is not None:
             x_RD, weights_R1 = reorder_weighted(x_RD, weights_R1, *part.splits.regroup, self.kernels)
         return x_RD, weights_R1, part.count_e, part.splits
@@ -229,11 +230,11 @@ class AllToAll(_InPieces):
     def leave(self, y_RD: Tensor, splits: Splits) -> InFlight:
         if splits.regroup is not None:
             y_RD = reorder(y_RD, *reversed(splits.regroup), self.kernels)
-        return start(y_RD, self.group, splits.receive, splits.send)
+        return collectives.start(y_RD, self.group, splits.receive, splits.send)
 
     @named("combine")
     def land(self, back: list[InFlight], route: Route) -> Tensor:
-        pieces = [arrive(flight) for flight in back]
+        pieces = [collectives.arrive(flight) for flight in back]
         y_RD = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         return to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels)
 
@@ -293,14 +294,14 @@ class Hierarchical(_InPieces):
             to_rows(weights_TK, route.source_R, route.slot_TJ, self.kernels),
             choices_RK.to(torch.int32),
         )
-        return Relay(*(start(row, across, send, receive) for row in rows), bin * N, route)
+        return Relay(*(collectives.start(row, across, send, receive) for row in rows), bin * N, route)
 
     @named("dispatch")
     def parts(self, sent: Any) -> tuple[list[Part], Route]:
         if self.across.size == 1:
             return self.inner.parts(sent)
-        x_VD, weights_VK = arrive(sent.x_VD), arrive(sent.weights_VK)
-        chosen_VK = arrive(sent.chosen_VK).long() - self.across.rank * self.node_experts
+        x_VD, weights_VK = collectives.arrive(sent.x_VD), collectives.arrive(sent.weights_VK)
+        chosen_VK = collectives.arrive(sent.chosen_VK).long() - self.across.rank * self.node_experts
         here = (chosen_VK >= 0) & (chosen_VK < self.node_experts)
         chosen_VK = chosen_VK.where(here, self.node_experts)
         parts, inside = self.inner.parts(self.inner.start(x_VD, weights_VK, chosen_VK, sent.bin))
@@ -317,7 +318,7 @@ class Hierarchical(_InPieces):
         if self.across.size == 1:
             return self.inner.land(back, route)
         send, receive, inside = route.back
-        y_RD = arrive(start(self.inner.land(back, inside), self.across, receive, send))
+        y_RD = collectives.arrive(collectives.start(self.inner.land(back, inside), self.across, receive, send))
         return to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels)
 
 

@@ -27,7 +27,7 @@ from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher, SharedBuffers
-from titanmoe.moe.layer import described, move_biases, sum_statistics
+from titanmoe.moe.layer import layer_metrics, move_biases, sum_statistics
 from titanmoe.moe.symmetric import Memory
 from titanmoe.ops.region import measured_by, named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
@@ -63,7 +63,7 @@ class Totals:
 
 
 @dataclass
-class Found:
+class StepResult:
     """What the host learns of a step, between its gradients and its update."""
 
     loss: float
@@ -253,7 +253,7 @@ class Trainer:
 
     def gradients(
         self, slices: list[Slice], totals: Totals, buffers: SharedBuffers | None
-    ) -> tuple[Found, Tensor, dict[int, Tensor]]:
+    ) -> tuple[StepResult, Tensor, dict[int, Tensor]]:
         """Sums the gradients of the step. What the host has to know of it comes in one transfer, the only one of the
         Trainer in a step; the norm and each MoE layer's row of statistics are returned as tensors too.
         """
@@ -271,7 +271,7 @@ class Trainer:
         loss, mtp_loss = loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
         width = experts.shape[1]
         layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(blocks)}
-        found = Found(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
+        found = StepResult(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
         return found, norm, dict(zip(blocks, experts, strict=True))
 
     @named("forward backward")
@@ -316,11 +316,11 @@ class Trainer:
             "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
         )
 
-    def report(self, found: Found, lr: float) -> dict[str, Any]:
+    def report(self, found: StepResult, lr: float) -> dict[str, Any]:
         values = {"loss": found.loss, "grad_norm": found.norm, "lr": lr, "tokens": found.tokens}
         if self.config.model.mtp_depth:
             values["mtp_loss"] = found.mtp_loss
-        layers = {number: described(row, self.config.model.num_experts) for number, row in found.layers.items()}
+        layers = {number: layer_metrics(row, self.config.model.num_experts) for number, row in found.layers.items()}
         if isinstance(self.shared_buffers, Memory):
             values["overflow_reruns"] = self.overflow_reruns
         if layers:

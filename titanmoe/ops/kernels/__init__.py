@@ -3,7 +3,7 @@
 assign   which row each choice gets          titanmoe.moe.dispatch
 rows     tokens to routed rows and back      titanmoe.moe.permute
 rotate   rotary positions                    titanmoe.models.layers
-swiglu   the experts' activation             titanmoe.moe.experts.weighted
+swiglu   the experts' activation             titanmoe.moe.experts.plain_swiglu
 balance  how evenly scores are spread        titanmoe.moe.balance.spread
 route    scores, choice, weights, counts     titanmoe.moe.router
 quantise rows to 8 bits                      titanmoe.moe.fp8
