@@ -22,7 +22,8 @@ from tests import world
 from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.comm.host import ToHost
 from titanmoe.moe import dispatch
-from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical, assign_rows, by_expert, copy_rows, sort_by_expert
+from titanmoe.moe.assign import assign_rows, by_expert, copy_rows, sort_by_expert
+from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical
 from titanmoe.moe.permute import to_tokens
 
 E, K, T, D = 8, 3, 6, 4

@@ -17,7 +17,8 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.dispatch import AllToAll, Dispatcher, Route, SharedBuffers, assign_rows, copy_rows, sort_by_expert
+from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
+from titanmoe.moe.dispatch import AllToAll, Dispatcher, SharedBuffers
 from titanmoe.moe.permute import to_tokens
 from titanmoe.ops import device as devices
 from titanmoe.ops.region import named

@@ -24,7 +24,8 @@ from titanmoe.comm.collectives import Group, InFlight, all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.dispatch import AllToAll, Part, Route, SharedBuffers, Splits, assign_all_rows, copy_rows
+from titanmoe.moe.assign import Route, assign_all_rows, copy_rows
+from titanmoe.moe.dispatch import AllToAll, Part, SharedBuffers, Splits
 from titanmoe.ops.region import named
 
 ALIGN = 8  # rows: 16 bytes of bfloat16, which the grouped product needs where it sums over an expert's rows

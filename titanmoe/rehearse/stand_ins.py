@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.models.layers import promote
-from titanmoe.moe import dispatch
+from titanmoe.moe.assign import assign_all_rows, by_expert
 from titanmoe.parallel import attend, flex
 
 _aten = torch.ops.aten
@@ -111,11 +111,11 @@ def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
 
 
 def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
-    return dispatch.assign_all_rows(chosen_N.unsqueeze(1), experts, ep, etp, "torch")
+    return assign_all_rows(chosen_N.unsqueeze(1), experts, ep, etp, "torch")
 
 
 def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    return dispatch.by_expert(count_Ge, rows, "torch")
+    return by_expert(count_Ge, rows, "torch")
 
 
 FORMULAS = {f"titanmoe::{formula.__name__}": formula for formula in (count_choices, assign_choices, regroup)}

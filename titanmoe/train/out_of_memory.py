@@ -35,6 +35,7 @@ PLACES = {  # the innermost one in the traceback counts
     "parallel/context.py": "attention",
     "models/vocabulary.py": "embedding, head or loss",
     "moe/": "the MoE layer",
+    "moe/assign.py": "sending rows to experts",
     "moe/dispatch.py": "sending rows to experts",
     "moe/experts.py": "the experts",
 }

@@ -1,6 +1,6 @@
 """Triton kernels, each with its plain reference elsewhere. Nothing here is imported without Triton.
 
-assign   which row each choice gets          titanmoe.moe.dispatch
+assign   which row each choice gets          titanmoe.moe.assign
 rows     tokens to routed rows and back      titanmoe.moe.permute
 rotate   rotary positions                    titanmoe.models.layers
 swiglu   the experts' activation             titanmoe.moe.experts.plain_swiglu

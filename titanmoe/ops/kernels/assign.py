@@ -1,6 +1,6 @@
 """Which row of the send buffer each choice gets, and the order that groups arriving rows by expert.
 
-References: `titanmoe.moe.dispatch.assign_all_rows` and `by_expert`. Choices are sorted by expert and, within one, by
+References: `titanmoe.moe.assign.assign_all_rows` and `by_expert`. Choices are sorted by expert and, within one, by
 token. They are counted in blocks of consecutive choices; cumulative sums of the counts, by expert and then by block,
 say where a block's choices for an expert begin. No sort and no atomics: each number is written once.
 
