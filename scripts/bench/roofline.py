@@ -36,9 +36,10 @@ from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.ops.device import as_on  # noqa: E402
 from titanmoe.rehearse import hardware, stand_ins  # noqa: E402
 from titanmoe.rehearse.columns import columns  # noqa: E402
+from titanmoe.rehearse.fake_recorder import FakeRecorder  # noqa: E402
 from titanmoe.rehearse.place import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
-from titanmoe.rehearse.world import FakeRecorder, read_recipe, rehearse  # noqa: E402
+from titanmoe.rehearse.world import read_recipe, rehearse  # noqa: E402
 
 MODELS = {
     "mixtral": "family=mixtral size=8x7b",

@@ -26,8 +26,8 @@ from titanmoe.rehearse import values
 from titanmoe.rehearse.memory import SYMMETRIC
 
 if TYPE_CHECKING:
+    from titanmoe.rehearse.fake_recorder import FakeRecorder
     from titanmoe.rehearse.routing import Exchange
-    from titanmoe.rehearse.world import FakeRecorder
     from titanmoe.train.trainer import Trainer
 
 Rows = tuple[int, ...]
