@@ -73,7 +73,7 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
                 shard_placement_fn=_model_dim(block.moe.experts) if on_model_dim else None,
             )
         fully_shard(block, **options, mp_policy=policy)
-    # Backward begins where forward ends: with the head, and with what is nobody else's (a tied embedding).
+    # Backward begins where forward ends: with the head, and with what belongs to no block (a tied embedding).
     last = options | {"reshard_after_forward": False}
     ends = (model.embed_copy,) if model.shape.tie_embeddings else (model.embed, model.embed_copy, model.head)
     for end in ends:

@@ -206,7 +206,7 @@ def judge(positions: list[Position]) -> Finding:
 
 
 def _culprit(one: Position, by_rank: dict[int, Position]) -> tuple[int, ...]:
-    """The last rank of the chain of waits that starts here, or the ranks of its cycle, or nobody."""
+    """The last rank of the chain of waits that starts here, or the ranks of its cycle, or none."""
     chain = [one.rank]
     while chain[-1] in by_rank and (number := by_rank[chain[-1]].waits_in) is not None:
         absent = _absent(by_rank[chain[-1]], number, by_rank)
