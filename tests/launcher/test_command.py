@@ -44,7 +44,7 @@ def refused(*words: str) -> ConfigError:
         ("a.toml --data.paths x y --nproc=2 --fit", "a.toml", {"nproc": "2", "fit": "yes"}, "--data.paths x y"),
         ("--config a.toml --compile.enable --nproc-per-node 3", "a.toml", {"nproc": "3"}, "--compile.enable"),
         ("--fit a.toml --max_restarts 3", "a.toml", {"fit": "yes", "max-restarts": "3"}, ""),
-        ("debug --nproc auto", DEBUG, {"nproc": "auto"}, ""),
+        ("debug --nproc auto", "debug", {"nproc": "auto"}, ""),
         ("--training.steps 5 a.toml", "", {}, "--training.steps 5 a.toml"),  # a value, as far as can be known
     ],
 )

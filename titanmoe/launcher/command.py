@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from titanmoe.config import ConfigError, load
 from titanmoe.config.load import format_problems
 from titanmoe.config.recipe import RecipeError, declared, read_recipe
+from titanmoe.config.recipes import find
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
@@ -128,18 +129,7 @@ def split(words: Sequence[str]) -> Request:
             override = True
         else:
             request.recipe = word
-    request.recipe = find(request.recipe)
     return request
-
-
-def find(recipe: str) -> str:
-    """A file, or the name of a recipe that comes with titanmoe, such as debug."""
-    if recipe and not Path(recipe).suffix and not Path(recipe).exists():
-        package = Path(__file__).resolve().parents[1]  # of a wheel; a checkout has them next to it
-        for folder in (Path(), package, package.parent):
-            if (file := folder / "train_configs" / f"{recipe}.toml").is_file():
-                return str(file)
-    return recipe
 
 
 class Misfit(ConfigError):
@@ -194,7 +184,7 @@ def _requested(request: Request) -> tuple[int | None, str]:
     """The number of ranks that the recipe is written for and its device, as far as they can be read."""
     wanted, seen = None, []
     with contextlib.suppress(RecipeError):
-        wanted = declared(read_recipe(request.recipe).text) if request.recipe else None
+        wanted = declared(read_recipe(str(find(request.recipe))).text) if request.recipe else None
     with contextlib.suppress(ConfigError):  # `judge` raises it again
         load(request.words, preset, lambda config: seen.append(config) or ["only looked at"])
     return wanted, seen[0].training.device if seen else "auto"

@@ -224,7 +224,7 @@ def _set_modes_in_pair_thread(trainer: Trainer, modes: list[Any]) -> None:
     trainer.engine.pairs._here = with_modes
 
 
-def read_recipe(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
+def resolved_config(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
     """The resolved config of a recipe, checked for that hardware, without looking for an earlier run of its name."""
 
     def without_run(config: Config) -> Config:
@@ -254,8 +254,8 @@ def rehearse(
     node: int = 8,
     steps: int = 1,
 ) -> Rehearsal:
-    """The last of `steps` steps, as on the hardware of that name. config: from `read_recipe`. routing: a number is its
-    imbalance.
+    """The last of `steps` steps, as on the hardware of that name. config: from `resolved_config`. routing: a number is
+    its imbalance.
     """
     hardware = HARDWARE[name]
     config, left_out = _supported(config, hardware)
