@@ -63,7 +63,7 @@ class Totals:
 
 
 @dataclass
-class StepResult:
+class Found:
     """What the host learns of a step, between its gradients and its update."""
 
     loss: float
@@ -253,7 +253,7 @@ class Trainer:
 
     def gradients(
         self, slices: list[Slice], totals: Totals, buffers: SharedBuffers | None
-    ) -> tuple[StepResult, Tensor, dict[int, Tensor]]:
+    ) -> tuple[Found, Tensor, dict[int, Tensor]]:
         """Sums the gradients of the step. What the host has to know of it comes in one transfer, the only one of the
         Trainer in a step; the norm and each MoE layer's row of statistics are returned as tensors too.
         """
@@ -271,7 +271,7 @@ class Trainer:
         loss, mtp_loss = loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
         width = experts.shape[1]
         layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(blocks)}
-        found = StepResult(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
+        found = Found(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
         return found, norm, dict(zip(blocks, experts, strict=True))
 
     @named("forward backward")
@@ -316,7 +316,7 @@ class Trainer:
             "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
         )
 
-    def report(self, found: StepResult, lr: float) -> dict[str, Any]:
+    def report(self, found: Found, lr: float) -> dict[str, Any]:
         values = {"loss": found.loss, "grad_norm": found.norm, "lr": lr, "tokens": found.tokens}
         if self.config.model.mtp_depth:
             values["mtp_loss"] = found.mtp_loss
