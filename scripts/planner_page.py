@@ -72,8 +72,8 @@ CALIBRATION = (
 """One of each kind of strategy and of each thing that a factor stands for; three of the nine models, and all rows of
 AutoModel, have none."""
 START = Factors(matrix=1.0, attention=1.0, memory=0.8, link=0.7, network=0.7, hidden=0.7, block=4e-4, busiest=1.2)
-"""First guesses; the fit is pulled towards them, because eight rows alone cannot tell eight factors apart."""
-PULL = {
+"""What one would guess; the fit is drawn towards it, because eight rows cannot tell eight factors apart alone."""
+DRAWN = {
     "matrix": 0.1,
     "attention": 0.15,
     "memory": 0.2,
@@ -105,7 +105,7 @@ class Run:
     virtual: int
     learned: bool
     cheap: bool
-    """The row does not state recomputation."""
+    """Recomputation unsaid."""
 
 
 @dataclass(frozen=True)
@@ -300,7 +300,7 @@ def fit(rows: list[dict[str, Any]]) -> Factors:
         return [(log(step) - want) / NOISE for step, want in zip(steps, wanted, strict=True)]
 
     start = [log(getattr(START, name)) for name in names]
-    spread = [PULL[name] for name in names]
+    spread = [DRAWN[name] for name in names]
     at = list(start)
     for _ in range(6):
         here = errors(at)
@@ -342,16 +342,16 @@ CAUSES = {
     "mpf-t4-mixtral-8x22b-fsdp+ep": HIDES + "; its rate rises from 128 to 256 GPUs, where more of them cross nodes",
     "mpf-t4-qwen2-57b-a14b-fsdp+ep": HIDES,
     "mpf-t4-mixtral-8x22b-g8t8-fsdp+ep-1024g": HIDES,
-    "mpf-t4-mixtral-8x22b-g8t8-mcore": "all-to-alls across nodes slow down as the job grows, which no formula here has",
+    "mpf-t4-mixtral-8x22b-g8t8-mcore": "all-to-alls across nodes slow down as the job grows: no formula here has that",
     "zoo-qwen235-a2a": "learned routing of its own; an old release (one mapping's rate rose by 77 % between two)",
-    "zoo-qwen235-newest": "hidden all-to-alls are priced as free, but share the device with the products",
+    "zoo-qwen235-newest": "hidden all-to-alls are taken for free, and share the device with the products",
     "zoo-qwen235-long16k": "learned routing, more uneven than where the factor was fitted",
-    "automodel-dsv3-256": "its checkpointing costs no time (its rate is above that without): not whole blocks",
+    "automodel-dsv3-256": "its checkpointing costs no time (its rate is above that without): not of whole blocks",
     "automodel-qwen30b-8": "as automodel-dsv3-256; " + STATE,
     "automodel-dsv3-1024": STATE,
     "bridge-skill-qwen30b-overlap-on": "overlap gained nothing there (20.1 s without), and here it hides all-to-alls",
-    "bridge-skill-moonlight": "one microbatch a step: bound by host time that no factor here covers",
-    "mpf-t3-llama3-8x70b-fsdp-256g": "what filled the memory is not said; sharded over 256 ranks it fits by any count",
+    "bridge-skill-moonlight": "one microbatch a step: bound by a host whose time no factor here stands for",
+    "mpf-t3-llama3-8x70b-fsdp-256g": "not stated what filled the memory; sharded over 256 ranks it fits by every count",
     "bridge-2": "attention with sinks and windows by slower kernels, and products of odd widths (2,880)",
 }
 """The likely cause, by the beginning of a row's name, where it is off by more than MISS."""

@@ -191,7 +191,7 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
         if layer in layers:
             layers[layer].router.expert_bias.copy_(torch.tensor(bias if trainer.step == 0 else [0.0] * len(bias)))
         report = trainer.train_step()
-        flags.append(bool(trainer.shared_buffers.overflowed))
+        flags.append(bool(trainer.symmetric.overflowed))
         assert all(moe.dispatcher.memory is None for moe in layers.values()), "not exact outside of a step"
         return report
 

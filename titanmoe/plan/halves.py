@@ -29,7 +29,7 @@ NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL = (10, 20), (4, 4), (6, 10), (8, 8), (6, 4
 PLAIN_NORM, PLAIN_ROPE, PLAIN_SWIGLU = (40, 110), (53, 53), (6, 15)
 """The same of our plain operations in float32, as a rehearsal on h100 counts them (docs/rehearse.md)."""
 FUSED_NETWORK = 0.86
-"""Share of the network that DeepEP reaches: 43 of 50 GB/s on 16 ranks (its README)."""
+"""Of the network, what DeepEP reaches: 43 of 50 GB/s on 16 ranks (its README)."""
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ class Links:
         return self._delay(group) + max(inside, between)
 
     def exchange(self, group: Group, sent: float, across: float | None = None) -> float:
-        """All-to-all of `sent` bytes per rank, its own included. across: those that leave the domain, if not their
-        even share."""
+        """All-to-all of `sent` bytes per rank, its own included. across: those that leave the domain, if it is not
+        their even share."""
         n, near = group.size, group.near(self.domain)
         if n == 1:
             return 0.0

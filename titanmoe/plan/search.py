@@ -1,9 +1,8 @@
 """The fastest of all legal mappings of a recipe on a number of devices.
 
-Mappings are priced in the order of a lower bound on their time: what their blocks cost one after the other under the
-schedule, without the messages of weights, the optimizer and the ends of the model. The search is over once no bound is
-below the slowest mapping to be shown: nothing that is left can be faster. Of the experts' replicas only the default
-number is tried.
+Mappings are taken by a bound on their time: what blocks cost one after the other under their schedule, without weights'
+messages, the optimizer and the ends of the model. When no bound is below the slowest that would be shown, the search is
+over: nothing that was left out can be faster. Of replicas of the experts only the default is tried.
 """
 
 from __future__ import annotations
@@ -134,7 +133,7 @@ def search(
 
 
 def _found(config: Config, one: Candidate, pricer: Pricer, imbalance: float, room: float = inf) -> Iterator[Found]:
-    """With one replica, and with as many as put each within one domain of the fast link."""
+    """With one replica, and with so many that each lies within one domain of the fast link."""
     fold = one.fold
     inside = pricer.device.domain // (fold.cp * fold.tp)
     replicas = {1, fold.dp // inside if inside and fold.dp % inside == 0 else 1}

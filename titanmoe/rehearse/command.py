@@ -94,9 +94,9 @@ def _report(args: argparse.Namespace) -> Report:
     from titanmoe.rehearse.recorded import recorded_routing
     from titanmoe.rehearse.roles import check_roles, roles
     from titanmoe.rehearse.table import as_json, table, table_of_roles
-    from titanmoe.rehearse.world import rehearse, resolved_config
+    from titanmoe.rehearse.world import read_recipe, rehearse
 
-    config = resolved_config(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
+    config = read_recipe(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not args.all_roles:
         rehearsed = [rehearse(config, args.world, args.rank, args.hardware, routing, args.node)]
@@ -115,10 +115,10 @@ def _compare(args: argparse.Namespace) -> Report:
     """Compares the dumps of a hung run with what its ranks should issue."""
     from titanmoe.rehearse.hang import find_hang
     from titanmoe.rehearse.trace import read_dumps
-    from titanmoe.rehearse.world import resolved_config
+    from titanmoe.rehearse.world import read_recipe
 
     dumps = read_dumps(args.trace)
-    config = resolved_config(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
+    config = read_recipe(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
     found = find_hang(config, args.world, args.hardware, args.node, dumps)
     data = {"trace": {"stuck": found.stuck, "lines": found.lines}}
     return list(found.lines), {args.json: json.dumps(data, indent=1) + "\n", args.picture: ""}, 1 if found.stuck else 0

@@ -85,14 +85,14 @@ def _fold(roles: dict[int, Rehearsal]) -> Fold:
     return next(iter(roles.values())).fold
 
 
-def _locate(rehearsal: Rehearsal, dump: Dump) -> Position | str:
+def _locate(role: Rehearsal, dump: Dump) -> Position | str:
     gloo = dump.backend == "gloo"  # which records no sends or receives, and does a reduce-scatter as an all-reduce
-    comms = {name: (f"{g.lane} {g.axes}", _members(g, dump.rank)) for name, g in rehearsal.groups.items()}
-    program = Program(dump.rank, rehearsal.log, comms)
+    comms = {name: (f"{g.lane} {g.axes}", _members(g, dump.rank)) for name, g in role.groups.items()}
+    program = Program(dump.rank, role.log, comms)
     unrecorded = SYMMETRIC + (POINT_TO_POINT if gloo else ())
-    expected = [i for i, m in enumerate(rehearsal.log.messages) if m.op not in unrecorded]
-    wanted = [_expected_key(rehearsal.log.messages[i], program, gloo) for i in expected]
-    find = _communicator_finder(rehearsal, dump, comms)
+    expected = [i for i, m in enumerate(role.log.messages) if m.op not in unrecorded]
+    wanted = [_expected_key(role.log.messages[i], program, gloo) for i in expected]
+    find = _communicator_finder(role, dump, comms)
     ours = [(one, comm) for one in dump.issued if (comm := find(one)) is not None]
     keys, issued = [_key(*pair) for pair in ours], [one for one, _ in ours]
     last = {comm: one.number for one, comm in ours if one.op not in POINT_TO_POINT}
@@ -124,14 +124,14 @@ def _members(group: NamedGroup, rank: int) -> tuple[int, ...]:
     return next(part for part in group.parts if rank in part)
 
 
-def _communicator_finder(rehearsal: Rehearsal, dump: Dump, comms: dict[str, Comm]) -> Callable[[Issued], Comm | None]:
+def _communicator_finder(role: Rehearsal, dump: Dump, comms: dict[str, Comm]) -> Callable[[Issued], Comm | None]:
     """Finds the communicator of an operation: by its ranks if the dump lists them, otherwise by torch's name for it.
 
     torch numbers groups in the order in which they are made, and every rank makes all parts in the same order.
     """
     by_ranks, by_name = {}, {}
-    for name, group in rehearsal.groups.items():
-        ours, theirs = (next(i for i, part in enumerate(group.parts) if r in part) for r in (rehearsal.rank, dump.rank))
+    for name, group in role.groups.items():
+        ours, theirs = (next(i for i, part in enumerate(group.parts) if r in part) for r in (role.rank, dump.rank))
         by_ranks[group.lane, comms[name][1]] = comms[name]
         if name.isdecimal():
             by_name[str(int(name) - ours + theirs)] = comms[name]
@@ -206,7 +206,7 @@ def judge(positions: list[Position]) -> Finding:
 
 
 def _culprit(one: Position, by_rank: dict[int, Position]) -> tuple[int, ...]:
-    """The last rank of the chain of waits that starts here, or the ranks of its cycle, or none."""
+    """The last rank of the chain of waits that starts here, or the ranks of its cycle, or nobody."""
     chain = [one.rank]
     while chain[-1] in by_rank and (number := by_rank[chain[-1]].waits_in) is not None:
         absent = _absent(by_rank[chain[-1]], number, by_rank)

@@ -27,7 +27,7 @@ from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher, SharedBuffers
-from titanmoe.moe.layer import layer_metrics, move_biases, sum_statistics
+from titanmoe.moe.layer import described, move_biases, sum_statistics
 from titanmoe.moe.symmetric import Memory
 from titanmoe.ops.region import measured_by, named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
@@ -107,7 +107,7 @@ class Trainer:
         self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
-        self.shared_buffers = reserve_buffers(config, self.meshes, self.device)
+        self.symmetric = reserve_buffers(config, self.meshes, self.device)
         self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
 
         self.optimizer, self.on_gradients = optimizer(self.parameters, config.optimizer), on_gradients
@@ -222,7 +222,7 @@ class Trainer:
         self.clock.lap("data")
 
         slices = self.slices(batches)
-        found, norm, experts = self.gradients(slices, totals, self.shared_buffers)
+        found, norm, experts = self.gradients(slices, totals, self.symmetric)
         if found.overflowed:  # the receive buffer of some rank was too small, so the pass is void
             self.overflow_reruns += 1
             for parameter in self.parameters.values():
@@ -252,13 +252,13 @@ class Trainer:
         return [take_slice(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
 
     def gradients(
-        self, slices: list[Slice], totals: Totals, buffers: SharedBuffers | None
+        self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None
     ) -> tuple[Found, Tensor, dict[int, Tensor]]:
         """Sums the gradients of the step. What the host has to know of it comes in one transfer, the only one of the
         Trainer in a step; the norm and each MoE layer's row of statistics are returned as tensors too.
         """
         with measured_by(self.clock):
-            sums = self.forward_backward(slices, totals, buffers)
+            sums = self.forward_backward(slices, totals, symmetric)
         self.finish_gradients()
         self.clock.lap("forward_backward")
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
@@ -275,21 +275,21 @@ class Trainer:
         return found, norm, dict(zip(blocks, experts, strict=True))
 
     @named("forward backward")
-    def forward_backward(self, slices: list[Slice], totals: Totals, buffers: SharedBuffers | None) -> Tensor:
+    def forward_backward(self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None) -> Tensor:
         """The losses, whether any rank wants to stop, and whether a receive buffer was too small, in one message.
 
-        buffers: what to lend to the layers' dispatchers, which are exact without it.
+        symmetric: what to lend to the layers' dispatchers, which are exact without it.
         """
         layers = self.moe_layers.values()
         for moe in layers:
             moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
         # The only division: sums over labels by their global count. Every reduction is a sum.
         labels = totals.labels.clamp(min=1)
-        with buffers.lent_to(layers) if buffers else nullcontext():
+        with symmetric.lent_to(layers) if symmetric else nullcontext():
             loss = self.engine.run(slices, labels)
         mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
         stop = torch.full_like(loss, self.wants_to_stop())
-        overflowed = buffers.overflowed.to(loss.dtype) if buffers else torch.zeros_like(loss)
+        overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
         return all_reduce(torch.stack((loss, mtp_loss, stop, overflowed)), self.meshes.world)
 
     @named("finish gradients")
@@ -320,8 +320,8 @@ class Trainer:
         values = {"loss": found.loss, "grad_norm": found.norm, "lr": lr, "tokens": found.tokens}
         if self.config.model.mtp_depth:
             values["mtp_loss"] = found.mtp_loss
-        layers = {number: layer_metrics(row, self.config.model.num_experts) for number, row in found.layers.items()}
-        if isinstance(self.shared_buffers, Memory):
+        layers = {number: described(row, self.config.model.num_experts) for number, row in found.layers.items()}
+        if isinstance(self.symmetric, Memory):
             values["overflow_reruns"] = self.overflow_reruns
         if layers:
             for name in AUX:
