@@ -63,7 +63,7 @@ def test_no_pair_is_lost_or_let_in(size: int, chunk: int, window: int, documents
         blocks = padded.unflatten(2, (-1, MASK_BLOCK)).unflatten(1, (-1, MASK_BLOCK))
         assert not (blocks.any((2, 4)) & ~(asks | takes)).any(), "a block with pairs is left out"
         assert not (takes & ~blocks.all(4).all(2)).any(), "a block is taken whole, and is not"
-        if document is None:  # then no block is visited for nothing
+        if document is None and (size == 1 or not window):  # a window may lie in a gap of zigzag's positions
             assert not (asks & ~blocks.any((2, 4))).any()
 
 
