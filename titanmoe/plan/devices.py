@@ -33,7 +33,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "launch": (0, 1e-3),
     "price": (0, 1000),
 }
-"""Every figure of a file, and its plausible range."""
+"""Every figure of a file, and what is not absurd."""
 
 
 @dataclass(frozen=True)

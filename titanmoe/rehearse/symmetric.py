@@ -114,7 +114,7 @@ def as_if_supported() -> Iterator[None]:
         yield
 
 
-def repeat_if_too_small(trainer: Trainer, exchange: Exchange) -> None:
+def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
     """Make the step see whether the receive buffers of symmetric memory are too small for the stated routing."""
     real, first = trainer.gradients, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
     stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
@@ -123,7 +123,7 @@ def repeat_if_too_small(trainer: Trainer, exchange: Exchange) -> None:
         found, *rest = real(slices, totals, memory)
         if memory is not None:
             with outside():
-                found.overflowed = float(_overflows(exchange, memory, layers, stage))
+                found.overflowed = float(_overflows(lent, memory, layers, stage))
         return found, *rest
 
     trainer.gradients = gradients
