@@ -6,10 +6,10 @@
     torchrun --nproc-per-node 8 scripts/check_cluster.py --config RECIPE.toml   # wires of that recipe's mapping
     torchrun --nproc-per-node 8 scripts/check_cluster.py --only dispatcher --json cluster.json
 
-Two steps of a small model in float32 under each mapping, dispatcher and schedule; loss and gradient norm must be those
-of the same steps on one rank. Then every axis of a mapping sends messages of two sizes, all its groups at once as in
-training. Ends with "this cluster is fit" and exit status 0, or with the problems and 1. docs/multi_node.md reads the
-table.
+Two steps of a small model in float32 under each mapping, dispatcher and schedule; loss and gradient norm must equal
+those of the same steps on one rank. Then every axis of a mapping sends messages of two sizes, all its groups at once as
+in training. Ends with "this cluster is fit" and exit status 0, or with the problems and 1. docs/multi_node.md explains
+the table.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ BASE: dict[str, Any] = {
 
 
 def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
-    """Changes of the base by the name of what they try. What a world or a machine cannot run is listed with the reason.
+    """Changes to BASE, by the name of what they test. What a world or a machine cannot run is listed with the reason.
 
     node: ranks of a node.
     """
@@ -93,7 +93,7 @@ def cases(world: int, node: int) -> dict[str, dict[str, Any]]:
 
 
 def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
-    """The same for a world and for a single rank, so that both see the same samples."""
+    """The same for the whole world and for a single rank, so that both see the same samples."""
     sizes = {
         "model.num_experts": world * math.ceil(8 / world),
         "training.global_batch_size": 2 * world,
@@ -105,7 +105,7 @@ def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
     return argv
 
 
-# ---- the same numbers as on one rank
+# ---- the same numbers as one rank
 
 
 @dataclass
@@ -143,7 +143,7 @@ def numbers(config: Config, runtime: Runtime) -> tuple[list[float], float]:
 
 
 def of_one_rank(world: int, device: str) -> list[float]:
-    """In a process that no launcher started; on rank 0, while the others wait."""
+    """The numbers of one rank, from a process without a launcher; on rank 0, while the others wait."""
     taken = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
     command = [sys.executable, __file__, "--alone", str(world), "--device", device]
@@ -180,9 +180,9 @@ class Wire:
     ranks: int
     message: str
     microseconds: float
-    """For a small message."""
+    """For a SMALL message."""
     gigabytes: float
-    """Per second, out of and into each rank, for a large message."""
+    """Per second, out of and into each rank, for a LARGE message."""
 
     def line(self) -> str:
         return (
@@ -264,7 +264,7 @@ def versions(runtime: Runtime) -> list[str]:
 
 
 def check(runtime: Runtime, chosen: list[str], recipe: str) -> dict[str, Any]:
-    """Runs on every rank and returns the same findings on all."""
+    """Runs on every rank, and returns the same on all."""
     node = int(os.environ.get("LOCAL_WORLD_SIZE", runtime.world))
     device = f"{runtime.device.type} {torch.cuda.get_device_name() if runtime.device.type == 'cuda' else ''}".strip()
     places: list[Any] = [None] * runtime.world
@@ -301,9 +301,9 @@ def check(runtime: Runtime, chosen: list[str], recipe: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="", help="a recipe, whose mapping's axes are measured")
-    parser.add_argument("--only", nargs="+", default=[], help="run the cases whose names hold one of these words")
+    parser.add_argument("--only", nargs="+", default=[], help="run the cases whose names contain one of these words")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--json", help="write what was found to this file")
+    parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--alone", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:

@@ -1,4 +1,4 @@
-"""What mkdocs needs to show files outside docs/: README.md as the first page, and every file that a page links to."""
+"""Lets mkdocs show files outside docs/: README.md as the first page, and every file that a page links to."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
-"""Their places on the site."""
+"""Their paths on the site."""
 LINK = re.compile(r"\]\((?!\w+://|#|mailto:)([^)#\s]+)([^)\s]*)\)")
 
 
 def source(page: str) -> str:
     """The file of the repository that a page of the site is made from."""
-    return next((name for name, place in PAGES.items() if place == page), f"docs/{page}")
+    return next((name for name, path in PAGES.items() if path == page), f"docs/{page}")
 
 
-def place(name: str) -> str:
-    """Where the site has a file of the repository."""
+def site_path(name: str) -> str:
+    """The path on the site of a file of the repository."""
     return PAGES.get(name) or name.removeprefix("docs/")
 
 
@@ -36,13 +36,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for page in [file for file in files if file.is_documentation_page()]:
         for link, _ in LINK.findall((ROOT / source(page.src_uri)).read_text(encoding="utf-8")):
             name = target(link, page.src_uri)
-            if (ROOT / name).is_file() and files.get_file_from_path(place(name)) is None:
-                files.append(File.generated(config, place(name), abs_src_path=str(ROOT / name)))
+            if (ROOT / name).is_file() and files.get_file_from_path(site_path(name)) is None:
+                files.append(File.generated(config, site_path(name), abs_src_path=str(ROOT / name)))
     return files
 
 
 def on_page_markdown(markdown: str, page, **_: object) -> str:
-    """Links lead to where the site has their files."""
+    """Point links to their files on the site."""
     here = page.file.src_uri
     folder = str(PurePosixPath(here).parent)
-    return LINK.sub(lambda m: f"]({relpath(place(target(m[1], here)), folder)}{m[2]})", markdown)
+    return LINK.sub(lambda m: f"]({relpath(site_path(target(m[1], here)), folder)}{m[2]})", markdown)

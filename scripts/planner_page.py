@@ -1,9 +1,9 @@
 """The planner against published runs: fits its eight factors, predicts the other rows and writes docs/planner.md.
 
-    python scripts/planner_page.py            write what stands below the mark in the page
+    python scripts/planner_page.py            write the page below the mark
     python scripts/planner_page.py --fit      print the factors that the calibration rows give
 
-Rows are tests/data/published_runs.jsonl, each with its source. What they leave unsaid is filled by one rule, RULE,
+Rows are tests/data/published_runs.jsonl, each with its source. What they leave out is filled in by one rule, RULE,
 which was written before anything was compared, as were the calibration rows. No row has a parameter of its own.
 """
 
@@ -83,7 +83,7 @@ DRAWN = {
     "block": 0.7,
     "busiest": 0.2,
 }
-"""How far, as the standard deviation of a factor's logarithm; that of a row's is NOISE."""
+"""How loosely, as the standard deviation of a factor's logarithm; that of a row's is NOISE."""
 NOISE = 0.05
 RULE = (
     "microbatch: 1. Virtual stages: one layer each if the layers divide by pp and the microbatches by pp, else 1. "
@@ -94,7 +94,7 @@ RULE = (
 )
 PAPER = "arXiv 2504.14960"
 UNDER = (1, 2, 4)
-"""Microbatches that the range of a row without one runs over."""
+"""Microbatches in the range of a row that states none."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Run:
 class Prediction:
     price: Price
     memory: float
-    """Bytes that tensors ask for, on the fullest rank."""
+    """Bytes that tensors request, on the fullest rank."""
     fits: bool
 
 
@@ -184,7 +184,7 @@ def run_of(row: dict[str, Any], microbatch: int = 0, virtual: int = 0) -> Run | 
 
 
 def published_step(row: dict[str, Any]) -> float | None:
-    """Seconds. A rate is turned into them by the FLOPs that its source counts."""
+    """Seconds. A rate is converted by the FLOPs that its source counts."""
     if row["step_s"]:
         return row["step_s"]
     tokens = row["gbs"] * row["seq"]
@@ -288,7 +288,7 @@ def _kept(run: Run, layer: int) -> float:
 
 
 def fit(rows: list[dict[str, Any]]) -> Factors:
-    """Gauss-Newton on logarithms: of the calibration rows' errors, and of how far factors are from START."""
+    """Gauss-Newton on logarithms: the calibration rows' errors, and the factors' distances from START."""
     chosen = [row for row in rows if row["id"] in CALIBRATION]
     names = [field.name for field in fields(Factors)]
     wanted = [log(published_step(row)) for row in chosen]
@@ -354,7 +354,7 @@ CAUSES = {
     "mpf-t3-llama3-8x70b-fsdp-256g": "not stated what filled the memory; sharded over 256 ranks it fits by every count",
     "bridge-2": "attention with sinks and windows by slower kernels, and products of odd widths (2,880)",
 }
-"""What is thought to be the cause, by the beginning of a row's name, where it misses by more than MISS."""
+"""The likely cause, by the beginning of a row's name, where it is off by more than MISS."""
 MISS = 0.10
 
 
@@ -475,7 +475,7 @@ def correlations(rows: list[Row]) -> list[tuple[str, ...]]:
 
 
 def best_mappings() -> list[tuple[str, ...]]:
-    """Of our own stack, for the models and worlds of Table 3, beside what was published as fastest."""
+    """Of our own stack, for the models and worlds of Table 3, next to what was published as fastest."""
     body = []
     for name, world, published in (
         ("Mixtral-8x22B", 128, "pp 8 tp 2 ep 8 etp 1"),
@@ -501,7 +501,7 @@ def best_mappings() -> list[tuple[str, ...]]:
 
 
 def verdicts(scored: list[Row]) -> list[tuple[str, ...]]:
-    """Of what was asked for, what was reached."""
+    """Which aims were reached."""
     held = [abs(one.error) for one in scored if one.published and not one.calibration]
     ooms = [one for one in scored if one.oom]
     found = sum(not one.predicted.fits for one in ooms)
@@ -527,11 +527,11 @@ def verdicts(scored: list[Row]) -> list[tuple[str, ...]]:
 
 
 def made(rows: list[dict[str, Any]], factors: Factors) -> str:
-    """What stands below the page's mark."""
+    """The page below its mark."""
     scored = judged(rows, factors)
     lines = ["", *table_of(("held-out rows", "aim", "found", "reached"), verdicts(scored))]
     lines += table_of(("held-out rows", "rows", "median", "90th percentile", "worst"), summary(scored))
-    lines += [*wrap(f"What rows leave unsaid: {RULE}", 120), ""]
+    lines += [*wrap(f"What rows leave out: {RULE}", 120), ""]
     what = [
         (f.name, f"{getattr(START, f.name):g}", f"{getattr(factors, f.name):g}", said)
         for f, said in zip(fields(Factors), docs_of(Factors), strict=True)
@@ -543,7 +543,16 @@ def made(rows: list[dict[str, Any]], factors: Factors) -> str:
     head = ("model", "rows", "rank correlation", "published as fastest", "planned as fastest")
     lines += table_of(head, correlations(scored))
     lines += ["## Every row", ""]
-    head = ("row", "published, s", "predicted, s", "error", "range of the unsaid, s", "memory, GiB", "binds", "cause")
+    head = (
+        "row",
+        "published, s",
+        "predicted, s",
+        "error",
+        "range over the unstated, s",
+        "memory, GiB",
+        "binds",
+        "cause",
+    )
     lines += table_of(head, [cells(one) for one in sorted(scored, key=lambda one: not one.calibration)])
     lines += ["Listed, not scored:", ""]
     lines += [f"* {row['id']}: {why}" for row in rows if (why := why_not(row))]
@@ -551,7 +560,7 @@ def made(rows: list[dict[str, Any]], factors: Factors) -> str:
 
 
 def docs_of(kind: type) -> list[str]:
-    """What stands below each field of a dataclass, on one line."""
+    """The docstring below each field of a dataclass, on one line."""
     import ast
     import inspect
 

@@ -96,45 +96,45 @@ def rope_offset_wrong() -> Callable[[], None]:
     """Each cp rank counts positions from its own start."""
     from titanmoe.train import trainer
 
-    def shifted(cut: Any) -> Any:
+    def shifted(take_slice: Any) -> Any:
         def run(*args: Any) -> Any:
-            piece = cut(*args)
+            piece = take_slice(*args)
             position = torch.arange(piece.tokens.position_BS.shape[1]).expand_as(piece.tokens.position_BS)
             return piece._replace(tokens=piece.tokens._replace(position_BS=position))
 
         return run
 
-    return _patch(trainer, "cut", shifted)
+    return _patch(trainer, "take_slice", shifted)
 
 
 def label_shifted_across_shard_edge() -> Callable[[], None]:
     """Labels made from a rank's own ids: the last of each piece is lost."""
     from titanmoe.train import trainer
 
-    def shifted(cut: Any) -> Any:
+    def shifted(take_slice: Any) -> Any:
         def run(*args: Any) -> Any:
-            piece = cut(*args)
+            piece = take_slice(*args)
             labels = piece.labels_BS.clone()
             labels[:, -1] = piece.ids_BS[:, 0]
             return piece._replace(labels_BS=labels.where(piece.labels_BS != -100, -100))
 
         return run
 
-    return _patch(trainer, "cut", shifted)
+    return _patch(trainer, "take_slice", shifted)
 
 
 def next_token_within_a_shard() -> Callable[[], None]:
     """Multi-token prediction's input made from a rank's own ids: the last of each piece sees the piece's first."""
     from titanmoe.train import trainer
 
-    def rolled(cut: Any) -> Any:
+    def rolled(take_slice: Any) -> Any:
         def run(*args: Any) -> Any:
-            piece = cut(*args)
+            piece = take_slice(*args)
             return piece._replace(tokens=piece.tokens._replace(next_BS=piece.ids_BS.roll(-1, 1)))
 
         return run
 
-    return _patch(trainer, "cut", rolled)
+    return _patch(trainer, "take_slice", rolled)
 
 
 def balance_terms_by_the_wrong_group() -> Callable[[], None]:

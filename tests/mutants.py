@@ -136,8 +136,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         (
             "bins inside a node have room for only one node's rows",
-            "for row in rows), bin * N, home)",
-            "for row in rows), bin, home)",
+            "for row in rows), bin * N, route)",
+            "for row in rows), bin, route)",
         ),
     ],
     ("moe/permute.py", f"tests/moe/test_permute.py {ALONE}"): [
@@ -150,8 +150,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("moe/experts.py", "tests/moe/test_experts.py"): [
         (
             "an expert's last bias is not weighted",
-            "torch.addmm(y_RD, (of_Re * weight_R1).to(y_RD.dtype), bias_eD)",
-            "torch.addmm(y_RD, of_Re.to(y_RD.dtype), bias_eD)",
+            "torch.addmm(y_RD, (member_Re * weight_R1).to(y_RD.dtype), bias_eD)",
+            "torch.addmm(y_RD, member_Re.to(y_RD.dtype), bias_eD)",
         ),
         (
             "gates are clamped from below as well",

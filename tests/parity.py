@@ -57,6 +57,16 @@ TINY: dict[str, Any] = {
     "lr_schedule.warmup_steps": 1,
     "metrics.tensorboard": False,
 }
+SAVING = TINY | {
+    "training.global_batch_size": 4,
+    "data.source": "synthetic",
+    "checkpoint.enable": True,
+    "checkpoint.interval": 1,
+    "checkpoint.save": "sync",
+    "metrics.console": "lines",
+    "job.name": "run",
+}
+"""A run that saves every step."""
 
 
 def arguments(changes: dict[str, Any]) -> list[str]:

@@ -213,8 +213,8 @@ def test_flex_attention_of_a_ranks_queries_is_the_plain_one(rank: int) -> None:
     """As under allgather with cp = 2, values narrower than keys as in latent attention."""
     q, k, v = (torch.randn(2, 512, 4, w, device="cuda", dtype=torch.bfloat16, requires_grad=True) for w in (96, 96, 64))
     document, placement = torch.arange(512, device="cuda").expand(2, -1) // 200, Placement(2, zigzag=True)
-    want = placement.cut(causal_attention(q, k, v, document), rank)
-    got = flex(placement.cut(q, rank), k, v, Masks(placement, rank)(512, document, 0, q.device), None)
+    want = placement.part(causal_attention(q, k, v, document), rank)
+    got = flex(placement.part(q, rank), k, v, Masks(placement, rank)(512, document, 0, q.device), None)
     torch.testing.assert_close(got, want, rtol=3e-2, atol=3e-2)
     grad = torch.randn_like(want)
     grads = zip(*(torch.autograd.grad(out, (q, k, v), grad) for out in (got, want)), strict=True)

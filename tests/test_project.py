@@ -125,3 +125,43 @@ def test_only_the_meshes_of_fold_know_torch() -> None:
     assert torch_ones == {"titanmoe.fold.meshes"}
     reaches = {name for name, to in imports() if room(name) == "fold" and to.startswith("titanmoe.comm")}
     assert reaches == {"titanmoe.fold.meshes"}
+
+
+# ---- what docstrings and comments name
+
+NOT_OURS = {"finally", "_add_unshard_reshard", "_dump_fr_trace_json", "needs_input_grad"}
+"""Words of Python and torch that prose names and our code does not use."""
+
+
+def used(tree: ast.AST) -> set[str]:
+    """The words of the code: names, attributes, arguments, imports, and words in strings, docstrings aside."""
+    nodes = list(ast.walk(tree))
+    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    named = [str(getattr(node, field, "")) for node in nodes for field in ("name", "id", "attr", "arg", "module")]
+    strings = [str(node.value) for node in nodes if isinstance(node, ast.Constant) and id(node) not in prose]
+    return set(re.findall(r"\w+", " ".join(named + strings)))
+
+
+def test_what_docstrings_and_comments_name_exists() -> None:
+    sources = {path: path.read_text() for room in ("titanmoe", "scripts") for path in (ROOT / room).rglob("*.py")}
+    words = {path: used(ast.parse(text)) for path, text in sources.items()}
+    all_words = NOT_OURS.union(*words.values(), *(path.with_suffix("").parts for path in sources))
+
+    def exists(name: str) -> bool:
+        """Module, or package, and what follows it."""
+        at, parts = ROOT / "titanmoe", name.split(".")[1:]
+        while parts and (at / parts[0]).is_dir():
+            at /= parts.pop(0)
+        module = (at / parts[0]).with_suffix(".py") if parts else at
+        inner = words.get(module) or words.get(at / "__init__.py") or set()
+        return not parts or inner.issuperset(parts[module in words :])
+
+    stale = []
+    for path, text in sources.items():
+        quoted = re.findall(r"`([A-Za-z_][\w.]*)(?:\(.*?\))?`", text)
+        files = re.findall(r"(?<![\w/])(?:titanmoe|tests|scripts|docs|train_configs)/[\w./-]*\w", text)
+        dotted = re.findall(r"(?<![\w/.-])titanmoe(?:\.(?!__)\w+)+", text)
+        stale += [f"{path}: {name}" for name in quoted if not all_words.issuperset(name.split("."))]
+        stale += [f"{path}: {file}" for file in files if not (ROOT / file).exists()]
+        stale += [f"{path}: {name}" for name in dotted if not exists(name)]
+    assert not stale, "\n".join(stale)

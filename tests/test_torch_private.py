@@ -1,4 +1,4 @@
-"""What is private in torch stands in a table, and what a version of torch lacks of it is named."""
+"""What is private in torch is in a table, and a version of torch without some of it is refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 
 from titanmoe import torch_private
 from titanmoe.config import Config, ConfigError
-from titanmoe.torch_private import PRIVATE, lacking, refusals
+from titanmoe.torch_private import PRIVATE, refusals, removed
 from titanmoe.train.runtime import start
 
 ROOT = Path(torch_private.__file__).parent
@@ -51,8 +51,8 @@ def test_every_use_is_in_the_table() -> None:
     for file in ROOT.rglob("*.py"):
         path = file.relative_to(ROOT).as_posix()
         mine = [one for one in PRIVATE if path.startswith(one.where)]
-        names = {name for one in mine for name in (*one.names, *one.home.split("."))}
-        dotted = {f"{one.home}.{name}" for one in mine for name in one.names} | {one.home for one in mine}
+        names = {name for one in mine for name in (*one.names, *one.owner.split("."))}
+        dotted = {f"{one.owner}.{name}" for one in mine for name in one.names} | {one.owner for one in mine}
         for name in private_names(file):
             known = name in names or any(whole == name or whole.startswith(f"{name}.") for whole in dotted)
             if not known and name not in OTHERS:
@@ -67,30 +67,30 @@ def test_the_table_has_nothing_that_is_not_used() -> None:
     for one in PRIVATE:
         bodies = [body for path, body in text.items() if path.startswith(one.where)]
         for name in one.names:
-            assert any(name in body or one.home.split(".")[-1] in body for body in bodies), (one.where, name)
+            assert any(name in body or one.owner.split(".")[-1] in body for body in bodies), (one.where, name)
 
 
 def test_this_torch_has_all_of_it() -> None:
-    assert lacking() == {}
+    assert removed() == {}
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(distributed_c10d, "_set_pg_timeout")
     monkeypatch.delattr(torch, "_scaled_grouped_mm")
     monkeypatch.delattr(torch.utils._mode_utils, "no_dispatch")
-    missing = {name: one.where for one, names in lacking().items() for name in names}
+    missing = {name: one.where for one, names in removed().items() for name in names}
     assert missing == {
         "_set_pg_timeout": "train/runtime.py",
         "_scaled_grouped_mm": "moe/fp8.py",
         "no_dispatch": "rehearse",
     }
-    assert refusals() == []  # nobody asks under a version that has been looked at
+    assert refusals() == []  # nothing is asked under a checked version
     monkeypatch.setattr(torch, "__version__", "2.99.0+cpu")
     with pytest.raises(ConfigError) as refused:
         start(Config())
     assert refused.value.problems == [  # not fp8, which is refused where it is asked for, nor the rehearsal
         "PyTorch 2.99.0+cpu has no torch.distributed.distributed_c10d._set_pg_timeout, which titanmoe needs for "
-        "shorter time-outs of all groups after a first step (titanmoe/train/runtime.py): use PyTorch 2.11 or 2.13"
+        "shorter time-outs for all groups after the first step (titanmoe/train/runtime.py): use PyTorch 2.11 or 2.13"
     ]
 
 

@@ -1,6 +1,6 @@
-"""What titanmoe uses of torch that is private there, so that any release may change it. Each is used in one room.
+"""The private parts of torch that titanmoe uses, which any release may change. Each is used in one room.
 
-`lacking` says what a version of torch no longer has. Runs ask it under versions that nobody has looked at.
+`removed` lists those that this version of torch no longer has. A run under a version that is not CHECKED asks it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ CHECKED = ("2.11", "2.13")
 
 
 class Private(NamedTuple):
-    home: str
+    owner: str
     """A module of torch, or a class in it."""
     names: tuple[str, ...]
     where: str
     """The file or folder of titanmoe that uses them."""
     need: str
     optional: bool = False
-    """Its room asks for it and does without."""
+    """Its room checks for it, and can do without."""
 
 
 _C10D, _SCHEDULES = "torch.distributed.distributed_c10d", "torch.distributed.pipelining.schedules"
@@ -32,13 +32,16 @@ PRIVATE = (
         _C10D, ("_resolve_process_group",), "torch_private.py", "the group of a name, as functional collectives use"
     ),
     Private(
-        _C10D, ("_world", "_set_pg_timeout"), "train/runtime.py", "shorter time-outs of all groups after a first step"
+        _C10D,
+        ("_world", "_set_pg_timeout"),
+        "train/runtime.py",
+        "shorter time-outs for all groups after the first step",
     ),
     Private(f"{_C10D}._World", ("pg_map",), "train/runtime.py", "all groups of this process, as keys"),
     Private(
         "torch._C._distributed_c10d.ProcessGroup", ("_get_backend",), "comm/fsdp_cpu.py", "gloo, of a group on CPUs"
     ),
-    Private("torch._C._distributed_c10d.Backend.Options", ("_timeout",), "comm/fsdp_cpu.py", "its present time-out"),
+    Private("torch._C._distributed_c10d.Backend.Options", ("_timeout",), "comm/fsdp_cpu.py", "its current time-out"),
     Private(
         "torch.ops", ("_c10d_functional",), "comm/collectives.py", "collectives that autograd and compile can follow"
     ),
@@ -73,7 +76,7 @@ PRIVATE = (
         "torch.distributed.pipelining.stage.PipelineStage",
         ("_get_init_p2p_neighbors_ops", "_prepare_forward_infra"),
         "parallel/pipeline.py",
-        "what torch 2.11 does before the first step, mended",
+        "what torch 2.11 does before the first step, repaired",
     ),
     Private(
         _SCHEDULES,
@@ -88,7 +91,7 @@ PRIVATE = (
             *("_assert_unsharded", "_maybe_compute_loss", "_maybe_get_loss"),
         ),
         "parallel",
-        "a step on microbatches that are cut already, with or without backward; and the two halves of a pair",
+        "a step on microbatches that are already split, with or without backward; and the two halves of a pair",
     ),
     Private(
         f"{_SCHEDULES}._PipelineScheduleRuntime",
@@ -112,9 +115,9 @@ PRIVATE = (
     Private(
         "torch.ops.aten",
         tuple(
-            f"_scaled_dot_product_{kernel}{way}"
+            f"_scaled_dot_product_{kernel}{direction}"
             for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
-            for way in ("", "_backward")
+            for direction in ("", "_backward")
         ),
         "parallel/context.py",
         "attention of one block, with its log-sum-exp",
@@ -135,7 +138,7 @@ PRIVATE = (
     Private(
         "torch._functorch.config", ("donated_buffer",), "parallel/compiled.py", "off where backward runs in two parts"
     ),
-    Private("torch", ("_check",), "parallel/compiled.py", "two sizes that a graph may take for equal"),
+    Private("torch", ("_check",), "parallel/compiled.py", "two sizes that a graph may treat as equal"),
     Private(
         "torch",
         ("_foreach_norm", "_foreach_mul", "_foreach_mul_"),
@@ -166,7 +169,7 @@ PRIVATE = (
         "torch.cuda.memory",
         ("_record_memory_history", "_dump_snapshot"),
         "train/profile.py",
-        "what memory was used for",
+        "what memory was allocated for",
     ),
     Private("torch.nn.Module", ("_modules",), "parallel/compiled.py", "a module without two of its parts"),
     Private("torch.nn.Module", ("_non_persistent_buffers_set",), "checkpoint/state.py", "the buffers that are saved"),
@@ -174,7 +177,7 @@ PRIVATE = (
         "torch.utils._python_dispatch",
         ("is_in_torch_dispatch_mode",),
         "ops/kernels/launch.py",
-        "whether somebody watches operations, so that a kernel has to be one",
+        "whether a mode watches operations, so that a kernel has to be one",
     ),
     # The rehearsal runs a step on fake tensors and records what torch does there.
     Private(
@@ -192,13 +195,16 @@ PRIVATE = (
         "rehearse",
         "to see every operation",
     ),
-    Private("torch.utils._mode_utils", ("no_dispatch",), "rehearse", "real numbers meanwhile"),
+    Private("torch.utils._mode_utils", ("no_dispatch",), "rehearse", "real numbers inside a rehearsal"),
     Private("torch.utils._pytree", ("tree_leaves", "tree_map_only"), "rehearse", "tensors among arguments"),
     Private("torch._ops.OpOverload", ("_schema", "_overloadpacket"), "rehearse", "an operation's name and arguments"),
     Private("torch.Tensor", ("_make_subclass",), "rehearse/shapes.py", "parameters without numbers"),
     Private("torch._C", ("_current_autograd_node",), "rehearse/place.py", "the node that backward has come to"),
     Private(
-        "torch._C._distributed_c10d", ("FakeWork", "ProcessGroup", "Work"), "rehearse/record.py", "messages as such"
+        "torch._C._distributed_c10d",
+        ("FakeWork", "ProcessGroup", "Work"),
+        "rehearse/record.py",
+        "a group that only records its messages",
     ),
     Private("torch.cpu", ("_default_cpu_stream",), "rehearse/record.py", "the stream that FSDP starts from"),
     Private(
@@ -225,38 +231,38 @@ def process_group(name: str) -> Any:
     return _resolve_process_group(name)
 
 
-def lacking() -> dict[Private, list[str]]:
+def removed() -> dict[Private, list[str]]:
     """What this version of torch no longer has."""
-    found = {one: [name for name in one.names if not _has(one.home, name)] for one in PRIVATE}
+    found = {one: [name for name in one.names if not _has(one.owner, name)] for one in PRIVATE}
     return {one: names for one, names in found.items() if names}
 
 
 def refusals() -> list[str]:
-    """Why training cannot run with a version of torch that nobody has looked at."""
+    """Why training cannot run with this version of torch; versions that are CHECKED pass."""
     import torch
 
     version = torch.__version__
     if version.startswith(tuple(f"{checked}." for checked in CHECKED)):
         return []
     return [
-        f"PyTorch {version} has no {one.home}.{name}, which titanmoe needs for {one.need} (titanmoe/{one.where}): use "
+        f"PyTorch {version} has no {one.owner}.{name}, which titanmoe needs for {one.need} (titanmoe/{one.where}): use "
         f"PyTorch {' or '.join(CHECKED)}"
-        for one, names in lacking().items()
+        for one, names in removed().items()
         for name in names
         if not one.optional and not one.where.startswith("rehearse")
     ]
 
 
-def _has(home: str, name: str) -> bool:
-    owner = _find(home)
+def _has(owner_name: str, name: str) -> bool:
+    owner = _find(owner_name)
     if owner is None or hasattr(owner, name):
         return owner is not None
     # What instances have is named in the class's code.
     return inspect.isclass(owner) and any(name in inspect.getsource(base) for base in owner.__mro__[:-1])
 
 
-def _find(home: str) -> Any:
-    parts = home.split(".")
+def _find(path: str) -> Any:
+    parts = path.split(".")
     for count in range(len(parts), 0, -1):
         try:
             found: Any = import_module(".".join(parts[:count]))

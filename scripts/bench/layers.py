@@ -18,7 +18,7 @@ and one product per expert instead of the grouped one; "torchtitan" is TorchTita
 "torchtitan-eager". Routing: learned, or forced to be balanced.
 
 A part's floor is the longer of its FLOPs at the device's peak and its bytes at the device's bandwidth, forward and
-backward, each tensor read or written once. On one device nothing is sent: "dispatch" is finding each row's place.
+backward, each tensor read or written once. On one device nothing is sent: "dispatch" is finding each choice's row.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     from titanmoe.models.layers import rope_angles
     from titanmoe.models.transformer import Block
     from titanmoe.models.vocabulary import Head
-    from titanmoe.moe.dispatch import copy_rows, place
+    from titanmoe.moe.assign import assign_all_rows, copy_rows
     from titanmoe.moe.permute import to_tokens
     from titanmoe.tokens import Tokens
 
@@ -173,8 +173,8 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
 
     weights_TK, chosen_TK = (x.detach() for x in route())
     weights_TK.requires_grad_()
-    entry, slot, count_E = place(chosen_TK, E, 1, 1, kernels)
-    rows, row_weights, home = copy_rows(x_TD, weights_TK, entry, slot, kernels)
+    entry, slot, count_E = assign_all_rows(chosen_TK, E, 1, 1, kernels)
+    rows, row_weights, sent = copy_rows(x_TD, weights_TK, entry, slot, kernels)
     rows, row_weights = (x.detach().requires_grad_() for x in (rows, row_weights))
     experts, attention = list(moe.experts.parameters()), list(block.attention.parameters())
     through = 2 * (T + R) * D * size
@@ -202,7 +202,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
             (3 * T * D * size + 6 * T * E * 4),
             fp32 and fp32 * 1e12,
         ),
-        ("dispatch", lambda: place(chosen_TK, E, 1, 1, kernels), 0, 5 * R * 8, peak),
+        ("dispatch", lambda: assign_all_rows(chosen_TK, E, 1, 1, kernels), 0, 5 * R * 8, peak),
         (
             "permute",
             both(lambda: copy_rows(x_TD, weights_TK, entry, slot, kernels)[:2], [x_TD, weights_TK]),
@@ -217,7 +217,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
             0,
             peak,
         ),
-        ("combine", both(lambda: to_tokens(rows, home.source_R, home.slot_TJ, kernels), [rows]), 0, through, peak),
+        ("combine", both(lambda: to_tokens(rows, sent.source_R, sent.slot_TJ, kernels), [rows]), 0, through, peak),
         (
             "head, loss",
             both(lambda: head(x_BLD, labels_BL), [x_BLD, *head.parameters()]),

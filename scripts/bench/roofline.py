@@ -9,7 +9,7 @@ layers run forward and backward under the same modes and are counted by the same
 get it; DIR is the folder with it.
 
 A kernel takes the longer of FLOPs over the device's bf16 matrix rate and bytes over its bandwidth, and GAP between it
-and the next. The host launches a kernel every LAUNCH, beside the device's work: the layer takes the longer of both.
+and the next. The host launches a kernel every LAUNCH while the device works: the layer takes the longer of both.
 Rates are the manufacturers' figures, which no real kernel reaches, so the result is a ceiling. It is that of model
 FLOPs, all of which are in products and attention.
 """
@@ -36,9 +36,10 @@ from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.ops.device import as_on  # noqa: E402
 from titanmoe.rehearse import hardware, stand_ins  # noqa: E402
 from titanmoe.rehearse.columns import columns  # noqa: E402
+from titanmoe.rehearse.fake_recorder import FakeRecorder  # noqa: E402
 from titanmoe.rehearse.place import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
-from titanmoe.rehearse.world import FakeRecorder, read_recipe, rehearse  # noqa: E402
+from titanmoe.rehearse.world import read_recipe, rehearse  # noqa: E402
 
 MODELS = {
     "mixtral": "family=mixtral size=8x7b",

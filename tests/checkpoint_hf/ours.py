@@ -51,7 +51,7 @@ def logits(folder: str, ids_BL: torch.Tensor, degrees: dict[str, Any], experts: 
     """For every rank of a mapping: which samples and positions it has, and their logits. Runs on ranks."""
     from titanmoe.fold.meshes import build_meshes
     from titanmoe.parallel.apply import build
-    from titanmoe.parallel.batch import cut
+    from titanmoe.parallel.batch import take_slice
     from titanmoe.parallel.context import placement
 
     source = open_any(folder)
@@ -65,7 +65,7 @@ def logits(folder: str, ids_BL: torch.Tensor, degrees: dict[str, Any], experts: 
     load(part, source)
     mine = ids_BL.chunk(meshes.data.size)[meshes.data.rank]
     batch = Batch(mine, mine, torch.ones_like(mine, dtype=torch.bool))
-    cut_ids, tokens, _ = cut(batch, 0, meshes, placement(config.parallelism), torch.device("cpu"))
+    cut_ids, tokens, _ = take_slice(batch, 0, meshes, placement(config.parallelism), torch.device("cpu"))
     with torch.no_grad():
         for moe in part.moe_layers().values():
             moe.begin_step(1, torch.tensor(float(ids_BL.numel())), ids_BL.shape[0])

@@ -37,7 +37,7 @@ def test_a_mark_written_in_a_text_is_text_and_in_a_template_a_mark(bpe):
     tokenizer = open_tokenizer(str(bpe))
     text = "a<|endoftext|>b"
     assert tokenizer.eos not in tokenizer.encode_all([text])[0]
-    tokens, begins, ends = tokenizer.place(text)
+    tokens, begins, ends = tokenizer.with_offsets(text)
     at = tokens.tolist().index(tokenizer.eos)
     assert (begins[at], ends[at]) == (1, 14)
 
@@ -46,7 +46,7 @@ def test_a_mark_written_in_a_text_is_text_and_in_a_template_a_mark(bpe):
 def test_every_token_knows_its_characters(kind, bpe):
     tokenizer = open_tokenizer("bytes" if kind == "bytes" else str(bpe))
     text = "ab é日😀 the fox"
-    tokens, begins, ends = tokenizer.place(text)
+    tokens, begins, ends = tokenizer.with_offsets(text)
     assert len(tokens) == len(begins) == len(ends) and begins[0] == 0 and ends[-1] == len(text)
     for a, b in zip(begins, ends, strict=True):
         inside = tokens[(begins >= a) & (ends <= b)]

@@ -13,7 +13,7 @@ import pytest
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.launcher import command, ranks
-from titanmoe.launcher.command import Request, check_port, plan, split
+from titanmoe.launcher.command import Request, check_port, prepare, split
 from titanmoe.launcher.ranks import Machine
 from titanmoe.train import launch
 
@@ -29,7 +29,7 @@ def two_cores(monkeypatch):
 
 def refused(*words: str) -> ConfigError:
     with pytest.raises(ConfigError) as refusal:
-        plan(split(words))
+        prepare(split(words))
     return refusal.value
 
 
@@ -44,11 +44,11 @@ def refused(*words: str) -> ConfigError:
         ("a.toml --data.paths x y --nproc=2 --fit", "a.toml", {"nproc": "2", "fit": "yes"}, "--data.paths x y"),
         ("--config a.toml --compile.enable --nproc-per-node 3", "a.toml", {"nproc": "3"}, "--compile.enable"),
         ("--fit a.toml --max_restarts 3", "a.toml", {"fit": "yes", "max-restarts": "3"}, ""),
-        ("debug --nproc auto", DEBUG, {"nproc": "auto"}, ""),
+        ("debug --nproc auto", "debug", {"nproc": "auto"}, ""),
         ("--training.steps 5 a.toml", "", {}, "--training.steps 5 a.toml"),  # a value, as far as can be known
     ],
 )
-def test_the_launchers_own_words_are_told_from_the_runs(words, recipe, options, rest):
+def test_the_launchers_options_are_separated_from_the_runs(words, recipe, options, rest):
     found = split(words.split())
     assert (found.recipe, found.options, found.rest, found.problems) == (recipe, options, rest.split(), [])
 
@@ -96,10 +96,10 @@ def test_torchrun_gets_its_own_options():
 
 def test_the_environment_of_the_ranks(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    command._environment(command.Plan(Request(options={"nnodes": "2"}), None, 4, Machine(0, 8)))
+    command._environment(command.Prepared(Request(options={"nnodes": "2"}), None, 4, Machine(0, 8)))
     assert os.environ["OMP_NUM_THREADS"] == "2" and os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
-    command._environment(command.Plan(Request(), None, 4, Machine(0, 8)))
+    command._environment(command.Prepared(Request(), None, 4, Machine(0, 8)))
     assert os.environ["OMP_NUM_THREADS"] == "7" and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
 
 
@@ -138,7 +138,7 @@ def test_ranks_that_this_machine_does_not_have(nproc, nodes, wanted, machine, sa
 
 
 def test_the_recipes_own_number_needs_no_option():
-    found = plan(split(["debug"]))
+    found = prepare(split(["debug"]))
     assert found.nproc == 4 and found.config.parallelism.experts.ep == 4 and found.config.parallelism.dp_shard == 2
 
 
@@ -146,7 +146,7 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
     refusal = refused("debug", "--nproc", "auto")
     assert "parallelism.experts.ep = 4 does not divide the stage of 2 ranks" in refusal.problems[0]
     assert refusal.offer == ("The nearest mapping that fits 2 ranks: parallelism.experts.ep 4 -> 2; --fit takes it.")
-    found = plan(split(["debug", "--nproc", "auto", "--fit"]))
+    found = prepare(split(["debug", "--nproc", "auto", "--fit"]))
     assert found.config.parallelism.experts.ep == 2 and found.request.words[-1] == "--parallelism.experts.ep=2"
     assert "fitted to 2 ranks: parallelism.experts.ep 4 -> 2" in capsys.readouterr().err
     assert launch.read(found.request.words, 2).parallelism.experts.ep == 2, "the ranks agree"
@@ -154,7 +154,7 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
     assert capsys.readouterr().err.endswith("--fit takes it.\n")
 
 
-def test_a_number_of_ranks_without_any_mapping_offers_one_that_has():
+def test_a_number_of_ranks_without_any_mapping_offers_one_that_has_one():
     refusal = refused("debug", "--nproc", "7", "--fit")
     assert "No mapping of 7 ranks fits this model and batch; one of 6 does: --nproc 6 --fit (" in refusal.offer
 
@@ -168,7 +168,7 @@ def test_ctrl_c_before_there_are_ranks_is_quiet(monkeypatch, capsys):
     def interrupted(request: Request) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "plan", interrupted)
+    monkeypatch.setattr(command, "prepare", interrupted)
     assert main(["train", "debug"]) == 130
     assert capsys.readouterr() == ("", "")
 
@@ -229,7 +229,7 @@ sys.stdin.read()
 """
 
 
-def test_a_second_start_beside_a_live_run_is_refused_before_any_rank(tmp_path: Path):
+def test_a_second_start_next_to_a_live_run_is_refused_before_any_rank(tmp_path: Path):
     words = ["debug", "--job.dump_folder", str(tmp_path), "--checkpoint.enable"]
     live = subprocess.Popen(
         [sys.executable, "-c", HOLDS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -239,7 +239,7 @@ def test_a_second_start_beside_a_live_run_is_refused_before_any_rank(tmp_path: P
         (problem,) = refused(*words).problems
         assert f"a run is alive in {tmp_path}/debug (process {live.pid} on {socket.gethostname()}, since 2" in problem
         assert "start this one beside it with another --job.name" in problem
-        assert plan(split([*words, "--job.name", "other"])).nproc == 4
+        assert prepare(split([*words, "--job.name", "other"])).nproc == 4
     finally:
         live.communicate("")
-    assert plan(split(words)).nproc == 4
+    assert prepare(split(words)).nproc == 4

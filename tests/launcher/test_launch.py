@@ -17,23 +17,14 @@ import pytest
 from tests import parity, processes
 
 ROOT = Path(__file__).resolve().parents[2]
-RUN: dict[str, Any] = parity.TINY | {
-    "training.global_batch_size": 4,
-    "data.source": "synthetic",
-    "checkpoint.enable": True,
-    "checkpoint.interval": 1,
-    "checkpoint.save": "sync",
-    "metrics.console": "lines",
-    "job.name": "run",
-}
 LONG = {"training.steps": 4000, "lr_schedule.decay": "none"}
-"""More than it is given time for."""
+"""More than a test waits for."""
 
 
 def started(
     folder: Path, *options: str, faults: list[dict[str, Any]] | None = None, **changes: Any
 ) -> processes.Started:
-    words = parity.arguments(RUN | {"job.dump_folder": str(folder)} | changes)
+    words = parity.arguments(parity.SAVING | {"job.dump_folder": str(folder)} | changes)
     env = os.environ | {"PYTHONPATH": str(ROOT / "scripts/faults"), "FAULTS": json.dumps(faults or [])}
     logs = f"--logs={folder}/logs"
     return processes.Started(["-m", "titanmoe", "train", *words, "--nproc=2", logs, *options], env)
@@ -69,7 +60,7 @@ def test_ctrl_c_once_saves_and_ends_quietly(tmp_path: Path) -> None:
     assert done.returncode == 130 and "SIGINT: saving after this step" in done.stdout
     (saved,) = re.findall(r"^saved +(.*)$", done.stdout, re.MULTILINE)
     assert Path(saved).is_dir() and "Traceback" not in done.stdout and done.stderr == ""
-    assert not list((tmp_path / "logs").glob("rank*")), "logs that nobody wrote to are removed"
+    assert not list((tmp_path / "logs").glob("rank*")), "empty logs are removed"
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The last message of a run that failed: whose it is, what it says, which exit code."""
+"""The last message of a failed run: which rank it is from, what it says, which exit code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def failed(
     found = Failure(rank, exitcode, when, folder / f"rank{rank}.log", folder / f"rank{rank}.json")
     found.log.write_text(log)
     if note:
-        found.left.write_text(json.dumps({"timestamp": when, "consequence": False} | note))
+        found.note_file.write_text(json.dumps({"timestamp": when, "consequence": False} | note))
     return found
 
 
@@ -89,8 +89,11 @@ def test_a_save_that_fails_while_it_stops_is_reported(tmp_path):
 
 def test_a_node_that_only_lost_another_says_where_to_look(tmp_path):
     lost = failed(tmp_path, 5, 1, note=LOST)
-    assert "the cause is what another node says" in verdict(Ended(failures=[lost], world=8), 2, False, False)[1]
-    assert "another node" not in verdict(Ended(failures=[lost], world=8), 1, False, False)[1]
+    assert (
+        "look for the cause in the logs of the other nodes"
+        in verdict(Ended(failures=[lost], world=8), 2, False, False)[1]
+    )
+    assert "other nodes" not in verdict(Ended(failures=[lost], world=8), 1, False, False)[1]
 
 
 # ---- what a rank leaves
@@ -139,5 +142,5 @@ def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
     assert [file.name for file in (tmp_path / "logs").rglob("*")] == ["rank9.log"]
 
 
-def test_kills_of_the_kernel_are_counted_where_it_tells_them():
+def test_kills_by_the_kernel_are_counted_where_it_reports_them():
     assert oom_kills() >= 0

@@ -150,7 +150,7 @@ def gathers_of_the_head(chunks: int) -> int:
     """Of its weight, from all data ranks, in one microbatch."""
     from tests import parity
     from titanmoe.comm.fsdp_cpu import StraightToPlace
-    from titanmoe.parallel.batch import cut
+    from titanmoe.parallel.batch import take_slice
 
     changes = {"training.loss_chunks": chunks, "parallelism.reshard_after_forward": "always"}
     gather, sizes = StraightToPlace.__call__, []
@@ -166,7 +166,7 @@ def gathers_of_the_head(chunks: int) -> int:
         totals = trainer.count(batches)
         for moe in trainer.moe_layers.values():
             moe.begin_step(1, totals.tokens, 1)
-        piece = cut(batches[0], 0, trainer.meshes, trainer.placement, trainer.device)
+        piece = take_slice(batches[0], 0, trainer.meshes, trainer.placement, trainer.device)
         trainer.engine.run([piece], totals.labels)
     finally:
         StraightToPlace.__call__ = gather

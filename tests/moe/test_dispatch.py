@@ -22,7 +22,8 @@ from tests import world
 from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.comm.host import ToHost
 from titanmoe.moe import dispatch
-from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical, by_expert, copy_rows, lay_out, sort_by_expert
+from titanmoe.moe.assign import assign_rows, by_expert, copy_rows, sort_by_expert
+from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical
 from titanmoe.moe.permute import to_tokens
 
 E, K, T, D = 8, 3, 6, 4
@@ -190,11 +191,11 @@ def traffic(
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
     with Recorder() as dispatching:
-        parts, home = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, bin))
+        parts, route = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, bin))
         arrived = [dispatcher.arrive(part) for part in parts]
     with Recorder() as combining:
         back = [dispatcher.leave(rows_RD * weight_R1.float(), splits) for rows_RD, weight_R1, _, splits in arrived]
-        y_TD = dispatcher.land(back, home)
+        y_TD = dispatcher.land(back, route)
     with Recorder() as backward:
         y_TD.sum().backward()
     return [dispatching.sent, combining.sent, backward.sent]
@@ -267,14 +268,14 @@ def visit(dispatcher: Any, group: Group, ep: int, etp: int, case: str, padded: b
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    parts, home = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, T if padded else 0))
+    parts, route = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, T if padded else 0))
     back, rows = [], []
     for part in parts:
         rows_RD, weight_R1, count_e, splits = dispatcher.arrive(part)
         expert_R = (torch.arange(local) + expert_rank * local).repeat_interleave(count_e)
         back.append(dispatcher.leave(rows_RD * weight_R1 * (expert_R + 1).unsqueeze(1) * share, splits))
         rows.append(rows_RD.shape[0])
-    y_TD, want_TD = dispatcher.land(back, home), plain(x_TD, weights_TK, chosen_TK)
+    y_TD, want_TD = dispatcher.land(back, route), plain(x_TD, weights_TK, chosen_TK)
     torch.testing.assert_close(y_TD, want_TD, rtol=1e-13, atol=1e-13)
     cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
     for _ in range(2):  # a retained graph can be used again
@@ -298,7 +299,7 @@ def visits(ep: int, etp: int) -> None:
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
-def test_chunks_come_home_whatever_their_number(ep: int, etp: int) -> None:
+def test_chunks_come_back_whatever_their_number(ep: int, etp: int) -> None:
     """Also with more chunks than tokens, so that some are empty: equal to the plain formula, forward and backward."""
     world.run(RANKS, visits, ep, etp)
 
@@ -334,7 +335,7 @@ def visits_on_nodes(ep: int, etp: int, node: int) -> None:
 
 
 @pytest.mark.parametrize("ep, etp, node", NODES)
-def test_rows_come_home_across_nodes(ep: int, etp: int, node: int) -> None:
+def test_rows_come_back_across_nodes(ep: int, etp: int, node: int) -> None:
     world.run(RANKS, visits_on_nodes, ep, etp, node)
 
 
@@ -417,7 +418,7 @@ def test_lay_out_places_every_copy_once_in_its_experts_block(drawn: tuple[Tensor
     counts = [flat.count(e) for e in range(experts)]
     assert count_E.tolist() == counts
     rows = etp * (experts * bin if bin else sum(counts))
-    entry_R, slot = lay_out(chosen_TK, order, count_E, ep, etp, bin, rows)
+    entry_R, slot = assign_rows(chosen_TK, order, count_E, ep, etp, bin, rows)
 
     want, local = [], experts // ep
     for block in range(ep):
@@ -434,14 +435,14 @@ def test_lay_out_places_every_copy_once_in_its_experts_block(drawn: tuple[Tensor
 
 
 @given(choices(least=1))
-def test_rows_laid_out_come_home_from_every_copy(drawn: tuple[Tensor, int, int, int, int]) -> None:
+def test_assigned_rows_come_back_from_every_copy(drawn: tuple[Tensor, int, int, int, int]) -> None:
     chosen_TK, experts, ep, etp, bin = drawn
     tokens, k = chosen_TK.shape
     x_TD = torch.arange(tokens * 2.0, dtype=torch.float64).view(tokens, 2)
     weights_TK = torch.arange(1.0, tokens * k + 1, dtype=torch.float64).view(tokens, k).requires_grad_()
     order, count_E = sort_by_expert(chosen_TK, experts)
     rows = etp * (experts * bin if bin else int(count_E.sum()))
-    entry_R, slot = lay_out(chosen_TK, order, count_E, ep, etp, bin, rows)
+    entry_R, slot = assign_rows(chosen_TK, order, count_E, ep, etp, bin, rows)
     rows_RD, weight_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot)
     kept_TK = chosen_TK < experts
     back_TD = to_tokens(rows_RD * weight_R1, route.source_R, route.slot_TJ)

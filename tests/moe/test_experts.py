@@ -1,4 +1,4 @@
-"""The grouped matrix product against the plain loop, and the gradients of experts that nobody visits."""
+"""The grouped matrix product against the plain loop, and the gradients of experts that no token visits."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tests import near, parity, world
 from tests.moe.test_experts import COUNTS, GPT_OSS, STEPS, random
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe import fp8
-from titanmoe.moe.experts import Experts, products, weighted
+from titanmoe.moe.experts import Experts, plain_swiglu, products
 from titanmoe.moe.fp8 import LARGEST, Rounded, quantise
 
 D, HIDDEN = 16, 32
@@ -104,7 +104,7 @@ def test_the_down_product_is_of_the_rounded_activation() -> None:
     x, weight = random(6, D, dtype=torch.float32, seed=5).detach(), random(6, 1, dtype=torch.float32, seed=6).detach()
     y = experts.products(x, weight, torch.tensor([0, 6, 0, 0]))
     gate, up = (rounded(x) @ rounded(w.detach())[1].t() for w in (experts.w1, experts.w3))
-    want = rounded(weighted(gate, up, weight, False)) @ rounded(experts.w2.detach())[1].t()
+    want = rounded(plain_swiglu(gate, up, weight, False)) @ rounded(experts.w2.detach())[1].t()
     near.close(y, want, terms=D + HIDDEN, roundings=STEPS + 8)
 
 

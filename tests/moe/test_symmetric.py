@@ -74,6 +74,18 @@ def test_rows_are_copied_as_moe_kernels_says(monkeypatch: pytest.MonkeyPatch) ->
     assert asked and set(asked) == {"torch"}
 
 
+def check_round_trip(dispatcher: Dispatcher, case: str) -> None:
+    x_TD, weights_TK, chosen_TK = inputs(case, dispatcher.group.rank)
+    x_TD.requires_grad_()
+    weights_TK.requires_grad_()
+    want_TD = plain(x_TD, weights_TK, chosen_TK)
+    generator = torch.Generator().manual_seed(dispatcher.group.rank + 10)
+    cotangent = torch.randn(T, D, dtype=torch.float64, generator=generator)
+    want_grads = torch.autograd.grad(want_TD, (x_TD, weights_TK), cotangent)
+    for got, wanted in zip(round_trip(dispatcher, case), (want_TD, *want_grads), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+
+
 def check_case(dispatcher: Symmetric, case: str) -> None:
     group, local = dispatcher.group, dispatcher.local_experts
     expert_rank = group.rank // dispatcher.etp
@@ -89,15 +101,7 @@ def check_case(dispatcher: Symmetric, case: str) -> None:
         assert count_e.tolist() == counts and rows[sum(counts) :].eq(0).all()
         rows, weights = rows[: sum(counts)], weights[: sum(counts)]
     assert list(zip(rows[:, 0].tolist(), weights[:, 0].tolist(), strict=True)) == want
-
-    y_TD, *grads = round_trip(dispatcher, case)
-    x_TD.requires_grad_()
-    weights_TK.requires_grad_()
-    want_TD = plain(x_TD, weights_TK, chosen_TK)
-    cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
-    want_grads = torch.autograd.grad(want_TD, (x_TD, weights_TK), cotangent)
-    for got, wanted in zip((y_TD, *grads), (want_TD, *want_grads), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-13, atol=1e-13)
+    check_round_trip(dispatcher, case)
     assert not dispatcher.memory.overflowed
 
 
@@ -112,7 +116,7 @@ def cases_on_ranks(ep: int, etp: int) -> None:
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
-def test_rows_arrive_in_aligned_bins_and_come_home(ep: int, etp: int) -> None:
+def test_rows_arrive_in_aligned_bins_and_come_back(ep: int, etp: int) -> None:
     world.run(RANKS, cases_on_ranks, ep, etp)
 
 
@@ -345,7 +349,7 @@ def test_a_group_that_the_operations_cannot_take_is_refused() -> None:
 
 
 def first_exchange(changed: bool) -> str:
-    """changed: on rank 1 two rows arrive in each other's place, and so come home to the wrong ranks."""
+    """changed: on rank 1 two rows arrive in each other's place, and so come back to the wrong ranks."""
     from titanmoe.config import ConfigError
 
     def there(self: Memory, *args: Any) -> Any:
@@ -354,8 +358,8 @@ def first_exchange(changed: bool) -> str:
             away[:2] = away[:2].flip(0)
         return away, back
 
-    honest = Memory.there
-    with mock.patch.object(Memory, "there", there):
+    honest = Memory.dispatch
+    with mock.patch.object(Memory, "dispatch", there):
         try:
             parity.make_trainer({"moe.dispatcher": "symm_mem", "parallelism.experts.ep": 2, "data.source": "synthetic"})
         except ConfigError as error:

@@ -18,8 +18,8 @@ from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.layers import plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy_sum
+from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
 from titanmoe.moe.balance import spread as balance_spread
-from titanmoe.moe.dispatch import by_expert, copy_rows, lay_out, place, sort_by_expert
 from titanmoe.moe.experts import down
 from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens
@@ -34,7 +34,7 @@ pytestmark = [
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 if installed():
-    from titanmoe.ops.kernels import balance, layout
+    from titanmoe.ops.kernels import assign, balance
     from titanmoe.ops.kernels.rows import fetch_rows
 E = 4
 PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
@@ -82,7 +82,7 @@ def test_tokens_to_rows_and_back(kind: str, tokens: int, top_k: int, etp: int, b
         chosen = choices(kind, tokens, top_k)
         order, count = sort_by_expert(chosen, E)
         rows = E * etp * bin if bin else int(count.sum()) * etp
-        entry, slot = lay_out(chosen, order, count, 2, etp, bin, rows)
+        entry, slot = assign_rows(chosen, order, count, 2, etp, bin, rows)
         inputs = (
             random(tokens, width, dtype=dtype),
             random(tokens, top_k, dtype=torch.promote_types(dtype, torch.float32), seed=1),
@@ -156,9 +156,11 @@ def test_activation_with_the_routing_weight(hidden: int, counts: list[int], clam
     "tokens, top_k, ep, etp", [(37, 2, 2, 1), (600, 3, 4, 1), (37, 2, 1, 2), (5, 3, 2, 3), (0, 2, 1, 1)]
 )
 def test_the_place_of_every_choice(kind: str, tokens: int, top_k: int, ep: int, etp: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(layout, "TILE", 256)  # blocks of 64 choices
+    monkeypatch.setattr(assign, "TILE", 256)  # blocks of 64 choices
     chosen = choices(kind, tokens, top_k)
-    for got, want in zip(*(place(chosen, E, ep, etp, kernels) for kernels in ("triton", "torch")), strict=True):
+    for got, want in zip(
+        *(assign_all_rows(chosen, E, ep, etp, kernels) for kernels in ("triton", "torch")), strict=True
+    ):
         assert got.dtype == want.dtype and torch.equal(got, want)
 
 
@@ -289,7 +291,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
 def test_compiled_calls_keep_the_kernels_whole() -> None:
     chosen = choices("random", 12, 2)
     order, count = sort_by_expert(chosen, E)
-    entry, slot = lay_out(chosen, order, count, 1, 1, 0, 24)
+    entry, slot = assign_rows(chosen, order, count, 1, 1, 0, 24)
     x, weights = random(12, 8, dtype=torch.float32), random(12, 2, dtype=torch.float32, seed=1)
 
     logits = random(12, 8, dtype=torch.float32, seed=2)

@@ -116,17 +116,17 @@ def test_rotate(dtype: torch.dtype) -> None:
 def test_layout_and_balance(experts: int, ep: int, etp: int) -> None:
     from triton import next_power_of_2
 
-    from titanmoe.ops.kernels import balance, layout
+    from titanmoe.ops.kernels import assign, balance
 
     pointers = dict(chosen="*i64", ends="*i32", entry="*i64", slot="*i64", inverse="*i64", order="*i64")
-    shape = layout.tile(experts)
-    assert size_of_machine_code(layout._count, pointers | {"count": "*i32"}, 8, **shape) > 0
+    shape = assign.tile(experts)
+    assert size_of_machine_code(assign._count, pointers | {"count": "*i32"}, 8, **shape) > 0
     pointers["count"] = "*i64"
-    assert size_of_machine_code(layout._place, pointers, 8, **shape, HELD=experts // ep, ETP=etp) > 0
+    assert size_of_machine_code(assign._assign, pointers, 8, **shape, HELD=experts // ep, ETP=etp) > 0
     table = {"scores": "*fp32", "valid": "*i1", "out": "*fp64"}
     assert size_of_machine_code(balance._spread, table, 4, **balance.tile(experts), NORM=True) > 0
-    pieces = dict(J=experts, EXPERTS=experts // ep, P=next_power_of_2(experts), PIECE=layout.PIECE)
-    assert size_of_machine_code(layout._regroup, pointers, 4, **pieces) > 0
+    pieces = dict(J=experts, EXPERTS=experts // ep, P=next_power_of_2(experts), PIECE=assign.PIECE)
+    assert size_of_machine_code(assign._regroup, pointers, 4, **pieces) > 0
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

@@ -242,7 +242,7 @@ def test_placements_cut_and_restore(size: int, zigzag: bool, chunk: int) -> None
     placement = Placement(size, zigzag)
     assert sorted(placement.order()) == list(range(placement.chunks))
     x_BL = torch.arange(2 * placement.chunks * chunk).view(2, -1)
-    parts = [placement.cut(x_BL, rank) for rank in range(size)]
+    parts = [placement.part(x_BL, rank) for rank in range(size)]
     assert {part.shape for part in parts} == {(2, x_BL.shape[1] // size)}
     together = torch.cat(parts, 1)
     assert torch.equal(placement.natural(together, 1), x_BL)
@@ -256,7 +256,7 @@ def test_zigzag_is_even_work(size: int, chunk: int) -> None:
     """The pairs of positions under the causal mask, equally many on every rank."""
     placement = Placement(size, zigzag=True)
     position = torch.arange(placement.chunks * chunk).unsqueeze(0)
-    pairs = {int((placement.cut(position, rank) + 1).sum()) for rank in range(size)}
+    pairs = {int((placement.part(position, rank) + 1).sum()) for rank in range(size)}
     assert len(pairs) == 1
 
 

@@ -17,14 +17,14 @@ LENGTH = 32768
 
 def activation_bytes(changes: dict[str, Any]) -> int:
     """Peak of live tensors during forward and backward of one microbatch, less the level before forward."""
-    from titanmoe.parallel.batch import cut
+    from titanmoe.parallel.batch import take_slice
 
     trainer = parity.make_trainer(changes, loader=parity.samples())
     batches = trainer.loader.next_step()
     totals = trainer.count(batches)
     for moe in trainer.moe_layers.values():
         moe.begin_step(1, totals.tokens, 1)
-    piece = cut(batches[0], 0, trainer.meshes, trainer.placement, trainer.device)
+    piece = take_slice(batches[0], 0, trainer.meshes, trainer.placement, trainer.device)
     with Live() as live:
         trainer.engine.run([piece], totals.labels)
     return live.peak

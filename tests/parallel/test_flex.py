@@ -49,7 +49,7 @@ def test_no_pair_is_lost_or_let_in(size: int, chunk: int, window: int, documents
             row[places] = data.draw(st.sampled_from([1, -1]))
         document = begins.cumsum(1)
     for rank in range(size):
-        position = placement.cut(torch.arange(length).unsqueeze(0), rank)[0]
+        position = placement.part(torch.arange(length).unsqueeze(0), rank)[0]
         mask = block_mask(position, length, document, window)
         apart = position.unsqueeze(1) - torch.arange(length)
         want = ((apart >= 0) & (apart < (window or length))).unsqueeze(0)
@@ -63,7 +63,7 @@ def test_no_pair_is_lost_or_let_in(size: int, chunk: int, window: int, documents
         blocks = padded.unflatten(2, (-1, MASK_BLOCK)).unflatten(1, (-1, MASK_BLOCK))
         assert not (blocks.any((2, 4)) & ~(asks | takes)).any(), "a block with pairs is left out"
         assert not (takes & ~blocks.all(4).all(2)).any(), "a block is taken whole, and is not"
-        if document is None:  # then no block is visited for nothing
+        if document is None and (size == 1 or not window):  # a window may lie in a gap of zigzag's positions
             assert not (asks & ~blocks.any((2, 4))).any()
 
 
@@ -95,8 +95,8 @@ def test_the_queries_of_a_rank_see_what_they_would_alone(zigzag: bool) -> None:
     want = causal_attention(q, k, v, document)
     for rank in range(3):
         mask = Masks(placement, rank)(length, document, 0, q.device)
-        got = flex(placement.cut(q, rank), k, v, mask, None)
-        torch.testing.assert_close(got, placement.cut(want, rank), rtol=1e-12, atol=1e-12)
+        got = flex(placement.part(q, rank), k, v, mask, None)
+        torch.testing.assert_close(got, placement.part(want, rank), rtol=1e-12, atol=1e-12)
 
 
 def test_layers_share_a_mask_and_microbatches_do_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,9 +12,10 @@ from tests import world
 from tests.features import MODELS
 from tests.rehearse import allocated
 from tests.rehearse.small import config_of
+from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.memory import KEPT, Memory
 from titanmoe.rehearse.picture import picture
-from titanmoe.rehearse.world import FakeRecorder, Rehearsal, rehearse
+from titanmoe.rehearse.world import Rehearsal, rehearse
 
 MIDDLE: dict[str, Any] = {
     "model.dim": 128,

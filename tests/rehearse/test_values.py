@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.rehearse.small import comparable, config_of
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse import values
+from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.shapes import Shapes
-from titanmoe.rehearse.world import FakeRecorder, rehearse
+from titanmoe.rehearse.world import rehearse
 
 
 def recorder() -> tuple[FakeTensorMode, FakeRecorder]:

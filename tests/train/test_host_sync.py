@@ -16,7 +16,7 @@ from tests import parity
 from tests.rehearse.small import config_of
 from titanmoe.comm.collectives import ALONE
 from titanmoe.moe.symmetric import Memory
-from titanmoe.parallel.batch import cut
+from titanmoe.parallel.batch import take_slice
 from titanmoe.parallel.context import Placement
 from titanmoe.parallel.norm import grad_norm
 from titanmoe.rehearse.world import rehearse
@@ -77,7 +77,7 @@ def test_a_batch_reaches_the_device_while_the_host_goes_on(depth: int, monkeypat
     monkeypatch.setattr(torch, "tensor", None)  # with a device it waits too, and no mode sees it
     with _Waits() as waits:
         totals = Trainer.count(trainer, batches)
-        slices = [cut(b, m, meshes, Placement(1, False), device, depth > 0) for m, b in enumerate(batches)]
+        slices = [take_slice(b, m, meshes, Placement(1, False), device, depth > 0) for m, b in enumerate(batches)]
     assert totals.labels.is_meta and all(s.ids_BS.is_meta and s.tokens.microbatch.is_meta for s in slices)
     assert not waits.found
 

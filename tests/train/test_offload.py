@@ -22,26 +22,26 @@ TURN = 2 * 4 * 200
 
 
 class Late(offload.Copies):
-    """Copies that run when somebody waits for them, and not before. deaf: those of this way wait for nothing."""
+    """Copies that run only once they are waited for. deaf: copies to it wait for nothing."""
 
     def __init__(self, deaf: str = ""):
-        self.queues: dict[str, list[tuple]] = {"there": [], "home": []}
+        self.queues: dict[str, list[tuple]] = {"device": [], "host": []}
         self.deaf = deaf
 
-    def copy(self, way: str, target: Tensor, source: Tensor, *after: Any) -> Any:
-        self.queues[way].append((target, source, () if way == self.deaf else after))
-        return way, len(self.queues[way])
+    def copy(self, to: str, target: Tensor, source: Tensor, *after: Any) -> Any:
+        self.queues[to].append((target, source, () if to == self.deaf else after))
+        return to, len(self.queues[to])
 
     def hold(self, event: Any) -> None:
-        way, end = event
-        for number, job in enumerate(self.queues[way][:end]):
+        to, end = event
+        for number, job in enumerate(self.queues[to][:end]):
             if job is not None:
                 target, source, after = job
                 for earlier in after:
                     if earlier is not None:
                         self.hold(earlier)
                 target.copy_(source)
-                self.queues[way][number] = None
+                self.queues[to][number] = None
 
     wait = hold
 
@@ -73,7 +73,7 @@ def test_late_copies_change_no_bit(implementation: str, monkeypatch: pytest.Monk
     want = stepped(None, implementation)
     assert equal(stepped(offload.Copies(), implementation), want)
     assert equal(stepped(Late(), implementation), want)
-    assert not equal(stepped(Late(deaf="there"), implementation), want), "the test would not notice"
+    assert not equal(stepped(Late(deaf="device"), implementation), want), "the test would not notice"
 
 
 def test_what_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,16 +32,7 @@ from titanmoe.train.launch import read
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 7
 PATIENCE = 240.0
-RUN: dict[str, Any] = parity.TINY | {
-    "training.steps": STEPS,
-    "training.global_batch_size": 4,
-    "data.source": "synthetic",
-    "checkpoint.enable": True,
-    "checkpoint.interval": 1,
-    "checkpoint.save": "sync",
-    "metrics.console": "lines",
-    "job.name": "run",
-}
+RUN = parity.SAVING | {"training.steps": STEPS}
 
 
 def options(folder: Path, **changes: Any) -> list[str]:

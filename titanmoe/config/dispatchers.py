@@ -22,7 +22,7 @@ class Facts:
     unused_rows: bool = False
     """Whether experts get rows beyond the last one that is theirs, and may make NaN of them."""
     asks_machine: bool = False
-    """Whether the class's `missing` says what the machine lacks that it needs besides torch.distributed."""
+    """Whether it needs more than torch.distributed; the class's `missing` says what this machine does not have."""
     most_ranks: int = 0
     """Of ep x etp; 0: any number, as for the next two."""
     most_experts: int = 0

@@ -123,7 +123,7 @@ class _Given:
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     unsound: set[str] = field(default_factory=set)
-    """Fields whose value here replaces one that cannot be used: conclusions from it may be beside the point."""
+    """Fields whose value here replaces one that cannot be used: conclusions from it may be wrong."""
     on_command_line: set[str] = field(default_factory=set)
     recipe: Recipe | None = None
 

@@ -62,7 +62,7 @@ class Chat:
         template is."""
         _check(messages)
         text, spans = self._marked(messages) if self.marks_generation else self._by_prefixes(messages)
-        tokens_T, begin_T, end_T = self.tokenizer.place(text)
+        tokens_T, begin_T, end_T = self.tokenizer.with_offsets(text)
         said_T = np.zeros(len(tokens_T), bool)
         for begin, end in spans:
             said_T |= (begin_T < end) & (end_T > begin)

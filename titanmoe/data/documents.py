@@ -1,7 +1,7 @@
 """What training reads, whatever the source: documents, concatenated into one long sequence of tokens.
 
 A document's tokens include its end mark, and its begin mark if the tokenizer has one. Where the tokens are stored, in
-memory or in shards on a disk, is up to the source: nobody asks for more than a few thousand of them at a time.
+memory or in shards on a disk, is up to the source: no caller asks for more than a few thousand of them at a time.
 
 Shapes: N positions asked for.
 """

@@ -123,7 +123,7 @@ class ShardDocuments:
 
     def _read(self, extension: str, dtype: np.dtype, start: int, stop: int) -> np.ndarray:
         parts = []
-        for shard, begin, end in _cut(self._first_token, start, stop):
+        for shard, begin, end in _by_shard(self._first_token, start, stop):
             parts.append(self._map(shard, extension, dtype)[begin:end])
         if len(parts) == 1:
             return parts[0]
@@ -171,7 +171,7 @@ class Starts:
 
     def _row(self, begin: int, end: int) -> np.ndarray:
         parts = [np.empty(0, np.int64)]
-        for shard, low, high in _cut(self._first, begin, min(end, len(self) - 1)):
+        for shard, low, high in _by_shard(self._first, begin, min(end, len(self) - 1)):
             parts.append(self._shard(shard)[low:high].astype(np.int64) + self._of._first_token[shard])
         if begin < end == len(self):
             parts.append(self._of._first_token[-1:])
@@ -181,7 +181,7 @@ class Starts:
         return self._of._map(int(shard), "starts", np.dtype("<u8"))
 
 
-def _cut(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+def _by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
     """The range as ranges within shards, given the first item of each shard."""
     shard = int(np.searchsorted(first, begin, side="right")) - 1
     while begin < end:

@@ -1,4 +1,4 @@
-"""How much a chat template may spend. A template comes with somebody else's model, and a page of Jinja can ask for
+"""How much a chat template may spend. A template comes with a downloaded model, and a page of Jinja can ask for
 10^10 of anything: so its loops, its calls and the text it makes are counted, and one that exceeds the limits below is
 stopped.
 

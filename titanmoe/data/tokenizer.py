@@ -47,7 +47,7 @@ class ByteTokenizer:
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
-    def place(self, text: str) -> Placed:
+    def with_offsets(self, text: str) -> Placed:
         (tokens_T,) = self.encode_all([text])
         begin_T = np.cumsum((tokens_T & 0xC0) != 0x80) - 1  # 10xxxxxx continues a character
         return Placed(tokens_T, begin_T, begin_T + 1)
@@ -108,7 +108,7 @@ class JsonTokenizer:
             found[number].append(np.array(code.ids, np.uint32))
         return [parts[0] if len(parts) == 1 else np.concatenate(parts) for parts in found]
 
-    def place(self, text: str) -> Placed:
+    def with_offsets(self, text: str) -> Placed:
         """Whatever looks like a mark is one: a chat template wrote it."""
         code = self._marking.encode(text, add_special_tokens=False)
         offset_T2 = np.array(code.offsets, np.int64).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""torchrun's agent with other manners: each rank has a log, a signal lets the ranks save, and what failed is returned.
+"""torchrun's agent with three changes: each rank has a log, a signal lets the ranks save, and failures are returned.
 
 Rendezvous, restarts and the environment of the ranks are torch's own.
 """
@@ -50,14 +50,14 @@ class Logs(LogsSpecs):
         folder = self.folder / f"attempt{self.attempt}" if self.attempt > 1 else self.folder
         folder.mkdir(parents=True, exist_ok=True)
         names = {local: str(folder / f"rank{env['RANK']}") for local, env in envs.items()}
-        left = {local: f"{name}.json" for local, name in names.items()}
+        notes = {local: f"{name}.json" for local, name in names.items()}
         for local, env in envs.items():
-            env[failure.FILE] = env["TORCHELASTIC_ERROR_FILE"] = left[local]
+            env[failure.FILE] = env["TORCHELASTIC_ERROR_FILE"] = notes[local]
         outputs = {local: f"{name}.out" if local else "" for local, name in names.items()}
-        return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, left)
+        return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, notes)
 
     def tidy(self) -> None:
-        """Remove what nobody wrote to, and what was left for a failure that did not come."""
+        """Remove empty logs, and advice for a failure that did not happen."""
         for file in self.folder.rglob("rank*"):
             if file.stat().st_size == 0 or file.suffix == failure.ADVICE:
                 file.unlink()
@@ -69,9 +69,9 @@ class Logs(LogsSpecs):
 @dataclass
 class Ended:
     signal: int = 0
-    """That the launcher got; 0 if it got none."""
+    """The first that the launcher received; 0 if none."""
     killed: bool = False
-    """The ranks, because it got two."""
+    """Whether a second signal killed the ranks."""
     failures: list[Failure] = field(default_factory=list)
     world: int = 1
 
@@ -83,17 +83,17 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, logs)
         self.signal, self.killed, self._since = 0, False, 0.0
 
-    def heed(self) -> None:
+    def handle_signals(self) -> None:
         for number in SIGNALS:
             if signal.getsignal(number) is not signal.SIG_IGN:  # nohup, or a shell's background job
                 signal.signal(number, self._signalled)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ignored = [number for number in SIGNALS if signal.getsignal(number) is signal.SIG_IGN]
-        pids = super()._start_workers(worker_group)  # which installs handlers of its own
+        pids = super()._start_workers(worker_group)  # installs handlers of its own
         for number in ignored:
             signal.signal(number, signal.SIG_IGN)
-        self.heed()
+        self.handle_signals()
         return pids
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
@@ -118,17 +118,17 @@ class Agent(LocalElasticAgent):
         found = []
         for failed in failures.values():
             local = failed.local_rank
-            log, left = Path(self._pcontext.stderrs[local]), Path(self._pcontext.error_files[local])
-            found.append(Failure(workers[local].global_rank, failed.exitcode, failed.timestamp, log, left))
+            log, note = Path(self._pcontext.stderrs[local]), Path(self._pcontext.error_files[local])
+            found.append(Failure(workers[local].global_rank, failed.exitcode, failed.timestamp, log, note))
         return Ended(self.signal, self.killed, found, workers[0].world_size if workers else 1)
 
 
 def launch(options: Namespace, words: list[str], logs: Logs) -> Ended:
-    """Start the ranks as torchrun would with these options, and wait for them; raises if the nodes do not meet."""
+    """Start the ranks as torchrun would with these options, and wait for them; raises if the rendezvous fails."""
     _quiet(logs.folder)
     config, _, _ = config_from_args(options)
     agent = Agent(_spec(config, ("-u", "-m", "titanmoe.train", *words)), logs)
-    agent.heed()
+    agent.handle_signals()
     handler = agent._worker_group.spec.rdzv_handler
     try:
         result = agent.run()
@@ -167,7 +167,7 @@ def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
 
 
 def _quiet(folder: Path) -> None:
-    """What the agent has to say about every step of its own goes to a file."""
+    """The agent's own log goes to a file."""
     log = logging.getLogger("torch.distributed")
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed."):

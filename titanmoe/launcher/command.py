@@ -1,4 +1,4 @@
-"""`titanmoe train`: from a recipe and this machine to running ranks, or to one message that says why not."""
+"""`titanmoe train`: from a recipe and this machine to running ranks, or one message that says why not."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from titanmoe.config import ConfigError, load
 from titanmoe.config.load import format_problems
 from titanmoe.config.recipe import RecipeError, declared, read_recipe
+from titanmoe.config.recipes import find
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
@@ -48,10 +49,10 @@ TORCHRUN = {
     "master-port": "PORT: a free port there (default 29500)",
     "rdzv-backend": "NAME: c10d lets nodes come and go, and needs no node ranks",
     "rdzv-endpoint": "HOST:PORT: where they meet",
-    "rdzv-id": "NAME: the same on all nodes, another for each run",
+    "rdzv-id": "NAME: the same on all nodes, different for each run",
     "rdzv-conf": "KEY=VALUE,...: see torchrun",
     "local-addr": "HOST: this machine's address, if it cannot be found",
-    "max-restarts": "N: how often to start the ranks again when one fails (default 0)",
+    "max-restarts": "N: restart all ranks when one fails, at most N times (default 0)",
 }
 """Options that mean what they mean for torchrun."""
 SHAPES = {"nnodes": r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", "nproc": r"[1-9]\d{0,6}|auto", "max-restarts": r"\d{1,6}"}
@@ -64,10 +65,10 @@ class Request:
     options: dict[str, str] = field(default_factory=dict)
     """Ours and torchrun's, by name."""
     rest: list[str] = field(default_factory=list)
-    """Overrides, and whatever else the config's loader shall judge."""
+    """Overrides, and anything else left to the config's loader."""
     problems: list[str] = field(default_factory=list)
     typed: list[str] = field(default_factory=list)
-    """All of it, as it was given."""
+    """The whole command line, as typed."""
 
     def get(self, name: str, default: str = "") -> str:
         return self.options.get(name, default)
@@ -79,7 +80,7 @@ class Request:
 
     @property
     def nodes(self) -> int:
-        """The most there can be."""
+        """At most: the number may vary."""
         return int(self.get("nnodes", "1").rpartition(":")[2])
 
 
@@ -94,7 +95,7 @@ def run_train(words: Sequence[str]) -> int:
         print(usage(), end="", flush=True)
         load([*request.words, "--help"], preset, lambda config: [])  # prints every field, and exits
     try:
-        return start(plan(request))
+        return start(prepare(request))
     except KeyboardInterrupt:  # before there are ranks
         waiting("")
         return 130
@@ -106,7 +107,7 @@ def run_train(words: Sequence[str]) -> int:
 
 
 def split(words: Sequence[str]) -> Request:
-    """The recipe is the first word, or follows an option of the launcher: after an override it would be its value."""
+    """The recipe comes first, or after an option of the launcher; after an override it would be read as its value."""
     request, rest, override = Request(typed=list(words)), list(words), False
     known = OWN | TORCHRUN
     while rest:
@@ -128,22 +129,11 @@ def split(words: Sequence[str]) -> Request:
             override = True
         else:
             request.recipe = word
-    request.recipe = find(request.recipe)
     return request
 
 
-def find(recipe: str) -> str:
-    """A file, or the name of a recipe that comes with titanmoe, such as debug."""
-    if recipe and not Path(recipe).suffix and not Path(recipe).exists():
-        package = Path(__file__).resolve().parents[1]  # of a wheel; a checkout has them next to it
-        for folder in (Path(), package, package.parent):
-            if (file := folder / "train_configs" / f"{recipe}.toml").is_file():
-                return str(file)
-    return recipe
-
-
 class Misfit(ConfigError):
-    """What is refused because the mapping does not fit; offer: one that does."""
+    """Refused because the mapping does not fit. offer: one that does."""
 
     def __init__(self, error: ConfigError, config: Config):
         super().__init__(error.problems, error.source)
@@ -151,16 +141,16 @@ class Misfit(ConfigError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class Prepared:
     request: Request
     config: Config
-    """That of the ranks."""
+    """As the ranks will have it."""
     nproc: int
     machine: ranks.Machine
 
 
-def plan(request: Request) -> Plan:
-    """What to start; ConfigError with everything that is wrong with it."""
+def prepare(request: Request) -> Prepared:
+    """What to start; raises ConfigError with everything that is wrong."""
     if not request.recipe and not request.rest:
         request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
     several = request.get("nnodes", "1") not in ("1", "1:1")
@@ -176,7 +166,7 @@ def plan(request: Request) -> Plan:
         raise ConfigError([problem])
     world = nproc * request.nodes
     try:
-        return Plan(request, judge(request, world, nproc), nproc, machine)
+        return Prepared(request, judge(request, world, nproc), nproc, machine)
     except Misfit as misfit:
         change = ranks.fitting(misfit.config, world) if request.get("fit") else {}
         if not change:
@@ -187,14 +177,14 @@ def plan(request: Request) -> Plan:
     config = judge(request, world, nproc)
     waiting("")
     print(f"fitted to {world} rank{'s' * (world > 1)}: {ranks.text(change)}", file=sys.stderr, flush=True)
-    return Plan(request, config, nproc, machine)
+    return Prepared(request, config, nproc, machine)
 
 
 def _requested(request: Request) -> tuple[int | None, str]:
     """The number of ranks that the recipe is written for and its device, as far as they can be read."""
     wanted, seen = None, []
     with contextlib.suppress(RecipeError):
-        wanted = declared(read_recipe(request.recipe).text) if request.recipe else None
+        wanted = declared(read_recipe(str(find(request.recipe))).text) if request.recipe else None
     with contextlib.suppress(ConfigError):  # `judge` raises it again
         load(request.words, preset, lambda config: seen.append(config) or ["only looked at"])
     return wanted, seen[0].training.device if seen else "auto"
@@ -223,7 +213,7 @@ def judge(request: Request, world: int, nproc: int) -> Config:
             return error.problems
 
     def finish(config: Config) -> Config:
-        if request.nodes == 1:  # a node may join a run that is alive
+        if request.nodes == 1:  # with several, a node may join a run that is going
             check_free(config)
         return resolve(here(config), world)
 
@@ -238,34 +228,34 @@ def judge(request: Request, world: int, nproc: int) -> Config:
 # ---- the run
 
 
-def start(plan: Plan) -> int:
+def start(prepared: Prepared) -> int:
     from torch.distributed.run import parse_args
 
     from titanmoe.launcher.agent import Logs, launch
 
-    request = plan.request
-    _environment(plan)
-    options = parse_args([*_as_for_torchrun(request), f"--nproc-per-node={plan.nproc}", "-m", "titanmoe.train"])
+    request = prepared.request
+    _environment(prepared)
+    options = parse_args([*_as_for_torchrun(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.train"])
     if options.rdzv_backend == "static" and options.node_rank == 0:
         check_port(options.master_addr, options.master_port)
-    logs, before = Logs(_folder(plan)), oom_kills()
+    logs, before = Logs(_folder(prepared)), oom_kills()
     try:
         logs.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fix = "give --logs FOLDER, or another job.dump_folder"
         raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
-    here = f"{plan.nproc} rank{'s' * (plan.nproc > 1)}"
+    here = f"{prepared.nproc} rank{'s' * (prepared.nproc > 1)}"
     print(f"{here}{f' on each of {request.nodes} nodes' * (request.nodes > 1)}; logs in {logs.folder}", flush=True)
     waiting(f"starting {here}")
     try:
         ended = launch(options, request.words, logs)
-    except Exception as error:  # of the rendezvous, which has many kinds
+    except Exception as error:  # a rendezvous raises many kinds
         logging.getLogger("torch.distributed").exception("titanmoe train")
         what = "the nodes did not meet, or lost each other" if request.nodes > 1 else "the launcher failed"
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         print(f"error: {what}: {why}\nits log: {logs.folder}/agent.log", file=sys.stderr, flush=True)
         return 1
-    code, text = verdict(ended, request.nodes, plan.config.checkpoint.enable, oom_kills() > before)
+    code, text = verdict(ended, request.nodes, prepared.config.checkpoint.enable, oom_kills() > before)
     if text:
         # The panel of rank 0 may have left the cursor in the middle of the screen.
         print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
@@ -285,18 +275,18 @@ def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple
         return 128 + ended.signal, "" if saves else "stopped; nothing was saved: checkpoint.enable = true would"
     text = message(culprit, ended.world, out_of_memory)
     if nodes > 1 and culprit.consequence:
-        text += "\nthis rank only lost another one: the cause is what another node says"
+        text += "\nthis rank only lost its connection to another: look for the cause in the logs of the other nodes"
     return culprit.code, text
 
 
-def _environment(plan: Plan) -> None:
+def _environment(prepared: Prepared) -> None:
     os.environ["PYTHONUNBUFFERED"] = "1"
-    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *plan.request.typed])
+    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *prepared.request.typed])
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")
-    if not plan.machine.gpus:
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, plan.machine.cores // plan.nproc)))
-    if plan.request.nodes > 1:
-        # Otherwise torch does not tell a node that joins later where the ranks meet (2.13).
+    if not prepared.machine.gpus:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, prepared.machine.cores // prepared.nproc)))
+    if prepared.request.nodes > 1:
+        # Otherwise a node that joins later never learns where the ranks meet (torch 2.13).
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
 
 
@@ -305,7 +295,7 @@ def _as_for_torchrun(request: Request) -> list[str]:
     if "rdzv-endpoint" in given and "node-rank" not in given:
         given.setdefault("rdzv-backend", "c10d")
     elif request.nodes == 1 and "master-port" not in given:
-        # As torchrun --standalone; the address keeps it from looking up this machine's name.
+        # Like torchrun --standalone; the address keeps it from looking up this machine's name.
         given |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:0", "local-addr": "127.0.0.1"}
         given["rdzv-id"] = uuid.uuid4().hex
     given.setdefault("master-port", "29500")
@@ -313,7 +303,7 @@ def _as_for_torchrun(request: Request) -> list[str]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Node 0 listens there. Tried before the ranks start, because what the store says about it fills a screen."""
+    """Node 0 listens there. Checked before the ranks start, because torch's own error fills a screen."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -325,11 +315,11 @@ def check_port(host: str, port: int) -> None:
             ) from None
 
 
-def _folder(plan: Plan) -> Path:
-    if given := plan.request.get("logs"):
+def _folder(prepared: Prepared) -> Path:
+    if given := prepared.request.get("logs"):
         return Path(given)
-    name = f"{plan.config.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    folder, n = Path(plan.config.job.dump_folder, "launch", name), 1
+    name = f"{prepared.config.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, n = Path(prepared.config.job.dump_folder, "launch", name), 1
     while folder.exists():
         n += 1
         folder = folder.with_name(f"{name}-{n}")

@@ -1,4 +1,4 @@
-"""The last thing on the screen of a run that did not end well: which rank failed first, why, and where its log is."""
+"""The last message of a failed run: which rank failed first, why, and where its log is."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ TAIL = 8
 class Failure:
     rank: int
     exitcode: int
-    """As subprocess has it: negative for a signal."""
+    """As in subprocess: negative for a signal."""
     timestamp: float
-    """When it was noticed; `left` knows better."""
+    """When the launcher noticed; the note has the time of the failure."""
     log: Path
-    left: Path
-    """The file of titanmoe.train.failure, if the rank got that far."""
+    note_file: Path
+    """Written by titanmoe.train.failure, if the rank got that far."""
 
     def note(self) -> dict:
         try:
-            return json.loads(self.left.read_text(encoding="utf-8"))
+            return json.loads(self.note_file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
 
     @property
     def code(self) -> int:
-        """As a shell has it."""
+        """As a shell reports it."""
         return self.exitcode if self.exitcode >= 0 else 128 - self.exitcode
 
     @property
     def consequence(self) -> bool:
-        """Whether another rank failed before: it says so, or the launcher then stopped it."""
+        """Whether another rank failed first: the note says so, or the launcher then stopped this one."""
         if note := self.note():
             return bool(note.get("consequence"))
         return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
     @property
     def own_fault(self) -> bool:
-        """Whether it failed by itself while it was asked to stop."""
+        """Whether it failed on its own while it was being stopped."""
         return bool(self.note()) and not self.consequence
 
 
@@ -66,7 +66,7 @@ def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:
     """out_of_memory: the kernel has killed a process for lack of memory since the run began."""
     note = failure.note()
     if failure.exitcode == 2 and note:
-        # A refusal, mostly of all ranks. Others are about a rank's own machine, such as data that is not there.
+        # A refusal: usually from all ranks, sometimes about one rank's machine, such as data missing there.
         return f"rank {failure.rank}: {note['message']}" if failure.rank else note["message"]
     who = f"rank {failure.rank} failed first" if world > 1 else "the run failed"
     log = f"its log: {failure.log}{'' if _tail(failure.log) else ' (empty)'}"
@@ -92,7 +92,7 @@ def _killed(failure: Failure, world: int, out_of_memory: bool) -> str:
 
 
 def _advice(failure: Failure) -> list[str]:
-    file = failure.left.with_name(failure.left.name + ADVICE)
+    file = failure.note_file.with_name(failure.note_file.name + ADVICE)
     return [file.read_text(encoding="utf-8")] if file.exists() else []
 
 
@@ -105,7 +105,7 @@ def _tail(log: Path) -> list[str]:
 
 
 def oom_kills() -> int:
-    """How often the kernel has killed for lack of memory: in this container, and on this machine."""
+    """How many processes the kernel has killed for lack of memory, in this container and on this machine."""
     count = 0
     for file in ("/sys/fs/cgroup/memory.events", "/proc/vmstat"):
         try:

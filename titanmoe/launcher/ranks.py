@@ -10,9 +10,9 @@ from titanmoe.fold.degrees import KEYS
 from titanmoe.fold.search import changes, nearest
 
 MOST_PER_CORE = 4
-"""Ranks on CPUs that a recipe's own number may start per core: one written for 128 GPUs would only fill memory."""
-LOOKED_AT = 64
-"""Smaller worlds that are tried if none of the mappings of this one is legal."""
+"""On CPUs, ranks per core that a recipe may start by default: one written for 128 GPUs would only fill memory."""
+SMALLER_WORLDS = 64
+"""How many to try if this one has no legal mapping."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def this_machine(device: str) -> Machine:
 
 
 def choose(given: str, nodes: int, wanted: int | None, machine: Machine, recipe: str) -> tuple[int, str]:
-    """Ranks on this machine, and what is wrong with that. given: --nproc, "" if it is not given."""
+    """Ranks on this machine, and what is wrong with that. given: --nproc, "" if absent."""
     if given == "auto" or (not given and wanted is None):
         return machine.ranks, ""
     if given:
@@ -70,11 +70,11 @@ def fitting(config: Config, world: int) -> dict[str, tuple[int, int]]:
 
 
 def offer(config: Config, world: int, nodes: int) -> str:
-    """What to do where a world does not fit."""
+    """What to do if the mapping does not fit the world."""
     if change := fitting(config, world):
         return f"The nearest mapping that fits {world} rank{'s' * (world > 1)}: {text(change)}; --fit takes it."
     if nodes == 1:
-        for smaller in range(world - 1, max(0, world - LOOKED_AT), -1):
+        for smaller in range(world - 1, max(0, world - SMALLER_WORLDS), -1):
             if change := fitting(config, smaller):
                 return (
                     f"No mapping of {world} ranks fits this model and batch; one of {smaller} does: "

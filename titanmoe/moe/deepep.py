@@ -1,8 +1,8 @@
 """Tokens to their experts through the kernels of DeepEP (github.com/deepseek-ai/DeepEP, package `deep_ep`).
 
-A token goes once to every rank that has experts of it; which of its choices are there, and their weights, go with it.
-Back comes one row, which the rank has added up over its experts, and the kernel adds those of all ranks. The kernel of
-`combine` is also the backward of `dispatch`, and the other way round.
+A token goes once to every rank that has any of its experts, along with which of its choices are there and their
+weights. Each rank sends back one row, summed over its experts, and the kernel adds the rows of all ranks. The kernel of
+`combine` is also the backward of `dispatch`, and vice versa.
 
 Shapes as in titanmoe.moe.dispatch, and: J = K * etp choices of a token, N tokens that arrive here, each once.
 """
@@ -17,7 +17,8 @@ from torch import Tensor
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.dispatch import AllToAll, Dispatcher, Loan, Route, copy_rows, lay_out, sort_by_expert
+from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
+from titanmoe.moe.dispatch import AllToAll, Dispatcher, SharedBuffers
 from titanmoe.moe.permute import to_tokens
 from titanmoe.ops import device as devices
 from titanmoe.ops.region import named
@@ -25,10 +26,10 @@ from titanmoe.torch_private import process_group
 
 NEEDS = "cuda"
 """Where its kernels run."""
-WHERE = "build it as https://github.com/deepseek-ai/DeepEP says"
+INSTALL = "build it as https://github.com/deepseek-ai/DeepEP says"
 
 
-class Kernels(Loan):
+class Kernels(SharedBuffers):
     """DeepEP's buffer, which all layers of a rank share. Collective over the group."""
 
     def __init__(self, config: Config, group: Group, device: torch.device):
@@ -43,7 +44,7 @@ class Kernels(Loan):
             max(option.get_rdma_buffer_size_hint(width, ranks) for option in options),
         )
 
-    def there(self, x_TD: Tensor, weights_TJ: Tensor, chosen_TJ: Tensor, experts: int) -> tuple[Any, ...]:
+    def dispatch(self, x_TD: Tensor, weights_TJ: Tensor, chosen_TJ: Tensor, experts: int) -> tuple[Any, ...]:
         """The tokens that arrive, their weights and choices here (-1: elsewhere), rows per expert, and the handle."""
         per_rank, per_node, per_expert, visits_TG, _ = self.buffer.get_dispatch_layout(chosen_TJ, experts)
         x_ND, chosen_NJ, weights_NJ, counts, handle, _ = self.buffer.dispatch(
@@ -64,7 +65,7 @@ class Sent(NamedTuple):
 
 
 class DeepEP(Dispatcher):
-    """Uses the kernels that a step lends while it runs; as AllToAll elsewhere, and in a group of one."""
+    """Uses DeepEP's kernels during a training step; outside one, and in a group of one rank, it is AllToAll."""
 
     memory: Kernels | None = None
 
@@ -75,9 +76,9 @@ class DeepEP(Dispatcher):
         try:
             import deep_ep
         except ImportError as error:
-            return f"the package deep_ep cannot be loaded ({error}): {WHERE}"
+            return f"the package deep_ep cannot be loaded ({error}): {INSTALL}"
         if not hasattr(deep_ep, "Buffer"):
-            return f"the package deep_ep has no Buffer: {WHERE}"
+            return f"the package deep_ep has no Buffer: {INSTALL}"
         return "" if devices.chosen(device) == NEEDS else f"DeepEP runs on GPUs alone, and this is {device}"
 
     @staticmethod
@@ -97,17 +98,17 @@ class DeepEP(Dispatcher):
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin)
         weights_TJ = weights_TK.repeat_interleave(self.etp, 1)
         chosen_TJ = self.for_each_rank(chosen_TK)
-        x_ND, weights_NJ, chosen_NJ, counts, handle = _There.apply(
+        x_ND, weights_NJ, chosen_NJ, counts, handle = _Dispatch.apply(
             x_TD.contiguous(), weights_TJ, chosen_TJ, self.memory, self.num_experts * self.etp
         )
         chosen_NJ = chosen_NJ.where(chosen_NJ >= 0, self.local_experts)
         order, count_e = sort_by_expert(chosen_NJ, self.local_experts)
-        entry_R, slot = lay_out(chosen_NJ, order, count_e, 1, 1, 0, sum(counts))
+        entry_R, slot = assign_rows(chosen_NJ, order, count_e, 1, 1, 0, sum(counts))
         x_RD, weights_R1, route = copy_rows(x_ND, weights_NJ, entry_R, slot, self.kernels)
         return x_RD, weights_R1, count_e, route._replace(back=Sent(self.memory, handle))
 
     def for_each_rank(self, chosen_TK: Tensor) -> Tensor:
-        """Each choice once for every etp rank of its expert, as experts of their own, numbered rank by rank."""
+        """Each choice once for every etp rank of its expert, as if each rank's slice were an expert of its own."""
         rank_TK1, place_TK1 = (
             x.unsqueeze(2) for x in (chosen_TK // self.local_experts, chosen_TK % self.local_experts)
         )
@@ -120,13 +121,13 @@ class DeepEP(Dispatcher):
         if not isinstance(route.back, Sent):
             return self.plain.combine(y_RD, route)
         y_ND = to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels)
-        return _Back.apply(y_ND.contiguous(), route.back)
+        return _Combine.apply(y_ND.contiguous(), route.back)
 
 
-class _There(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, weights_TJ, chosen_TJ, kernels, experts):
-        *found, counts, handle = kernels.there(x_TD, weights_TJ, chosen_TJ, experts)
+        *found, counts, handle = kernels.dispatch(x_TD, weights_TJ, chosen_TJ, experts)
         ctx.kernels, ctx.handle = kernels, handle
         ctx.mark_non_differentiable(found[2])
         return *found, counts, handle
@@ -139,7 +140,7 @@ class _There(torch.autograd.Function):
         return grad_TD, grad_TJ, None, None, None
 
 
-class _Back(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_ND, sent):
         ctx.sent = sent

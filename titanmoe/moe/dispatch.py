@@ -3,15 +3,15 @@
     rows, weights, counts, route = dispatcher.dispatch(x, weights, chosen, bin)
     y = dispatcher.combine(experts(rows, weights, counts), route)
 
-or in pieces, so that other work can be done while rows are under way:
+or in pieces, so that other work can be done while rows are on their way:
 
     sent = dispatcher.start(x, weights, chosen, bin)
-    ...                                                 here, for one
-    parts, home = dispatcher.parts(sent)
-    for part in parts:                                  the next parts are under way meanwhile
+    ...                                                 for example here
+    parts, route = dispatcher.parts(sent)
+    for part in parts:                                  while the next parts are on their way
         rows, weights, counts, splits = dispatcher.arrive(part)
         back.append(dispatcher.leave(experts(rows, weights, counts), splits))
-    y = dispatcher.land(back, home)
+    y = dispatcher.land(back, route)
 
 Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
 etp innermost), R rows this rank's experts work on, C chunks. Expert number E stands for "no expert".
@@ -28,13 +28,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm.collectives import ALONE, Group, InFlight, all_gather, all_to_all, arrive, gather, scatter_sum, start
+from titanmoe.comm import collectives
+from titanmoe.comm.collectives import ALONE, Group, InFlight, all_gather, all_to_all, gather, scatter_sum
 from titanmoe.comm.host import ToHost
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens, to_weighted_rows
-from titanmoe.ops.kernels import fused
+from titanmoe.moe.assign import (
+    Route,
+    assign_all_rows,
+    assign_rows,
+    by_expert,
+    copy_rows,
+    sort_by_expert,
+    split_into_chunks,
+)
+from titanmoe.moe.permute import reorder, reorder_weighted, to_rows, to_tokens
 from titanmoe.ops.region import named
 
 if TYPE_CHECKING:
@@ -59,23 +68,15 @@ class Part(NamedTuple):
     splits: Splits
 
 
-class Route(NamedTuple):
-    """What combine needs to send rows back."""
-
-    source_R: Tensor  # token of each row in the send buffer
-    slot_TJ: Tensor  # rows of each token
-    back: Any = None  # anything else that the dispatcher needs
-
-
-class Loan:
+class SharedBuffers:
     """What the layers of a rank share, lent to their dispatchers while a step runs."""
 
     def __init__(self, device: torch.device):
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
-        """Whether the step is void on this rank and has to run again, without what is lent."""
+        """Whether the step is void on this rank and must be repeated without these buffers."""
 
     @contextmanager
-    def serving(self, layers: Collection[MoE]) -> Iterator[None]:
+    def lent_to(self, layers: Collection[MoE]) -> Iterator[None]:
         self.overflowed.zero_()
         try:
             for moe in layers:
@@ -87,9 +88,7 @@ class Loan:
 
 
 class Dispatcher:
-    """The pieces for dispatchers with nothing in flight between them: such a dispatcher only defines dispatch and
-    combine.
-    """
+    """The pieces, for a dispatcher that has nothing in flight between them and only defines dispatch and combine."""
 
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
         # -1, to be measured, means one chunk until titanmoe.parallel.expert.measured_chunks has chosen a number.
@@ -114,7 +113,7 @@ class Dispatcher:
         return ""
 
     @staticmethod
-    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Loan | None:
+    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> SharedBuffers | None:
         """What all layers of a rank share, made by all ranks of the world together; None if it needs nothing."""
         return None
 
@@ -132,7 +131,7 @@ class Dispatcher:
     def leave(self, y_RD: Tensor, route: Any) -> Any:
         return self.combine(y_RD, route)
 
-    def land(self, back: list, home: Any) -> Tensor:
+    def land(self, back: list, route: Any) -> Tensor:
         (y_TD,) = back
         return y_TD
 
@@ -144,9 +143,9 @@ class _InPieces(Dispatcher):
         self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int
     ) -> tuple[Tensor, Tensor, Tensor, Route]:
         """bin: rows per expert and sender if bins are padded to a static size, else 0."""
-        (part,), home = self.parts(self.start(x_TD, weights_TK, chosen_TK, bin))
+        (part,), route = self.parts(self.start(x_TD, weights_TK, chosen_TK, bin))
         x_RD, weights_R1, count_e, splits = self.arrive(part)
-        return x_RD, weights_R1, count_e, home._replace(back=(home.back, splits))
+        return x_RD, weights_R1, count_e, route._replace(back=(route.back, splits))
 
     def combine(self, y_RD: Tensor, route: Route) -> Tensor:
         outer, splits = route.back
@@ -160,7 +159,7 @@ class AllToAll(_InPieces):
     and the sum over top-k on the token's own rank adds these too: expert tensor parallelism costs no extra collective.
     Per rank and direction: T*K*etp rows of D elements, less the rows that stay.
 
-    With chunks, the rows of every expert are cut into that many pieces, and piece c of all experts travels in
+    With chunks, the rows of every expert are split into that many pieces, and piece c of all experts travels in
     all-to-all c. So the work of chunks is even under any routing, and their sizes are static if bins are padded.
     """
 
@@ -182,10 +181,10 @@ class AllToAll(_InPieces):
             # The layer's only host sync: how many rows go where.
             send, receive = torch.stack((send_GCe.sum(2).t(), count_GCe.sum(2).t())).tolist()
             sizes = [sum(to) for to in send]
-        entry_R, slot = lay_out(chosen_TK, order, count_CE, C * self.ep, self.etp, bin, sum(sizes))
-        x_RD, weights_R1, home = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
+        entry_R, slot = assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin, sum(sizes))
+        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
         in_flight = [
-            (start(x, self.group, *split), start(weights, self.group, *split))
+            (collectives.start(x, self.group, *split), collectives.start(weights, self.group, *split))
             for x, weights, split in zip(
                 x_RD.split(sizes), weights_R1.split(sizes), zip(send, receive, strict=True), strict=True
             )
@@ -196,33 +195,33 @@ class AllToAll(_InPieces):
             if G > 1 and e > 1:
                 regroup = by_expert(count_Ge, G * e * bin if bin else sum(receive[c]), self.kernels)
             parts.append(Part(x, weights, count_Ge.sum(0), Splits(regroup, send[c], receive[c])))
-        return parts, home
+        return parts, route
 
     def start_whole(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> tuple[list[Part], Route]:
-        """In one chunk without padded bins. Before the host knows how many rows there are, a buffer for as many as
-        there can be is filled; then it is cut. So the device has work while the host waits.
+        """In one chunk without padded bins. Before the host knows how many rows there are, a buffer with room for all
+        that there can be is filled; later its end is dropped. So the device has work while the host waits.
         """
         G, e = self.group.size, self.local_experts
-        entry_H, slot, count_E = place(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
         send_Ge = count_E.view(self.ep, 1, e).expand(-1, self.etp, -1).reshape(G, e)
         count_Ge = all_to_all(send_Ge, self.group)
         sizes = ToHost(torch.stack((send_Ge, count_Ge)).sum(2) if G > 1 else send_Ge.sum(1).expand(2, 1))
-        x_RD, weights_R1, home = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
+        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
         send, receive = sizes.read()  # the layer's only host sync
         if (rows := sum(send)) < len(x_RD):  # choices of no expert came last
             x_RD, weights_R1 = x_RD[:rows], weights_R1[:rows]
-            home = home._replace(source_R=home.source_R[:rows], slot_TJ=home.slot_TJ.clamp(max=rows))
-        x, weights = (start(sent, self.group, send, receive) for sent in (x_RD, weights_R1))
+            route = route._replace(source_R=route.source_R[:rows], slot_TJ=route.slot_TJ.clamp(max=rows))
+        x, weights = (collectives.start(sent, self.group, send, receive) for sent in (x_RD, weights_R1))
         regroup = by_expert(count_Ge, sum(receive), self.kernels) if G > 1 and e > 1 else None
         count_e = count_Ge.sum(0) if G > 1 else count_E
-        return [Part(x, weights, count_e, Splits(regroup, send, receive))], home
+        return [Part(x, weights, count_e, Splits(regroup, send, receive))], route
 
     def parts(self, sent: tuple[list[Part], Route]) -> tuple[list[Part], Route]:
         return sent
 
     @named("dispatch")
     def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Splits]:
-        x_RD, weights_R1 = arrive(part.x_RD), arrive(part.weights_R1)
+        x_RD, weights_R1 = collectives.arrive(part.x_RD), collectives.arrive(part.weights_R1)
         if part.splits.regroup is not None:
             x_RD, weights_R1 = reorder_weighted(x_RD, weights_R1, *part.splits.regroup, self.kernels)
         return x_RD, weights_R1, part.count_e, part.splits
@@ -231,13 +230,13 @@ class AllToAll(_InPieces):
     def leave(self, y_RD: Tensor, splits: Splits) -> InFlight:
         if splits.regroup is not None:
             y_RD = reorder(y_RD, *reversed(splits.regroup), self.kernels)
-        return start(y_RD, self.group, splits.receive, splits.send)
+        return collectives.start(y_RD, self.group, splits.receive, splits.send)
 
     @named("combine")
-    def land(self, back: list[InFlight], home: Route) -> Tensor:
-        pieces = [arrive(flight) for flight in back]
+    def land(self, back: list[InFlight], route: Route) -> Tensor:
+        pieces = [collectives.arrive(flight) for flight in back]
         y_RD = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
-        return to_tokens(y_RD, home.source_R, home.slot_TJ, self.kernels)
+        return to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels)
 
 
 class Relay(NamedTuple):
@@ -247,7 +246,7 @@ class Relay(NamedTuple):
     weights_VK: InFlight
     chosen_VK: InFlight
     bin: int
-    home: Route
+    route: Route
 
 
 class Hierarchical(_InPieces):
@@ -287,26 +286,26 @@ class Hierarchical(_InPieces):
             send = receive = [T] * N
         else:
             send, receive = torch.stack((count_N, all_to_all(count_N, across))).tolist()  # the first of two host syncs
-        entry_R, slot = lay_out(node_TN, order, count_N, N, 1, T if bin else 0, sum(send))
-        home = Route(entry_R // N, slot.view(T, N), (send, receive))
-        choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, home.source_R)
+        entry_R, slot = assign_rows(node_TN, order, count_N, N, 1, T if bin else 0, sum(send))
+        route = Route(entry_R // N, slot.view(T, N), (send, receive))
+        choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
         rows = (
-            to_rows(x_TD, home.source_R, home.slot_TJ, self.kernels),
-            to_rows(weights_TK, home.source_R, home.slot_TJ, self.kernels),
+            to_rows(x_TD, route.source_R, route.slot_TJ, self.kernels),
+            to_rows(weights_TK, route.source_R, route.slot_TJ, self.kernels),
             choices_RK.to(torch.int32),
         )
-        return Relay(*(start(row, across, send, receive) for row in rows), bin * N, home)
+        return Relay(*(collectives.start(row, across, send, receive) for row in rows), bin * N, route)
 
     @named("dispatch")
     def parts(self, sent: Any) -> tuple[list[Part], Route]:
         if self.across.size == 1:
             return self.inner.parts(sent)
-        x_VD, weights_VK = arrive(sent.x_VD), arrive(sent.weights_VK)
-        chosen_VK = arrive(sent.chosen_VK).long() - self.across.rank * self.node_experts
+        x_VD, weights_VK = collectives.arrive(sent.x_VD), collectives.arrive(sent.weights_VK)
+        chosen_VK = collectives.arrive(sent.chosen_VK).long() - self.across.rank * self.node_experts
         here = (chosen_VK >= 0) & (chosen_VK < self.node_experts)
         chosen_VK = chosen_VK.where(here, self.node_experts)
         parts, inside = self.inner.parts(self.inner.start(x_VD, weights_VK, chosen_VK, sent.bin))
-        return parts, sent.home._replace(back=(*sent.home.back, inside))
+        return parts, sent.route._replace(back=(*sent.route.back, inside))
 
     def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Splits]:
         return self.inner.arrive(part)
@@ -315,12 +314,12 @@ class Hierarchical(_InPieces):
         return self.inner.leave(y_RD, splits)
 
     @named("combine")
-    def land(self, back: list[InFlight], home: Route) -> Tensor:
+    def land(self, back: list[InFlight], route: Route) -> Tensor:
         if self.across.size == 1:
-            return self.inner.land(back, home)
-        send, receive, inside = home.back
-        y_RD = arrive(start(self.inner.land(back, inside), self.across, receive, send))
-        return to_tokens(y_RD, home.source_R, home.slot_TJ, self.kernels)
+            return self.inner.land(back, route)
+        send, receive, inside = route.back
+        y_RD = collectives.arrive(collectives.start(self.inner.land(back, inside), self.across, receive, send))
+        return to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels)
 
 
 class AllGather(Dispatcher):
@@ -341,7 +340,7 @@ class AllGather(Dispatcher):
         order, count_e = sort_by_expert(chosen_NK, self.local_experts)
         bin *= self.group.size
         rows = self.local_experts * bin if bin else int(count_e.sum())  # the layer's only host sync
-        entry_R, slot = lay_out(chosen_NK, order, count_e, 1, 1, bin, rows)
+        entry_R, slot = assign_rows(chosen_NK, order, count_e, 1, 1, bin, rows)
         x, weights, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
         return x, weights, torch.full_like(count_e, bin) if bin else count_e, route
 
@@ -353,101 +352,3 @@ def dispatcher_class(name: str) -> type[Dispatcher]:
     """The class for a value of `[moe] dispatcher`."""
     module, kind = DISPATCHERS[name].where.split(".")
     return getattr(import_module(f"titanmoe.moe.{module}"), kind)
-
-
-def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Entries (token * K + slot) by expert, then by token, those without an expert last; and each expert's count."""
-    flat = chosen_TK.flatten()
-    count = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
-    # A radix sort passes over the keys once per few bits: int16 is 2.8 times faster (CPU, 262,144 keys, 128 experts).
-    keys = flat.to(torch.int16) if num_experts < 2**15 else flat
-    return keys.argsort(stable=True), count[:num_experts]
-
-
-def split_into_chunks(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The choices sorted by expert, or by chunk and expert: expert i's rows in chunk c get the number c * E + i.
-
-    Returns the choices with these numbers ("no expert" is chunks * E), their order, and the count of each number. An
-    expert's rows are cut evenly, or after every `bin` rows.
-    """
-    order, count_E = sort_by_expert(chosen_TK, num_experts)
-    if chunks == 1:
-        return chosen_TK, order, count_E
-    expert = chosen_TK.flatten()[order]
-    count, before = F.pad(count_E, (0, 1), value=1), F.pad(count_E.cumsum(0), (1, 0))
-    place = torch.arange(expert.numel(), device=order.device) - before[expert]
-    chunk = place // bin if bin else place * chunks // count[expert]
-    number = torch.empty_like(expert)
-    number[order] = (chunk * num_experts + expert).where(expert < num_experts, chunks * num_experts)
-    number_TK = number.view_as(chosen_TK)
-    return number_TK, *sort_by_expert(number_TK, chunks * num_experts)
-
-
-@named("permute")
-def lay_out(
-    chosen_TK: Tensor, order: Tensor, count_E: Tensor, ep: int, etp: int, bin: int, rows: int
-) -> tuple[Tensor, Tensor]:
-    """Place every entry's etp copies in a buffer of `rows` rows: one block per rank (ep outer, etp inner), sorted by
-    expert within a block and by token within an expert; experts start right after each other, or every `bin` rows.
-
-    Returns the entry of each row (T*K for an empty row) and the rows of each entry, (T*K, etp) (`rows` for no expert).
-    """
-    expert = chosen_TK.flatten()[order]
-    place = torch.arange(expert.numel(), device=order.device)
-    if bin:
-        # From a place in the sorted order to a place in the bins.
-        start_E = F.pad(count_E.cumsum(0), (1, 0))
-        place = place - start_E[expert] + expert * bin
-        length_P = count_E.new_full((ep,), count_E.numel() // ep * bin)
-    else:
-        length_P = count_E.view(ep, -1).sum(1)
-    block = (expert // (count_E.numel() // ep)).clamp(max=ep - 1)
-    before = (length_P.cumsum(0) - length_P)[block]  # rows of earlier blocks, each repeated etp times
-    copy = torch.arange(etp, device=order.device)
-    row = (place + (etp - 1) * before).unsqueeze(1) + copy * length_P[block].unsqueeze(1)
-    row = row.where((expert < count_E.numel()).unsqueeze(1), rows)
-
-    slot = torch.empty_like(row)
-    slot[order] = row
-    entry = order.new_full((rows + 1,), expert.numel())
-    entry[row] = order.unsqueeze(1).expand_as(row)
-    return entry[:rows], slot
-
-
-@named("permute")
-def copy_rows(
-    x_TD: Tensor, weights_TK: Tensor, entry_R: Tensor, slot: Tensor, kernels: str = "auto"
-) -> tuple[Tensor, Tensor, Route]:
-    """The rows of x, (R, D), the routing weight of each, (R, 1), and the route."""
-    T, K = weights_TK.shape
-    route = Route(entry_R // K, slot.view(T, K * slot.shape[1]))
-    return *to_weighted_rows(x_TD, weights_TK, entry_R, route.slot_TJ, kernels), route
-
-
-@named("permute")
-def place(
-    chosen_TK: Tensor, num_experts: int, ep: int, etp: int, kernels: str = "auto"
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`lay_out` in a buffer for all T * K * etp rows that there can be, the unused ones last; and each expert's
-    count.
-    """
-    if fused(kernels, chosen_TK):
-        from titanmoe.ops.kernels import layout
-
-        return layout.place(chosen_TK, num_experts, ep, etp)
-    order, count_E = sort_by_expert(chosen_TK, num_experts)
-    return *lay_out(chosen_TK, order, count_E, ep, etp, 0, chosen_TK.numel() * etp), count_E
-
-
-@named("permute")
-def by_expert(count_Ge: Tensor, rows: int, kernels: str = "auto") -> tuple[Tensor, Tensor]:
-    """The order (and its inverse) that turns rows sorted by (sender, expert) into rows sorted by (expert, sender)."""
-    if fused(kernels, count_Ge):
-        from titanmoe.ops.kernels import layout
-
-        return layout.regroup(count_Ge, rows)
-    start_Ge = (count_Ge.flatten().cumsum(0) - count_Ge.flatten()).view_as(count_Ge)
-    length = count_Ge.t().flatten()
-    shift = start_Ge.t().flatten() - (length.cumsum(0) - length)
-    order = torch.arange(rows, device=count_Ge.device) + shift.repeat_interleave(length, output_size=rows)
-    return order, invert(order)

@@ -87,7 +87,7 @@ def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> T
     return grad_eDF
 
 
-# Which way on which device and version of torch: decided by the next two, and nowhere else.
+# Which product on which device and version of torch: decided by the next two functions, and nowhere else.
 
 
 def can_group(x: Tensor, *widths: int) -> bool:
@@ -111,7 +111,7 @@ def forgets_empty_groups(x: Tensor) -> bool:
     return device.kind(x) == "cuda" and device.capability(x.device) >= (10, 0)
 
 
-def rows_of(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
+def membership(count_e: Tensor, rows: int, dtype: torch.dtype) -> Tensor:
     """(R, e): 1 where a row belongs to an expert. Times the biases it gives each row its own; its transpose sums their
     gradients.
     """
@@ -125,32 +125,32 @@ def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-def weighted(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
+def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
     """The input of the down projection, times the routing weight: applied here, backward needs no expert's output."""
     gate, up = gate_RF.to(weight_R1.dtype), up_RF.to(weight_R1.dtype)
     h_RF = clamped_swiglu(gate, up) if clamped else F.silu(gate) * up
     return (h_RF * weight_R1).to(gate_RF.dtype)
 
 
-def differentiated(
+def plain_swiglu_backward(
     grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
 ) -> tuple[Tensor, ...]:
-    """The value of `weighted`, and the gradients of its tensors."""
+    """The value of `plain_swiglu`, and the gradients of its tensors."""
     leaves = [x.detach().requires_grad_() for x in (gate_RF, up_RF, weight_R1)]
     with torch.enable_grad():
-        h_RF = weighted(*leaves, clamped)
+        h_RF = plain_swiglu(*leaves, clamped)
     return h_RF.detach(), *torch.autograd.grad(h_RF, leaves, grad_RF)
 
 
 def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
-    """`weighted` and `differentiated`: on GPUs as a kernel, on CPUs in blocks of rows, else the plain formulas."""
+    """The down projection's input and its gradients: by a kernel on GPUs, in blocks of rows on CPUs, else plainly."""
     if fused(kernels, x):
         from titanmoe.ops.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
         return partial(weighted_swiglu, clamped=clamped), partial(weighted_swiglu_backward, clamped=clamped)
     if rowwise.pays(x) and not clamped:
         return rowwise.swiglu, rowwise.swiglu_backward
-    return partial(weighted, clamped=clamped), partial(differentiated, clamped=clamped)
+    return partial(plain_swiglu, clamped=clamped), partial(plain_swiglu_backward, clamped=clamped)
 
 
 def plain_down(
@@ -164,7 +164,7 @@ def plain_down(
     even: bool = False,
 ) -> Tensor:
     product = product_of(grouped, "compute", even)
-    return product(weighted(gate_RF, up_RF, weight_R1, clamped), w2_eDF, count)
+    return product(plain_swiglu(gate_RF, up_RF, weight_R1, clamped), w2_eDF, count)
 
 
 def scaled_product(
@@ -319,7 +319,7 @@ class Experts(nn.Module):
             back.append(dispatcher.leave(y_RD, splits))
         return back
 
-    def groups(self, x_RD: Tensor, w1_eFD: Tensor) -> bool:
+    def uses_grouped_mm(self, x_RD: Tensor, w1_eFD: Tensor) -> bool:
         """Whether these rows go through torch's grouped product."""
         return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
 
@@ -334,7 +334,7 @@ class Experts(nn.Module):
         if not (plain and narrow):
             return False
         w1_eFD = local(self.w1)
-        if not self.groups(x_RD, w1_eFD):
+        if not self.uses_grouped_mm(x_RD, w1_eFD):
             return False
         experts = w1_eFD.shape[0]
         return x_RD.shape[0] >= 4 * UNIT * experts and x_RD.numel() <= COPIED * experts
@@ -350,7 +350,7 @@ class Experts(nn.Module):
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)
         compiling = torch.compiler.is_compiling()
         # The formula of products in 8 bits is a loop.
-        grouped = self.groups(x_RD, w1_eFD) and self.dtype != "fp8_emulated"
+        grouped = self.uses_grouped_mm(x_RD, w1_eFD) and self.dtype != "fp8_emulated"
         # torch's grouped product can only be traced in bfloat16, the loop not at all.
         even = self.even_rows and compiling and not (grouped and x_RD.dtype == torch.bfloat16)
         how = (grouped, self.clamped, self.kernels, self.rounded, even)
@@ -362,9 +362,9 @@ class Experts(nn.Module):
             gate_RF, up_RF = products(x_RD, count, grouped, self.kernels, self.rounded, w1_eFD, w3_eFD)
         if self.w1_bias is None:
             return down(gate_RF, up_RF, weight_R1, w2_eDF, count, *how)
-        of_Re = rows_of(count_e, x_RD.shape[0], gate_RF.dtype)
-        gate_RF = torch.addmm(gate_RF, of_Re, local(self.w1_bias))
-        up_RF = torch.addmm(up_RF, of_Re, local(self.w3_bias))
+        member_Re = membership(count_e, x_RD.shape[0], gate_RF.dtype)
+        gate_RF = torch.addmm(gate_RF, member_Re, local(self.w1_bias))
+        up_RF = torch.addmm(up_RF, member_Re, local(self.w3_bias))
         if self.unused_rows:  # 0 * NaN is NaN: mask, do not multiply
             used_R1 = torch.arange(x_RD.shape[0], device=x_RD.device).unsqueeze(1) < count_e.sum()
             gate_RF, up_RF = gate_RF.where(used_R1, 0), up_RF.where(used_R1, 0)
@@ -373,4 +373,4 @@ class Experts(nn.Module):
         bias_ed = local(self.w2_bias)
         before = self.etp_rank * bias_ed.shape[1]
         bias_eD = F.pad(bias_ed, (before, y_RD.shape[1] - before - bias_ed.shape[1]))
-        return torch.addmm(y_RD, (of_Re * weight_R1).to(y_RD.dtype), bias_eD)
+        return torch.addmm(y_RD, (member_Re * weight_R1).to(y_RD.dtype), bias_eD)

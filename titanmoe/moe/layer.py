@@ -54,8 +54,8 @@ class MoE(nn.Module):
         weights_TK, chosen_TK, bin = self.route(x_TD, tokens)
         sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin)
         shared_BsD = self.run_shared(x_BsD)  # while the rows are in flight
-        parts, home = self.dispatcher.parts(sent)
-        y_BsD = self.dispatcher.land(self.experts(parts, self.dispatcher), home).view_as(x_BsD)
+        parts, route = self.dispatcher.parts(sent)
+        y_BsD = self.dispatcher.land(self.experts(parts, self.dispatcher), route).view_as(x_BsD)
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
     def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:

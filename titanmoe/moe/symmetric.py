@@ -24,7 +24,8 @@ from titanmoe.comm.collectives import Group, InFlight, all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.moe.dispatch import AllToAll, Loan, Part, Route, Splits, copy_rows, place
+from titanmoe.moe.assign import Route, assign_all_rows, copy_rows
+from titanmoe.moe.dispatch import AllToAll, Part, SharedBuffers, Splits
 from titanmoe.ops.region import named
 
 ALIGN = 8  # rows: 16 bytes of bfloat16, which the grouped product needs where it sums over an expert's rows
@@ -52,7 +53,7 @@ class Buffers(NamedTuple):
     away: tuple[Tensor, Tensor]
 
 
-class Memory(Loan):
+class Memory(SharedBuffers):
     """The buffers of all layers of a rank. All ranks of the world allocate them together, in equal sizes, because the
     allocation is collective.
     """
@@ -108,9 +109,9 @@ class Memory(Loan):
 
         mine = row(torch.full((rows,), rank, device=device), piece_P[:rows])
         x_HD = F.pad(mine, (0, width % 2))
-        away, back = self.there(buffers, x_HD, (piece_P < rows).to(torch.int64))
+        away, back = self.dispatch(buffers, x_HD, (piece_P < rows).to(torch.int64))
         came = away.clone()
-        home = self.back(buffers, came, back)[:rows].clone()
+        home = self.combine(buffers, came, back)[:rows].clone()
         wanted, places = [], []
         for expert in range(held):  # of this rank: its bin has the senders' rows in order
             piece = rank * held + expert
@@ -135,7 +136,7 @@ class Memory(Loan):
     # previous one. So there are two of each buffer that peers read or write, used in turn, and what arrives is copied
     # at once.
 
-    def there(self, buffers: Buffers, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(self, buffers: Buffers, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
         """The receive buffer, to be copied before the next operation, and the sizes and places of its pieces."""
         self.turn ^= 1
         home, away, take = buffers.home[self.turn], buffers.away[self.turn], self.take[self.turn]
@@ -144,7 +145,7 @@ class Memory(Loan):
         torch.ops.symm_mem.all_to_all_vdev_2d(home, away, self.send, take, self.group.name, ALIGN)
         return away, take.clone()
 
-    def back(self, buffers: Buffers, y_AD: Tensor, back: Tensor) -> Tensor:
+    def combine(self, buffers: Buffers, y_AD: Tensor, back: Tensor) -> Tensor:
         self.turn ^= 1
         home, away, take = buffers.home[self.turn], buffers.away[self.turn], self.take[self.turn]
         away.copy_(y_AD)
@@ -154,7 +155,7 @@ class Memory(Loan):
 
 
 class Lent(NamedTuple):
-    """What rows that came through symmetric memory need to go back."""
+    """What rows that came through symmetric memory need in order to go back."""
 
     memory: Memory
     rows: int  # of the send buffer
@@ -164,7 +165,7 @@ class Lent(NamedTuple):
 
 
 class Symmetric(AllToAll):
-    """Uses the memory that a step lends while it runs; as AllToAll elsewhere, where no step could be repeated."""
+    """Uses symmetric memory during a training step; elsewhere, where no overflow could be repeated, it is AllToAll."""
 
     memory: Memory | None = None
 
@@ -183,41 +184,41 @@ class Symmetric(AllToAll):
         if memory is None:
             return super().start(x_TD, weights_TK, chosen_TK, bin)
         rows = chosen_TK.numel() * self.etp
-        entry_H, slot, count_E = place(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
         if self.group.size == 1:
-            x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
-            return [_arrived(x_HD, weights_H1, count_E, Splits(None, None, None))], home
+            x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
+            return [_arrived(x_HD, weights_H1, count_E, Splits(None, None, None))], route
         total_Pe = all_reduce(count_E, self.group).view(self.ep, -1)
         need_P, mine = bins(total_Pe).sum(1), self.group.rank // self.etp
         fits = (need_P <= memory.away_rows).all()
         memory.overflowed.logical_or_(need_P[mine] > memory.away_rows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
-        x_HD, weights_H1, home = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
+        x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
         send_Ge = (count_E * fits).view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten()
         total_e = total_Pe[mine] * fits
         used_A1 = used(total_e, memory.away_rows).unsqueeze(1)
-        x_AD, back = _There.apply(x_HD, memory, memory.rows, send_Ge, used_A1)
-        weights_A1, _ = _There.apply(weights_H1, memory, memory.weights, send_Ge, used_A1)
+        x_AD, back = _Dispatch.apply(x_HD, memory, memory.rows, send_Ge, used_A1)
+        weights_A1, _ = _Dispatch.apply(weights_H1, memory, memory.weights, send_Ge, used_A1)
         lent = Lent(memory, rows, send_Ge, back, used_A1)
-        return [_arrived(x_AD, weights_A1, bins(total_e), Splits(None, None, None, lent))], home
+        return [_arrived(x_AD, weights_A1, bins(total_e), Splits(None, None, None, lent))], route
 
     @named("combine")
     def leave(self, y_AD: Tensor, splits: Splits) -> InFlight:
         if splits.lent is None:
             return super().leave(y_AD, splits)
         memory, *given = splits.lent
-        return InFlight(_Back.apply(y_AD, memory, memory.rows, *given), None)
+        return InFlight(_Combine.apply(y_AD, memory, memory.rows, *given), None)
 
 
 def _arrived(x_AD: Tensor, weights_A1: Tensor, count_e: Tensor, splits: Splits) -> Part:
     return Part(InFlight(x_AD, None), InFlight(weights_A1, None), count_e, splits)
 
 
-class _There(torch.autograd.Function):
+class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_HD, memory, buffers, send_Ge, used_A1):
         ctx.memory, ctx.buffers, ctx.rows = memory, buffers, x_HD.shape[0]
-        x_AD, back = memory.there(buffers, x_HD, send_Ge)
+        x_AD, back = memory.dispatch(buffers, x_HD, send_Ge)
         ctx.save_for_backward(back)
         ctx.mark_non_differentiable(back)
         return x_AD.where(used_A1, 0), back
@@ -225,20 +226,20 @@ class _There(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_AD, _):
         (back,) = ctx.saved_tensors
-        return ctx.memory.back(ctx.buffers, grad_AD, back)[: ctx.rows].clone(), None, None, None, None
+        return ctx.memory.combine(ctx.buffers, grad_AD, back)[: ctx.rows].clone(), None, None, None, None
 
 
-class _Back(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y_AD, memory, buffers, rows, send_Ge, back, used_A1):
         ctx.memory, ctx.buffers = memory, buffers
         ctx.save_for_backward(send_Ge, used_A1)
-        return memory.back(buffers, y_AD, back)[:rows].clone()
+        return memory.combine(buffers, y_AD, back)[:rows].clone()
 
     @staticmethod
     def backward(ctx, grad_HD):
         send_Ge, used_A1 = ctx.saved_tensors
-        grad_AD, _ = ctx.memory.there(ctx.buffers, grad_HD, send_Ge)
+        grad_AD, _ = ctx.memory.dispatch(ctx.buffers, grad_HD, send_Ge)
         return grad_AD.where(used_A1, 0), None, None, None, None, None, None
 
 

@@ -45,7 +45,7 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device, non_blocking=True)
 
 
-def cut(
+def take_slice(
     batch: Batch, microbatch: int, meshes: Meshes, placement: Placement, device: torch.device, with_mtp: bool = False
 ) -> Slice:
     """with_mtp: include what multi-token prediction needs."""
@@ -60,7 +60,7 @@ def cut(
     index = (first + sample if number is None else number.unsqueeze(1)) * length + place
 
     def over_cp(x: Tensor) -> Tensor:
-        return placement.cut(x, meshes.cp.rank).contiguous()
+        return placement.part(x, meshes.cp.rank).contiguous()
 
     def owned(x: Tensor) -> Tensor:
         return over_cp(x).chunk(meshes.tp.size, 1)[meshes.tp.rank].flatten()

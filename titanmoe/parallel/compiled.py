@@ -36,7 +36,7 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
 
     def run(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         # The loop over experts reads each one's number of rows on the host; and what a graph computes is not mended.
-        if not experts.groups(x_RD, local(experts.w1)) or (forgets_empty_groups(x_RD) and not static):
+        if not experts.uses_grouped_mm(x_RD, local(experts.w1)) or (forgets_empty_groups(x_RD) and not static):
             return plain(x_RD, weight_R1, count_e)
         if static:
             return compiled(x_RD, weight_R1, count_e)

@@ -55,7 +55,7 @@ class Placement(NamedTuple):
         """The chunks in the order of a concatenation over ranks."""
         return [chunk for rank in range(self.size) for chunk in self.held(rank)]
 
-    def cut(self, x_BL: Tensor, rank: int) -> Tensor:
+    def part(self, x_BL: Tensor, rank: int) -> Tensor:
         """This rank's part of a tensor whose dim 1 is the sequence."""
         if self.size == 1:
             return x_BL

@@ -13,8 +13,8 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.chunks import Choice, choose, dummy_experts, measure
-from titanmoe.moe.dispatch import Dispatcher, Loan, dispatcher_class
-from titanmoe.parallel.tensor import place
+from titanmoe.moe.dispatch import Dispatcher, SharedBuffers, dispatcher_class
+from titanmoe.parallel.tensor import put_on_mesh
 
 # The dim that is split over etp: the hidden one; of w2_bias the model dim, because otherwise every etp rank adds it.
 ETP_DIM = {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}
@@ -30,11 +30,11 @@ def expert_parallel(model: Transformer, meshes: Meshes) -> None:
         if meshes.dispatch.size > 1:
             moe.experts.set_etp_rank(meshes.dispatch.rank % meshes.fold.etp)
             for name, _ in list(moe.experts.named_parameters()):
-                place(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), Shard(ETP_DIM[name])])
+                put_on_mesh(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), Shard(ETP_DIM[name])])
 
 
-def symmetric(config: Config, meshes: Meshes, device: torch.device) -> Loan | None:
-    """What a step lends to the layers' dispatchers, if they use anything. Collective over the world."""
+def reserve_buffers(config: Config, meshes: Meshes, device: torch.device) -> SharedBuffers | None:
+    """What a step lends to its dispatchers; None if they need nothing. Collective over the world."""
     return dispatcher_class(config.moe.dispatcher).reserve(config, meshes.fold, meshes.dispatch, device)
 
 

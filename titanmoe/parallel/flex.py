@@ -79,7 +79,7 @@ class Masks:
         self.last: dict[tuple, tuple[Tensor | None, int, BlockMask]] = {}
 
     def positions(self, length: int, device: torch.device) -> Tensor:
-        return self.placement.cut(torch.arange(length, device=device).unsqueeze(0), self.rank)[0]
+        return self.placement.part(torch.arange(length, device=device).unsqueeze(0), self.rank)[0]
 
     def __call__(self, length: int, document_BL: Tensor | None, window: int, device: torch.device) -> BlockMask:
         if torch.compiler.is_compiling():

@@ -22,7 +22,7 @@ from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Block, Transformer
 from titanmoe.moe.experts import Experts
 from titanmoe.ops import device
-from titanmoe.parallel.tensor import place
+from titanmoe.parallel.tensor import put_on_mesh
 
 
 def shard_experts_on_model_dim(num_experts: int, ep: int, edp: int) -> bool:
@@ -46,7 +46,7 @@ def replicate_routers(model: Transformer, meshes: Meshes) -> set[nn.Parameter]:
     routers = [moe.router for moe in model.moe_layers().values()]
     for router in routers:
         for name, _ in list(router.named_parameters()):
-            place(router, name, meshes.dense, [Replicate()] * meshes.dense.ndim)
+            put_on_mesh(router, name, meshes.dense, [Replicate()] * meshes.dense.ndim)
     return {parameter for router in routers for parameter in router.parameters()}
 
 
@@ -74,7 +74,7 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
             )
             block.moe.experts.rounded.keep = not freed or meshes.fold.edp == 1
         fully_shard(block, **options, mp_policy=policy)
-    # Backward begins where forward ends: with the head, and with what is nobody else's (a tied embedding).
+    # Backward begins where forward ends: with the head, and with what belongs to no block (a tied embedding).
     last = options | {"reshard_after_forward": False}
     ends = (model.embed_copy,) if model.shape.tie_embeddings else (model.embed, model.embed_copy, model.head)
     for end in ends:

@@ -36,7 +36,7 @@ SPLIT_DIM: dict[type[nn.Module], dict[str, int]] = {
 }
 
 
-def place(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
+def put_on_mesh(module: nn.Module, name: str, mesh: DeviceMesh, placements: list) -> None:
     """Turn the (meta) parameter `name` of a module into a DTensor, without communication."""
     *path, last = name.split(".")
     owner = module.get_submodule(".".join(path))
@@ -55,7 +55,7 @@ def tensor_parallel(model: Transformer, mesh: DeviceMesh, tp: Group) -> None:
             shard |= {f"{path}.{name}": dim for name, dim in SPLIT_DIM[type(module)].items()}
     for name, _ in list(model.named_parameters()):
         if ".experts." not in name and ".router." not in name:
-            place(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])
+            put_on_mesh(model, name, mesh, [Shard(shard[name]) if name in shard else Replicate()])
     model.tie()
 
 

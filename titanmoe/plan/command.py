@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from titanmoe.config import ConfigError, load
 from titanmoe.config.fields import to_toml
-from titanmoe.config.load import format_problems
 from titanmoe.config.schema import Config, Parallelism
+from titanmoe.rehearse.command import Report, print_report
 
 VARIED = ("gpus", "seq_len", "num_experts", "top_k")
 
@@ -20,7 +19,7 @@ VARIED = ("gpus", "seq_len", "num_experts", "top_k")
 def add_plan(commands: argparse._SubParsersAction) -> None:
     plan = commands.add_parser(
         "plan",
-        help="the fastest mappings of a recipe on so many GPUs, with memory and time by component",
+        help="the fastest mappings of a recipe on N GPUs, with memory and time by component",
         description="Prices every legal mapping of a recipe on hardware that need not be there, in closed form, and "
         "lists the fastest that fit. docs/planner.md says how far published runs agree. Whatever follows the options "
         "and has the form --table.field value overrides the recipe.",
@@ -28,7 +27,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("--config", metavar="FILE", required=True, help="a recipe")
     plan.add_argument("--gpus", type=int, metavar="N", required=True, help="devices in all")
     plan.add_argument(
-        "--hardware", metavar="NAME", default="h100", help="a device that is known, or a TOML file (default h100)"
+        "--hardware", metavar="NAME", default="h100", help="a known device, or a TOML file (default h100)"
     )
     plan.add_argument("--explain", action="store_true", help="the recipe's own mapping: where time and memory go")
     plan.add_argument("--top", type=int, metavar="N", default=10, help="mappings that are listed (default 10)")
@@ -39,7 +38,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         default=1.0,
         help="rows of the busiest rank over the mean (default 1: balanced)",
     )
-    plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of so many tokens, such as 1e12")
+    plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of that many tokens, such as 1e12")
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
     plan.add_argument(
         "--what-if", metavar="NAME=N,N,...", help=f"the best mapping for each of several {', '.join(VARIED)}"
@@ -57,24 +56,12 @@ def run_plan(args: argparse.Namespace) -> int:
         device = read_device(args.hardware)
     except ConfigError as error:
         problems += error.problems
-    if problems:
-        print(format_problems(problems), file=sys.stderr)
-        return 2
-    try:
+
+    def report() -> Report:
         lines, data, files = _planned(args, device)
-    except ConfigError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join(lines))
-    for file, text in (files | {args.json: json.dumps(data, indent=1) + "\n"}).items():
-        if file is None:
-            continue
-        try:
-            file.write_text(text, encoding="utf-8")
-        except OSError as error:
-            print(f"error: cannot write {file}: {error.strerror}", file=sys.stderr)
-            return 2
-    return 0
+        return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, 0
+
+    return print_report(problems, report)
 
 
 def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
@@ -104,7 +91,7 @@ def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str
 
 
 def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
-    """ConfigError with what stands in the way if nothing is legal, or nothing fits."""
+    """Raises ConfigError with the reason if nothing is legal, or nothing fits."""
     from titanmoe.fold.legality import violations
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
@@ -205,7 +192,7 @@ def _varied(text: str) -> tuple[str, list[int]]:
 
 
 def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
-    """The recipe, and what is taken for granted. Its own mapping has to be legal only where it is explained."""
+    """The recipe, and what is assumed. Its own mapping has to be legal only where it is explained."""
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
     from titanmoe.models.families import preset

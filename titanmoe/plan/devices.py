@@ -40,12 +40,12 @@ RANGES: dict[str, tuple[float, float]] = {
 class Device:
     name: str
     node: int
-    """Devices of a node, which share its network cards."""
+    """Devices per node, which share its network cards."""
     domain: int
     """Devices that reach each other over the fast link; more than a node where racks are wired."""
     memory: float
     reserved: float
-    """Of the memory: what CUDA, NCCL and the allocator's rounding keep from tensors."""
+    """The part of memory that CUDA, NCCL and the allocator's rounding keep from tensors."""
     bandwidth: float
     peak_bfloat16: float
     peak_float32: float
@@ -57,7 +57,7 @@ class Device:
     network: float
     network_latency: float
     launch: float
-    """Between a kernel and the next."""
+    """From one kernel to the next."""
     price: float
     """US dollars per hour and device."""
     curve: tuple[tuple[float, float], ...]
@@ -68,7 +68,7 @@ class Device:
         return {"bfloat16": self.peak_bfloat16, "fp8": self.peak_fp8}.get(dtype, self.peak_float32)
 
     def share(self, m: float, n: float, k: float) -> float:
-        """Between the curve's points on a logarithmic scale; below the first in proportion, above the last level."""
+        """Interpolated between the curve's points in log size; proportional below, constant above."""
         size = 3 / (1 / m + 1 / n + 1 / k)
         at = bisect_left(self.curve, (size,))
         if at == 0:
@@ -84,7 +84,7 @@ def names() -> list[str]:
 
 
 def read_device(name: str) -> Device:
-    """One that is shipped, by its name, or a file of the same form."""
+    """A shipped one, by its name, or a file of the same form."""
     path = SHIPPED / f"{name}.toml" if name in names() else Path(name)
     if path.suffix != ".toml":
         raise ConfigError([f"--hardware = {name} is not known: use {', '.join(names())}, or a file of that form"])

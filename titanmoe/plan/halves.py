@@ -34,7 +34,7 @@ FUSED_NETWORK = 0.86
 
 @dataclass(frozen=True)
 class Stack:
-    """How the software does it: ours, or that of a published run."""
+    """What the software does: ours, or that of a published run."""
 
     gathers: str = "auto"
     """Weights: auto as FSDP2 here, microbatch, step, or none where only the optimizer's state is sharded."""
@@ -78,7 +78,7 @@ class Cost(NamedTuple):
 
 
 class Halves:
-    """Of one model and batch; halves that several mappings share are priced once."""
+    """For one model and batch. A half that several mappings share is priced once."""
 
     def __init__(self, config: Config, device: Device, factors: Factors, stack: Stack = OURS, imbalance: float = 1.0):
         self.config, self.model, self.device, self.factors, self.stack = config, config.model, device, factors, stack

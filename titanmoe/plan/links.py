@@ -1,4 +1,4 @@
-"""What a collective takes on the links that its group crosses: a delay per message and bytes over bandwidth.
+"""The time of a collective on the links that its group crosses: a delay per message, and bytes over bandwidth.
 
 A group is `size` ranks, `stride` apart, as every axis and every run of adjacent axes of a view is. Those of it within
 one domain of the fast link talk over it, the others over the network card of each rank; both work at the same time.
@@ -78,7 +78,7 @@ class Links:
         return self._delay(group) + max(sent * (near - 1) / n / self.link, across / self.network)
 
     def send(self, stride: int, size: float) -> float:
-        """From a rank to the one `stride` further."""
+        """From a rank to the one `stride` ranks after it."""
         if stride >= self.domain:
             return self.network_latency + size / self.network
         return self.link_latency + size / self.link

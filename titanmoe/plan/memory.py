@@ -1,4 +1,4 @@
-"""The most a rank's memory holds, by component, in closed form: the moments of a step that can be the peak, compared.
+"""The most a rank's memory holds, by component, in closed form: the largest of the moments that can be the peak.
 
 What is kept follows the modules' code as a rehearsal sees it on GPUs (docs/rehearse.md): bytes that tensors ask for,
 balanced routing, Triton's kernels, nothing compiled. tests/plan holds every formula here against rehearsals.
@@ -56,7 +56,7 @@ class Kept(NamedTuple):
 
 
 class Widths:
-    """What every formula needs of the recipe and the mapping."""
+    """What every formula needs from the recipe and the mapping."""
 
     def __init__(self, config: Config, fold: Fold, imbalance: float = 1.0):
         model, training = config.model, config.training
@@ -77,7 +77,7 @@ def _attention(s: Widths) -> int:
     heads = model.num_heads // tp
     value = model.v_head_dim or model.head_dim
     query, key = heads * model.head_dim, model.num_kv_heads // tp * model.head_dim
-    core = X * heads * value * w + X * heads * 4  # what attention gives, and its log-sum-exp
+    core = X * heads * value * w + X * heads * 4  # attention's output, and its log-sum-exp
     if model.kv_lora_rank:
         latents = model.q_lora_rank + model.kv_lora_rank
         normed = s.T * latents * w + 2 * s.T * W
@@ -119,7 +119,7 @@ def _router(s: Widths) -> int:
 
 
 def kept(s: Widths, layer: int, mode: str = "") -> Kept:
-    """Of one microbatch. mode: instead of the recipe's."""
+    """For one microbatch. mode: in place of the recipe's."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     options = s.config.activation_checkpoint
     experts = has_experts(model, layer)
@@ -189,7 +189,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
     rope = 2 * s.X * (model.qk_rope_head_dim or model.head_dim) * 4
-    # What a stage takes in and gives is kept by its first block's norm, or the pipeline itself.
+    # A stage's input and output are kept by its first block's norm, or the pipeline itself.
     ends = rope + (hidden * per_rank if piped else 0) + s.X * 24
     activations = _in_flight(s, rank, stages, one + ends, per_rank)
     buffers = 0
@@ -225,7 +225,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank
         shards, waiting = 0, 0
         if not piped:
             shards = 0 if before else sum(_piece(s, i) for i in done) * reduced + edge.piece(data) * reduced
-            # The last unit's gradients stay in the buffer that they were sent from until the next unit's are sent.
+            # A unit's gradients stay in the buffer that they were sent from until the next unit's are sent.
             waiting = (sizes.block(done[0]) if done else edge).whole * reduced * (bool(done) or has_head)
         R, F, D = (s.R, s.F, model.dim) if experts else (s.X, model.dense_hidden // fold.tp, 0)
         moment(

@@ -26,7 +26,7 @@ OPTIMIZER = 44
 class Price:
     step: float
     components: dict[str, float]
-    """Seconds of the step, which they add up to."""
+    """In seconds; they add up to the step."""
     tokens: float
     """Per second and device."""
     mfu: float
@@ -34,7 +34,7 @@ class Price:
 
     @property
     def binds(self) -> str:
-        """What takes most after matrix work."""
+        """What takes the most time after matrix work."""
         rest = {name: t for name, t in self.components.items() if name != "matrix work"}
         return max(rest, key=rest.get)
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from titanmoe.fold.schedules import SCHEDULES, SINGLE, Action, Cell, bubble, single_order
 
 ROUNDS = 3
-"""Of a table that is played, in microbatches per rank: from 2 on, one more changes neither idle time nor flights."""
+"""Microbatches per rank of a table that is played: from 2 on, one more changes neither idle time nor flights."""
 ALL_AHEAD = ("GPipe", "LoopedBFS")
 """Every forward before the first backward."""
 
@@ -18,7 +18,7 @@ class Played(NamedTuple):
     idle: float
     """Idle time over the busy time of one microbatch."""
     flights: tuple[int, ...]
-    """Of each rank: microbatches times stages whose activations are there at once, at most."""
+    """Of each rank: the most pairs of microbatch and stage whose activations are held at once."""
 
 
 def table(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:

@@ -1,4 +1,4 @@
-"""The fastest mappings of a recipe on so many devices, of every legal one.
+"""The fastest of all legal mappings of a recipe on a number of devices.
 
 Mappings are taken by a bound on their time: what blocks cost one after the other under their schedule, without weights'
 messages, the optimizer and the ends of the model. When no bound is below the slowest that would be shown, the search is
@@ -33,7 +33,7 @@ MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10
 """Of tp and etp, and of stages per rank."""
 SMALLEST = 40
-"""Where nothing fits: so many of those that hold least are looked at closely."""
+"""If nothing fits: how many of those that hold least are looked at closely."""
 
 
 @dataclass
@@ -74,16 +74,16 @@ class Search:
     best: list[Found]
     best_unfolded: Found | None
     nearest: Found | None
-    """If nothing fits: what is closest to it."""
+    """If nothing fits: the mapping that comes closest."""
     considered: int
     priced: int
 
 
 class Candidate(NamedTuple):
     bound: float
-    """Seconds that the step takes at least."""
+    """Seconds: the step takes at least these."""
     held: float
-    """Bytes that a rank holds at least."""
+    """Bytes: a rank holds at least these."""
     fold: Fold
     """With one replica."""
     samples: int
@@ -97,7 +97,7 @@ class Candidate(NamedTuple):
 def search(
     config: Config, world: int, device: Device, factors: Factors, count: int = 10, imbalance: float = 1.0
 ) -> Search:
-    """config: with a global batch. Mappings whose every law but the batch's numbers hold are considered."""
+    """config: with a global batch. Considered are the mappings that divide everything evenly and may fit."""
     pricer = Pricer(config, device, factors, imbalance=imbalance)
     room = device.memory - device.reserved
     every = list(_candidates(config, world, pricer, room))

@@ -24,7 +24,7 @@ class Unit:
     dims: tuple[int, ...]
     """The dim of each that FSDP shards."""
     replicated: tuple[int, ...] = ()
-    """Elements of its tensors that every data rank has whole and FSDP does not know: the router's."""
+    """Elements of its tensors that every data rank holds whole, outside FSDP: the router's."""
 
     @cached_property
     def whole(self) -> int:
@@ -87,7 +87,7 @@ def _attention(model: Model) -> list[tuple[Shape, int | None]]:
 
 
 class Key:
-    """A model as a key of what is remembered: models are not hashable, and hashing their fields each time is slow."""
+    """A model as a cache key: models are not hashable, and hashing their fields each time is slow."""
 
     _known: dict[tuple, Key] = {}
 

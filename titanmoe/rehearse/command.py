@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from titanmoe.config import ConfigError
 from titanmoe.config.load import format_problems
@@ -61,30 +61,35 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
 def run_rehearse(args: argparse.Namespace) -> int:
     from titanmoe.rehearse.hardware import HARDWARE
 
-    problems = _problems(args, list(HARDWARE))
+    return print_report(_problems(args, list(HARDWARE)), lambda: _compare(args) if args.trace else _report(args))
+
+
+Report = tuple[list[str], dict[Path | None, str], int]
+"""Lines to print, texts of files (None: not asked for), and the exit code."""
+
+
+def print_report(problems: list[str], report: Callable[[], Report]) -> int:
+    """Print a report and write its files, unless there are problems; returns the exit code."""
     if problems:
         print(format_problems(problems), file=sys.stderr)
         return 2
     try:
-        lines, data, page, code = _compare(args) if args.trace else _report(args)
+        lines, files, code = report()
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
     print("\n".join(lines))
-    files = {args.json: json.dumps(data, indent=1) + "\n", args.picture: page}
     for file, text in files.items():
-        if file is None:
-            continue
         try:
-            file.write_text(text, encoding="utf-8")
+            if file is not None:
+                file.write_text(text, encoding="utf-8")
         except OSError as error:
             print(f"error: cannot write {file}: {error.strerror}", file=sys.stderr)
             return 2
     return code
 
 
-def _report(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, int]:
-    """The report as text, the same as JSON, the picture, and the exit code."""
+def _report(args: argparse.Namespace) -> Report:
     from titanmoe.rehearse.picture import picture
     from titanmoe.rehearse.recorded import recorded_routing
     from titanmoe.rehearse.roles import check_roles, roles
@@ -94,21 +99,19 @@ def _report(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, i
     config = read_recipe(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not args.all_roles:
-        found = rehearse(config, args.world, args.rank, args.hardware, routing, args.node)
-        return table(found), {"ranks": [as_json(found)]}, picture([found]) if args.picture else "", 0
-    rehearsed = list(roles(config, args.world, args.hardware, routing, args.node))
-    verdict = check_roles(rehearsed)
-    order = {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}
-    data = {"ranks": [as_json(one) for one in rehearsed], "order": order}
-    return (
-        table_of_roles(rehearsed, verdict),
-        data,
-        picture(rehearsed) if args.picture else "",
-        0 if verdict.safe else 1,
-    )
+        rehearsed = [rehearse(config, args.world, args.rank, args.hardware, routing, args.node)]
+        lines, order, code = table(rehearsed[0]), {}, 0
+    else:
+        rehearsed = list(roles(config, args.world, args.hardware, routing, args.node))
+        verdict = check_roles(rehearsed)
+        lines, code = table_of_roles(rehearsed, verdict), 0 if verdict.safe else 1
+        order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}}
+    data = {"ranks": [as_json(one) for one in rehearsed]} | order
+    page = picture(rehearsed) if args.picture else ""
+    return lines, {args.json: json.dumps(data, indent=1) + "\n", args.picture: page}, code
 
 
-def _compare(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, int]:
+def _compare(args: argparse.Namespace) -> Report:
     """Compares the dumps of a hung run with what its ranks should issue."""
     from titanmoe.rehearse.hang import find_hang
     from titanmoe.rehearse.trace import read_dumps
@@ -117,7 +120,8 @@ def _compare(args: argparse.Namespace) -> tuple[list[str], dict[str, Any], str, 
     dumps = read_dumps(args.trace)
     config = read_recipe(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
     found = find_hang(config, args.world, args.hardware, args.node, dumps)
-    return list(found.lines), {"trace": {"stuck": found.stuck, "lines": found.lines}}, "", 1 if found.stuck else 0
+    data = {"trace": {"stuck": found.stuck, "lines": found.lines}}
+    return list(found.lines), {args.json: json.dumps(data, indent=1) + "\n", args.picture: ""}, 1 if found.stuck else 0
 
 
 def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:

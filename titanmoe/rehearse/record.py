@@ -59,7 +59,7 @@ C10D = {
 SYMMETRIC = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
 """All-to-alls of symmetric memory, under torch's own names."""
 ALL_TO_ALLS = ("all-to-all", *SYMMETRIC)
-SENDERS = (Memory.there.__code__, Memory.back.__code__)
+SENDERS = (Memory.dispatch.__code__, Memory.combine.__code__)
 """These send for their callers, as the functions of titanmoe.comm do."""
 
 

@@ -24,7 +24,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import group_of
 from titanmoe.moe.dispatch import Dispatcher, Hierarchical
-from titanmoe.parallel.batch import cut
+from titanmoe.parallel.batch import take_slice
 from titanmoe.parallel.context import placement
 from titanmoe.rehearse.symmetric import Counting, Rows, rows_sent
 
@@ -107,7 +107,7 @@ class Routing:
             data, cp, tp = place("dp"), place("cp"), place("tp")
             batch = self.samples(self.config, data.rank, data.size).next_step()[microbatch]
             meshes = SimpleNamespace(data=data, cp=cp, tp=tp, fold=fold)
-            cut_out = cut(batch, microbatch, meshes, placement(self.config.parallelism), torch.device("cpu"))
+            cut_out = take_slice(batch, microbatch, meshes, placement(self.config.parallelism), torch.device("cpu"))
             self._index[key] = cut_out.tokens.index_T
         return self._index[key]
 
@@ -229,9 +229,9 @@ class Exchange:
         dispatcher = self._dispatcher(rank)
         x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
         with run, torch.no_grad():
-            parts, home = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, 0))
+            parts, route = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, 0))
             arrived = [dispatcher.arrive(part) for part in parts]
-            dispatcher.land([dispatcher.leave(x_RD, splits) for x_RD, _, _, splits in arrived], home)
+            dispatcher.land([dispatcher.leave(x_RD, splits) for x_RD, _, _, splits in arrived], route)
         return run.all_to_alls
 
     def _dispatcher(self, rank: int) -> Dispatcher:

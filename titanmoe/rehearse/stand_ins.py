@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.models.layers import promote
-from titanmoe.moe import dispatch
+from titanmoe.moe.assign import assign_all_rows, by_expert
 from titanmoe.parallel import attend, flex
 
 _aten = torch.ops.aten
@@ -102,20 +102,20 @@ def grouped_product(
 
 
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
-    from titanmoe.ops.kernels import layout
+    from titanmoe.ops.kernels import assign
 
-    blocks = layout.blocks(len(chosen_N), experts)
-    block_N = torch.arange(len(chosen_N)) // layout.tile(experts)["ROWS"]
+    blocks = assign.blocks(len(chosen_N), experts)
+    block_N = torch.arange(len(chosen_N)) // assign.tile(experts)["ROWS"]
     count = torch.bincount(chosen_N * blocks + block_N, minlength=(experts + 1) * blocks)
     return count.view(experts + 1, blocks)[:experts].to(torch.int32)
 
 
-def place_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
-    return dispatch.place(chosen_N.unsqueeze(1), experts, ep, etp, "torch")
+def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
+    return assign_all_rows(chosen_N.unsqueeze(1), experts, ep, etp, "torch")
 
 
 def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    return dispatch.by_expert(count_Ge, rows, "torch")
+    return by_expert(count_Ge, rows, "torch")
 
 
-FORMULAS = {f"titanmoe::{formula.__name__}": formula for formula in (count_choices, place_choices, regroup)}
+FORMULAS = {f"titanmoe::{formula.__name__}": formula for formula in (count_choices, assign_choices, regroup)}

@@ -1,7 +1,7 @@
 """Symmetric memory in a rehearsal: its operations as messages, its buffers as fake tensors.
 
-The sizes of such an operation are on the device, and the receiver learns them from the operation itself. So the stated
-routing says here what the other ranks of the group send: the dispatcher's own code is run for each of them, up to its
+Such an operation keeps its sizes on the device, and the receiver learns them from the operation itself. Here the stated
+routing supplies what the other ranks of the group send: the dispatcher's own code runs for each of them, up to its
 first operation.
 
 Shapes as in titanmoe.moe.symmetric.
@@ -26,22 +26,22 @@ from titanmoe.rehearse import values
 from titanmoe.rehearse.memory import SYMMETRIC
 
 if TYPE_CHECKING:
+    from titanmoe.rehearse.fake_recorder import FakeRecorder
     from titanmoe.rehearse.routing import Exchange
-    from titanmoe.rehearse.world import FakeRecorder
     from titanmoe.train.trainer import Trainer
 
 Rows = tuple[int, ...]
 
 
 class Counting:
-    """In place of a rank's Memory, to find out how many rows it would send. They have no width and go nowhere."""
+    """Stands in for a rank's Memory, to count the rows it would send. They have no width and go nowhere."""
 
     rows = weights = None
 
     def __init__(self, away_rows: int):
         self.away_rows, self.overflowed = away_rows, torch.zeros((), dtype=torch.bool)
 
-    def there(self, buffers: None, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
+    def dispatch(self, buffers: None, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
         self.send_Ge = send_Ge
         return x_HD.new_zeros(self.away_rows, x_HD.shape[1]), send_Ge.new_zeros(2, len(send_Ge))
 
@@ -54,7 +54,7 @@ def rows_sent(send_Ge: Any, ranks: int) -> Rows:
 
 @contextmanager
 def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[None]:
-    there, back = Memory.there, Memory.back
+    dispatch, combine = Memory.dispatch, Memory.combine
     rows: dict[int, tuple[Rows, Rows]] = {}  # sent and received, by the storage of the sizes, which backward uses too
 
     def key(sizes: Tensor) -> int:
@@ -71,13 +71,13 @@ def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[N
                 received = now.exchange.rows_received(recorder.rank, now.microbatch, now.layer)
             rows[key(send_Ge)] = sent, received
         now.rows = rows[key(send_Ge)]
-        away, sizes = there(memory, buffers, x_HD, send_Ge)
+        away, sizes = dispatch(memory, buffers, x_HD, send_Ge)
         rows[key(sizes)] = now.rows[::-1]
         return away, sizes
 
     def send_back(memory: Memory, buffers: Any, y_AD: Tensor, sizes: Tensor) -> Tensor:
         recorder.dispatching.rows = rows[key(sizes)]
-        return back(memory, buffers, y_AD, sizes)
+        return combine(memory, buffers, y_AD, sizes)
 
     def empty(*shape: int, dtype: torch.dtype, device: Any) -> Tensor:
         with fake:
@@ -87,8 +87,8 @@ def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[N
 
     with ExitStack() as stack:
         for owner, name, replacement in (
-            (Memory, "there", send),
-            (Memory, "back", send_back),
+            (Memory, "dispatch", send),
+            (Memory, "combine", send_back),
             (Memory, "try_once", _before_the_first_step(recorder, fake, Memory.try_once)),
             (symm_mem, "empty", empty),
             (symm_mem, "rendezvous", lambda *_: None),
@@ -109,7 +109,7 @@ def _before_the_first_step(recorder: FakeRecorder, fake: FakeTensorMode, real: C
 
 @contextmanager
 def as_if_supported() -> Iterator[None]:
-    """The machine of a rehearsal need not have what the rehearsed one needs."""
+    """The machine that rehearses need not have what the rehearsed one needs."""
     with mock.patch.object(Symmetric, "missing", staticmethod(lambda device: "")):
         yield
 

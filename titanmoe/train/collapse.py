@@ -9,14 +9,14 @@ from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Config
 
 STEPS = 50
-"""In a row; a bad batch passes."""
+"""In a row: one bad batch does not count."""
 DYING = 0.01
 """Of the mean load."""
 HELP = "moe.bias_update_rate = 0.001 or moe.aux_loss = 0.01 balances them, moe.z_loss keeps router logits small"
 
 
 def unbalanced(config: Config) -> str:
-    """What to say at the start of a run that nothing keeps in balance."""
+    """The header's line for a run that nothing keeps in balance."""
     moe = config.moe
     means = (moe.aux_loss, moe.aux_loss_sequence, moe.aux_loss_global, moe.bias_update_rate)
     a_choice = moe_blocks(config.model) and config.model.num_experts > config.model.top_k
@@ -28,7 +28,7 @@ def unbalanced(config: Config) -> str:
 class Collapse:
     def __init__(self, num_experts: int, top_k: int):
         self.limit = max(2.0, num_experts / top_k / 2)
-        """Half of the greatest imbalance there can be, when all tokens choose the same experts."""
+        """Half the greatest imbalance possible, when all tokens choose the same experts."""
         self._dying: dict[int, Counter[int]] = {}
         self._uneven: Counter[int] = Counter()
 

@@ -1,8 +1,8 @@
-"""AdamW's moments on the host: they visit the device for the update, a few parameters at a time.
+"""AdamW's moments in host memory, copied to the device for the update, a few parameters at a time.
 
-While one turn's parameters are updated, the moments of the next come and those of the one before go home: there are
-buffers for three turns on the device, used in rotation. The operations are those of an optimizer that has its moments
-on the device, on the same numbers, so every result is equal to the last bit.
+While the parameters of one turn are updated, the moments of the next are copied in and those of the one before are
+copied out: the device has buffers for three turns, used in rotation. The operations are those of an optimizer that
+keeps its moments on the device, on the same numbers, so every result is equal to the last bit.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ Moments = tuple[Tensor, Tensor]
 
 
 class Copies:
-    """On CPUs: at once."""
+    """On CPUs, where a copy is done when the call returns."""
 
     page_locked = False
 
-    def copy(self, way: str, target: Tensor, source: Tensor, *after: Any) -> Any:
-        """Once the events in `after` have passed; returns the event of its end. way: "there" or "home"."""
+    def copy(self, to: str, target: Tensor, source: Tensor, *after: Any) -> Any:
+        """Copies after the events in `after`; returns the event of its own end. to: "device" or "host"."""
         target.copy_(source)
 
     def mark(self) -> Any:
-        """The event that the device has done everything up to here."""
+        """The event that ends everything the device was given so far."""
 
     def hold(self, event: Any) -> None:
-        """The device goes no further before the event."""
+        """Make the device wait for the event."""
 
     def wait(self, event: Any) -> None:
-        """The host does not."""
+        """Make the host wait for it."""
 
 
 class CudaCopies(Copies):
     page_locked = True
 
     def __init__(self, device: torch.device):
-        self.streams = {way: torch.cuda.Stream(device) for way in ("there", "home")}
+        self.streams = {to: torch.cuda.Stream(device) for to in ("device", "host")}
 
-    def copy(self, way: str, target: Tensor, source: Tensor, *after: Any) -> Any:
-        stream = self.streams[way]
+    def copy(self, to: str, target: Tensor, source: Tensor, *after: Any) -> Any:
+        stream = self.streams[to]
         for event in after:
             if event is not None:
                 stream.wait_event(event)
@@ -71,12 +71,12 @@ class CudaCopies(Copies):
 class Turn:
     shapes: dict[str, torch.Size]
     numbers: int
-    """Of one moment, with what aligns the tensors."""
+    """Of one moment, alignment included."""
     host: Tensor
-    home: Any = None
-    """The event that the moments are back."""
+    copied_out: Any = None
+    """The event that ends their last copy to the host."""
 
-    def cut(self, both: Tensor) -> dict[str, Moments]:
+    def unpack(self, both: Tensor) -> dict[str, Moments]:
         out, begin = {}, 0
         for name, shape in self.shapes.items():
             mean, square = (x[begin : begin + shape.numel()].view(shape) for x in both.view(2, -1))
@@ -106,7 +106,7 @@ class Offload:
         self.buffers = [first.new_empty(2 * most) for _ in range(min(BUFFERS, len(self.turns)))]
         """Where moments are on the device."""
         self.free: list[Any] = [None] * len(self.buffers)
-        """The events that the last turn of each buffer is home."""
+        """The event after which each buffer may be overwritten."""
 
     def _add(self, shapes: dict[str, torch.Size], like: Tensor) -> None:
         numbers = _size(shapes.values())
@@ -114,11 +114,11 @@ class Offload:
         self.turns.append(Turn(shapes, numbers, host))
 
     def moments(self) -> dict[str, Moments]:
-        """On the host, when they are all back."""
+        """On the host, once every copy to it is done."""
         for turn in self.turns:
-            if turn.home is not None:
-                self.copies.wait(turn.home)
-        return {name: both for turn in self.turns for name, both in turn.cut(turn.host).items()}
+            if turn.copied_out is not None:
+                self.copies.wait(turn.copied_out)
+        return {name: both for turn in self.turns for name, both in turn.unpack(turn.host).items()}
 
     def visits(self) -> Iterator[dict[str, Moments]]:
         """The moments of each turn on the device, to be updated before the next are asked for."""
@@ -130,12 +130,13 @@ class Offload:
             self.copies.hold(here)
             slot = number % len(self.buffers)
             both = self.buffers[slot][: 2 * turn.numbers]
-            yield turn.cut(both)
-            self.free[slot] = turn.home = self.copies.copy("home", turn.host, both, self.copies.mark())
+            yield turn.unpack(both)
+            self.free[slot] = turn.copied_out = self.copies.copy("host", turn.host, both, self.copies.mark())
 
     def _fetch(self, number: int) -> Any:
         turn, slot = self.turns[number], number % len(self.buffers)
-        return self.copies.copy("there", self.buffers[slot][: 2 * turn.numbers], turn.host, turn.home, self.free[slot])
+        target, after = self.buffers[slot][: 2 * turn.numbers], (turn.copied_out, self.free[slot])
+        return self.copies.copy("device", target, turn.host, *after)
 
 
 def _size(shapes: Any) -> int:

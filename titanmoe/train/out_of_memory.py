@@ -15,9 +15,9 @@ from torch import Tensor
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 
-SAYS = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc")
+PHRASES = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc")
 """How PyTorch, CUDA libraries and C++ put it, in lower case."""
-PLACES = {  # the innermost that is in the traceback counts
+PLACES = {  # the innermost one in the traceback counts
     "train/trainer.py:__init__": "building the model",
     "parallel/materialize.py": "making the weights",
     "train/checkpoints.py:load": "loading the checkpoint",
@@ -35,12 +35,13 @@ PLACES = {  # the innermost that is in the traceback counts
     "parallel/context.py": "attention",
     "models/vocabulary.py": "embedding, head or loss",
     "moe/": "the MoE layer",
+    "moe/assign.py": "sending rows to experts",
     "moe/dispatch.py": "sending rows to experts",
     "moe/experts.py": "the experts",
 }
 
 
-class TrainerInTrouble(Protocol):
+class FailedTrainer(Protocol):
     config: Config
     fold: Fold
     device: torch.device
@@ -49,7 +50,7 @@ class TrainerInTrouble(Protocol):
     step: int
 
 
-def advice(trainer: TrainerInTrouble) -> str:
+def advice(trainer: FailedTrainer) -> str:
     """What a step will hold at least on this rank, and what to do if that, or the rest, is too much."""
     weights = _bytes(trainer.parameters.values())
     held = {"weights": weights, "gradients": weights, "optimizer state": 2 * weights}
@@ -67,12 +68,12 @@ def _listed(found: list[str]) -> list[str]:
 def is_one(error: BaseException) -> bool:
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in SAYS)
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in PHRASES)
 
 
-def explain(error: BaseException, trainer: TrainerInTrouble | None, rank: int, config: Config) -> str:
+def explain(error: BaseException, trainer: FailedTrainer | None, rank: int, config: Config) -> str:
     step = f"step {trainer.step}, " if trainer and trainer.step else ""
-    lines = [f"rank {rank} is out of memory: {step}{_where(error)}: {_asked(error)}"]
+    lines = [f"rank {rank} is out of memory: {step}{_where(error)}: {_torch_said(error)}"]
     held: dict[str, int] = {}
     if trainer:
         held = holds(trainer)
@@ -93,14 +94,14 @@ def _where(error: BaseException) -> str:
     return f"in backward of {place}" if backward else f"in {place}"
 
 
-def _asked(error: BaseException) -> str:
+def _torch_said(error: BaseException) -> str:
     """PyTorch's message without its file and line, and without advice on its allocator."""
     text = " ".join(str(error).split())
     text = text.rpartition("DefaultCPUAllocator: ")[2].removeprefix("CUDA out of memory. ")
     return text.partition(" See documentation")[0].partition(" If reserved but")[0].partition(" Error code")[0] or "?"
 
 
-def holds(trainer: TrainerInTrouble) -> dict[str, int]:
+def holds(trainer: FailedTrainer) -> dict[str, int]:
     """Bytes on this rank; what is not named is activations, gathered weights and message buffers."""
     parameters = trainer.parameters.values()
     states = getattr(getattr(trainer.optimizer, "adamw", None), "state", {}).values()
@@ -149,8 +150,8 @@ def _kib(file: str, name: str) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(name)), 0)
 
 
-def settings(config: Config, trainer: TrainerInTrouble | None, held: dict[str, int]) -> list[str]:
-    """Those that concern what holds most come first; none changes what the model learns."""
+def settings(config: Config, trainer: FailedTrainer | None, held: dict[str, int]) -> list[str]:
+    """Those that shrink the larger part come first; none changes what the model learns."""
     state = sum(held.get(name, 0) for name in ("weights", "gradients", "optimizer state"))
     passing = sum(held.values()) - held.get("of", 0) - state
     first, second = list(_less_state(config, trainer)), list(_less_activation(config))
@@ -173,7 +174,7 @@ def _less_activation(config: Config) -> Iterator[str]:
     )
 
 
-def _less_state(config: Config, trainer: TrainerInTrouble | None) -> Iterator[str]:
+def _less_state(config: Config, trainer: FailedTrainer | None) -> Iterator[str]:
     parallelism, experts = config.parallelism, config.parallelism.experts
     if parallelism.dp_replicate > 1:
         yield f"parallelism.dp_replicate = 1 (it is {parallelism.dp_replicate}): all data ranks share one copy"

@@ -290,7 +290,7 @@ def stop(abandon: bool = False) -> None:
     """End the process groups; call it in a `finally`.
 
     During an exception, or if `abandon` is set, a collective may still be in flight that the other ranks will never
-    answer, and its group cannot end before its time-out. Then this gives up after STOP_SECONDS. If nobody catches the
+    answer, and its group cannot end before its time-out. Then this gives up after STOP_SECONDS. If nothing catches the
     exception, the process exits once its traceback is printed, without waiting for groups that are still referenced.
     """
     import torch.distributed as dist

@@ -26,15 +26,15 @@ from titanmoe.fold.degrees import derive
 from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
-from titanmoe.moe.dispatch import Dispatcher, Loan
+from titanmoe.moe.dispatch import Dispatcher, SharedBuffers
 from titanmoe.moe.layer import described, move_biases, sum_statistics
 from titanmoe.moe.symmetric import Memory
 from titanmoe.ops.region import measured_by, named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
-from titanmoe.parallel.batch import Slice, check_alike, cut, to_device
+from titanmoe.parallel.batch import Slice, check_alike, take_slice, to_device
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
-from titanmoe.parallel.expert import measured_chunks, symmetric
+from titanmoe.parallel.expert import measured_chunks, reserve_buffers
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
@@ -107,7 +107,7 @@ class Trainer:
         self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
-        self.symmetric = symmetric(config, self.meshes, self.device)
+        self.symmetric = reserve_buffers(config, self.meshes, self.device)
         self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
 
         self.optimizer, self.on_gradients = optimizer(self.parameters, config.optimizer), on_gradients
@@ -249,10 +249,10 @@ class Trainer:
 
     def slices(self, batches: list[Batch]) -> list[Slice]:
         where = (self.meshes, self.placement, self.device)
-        return [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
+        return [take_slice(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
 
     def gradients(
-        self, slices: list[Slice], totals: Totals, symmetric: Loan | None
+        self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None
     ) -> tuple[Found, Tensor, dict[int, Tensor]]:
         """Sums the gradients of the step. What the host has to know of it comes in one transfer, the only one of the
         Trainer in a step; the norm and each MoE layer's row of statistics are returned as tensors too.
@@ -275,7 +275,7 @@ class Trainer:
         return found, norm, dict(zip(blocks, experts, strict=True))
 
     @named("forward backward")
-    def forward_backward(self, slices: list[Slice], totals: Totals, symmetric: Loan | None) -> Tensor:
+    def forward_backward(self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None) -> Tensor:
         """The losses, whether any rank wants to stop, and whether a receive buffer was too small, in one message.
 
         symmetric: what to lend to the layers' dispatchers, which are exact without it.
@@ -285,7 +285,7 @@ class Trainer:
             moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
         # The only division: sums over labels by their global count. Every reduction is a sum.
         labels = totals.labels.clamp(min=1)
-        with symmetric.serving(layers) if symmetric else nullcontext():
+        with symmetric.lent_to(layers) if symmetric else nullcontext():
             loss = self.engine.run(slices, labels)
         mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
         stop = torch.full_like(loss, self.wants_to_stop())

@@ -17,7 +17,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.fold.meshes import Meshes
 from titanmoe.moe.layer import MoE
-from titanmoe.parallel.batch import cut
+from titanmoe.parallel.batch import take_slice
 from titanmoe.parallel.context import Placement
 
 
@@ -71,7 +71,9 @@ class Validation:
             for moe in trainer.moe_layers.values():
                 moe.begin_step(trainer.step, counted.tokens, trainer.loader.global_batch_size)
             where = (trainer.meshes, trainer.placement, trainer.device)
-            total += trainer.engine.run([cut(batch, m, *where) for m, batch in enumerate(batches)], one, backward=False)
+            total += trainer.engine.run(
+                [take_slice(batch, m, *where) for m, batch in enumerate(batches)], one, backward=False
+            )
             labels += counted.labels
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         return (all_reduce(total, trainer.meshes.world) / trainer.meshes.tp.size / labels.clamp(min=1)).item()

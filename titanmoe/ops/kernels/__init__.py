@@ -1,9 +1,9 @@
 """Triton kernels, each with its plain reference elsewhere. Nothing here is imported without Triton.
 
-layout   where each routed row goes          titanmoe.moe.dispatch
+assign   which row each choice gets          titanmoe.moe.assign
 rows     tokens to routed rows and back      titanmoe.moe.permute
 rotate   rotary positions                    titanmoe.models.layers
-swiglu   the experts' activation             titanmoe.moe.experts.weighted
+swiglu   the experts' activation             titanmoe.moe.experts.plain_swiglu
 balance  how evenly scores are spread        titanmoe.moe.balance.spread
 route    scores, choice, weights, counts     titanmoe.moe.router
 quantise rows to 8 bits                      titanmoe.moe.fp8
@@ -21,7 +21,7 @@ from titanmoe.ops import device
 
 
 def interpreted() -> bool:
-    """Whether Triton runs kernels on CPUs, line by line. It is decided at import, so it needs a process of its own."""
+    """Whether Triton interprets kernels on CPUs. It decides at import, so this needs a process of its own."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 

@@ -1,4 +1,4 @@
-"""What all launches share."""
+"""What all kernels' launches share."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def wide(dtype: torch.dtype) -> tl.dtype:
 
 
 def runs(x: Tensor) -> bool:
-    """Whether kernels can run on this tensor. A rehearsal's are on the CPU, as a rule."""
+    """Whether kernels can run on this tensor. A rehearsal's is usually on the CPU."""
     return x.is_cuda or interpreted()
 
 
 def kernel(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: a function that launches kernels becomes torch's operation of that name, for compilers and for modes
-    that watch or count. Without either it is called as it is: the dispatcher would take longer than the launch.
+    that watch or count. Without either it is called directly: torch's dispatcher would take longer than the launch.
     """
 
     def decorate(launch: Callable[..., Any]) -> Any:

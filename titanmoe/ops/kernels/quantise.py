@@ -1,8 +1,8 @@
-"""Rows to e4m3 with a scale each, in one launch; of a transposed weight too, which is read as it lies in memory.
+"""Rows to e4m3 with a scale each, in one launch. A transposed weight is read in place, without a copy.
 
-Reference: `titanmoe.moe.fp8.plain_quantise`. A program reads its rows twice, for the largest number and to divide by
-it. Numbers are rounded to e4m3 in float32, by adding and taking away a number whose last digit is e4m3's, so that the
-conversion is exact: Triton's interpreter does not round correctly in it.
+Reference: `titanmoe.moe.fp8.plain_quantise`. A program reads its rows twice: to find the largest number, and to
+divide by it. Numbers are rounded to e4m3 in float32, by adding and subtracting a number whose last bit is e4m3's, so
+that the conversion is exact: Triton's interpreter does not round correctly in it.
 
 Shapes: R rows, W width of a row.
 """
@@ -18,7 +18,7 @@ from titanmoe.ops.kernels.launch import kernel, tile
 
 TILE = 4096
 ACROSS = 64
-"""Rows of a program, and columns at a time, where it is rows that lie next to each other."""
+"""Rows of a program, and columns at a time, where neighbours in memory are of different rows."""
 LARGEST = tl.constexpr(448.0)
 
 

@@ -1,11 +1,11 @@
 """Rotary positions of queries and keys in one pass.
 
 Reference: `titanmoe.models.layers.plain_rotate`. A program has a token and all its heads, so the token's cos and sin
-are read once. Both halves of a head turn by the same angles, so half of them is enough:
+are read once. Both halves of a head rotate by the same angles, so only half of those are read:
 
     y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin
 
-Backward turns by the opposite angles. Everything is float32 (or float64) until a single rounding at the end.
+Backward rotates by the opposite angles. Everything is float32 (or float64) until a single rounding at the end.
 
 Shapes: B samples, S positions, H query heads, G key heads, h head width, b samples of cos and sin: B or 1.
 """
@@ -24,7 +24,7 @@ TILE = 2048
 
 
 @triton.jit
-def _turn(x, out, c, s, HEADS: tl.constexpr, per_head, HALF: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+def _rotate_heads(x, out, c, s, HEADS: tl.constexpr, per_head, HALF: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
     i = tl.arange(0, P)[None, :]
     for first in range(0, HEADS, ROWS):
         head = first + tl.arange(0, ROWS)[:, None]
@@ -46,8 +46,8 @@ def _rotate(q, k, cos, sin, q_out, k_out, S, of_q, of_k, q_token, k_token, q_hea
     angle = sample * of_angle + position * (2 * HALF) + i
     c = tl.load(cos + angle, mask=i < HALF, other=0.0).to(WIDE)[None, :]
     s = tl.load(sin + angle, mask=i < HALF, other=0.0).to(WIDE)[None, :] * SIGN
-    _turn(q + sample * of_q + position * q_token, q_out + t * (H * 2 * HALF), c, s, H, q_head, HALF, P, ROWS)
-    _turn(k + sample * of_k + position * k_token, k_out + t * (G * 2 * HALF), c, s, G, k_head, HALF, P, ROWS)
+    _rotate_heads(q + sample * of_q + position * q_token, q_out + t * (H * 2 * HALF), c, s, H, q_head, HALF, P, ROWS)
+    _rotate_heads(k + sample * of_k + position * k_token, k_out + t * (G * 2 * HALF), c, s, G, k_head, HALF, P, ROWS)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 @kernel("titanmoe::rotate")
-def turn(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, sign: int) -> tuple[Tensor, Tensor]:
+def rotate(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, sign: int) -> tuple[Tensor, Tensor]:
     q, k, cos, sin = _rows(q_BSHh), _rows(k_BSGh), cos_bS1h.contiguous(), sin_bS1h.contiguous()
     (B, S, H, h), G = q.shape, k.shape[2]
     out = q.new_empty(q.shape), k.new_empty(k.shape)
@@ -71,18 +71,18 @@ def turn(q_BSHh: Tensor, k_BSGh: Tensor, cos_bS1h: Tensor, sin_bS1h: Tensor, sig
     return out
 
 
-@turn.register_fake
+@rotate.register_fake
 def _(q_BSHh, k_BSGh, cos_bS1h, sin_bS1h, sign):
     return q_BSHh.new_empty(q_BSHh.shape), k_BSGh.new_empty(k_BSGh.shape)
 
 
 class Rotate(torch.autograd.Function):
-    """`turn` with the gradients of queries and keys."""
+    """`rotate` with the gradients of queries and keys."""
 
     @staticmethod
     def forward(ctx, q_BSHh, k_BSGh, cos_bS1h, sin_bS1h):
         ctx.save_for_backward(cos_bS1h, sin_bS1h)
-        q, k = turn(q_BSHh, k_BSGh, cos_bS1h, sin_bS1h, 1)
+        q, k = rotate(q_BSHh, k_BSGh, cos_bS1h, sin_bS1h, 1)
         if not k.shape[2]:  # then no zeros are made for its gradient
             ctx.mark_non_differentiable(k)
             ctx.set_materialize_grads(False)
@@ -91,6 +91,6 @@ class Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_q_BSHh, grad_k_BSGh):
         if grad_k_BSGh is not None:
-            return *turn(grad_q_BSHh, grad_k_BSGh, *ctx.saved_tensors, -1), None, None
+            return *rotate(grad_q_BSHh, grad_k_BSGh, *ctx.saved_tensors, -1), None, None
         B, S, _, h = grad_q_BSHh.shape
-        return turn(grad_q_BSHh, grad_q_BSHh.new_empty(B, S, 0, h), *ctx.saved_tensors, -1)[0], None, None, None
+        return rotate(grad_q_BSHh, grad_q_BSHh.new_empty(B, S, 0, h), *ctx.saved_tensors, -1)[0], None, None, None

@@ -182,7 +182,7 @@ def route(
     top_k: int,
     groups: int,
     top_groups: int,
-    scoring: int,  # no op that changes an argument can be traced with one called mode
+    scoring: int,  # not `mode`: tracing fails for an op that mutates one argument and has another of that name
     norm: bool,
     scale: float,
     forced: bool,

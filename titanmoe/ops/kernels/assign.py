@@ -1,8 +1,8 @@
-"""Where rows go: the place of every choice in the send buffer, and of every row that arrives among its expert's.
+"""Which row of the send buffer each choice gets, and the order that groups arriving rows by expert.
 
-References: `titanmoe.moe.dispatch.place` and `by_expert`. Choices are sorted by expert and, within one, by token. They
-are counted in blocks of consecutive choices; cumulative sums of the counts, by expert and then by block, say where the
-choices of a block for an expert begin. No sort and no atomics: each number is written once.
+References: `titanmoe.moe.assign.assign_all_rows` and `by_expert`. Choices are sorted by expert and, within one, by
+token. They are counted in blocks of consecutive choices; cumulative sums of the counts, by expert and then by block,
+say where a block's choices for an expert begin. No sort and no atomics: each number is written once.
 
 Shapes: N choices (tokens times top-k), E experts (P: the power of two above), G ranks, e local experts, J = G * e.
 """
@@ -32,7 +32,7 @@ def _count(chosen, count, N, BLOCKS, E: tl.constexpr, P: tl.constexpr, ROWS: tl.
 
 
 @triton.jit(do_not_specialize=["N", "BLOCKS"])
-def _place(chosen, ends, entry, slot, count, N, BLOCKS, E: tl.constexpr, P: tl.constexpr, HELD: tl.constexpr,
+def _assign(chosen, ends, entry, slot, count, N, BLOCKS, E: tl.constexpr, P: tl.constexpr, HELD: tl.constexpr,
            ETP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
     block = tl.program_id(0)
     n, e = block * ROWS + tl.arange(0, ROWS), tl.arange(0, P)
@@ -104,22 +104,22 @@ def _(chosen_N, experts):
     return chosen_N.new_empty(experts, blocks(len(chosen_N), experts), dtype=torch.int32)
 
 
-@kernel("titanmoe::place_choices")
-def place_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As `place`, from the cumulative sums of `count_choices`."""
+@kernel("titanmoe::assign_choices")
+def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `assign_all_rows`, from the cumulative sums of `count_choices`."""
     N, long = len(chosen_N), {"dtype": torch.int64, "device": chosen_N.device}
     entry, slot = torch.empty(N * etp, **long), torch.empty(N, etp, **long)
     count = torch.empty(experts, **long) if N else torch.zeros(experts, **long)
     made = blocks(N, experts)
     if N:
-        _place[(made,)](
+        _assign[(made,)](
             chosen_N.contiguous(), ends, entry, slot, count, N, made, **tile(experts), HELD=experts // ep, ETP=etp,
             num_warps=8,
         )  # fmt: skip
     return entry, slot, count
 
 
-@place_choices.register_fake
+@assign_choices.register_fake
 def _(chosen_N, ends, experts, ep, etp):
     N = len(chosen_N)
     return tuple(chosen_N.new_empty(shape, dtype=torch.int64) for shape in ((N * etp,), (N, etp), (experts,)))
@@ -143,7 +143,7 @@ def _(count_Ge, rows):
     return tuple(count_Ge.new_empty(rows, dtype=torch.int64) for _ in range(2))
 
 
-def place(chosen_TK: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
+def assign_all_rows(chosen_TK: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
     chosen_N = chosen_TK.flatten()
     ends = count_choices(chosen_N, experts).flatten().cumsum(0, dtype=torch.int32)
-    return place_choices(chosen_N, ends, experts, ep, etp)
+    return assign_choices(chosen_N, ends, experts, ep, etp)

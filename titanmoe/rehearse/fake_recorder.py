@@ -1,0 +1,122 @@
+"""What is recorded of a step on fake tensors: the integers that decide shapes, operations, memory, and host syncs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes as outside
+
+from titanmoe.rehearse import stand_ins, values
+from titanmoe.rehearse.memory import Ledger
+from titanmoe.rehearse.place import Places
+from titanmoe.rehearse.record import Log, Message, Recorder
+from titanmoe.rehearse.routing import Exchange
+from titanmoe.rehearse.shapes import Shapes
+from titanmoe.rehearse.symmetric import Rows
+from titanmoe.rehearse.work import Operations
+
+
+class _Dispatching(threading.local):
+    """What the thread's dispatcher is working on."""
+
+    microbatch = layer = -1
+    exchange: Exchange | None = None
+    received = 0  # messages of integers, in this layer and microbatch
+    starting = False
+    rows: tuple[Rows, Rows] = (), ()  # that the next operation of symmetric memory sends, and receives
+
+
+class FakeRecorder(Recorder):
+    """Records a step on fake tensors: tracks the integers that decide shapes, and where the host reads a value."""
+
+    def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
+        super().__init__(layers, on_gpu)
+        self.rank, self.dispatching, self.shapes = rank, _Dispatching(), Shapes(fake)
+        self.places, self.operations = Places(layers), Operations()
+        self.ledger = Ledger(self.places.here)
+        self.start_up: list[Message] = []
+
+    def begin_step(self) -> None:
+        """Starts a new record."""
+        self.log, self.operations = Log(), Operations()
+        self.ledger.begin_step()
+
+    @contextmanager
+    def on(self) -> Iterator[Recorder]:
+        with self.places.on(), self.ledger.on(), super().on():
+            yield self
+
+    def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        name = func._overloadpacket.__name__
+        if func.namespace == "profiler":
+            with outside():
+                return func(*args, **kwargs)
+        if name == "equal":  # asked of rows that came through symmetric memory
+            self.sync()
+            return True
+        if name == "_local_scalar_dense":
+            found = self.number(args[0])
+            return found if not isinstance(found, list) else found[0]
+        out = stand_ins.grouped_product(*args, **kwargs) if name == "_grouped_mm" else self.shapes(func, args, kwargs)
+        values.follow(func, args, kwargs, out)
+        if not func.is_view:
+            place = self.places.here()
+            self.operations.add(func, args, kwargs, out, place)
+            self.ledger.note(out, place)
+        return out
+
+    def run_message(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # torch's fake implementation of the wait would allocate a copy.
+        if func._overloadpacket.__name__ == "wait_tensor":
+            return args[0]
+        return None if func.namespace == "symm_mem" else self.shapes(func, args, kwargs)
+
+    def rows_exchanged(self, op: str, sizes: Tensor, arrived: Tensor, group: str) -> tuple[Rows, Rows]:
+        return self.dispatching.rows
+
+    def query(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # By far the most frequent query, and slow on fake tensors.
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        return func(*args, **kwargs)
+
+    def number(self, x: Tensor) -> Any:
+        """What the host reads: the value if it is known, otherwise 0, for a finite loss or a flag that is not set."""
+        self.sync()
+        found = values.numbers(x)
+        if found is not None:
+            return found
+        if not x.dtype.is_floating_point:
+            raise RuntimeError(
+                f"the host reads integers of shape {tuple(x.shape)}, whose values are unknown in a rehearsal"
+            )
+        with outside():
+            return torch.zeros(x.shape).tolist()
+
+    def agree_on_shapes(self, x: Tensor) -> None:
+        """Before the first step stages ask each other whether they know their shapes: all of ours do."""
+        if not x.dtype.is_floating_point:
+            with outside():
+                values.set_known(x, torch.ones(x.shape, dtype=x.dtype))
+
+    def after_message(self, func: Any, args: tuple, out: Any) -> None:
+        self.ledger.note(out, self.places.here())
+        if func._overloadpacket.__name__ == "recv_":
+            self.agree_on_shapes(*args[0])
+        if not isinstance(out, FakeTensor) or out.dtype.is_floating_point:
+            return
+        if func._overloadpacket.__name__ == "wait_tensor":
+            if (value := values.known(args[0])) is not None:
+                values.set_known(out, value)
+        elif self.dispatching.exchange is not None:
+            with outside():
+                now = self.dispatching
+                value = now.exchange.received(self.rank, now.microbatch, now.layer, now.received)
+            values.set_known(out, value)
+            self.dispatching.received += 1
