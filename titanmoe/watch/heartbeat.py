@@ -1,0 +1,132 @@
+"""What a rank is doing, in memory that the other ranks of its machine can read, whatever has become of it.
+
+The step writes a few numbers there and calls nothing: a stopped or dead rank leaves what it did last. The file loses
+its name once all ranks of the machine have opened it, so nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from pathlib import Path
+from time import monotonic
+from typing import Any, NamedTuple
+
+import torch
+
+OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "receive")
+CODES = {op: code for code, op in enumerate(OPS)}
+NAMES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "uint8", "bool", "int8")
+DTYPES = {getattr(torch, name): code for code, name in enumerate(NAMES)}
+PHASES = ("starting", "data", "forward and backward", "norm and update", "between steps")
+STARTING, BETWEEN = 0, PHASES.index("between steps")
+RUNNING, ENDED, FAILED = range(3)
+
+NUMBERS, RING, MAIL, END = 0, 1024, 24576, 65536
+"""Where each part of the memory begins: a few numbers, the last messages, and text for the others."""
+PID, STATE, FIRST, STEP, PHASE, BEGUN, TOTAL, ARRIVED, ALARM, ENDS, LENGTH, BEAT, TICK = range(13)
+"""Numbers. FIRST: the step that this start of the run began with; BEGUN: messages before this step; TOTAL: messages so
+far; ARRIVED: as many when one was last waited for; ENDS: the report has been made. BEAT, TICK: when the step entered
+its phase and when the watching thread last ran, in nanoseconds of the machine's monotonic clock."""
+RECORDS = 512
+RECORD = struct.Struct("<QQdIIHbbhxx")
+_pack, _SIZE, _MASK = RECORD.pack_into, RECORD.size, RECORDS - 1
+assert RING + RECORDS * _SIZE <= MAIL
+
+
+class Message(NamedTuple):
+    """One that a rank has issued."""
+
+    total: int
+    """Messages of the run, with this one."""
+    bytes: int
+    when: float
+    number: int
+    """Among the messages of its group; of a send or receive, among those with this peer."""
+    place: int
+    group: int
+    op: str
+    dtype: str
+    peer: int
+
+
+class Heartbeat:
+    def __init__(self, path: Path, create: bool = False):
+        descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
+        try:
+            if create:
+                os.posix_fallocate(descriptor, 0, END)  # writing to a full disk would otherwise kill the rank
+            self.memory = mmap.mmap(descriptor, END)
+        finally:
+            os.close(descriptor)
+        self.numbers = memoryview(self.memory)[NUMBERS:RING].cast("q")
+        self.total, self.place = 0, 0
+        self.counts: dict[Any, int] = {}
+        if create:
+            self.numbers[PID] = os.getpid()
+            self.beat(STARTING)
+            self.tick()
+
+    # ---- of the rank itself
+
+    def beat(self, phase: int) -> None:
+        self.numbers[PHASE] = phase
+        self.numbers[BEAT] = int(monotonic() * 1e9)
+
+    def tick(self) -> None:
+        self.numbers[TICK] = int(monotonic() * 1e9)
+
+    def message(self, op: str, x: torch.Tensor, group: int, peer: int = -1) -> None:
+        """A message that the step issues."""
+        counts, code = self.counts, CODES[op]
+        key = group if peer < 0 else (code, peer)
+        counts[key] = number = counts.get(key, 0) + 1
+        at = RING + (self.total & _MASK) * _SIZE
+        self.total = total = self.total + 1
+        dtype = DTYPES.get(x.dtype, -1)
+        self.numbers[TOTAL] = total
+        _pack(self.memory, at, total, x.nbytes, monotonic(), number, self.place, group, code, dtype, peer)
+
+    def arrived(self) -> None:
+        self.numbers[ARRIVED] = self.total
+
+    def leave(self, text: bytes) -> None:
+        """For the other ranks of this machine."""
+        self.numbers[LENGTH] = 0
+        text = text[: END - MAIL]
+        self.memory[MAIL : MAIL + len(text)] = text
+        self.numbers[LENGTH] = len(text)
+
+    # ---- of any rank of the machine
+
+    def messages(self) -> list[Message]:
+        """The last ones, oldest first."""
+        total = self.numbers[TOTAL]
+        return [self._message(one) for one in range(max(0, total - RECORDS), total)]
+
+    def _message(self, number: int) -> Message:
+        *others, op, dtype, peer = RECORD.unpack_from(self.memory, RING + (number & _MASK) * _SIZE)
+        return Message(*others, OPS[op], NAMES[dtype] if dtype >= 0 else "other", peer)
+
+    @property
+    def last(self) -> float:
+        """When the step last entered a phase or issued a message."""
+        began, total = self.numbers[BEAT] / 1e9, self.numbers[TOTAL]
+        return max(began, self._message(total - 1).when) if total else began
+
+    @property
+    def waits(self) -> bool:
+        return self.numbers[ARRIVED] < self.numbers[TOTAL]
+
+    def left(self) -> bytes:
+        return self.memory[MAIL : MAIL + self.numbers[LENGTH]]
+
+
+def place(microbatch: int, layer: int, backward: bool) -> int:
+    return microbatch << 17 | layer + 1 << 1 | backward
+
+
+def where(place: int) -> tuple[int, int, bool]:
+    """Microbatch, layer (-1 for none), whether backward."""
+    return place >> 17, (place >> 1 & 0xFFFF) - 1, bool(place & 1)
