@@ -11,11 +11,12 @@ import os
 import struct
 from pathlib import Path
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "receive")
+RECEIVE = OPS.index("receive")
 CODES = {op: code for code, op in enumerate(OPS)}
 NAMES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "uint8", "bool", "int8")
 DTYPES = {getattr(torch, name): code for code, name in enumerate(NAMES)}
@@ -23,14 +24,17 @@ PHASES = ("starting", "data", "forward and backward", "norm and update", "betwee
 STARTING, BETWEEN = 0, PHASES.index("between steps")
 RUNNING, ENDED, FAILED = range(3)
 
-NUMBERS, RING, MAIL, END = 0, 1024, 24576, 65536
-"""Where each part of the memory begins: a few numbers, the last messages, and text for the others."""
+NUMBERS, COUNTS, RING, MAIL, END = 0, 128, 1280, 24576, 65536
+"""Where each part of the memory begins: numbers, counts, the last messages, and text for the others."""
 PID, STATE, FIRST, STEP, PHASE, BEGUN, TOTAL, ARRIVED, ALARM, ENDS, LENGTH, BEAT, TICK = range(13)
 """Numbers. FIRST: the step that this start of the run began with; BEGUN: messages before this step; TOTAL: messages so
 far; ARRIVED: as many when one was last waited for; ENDS: the report has been made. BEAT, TICK: when the step entered
 its phase and when the watching thread last ran, in nanoseconds of the machine's monotonic clock."""
+GROUPS, PEERS = 64, 112
+"""Counts: of the collectives of each group, then of what was sent to each rank of the pipeline and received from it."""
 RECORDS = 512
 RECORD = struct.Struct("<QQdIIHbbhxx")
+assert COUNTS + 4 * (GROUPS + 2 * PEERS) <= RING
 _pack, _SIZE, _MASK = RECORD.pack_into, RECORD.size, RECORDS - 1
 assert RING + RECORDS * _SIZE <= MAIL
 
@@ -60,9 +64,9 @@ class Heartbeat:
             self.memory = mmap.mmap(descriptor, END)
         finally:
             os.close(descriptor)
-        self.numbers = memoryview(self.memory)[NUMBERS:RING].cast("q")
+        self.numbers = memoryview(self.memory)[NUMBERS:COUNTS].cast("q")
+        self.counts = memoryview(self.memory)[COUNTS:RING].cast("I")
         self.total, self.place = 0, 0
-        self.counts: dict[Any, int] = {}
         if create:
             self.numbers[PID] = os.getpid()
             self.beat(STARTING)
@@ -80,8 +84,8 @@ class Heartbeat:
     def message(self, op: str, x: torch.Tensor, group: int, peer: int = -1) -> None:
         """A message that the step issues."""
         counts, code = self.counts, CODES[op]
-        key = group if peer < 0 else (code, peer)
-        counts[key] = number = counts.get(key, 0) + 1
+        slot = group if peer < 0 else GROUPS + 2 * (peer % PEERS) + (code == RECEIVE)
+        counts[slot] = number = counts[slot] + 1
         at = RING + (self.total & _MASK) * _SIZE
         self.total = total = self.total + 1
         dtype = DTYPES.get(x.dtype, -1)
@@ -118,6 +122,15 @@ class Heartbeat:
     @property
     def waits(self) -> bool:
         return self.numbers[ARRIVED] < self.numbers[TOTAL]
+
+    def counted(self) -> dict[str, int]:
+        """The number of its last message, by group, or "send PEER" and "receive PEER" for the pipeline."""
+        counts = self.counts.tolist()
+        found = {str(group): count for group, count in enumerate(counts[:GROUPS]) if count}
+        for slot, count in enumerate(counts[GROUPS:]):
+            if count:
+                found[f"{'receive' if slot % 2 else 'send'} {slot // 2}"] = count
+        return found
 
     def left(self) -> bytes:
         return self.memory[MAIL : MAIL + self.numbers[LENGTH]]

@@ -39,15 +39,10 @@ class Seen:
     last: list[Record] = field(default_factory=list)
     """Its last messages."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """The number of its last message in each group, as far as its heartbeat goes back."""
+    """Messages so far, by group, or "send PEER" and "receive PEER" for the pipeline."""
     stack: list[str] = field(default_factory=list)
     threads: dict[str, list[str]] = field(default_factory=dict)
     note: str = ""
-
-
-def key(group: int, op: str, peer: int) -> str:
-    """Of what a rank counts: a group's collectives, or what it sends to or receives from a rank of the pipeline."""
-    return f"{group} {op} {peer}" if op in TO_PEER else str(group)
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,8 @@ def judge(seen: Sequence[Seen], groups: Sequence[Named], stage: int) -> Verdict:
     """stage: ranks of a pipeline stage, which issue the same messages."""
     by_rank = {one.rank: one for one in seen}
     late = (
-        _lost(seen)
-        or _odd(seen, groups, stage)
+        _odd(seen, groups, stage)
+        or _lost(seen)
         or dict.fromkeys(_awaited(by_rank, groups), "")
         or {one.rank: "" for one in seen if _writes(one)}
     )
@@ -118,19 +113,15 @@ def _waits_for(one: Seen, by_rank: dict[int, Seen], groups: Sequence[Named]) -> 
     """The ranks that have not issued what this one has."""
     found = set()
     for name, number in one.numbers.items():
-        group, _, rest = name.partition(" ")
-        ranks = groups[int(group)].of(one.rank)
-        if rest.startswith("send"):
-            continue
-        if rest:
-            sender = by_rank.get(ranks[int(rest.rpartition(" ")[2])])
-            if sender and sender.numbers.get(key(int(group), "send", ranks.index(one.rank)), 0) < number:
+        way, _, peer = name.partition(" ")
+        if way == "receive":
+            ranks = next(group for group in groups if group.lane == "stages").of(one.rank)
+            sender = by_rank.get(ranks[int(peer)])
+            if sender is not None and sender.numbers.get(f"send {ranks.index(one.rank)}", 0) < number:
                 found.add(sender.rank)
-            continue
-        for rank in ranks:
-            other = by_rank.get(rank)
-            if other is not None and other.numbers.get(name, number) < number:
-                found.add(rank)
+        elif way != "send":
+            others = (by_rank[rank] for rank in groups[int(name)].of(one.rank) if rank in by_rank)
+            found |= {other.rank for other in others if other.numbers.get(name, 0) < number}
     return found
 
 

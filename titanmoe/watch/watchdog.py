@@ -29,7 +29,7 @@ from titanmoe.watch import heartbeat as at
 from titanmoe.watch.heartbeat import Heartbeat, where
 from titanmoe.watch.hosts import Between, Hosts
 from titanmoe.watch.listener import Named
-from titanmoe.watch.places import Seen, Verdict, judge, key
+from titanmoe.watch.places import Seen, Verdict, judge
 from titanmoe.watch.stacks import main_stack, other_stacks
 
 TICK_S = 0.25
@@ -44,7 +44,7 @@ ENDING_S = 3.0
 DISK_S = 2.0
 KEPT = 64
 """Messages of each rank that the report is made from."""
-IN_EVENT = 16
+IN_EVENT = 32
 """Those that events.jsonl has."""
 
 
@@ -146,8 +146,7 @@ class Watchdog(threading.Thread):
 
     def leads(self) -> bool:
         """Whether this rank is the first of its machine whose thread runs."""
-        fresh = (r for r, heart in self.hosts.local.items() if since(heart.numbers[at.TICK]) < SILENT_S)
-        return min(fresh, default=self.rank) >= self.rank
+        return all(state(heart) != "answers" for rank, heart in self.hosts.local.items() if rank < self.rank)
 
     def _carry(self) -> None:
         if self.between.store is not None and time.monotonic() - self.carried > CARRY_S and self.leads():
@@ -229,16 +228,14 @@ class Watchdog(threading.Thread):
         if folder is None:
             return
         ranks = [asdict(one) | {"last": one.last[-IN_EVENT:]} for one in sorted(seen, key=lambda one: one.rank)]
-        for one in ranks:
-            one.pop("numbers")
         event = {
             "step": max(one.step for one in seen),
             "kind": "hang",
             "text": verdict.text.partition("\n")[0],
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "late": verdict.late,
+            "late": sorted(verdict.late),
             "report": verdict.text.splitlines(),
-            "groups": [{"lane": one.lane, "axes": one.axes} for one in self.groups],
+            "groups": [asdict(group) for group in self.groups],
             "ranks": ranks,
         }
         with contextlib.suppress(OSError):  # the disk may be what hangs the run
@@ -267,15 +264,13 @@ class Watchdog(threading.Thread):
         return [self._seen(rank, heart) for rank, heart in self.hosts.local.items()]
 
     def _seen(self, rank: int, heart: Heartbeat) -> Seen:
-        numbers, messages = heart.numbers, heart.messages()
-        step = [message for message in messages if message.total > numbers[at.BEGUN]]
-        begun = numbers[at.BEGUN]
+        numbers, begun = heart.numbers, heart.numbers[at.BEGUN]
+        step = [message for message in heart.messages() if message.total > begun]
         idle = time.monotonic() - heart.last
         seen = Seen(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
         seen.step, seen.phase = numbers[at.STEP], at.PHASES[numbers[at.PHASE]]
-        seen.issued = len(step) and step[-1].total - begun
-        for one in messages:
-            seen.numbers[key(one.group, one.op, one.peer)] = one.number
+        seen.issued = numbers[at.TOTAL] - begun
+        seen.numbers = heart.counted()
         seen.last = [
             (one.total - begun - 1, one.group, one.op, one.dtype, one.bytes, one.number, one.peer, *where(one.place))
             for one in step[-KEPT:]
