@@ -1,5 +1,5 @@
-"""Faults in a rank, mostly in its disk access, for scripts/torture*.py and tests: with this folder on PYTHONPATH, Python
-imports it at its start. FAULTS, a JSON list in the environment, names the faults; without it nothing happens.
+"""Faults in a rank, mostly in its disk access, for scripts/torture*.py and tests: with this folder on PYTHONPATH,
+Python imports it at its start. FAULTS, a JSON list in the environment, names the faults; without it nothing happens.
 
     {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000004.writing", "at": 3, "once": FILE}
 

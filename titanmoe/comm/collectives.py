@@ -44,7 +44,8 @@ def local(parameter: nn.Parameter) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _wait(flying: Tensor) -> Tensor:
+def wait(flying: Tensor) -> Tensor:
+    """For the result of `send_rows`."""
     out = _ops.wait_tensor(flying)
     listener.arrived()
     return out
@@ -55,7 +56,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     if group.size == 1:
         return x
     listener.issued("all-reduce", x, group.name)
-    return _wait(_ops.all_reduce(x.contiguous(), op, group.name))
+    return wait(_ops.all_reduce(x.contiguous(), op, group.name))
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -63,7 +64,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     if group.size == 1:
         return x
     listener.issued("all-gather", x, group.name)
-    out = _wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    out = wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
     return out if dim == 0 else torch.cat(out.chunk(group.size), dim)
 
 
@@ -71,17 +72,17 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     if dim != 0:
         x = torch.cat(x.chunk(group.size, dim))
     listener.issued("reduce-scatter", x, group.name)
-    return _wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
+    return wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
-def _send(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    """Still in flight: call `_wait` before anything else."""
+def send_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    """Still in flight: call `wait` before anything else."""
     listener.issued("all-to-all", x, group.name)
     return _ops.all_to_all_single(x.contiguous(), receive, send, group.name)
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    return _wait(_send(x, send, receive, group))
+    return wait(send_rows(x, send, receive, group))
 
 
 class _Gather(torch.autograd.Function):
@@ -141,13 +142,13 @@ class _Wire:
         self.place = listener.place()
 
     def depart(self, x: Tensor, send: list[int], receive: list[int]) -> None:
-        self.flying = _send(x, send, receive, self.group)
+        self.flying = send_rows(x, send, receive, self.group)
         turns.sent()
 
     def land(self) -> Tensor:
         turns.hand_over()  # meanwhile another microbatch may compute
         flying, self.flying = self.flying, None
-        return _wait(flying)
+        return wait(flying)
 
 
 class _Start(torch.autograd.Function):
@@ -181,7 +182,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, send, receive, group):
-        return _send(x, send, receive, group)
+        return send_rows(x, send, receive, group)
 
     @staticmethod
     def backward(ctx, mark):
@@ -196,7 +197,7 @@ class _Land(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _send(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+        return send_rows(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
 class InFlight(NamedTuple):

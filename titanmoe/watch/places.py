@@ -85,19 +85,21 @@ def _odd(seen: Iterable[Seen], groups: Sequence[Named], stage: int) -> dict[int,
     for one in seen:
         stages.setdefault((one.rank // stage, one.step), []).append(one)
     for some in stages.values():
-        at: dict[int, dict[int, tuple[int, str]]] = {}
+        at: dict[int, dict[int, tuple[int, str, int]]] = {}
         for one in some:
             for record in one.last:
                 if record[OP] not in TO_PEER and record[INDEX] < one.issued:
-                    at.setdefault(record[INDEX], {})[one.rank] = (record[GROUP], record[OP])
+                    size = 0 if record[OP] == "all-to-all" else record[BYTES]  # which depends on the data
+                    at.setdefault(record[INDEX], {})[one.rank] = (record[GROUP], record[OP], size)
         for index in sorted(at):
             (usual, most), *others = Counter(at[index].values()).most_common()
             if others and most > sum(count for _, count in others):
-                did, due = ({rank: what for rank, what in at[index].items() if what != usual}, _named(groups, *usual))
+                due = _sized(groups, *usual)
                 return {
-                    rank: f"issued {_named(groups, *what)} as message {index + 1} of its step, where {most} other "
+                    rank: f"issued {_sized(groups, *what)} as message {index + 1} of its step, where {most} other "
                     f"ranks issued {due}"
-                    for rank, what in did.items()
+                    for rank, what in at[index].items()
+                    if what != usual
                 }
     return {}
 
@@ -176,7 +178,7 @@ def _about(one: Seen, groups: Sequence[Named], why: str) -> list[str]:
         if name == "checkpoint":
             lines.append(f"    its thread that saves is at {place_in(stack)}")
     if one.note:
-        lines.append(f"    {one.note}")
+        lines.append(f"    {one.note.strip().partition(chr(10))[0]}")
     return lines
 
 
@@ -189,6 +191,10 @@ def _waits_in(one: Seen, groups: Sequence[Named]) -> str:
 
 def _named(groups: Sequence[Named], group: int, op: str) -> str:
     return f"{op} over {groups[group].axes}"
+
+
+def _sized(groups: Sequence[Named], group: int, op: str, size: int) -> str:
+    return _named(groups, group, op) + (f" ({size} bytes)" if size else "")
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -41,5 +41,5 @@ def other_stacks() -> dict[str, list[str]]:
 
 def place_in(stack: list[str]) -> str:
     """The innermost line that is neither torch's nor Python's own, nor that which sends for others."""
-    others = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/")
+    others = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
     return next((line for line in stack if not any(part in line for part in others)), "")

@@ -17,6 +17,7 @@ from titanmoe.train import failure
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch.hosts import Hosts
 from titanmoe.watch.listener import Listener, name_groups
+from titanmoe.watch.stacks import ROOT
 from titanmoe.watch.watchdog import Limits, Watchdog, ignore
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and of_others(error) and not self._known():
+            self.dog.raised = _stack(error)
             self.heart.numbers[at.ALARM] = 1
             self.dog.join(PATIENCE_S)  # it ends the process
         elif error is not None:
@@ -105,4 +107,4 @@ def of_others(error: BaseException) -> bool:
 
 def _stack(error: BaseException) -> list[str]:
     frames = traceback.extract_tb(error.__traceback__)
-    return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]
+    return [f"{frame.filename.removeprefix(ROOT)}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]

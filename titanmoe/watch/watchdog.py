@@ -13,7 +13,6 @@ import os
 import select
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -84,6 +83,8 @@ class Watchdog(threading.Thread):
         self.asked, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self.over = threading.Event()
+        self.raised: list[str] = []
+        """Where the step was when it found that another rank is gone."""
 
     def run(self) -> None:
         asked_to_end = 0.0
@@ -156,7 +157,7 @@ class Watchdog(threading.Thread):
     # ---- the report
 
     def respond(self) -> None:
-        answer = {"stack": main_stack(), "threads": other_stacks(), "note": ""}
+        answer = {"stack": self.raised or main_stack(), "threads": other_stacks(), "note": ""}
         with contextlib.suppress(Exception):
             answer["note"] = self.dump()
         self.hosts.mine.leave(json.dumps(answer).encode())
@@ -197,7 +198,7 @@ class Watchdog(threading.Thread):
             self.between.say("report", verdict.text)
         self.end_others(wait=True)
         if not left:
-            print(f"error: {verdict.text}", file=sys.stderr, flush=True)
+            os.write(2, f"error: {verdict.text}\n".encode())  # as it is, without the rank before each line
         self.end(1)
 
     def _others(self) -> list[Seen]:
