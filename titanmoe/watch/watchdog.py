@@ -15,6 +15,7 @@ import signal
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -100,7 +101,7 @@ class Watchdog(threading.Thread):
                 self.hosts.mine.numbers[at.ALARM] = 1
                 with contextlib.suppress(RuntimeError, OSError):
                     self.between.say("alarm")
-                return self.respond()
+                return self._last()
             # A launcher asks all ranks to end when one has left: that is seen first.
             if asked_to_end and time.monotonic() - asked_to_end > 2 * TICK_S and ends_by(signal.SIGTERM):
                 os._exit(128 + signal.SIGTERM)
@@ -139,11 +140,11 @@ class Watchdog(threading.Thread):
 
     def _limit(self, heart: Heartbeat) -> float:
         phase, limits = heart.numbers[at.PHASE], self.limits
-        if phase == at.STARTING or heart.numbers[at.STEP] == heart.numbers[at.FIRST]:
-            return limits.first
-        if heart.waits or (limits.by_age and phase != at.BETWEEN):
-            return limits.step
-        return limits.between
+        if phase == at.STARTING:  # loading may take as long as it takes
+            return float("inf")
+        if not (heart.waits or (limits.by_age and phase != at.BETWEEN)):
+            return limits.between
+        return limits.first if heart.numbers[at.STEP] == heart.numbers[at.FIRST] else limits.step
 
     def leads(self) -> bool:
         """Whether this rank is the first of its machine whose thread runs."""
@@ -155,6 +156,13 @@ class Watchdog(threading.Thread):
             self.between.put("heartbeats", self.look())
 
     # ---- the report
+
+    def _last(self) -> None:
+        try:
+            self.respond()
+        except Exception:  # nobody else would end this process
+            traceback.print_exc()
+            self.end(1)
 
     def respond(self) -> None:
         answer = {"stack": self.raised or main_stack(), "threads": other_stacks(), "note": ""}
