@@ -104,10 +104,10 @@ class Heartbeat:
 
     # ---- of any rank of the machine
 
-    def messages(self) -> list[Message]:
+    def messages(self, most: int = RECORDS) -> list[Message]:
         """The last ones, oldest first."""
         total = self.numbers[TOTAL]
-        return [self._message(one) for one in range(max(0, total - RECORDS), total)]
+        return [self._message(one) for one in range(max(0, total - most), total)]
 
     def _message(self, number: int) -> Message:
         *others, op, dtype, peer = RECORD.unpack_from(self.memory, RING + (number & _MASK) * _SIZE)

@@ -123,7 +123,7 @@ class Watchdog(threading.Thread):
         if any(heart.numbers[at.ALARM] for heart in self.hosts.local.values()):
             return True
         with contextlib.suppress(RuntimeError, OSError):
-            return self.leads() and self.between.said("alarm")
+            return self.between.store is not None and self.leads() and self.between.said("alarm")
         return False
 
     def trouble(self) -> bool:
@@ -274,7 +274,7 @@ class Watchdog(threading.Thread):
 
     def _seen(self, rank: int, heart: Heartbeat) -> Seen:
         numbers, begun = heart.numbers, heart.numbers[at.BEGUN]
-        step = [message for message in heart.messages() if message.total > begun]
+        step = [message for message in heart.messages(KEPT) if message.total > begun]
         idle = time.monotonic() - heart.last
         seen = Seen(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
         seen.step, seen.phase = numbers[at.STEP], at.PHASES[numbers[at.PHASE]]
@@ -282,7 +282,7 @@ class Watchdog(threading.Thread):
         seen.numbers = heart.counted()
         seen.last = [
             (one.total - begun - 1, one.group, one.op, one.dtype, one.bytes, one.number, one.peer, *where(one.place))
-            for one in step[-KEPT:]
+            for one in step
         ]
         if step:
             seen.microbatch, seen.layer, seen.backward = where(step[-1].place)
