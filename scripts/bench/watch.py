@@ -17,13 +17,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, start, stop, world_size
 
-BLOCK, TURNS = 10, 16
+BLOCK, TURNS = 5, 12
 
 
 def main() -> None:
     config = read(sys.argv[1:], world_size())
     runtime = start(config)
     from titanmoe.train.trainer import Trainer
+    from titanmoe.watch.heartbeat import TOTAL
     from titanmoe.watch.watch import Watch
 
     trainer = Trainer(config, runtime)
@@ -39,7 +40,7 @@ def main() -> None:
             for _ in range(BLOCK):
                 trainer.train_step()
             seconds[watched].append((time.perf_counter() - began) / BLOCK)
-            sent = watch.heart.total // BLOCK if watched else sent
+            sent = watch.heart.numbers[TOTAL] // BLOCK if watched else sent
     if runtime.rank == 0:
         on, off = (statistics.median(seconds[watched]) for watched in (True, False))
         pairs = [a / b - 1 for a, b in zip(seconds[True], seconds[False], strict=True)]

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 
 class Listener(Protocol):
@@ -38,24 +38,20 @@ def heard_by(listener: Listener) -> Iterator[None]:
         _listener = before
 
 
-def _hears() -> bool:
-    return not torch.compiler.is_compiling() and _listener is not None  # a graph runs as a whole
-
-
 def issued(op: str, x: Tensor, group: str) -> None:
-    if _hears():
+    if _listener is not None and not is_compiling():  # a graph runs as a whole
         _listener.issued(op, x, group)
 
 
 def arrived() -> None:
-    if _hears():
+    if _listener is not None and not is_compiling():
         _listener.arrived()
 
 
 def place() -> int:
-    return _listener.place if _hears() else 0
+    return 0 if _listener is None or is_compiling() else _listener.place
 
 
 def back_to(place: int) -> None:
-    if _hears():
+    if _listener is not None and not is_compiling():
         _listener.back_to(place)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
 from typing import NamedTuple
@@ -35,8 +36,7 @@ GROUPS, PEERS = 64, 112
 RECORDS = 512
 RECORD = struct.Struct("<QQdIIHbbhxx")
 assert COUNTS + 4 * (GROUPS + 2 * PEERS) <= RING
-_pack, _SIZE, _MASK = RECORD.pack_into, RECORD.size, RECORDS - 1
-assert RING + RECORDS * _SIZE <= MAIL
+assert RING + RECORDS * RECORD.size <= MAIL
 
 
 class Message(NamedTuple):
@@ -66,7 +66,7 @@ class Heartbeat:
             os.close(descriptor)
         self.numbers = memoryview(self.memory)[NUMBERS:COUNTS].cast("q")
         self.counts = memoryview(self.memory)[COUNTS:RING].cast("I")
-        self.total, self.place = 0, 0
+        self.place, self.message = 0, self._writer()
         if create:
             self.numbers[PID] = os.getpid()
             self.beat(STARTING)
@@ -81,19 +81,24 @@ class Heartbeat:
     def tick(self) -> None:
         self.numbers[TICK] = int(monotonic() * 1e9)
 
-    def message(self, op: str, x: torch.Tensor, group: int, peer: int = -1) -> None:
-        """A message that the step issues."""
-        counts, code = self.counts, CODES[op]
-        slot = group if peer < 0 else GROUPS + 2 * (peer % PEERS) + (code == RECEIVE)
-        counts[slot] = number = counts[slot] + 1
-        at = RING + (self.total & _MASK) * _SIZE
-        self.total = total = self.total + 1
-        dtype = DTYPES.get(x.dtype, -1)
-        self.numbers[TOTAL] = total
-        _pack(self.memory, at, total, x.nbytes, monotonic(), number, self.place, group, code, dtype, peer)
+    def _writer(self) -> Callable[..., None]:
+        """A function with everything at hand: it is called hundreds of times in a step."""
+        memory, numbers, counts, last = self.memory, self.numbers, self.counts, RECORDS - 1
+        pack, size, codes, dtypes = RECORD.pack_into, RECORD.size, CODES, DTYPES
+
+        def message(op: str, x: torch.Tensor, group: int, peer: int = -1) -> None:
+            """A message that the step issues."""
+            total, code = numbers[TOTAL], codes[op]
+            slot = group if peer < 0 else GROUPS + 2 * (peer % PEERS) + (code == RECEIVE)
+            counts[slot] = number = counts[slot] + 1
+            numbers[TOTAL] = total + 1
+            at, dtype = RING + (total & last) * size, dtypes.get(x.dtype, -1)
+            pack(memory, at, total + 1, x.nbytes, monotonic(), number, self.place, group, code, dtype, peer)
+
+        return message
 
     def arrived(self) -> None:
-        self.numbers[ARRIVED] = self.total
+        self.numbers[ARRIVED] = self.numbers[TOTAL]
 
     def leave(self, text: bytes) -> None:
         """For the other ranks of this machine."""
@@ -110,7 +115,7 @@ class Heartbeat:
         return [self._message(one) for one in range(max(0, total - most), total)]
 
     def _message(self, number: int) -> Message:
-        *others, op, dtype, peer = RECORD.unpack_from(self.memory, RING + (number & _MASK) * _SIZE)
+        *others, op, dtype, peer = RECORD.unpack_from(self.memory, RING + number % RECORDS * RECORD.size)
         return Message(*others, OPS[op], NAMES[dtype] if dtype >= 0 else "other", peer)
 
     @property

@@ -18,7 +18,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
 from titanmoe.models.transformer import Transformer
-from titanmoe.watch.heartbeat import BEGUN, BETWEEN, FIRST, PHASES, STEP, Heartbeat, place
+from titanmoe.watch.heartbeat import BEGUN, BETWEEN, FIRST, PHASES, STEP, TOTAL, Heartbeat, place
 
 AFTER = {"other": "data", "data": "forward and backward", "forward_backward": "norm and update"}
 """By the lap of the step's clock that has just ended: what begins."""
@@ -57,7 +57,7 @@ class Listener:
     def __init__(self, heart: Heartbeat, lanes: Lanes, step: Callable[[], int]):
         self.heart, self.step = heart, step
         self.groups = {group.group_name: i for i, group in enumerate(lanes.made.values()) if group is not None}
-        self.microbatch = -1
+        self.microbatch, self.arrived = -1, heart.arrived
 
     # ---- titanmoe.comm.listener.Listener
 
@@ -70,9 +70,6 @@ class Listener:
         if number is not None:
             self.heart.message(op, x, number)
 
-    def arrived(self) -> None:
-        self.heart.arrived()
-
     def back_to(self, place: int) -> None:
         self.heart.place = place | 1
 
@@ -84,7 +81,7 @@ class Listener:
         heart.numbers[STEP] = self.step()
         if name == "other":
             heart.numbers[FIRST] = heart.numbers[FIRST] or heart.numbers[STEP]
-            heart.numbers[BEGUN] = heart.total
+            heart.numbers[BEGUN] = heart.numbers[TOTAL]
             self.microbatch = -1
         heart.place = 0
         heart.beat(PHASES.index(AFTER[name]) if name in AFTER else BETWEEN)

@@ -32,7 +32,7 @@ from titanmoe.watch.listener import Named
 from titanmoe.watch.places import Seen, Verdict, judge
 from titanmoe.watch.stacks import main_stack, other_stacks
 
-TICK_S = 0.25
+TICK_S = 0.5
 CARRY_S = 5.0
 """How often a machine's heartbeats are carried to the store."""
 SILENT_S = 3.0
