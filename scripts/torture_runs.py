@@ -59,8 +59,8 @@ def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]]) -> None:
 class Run:
     """A run in a folder, over all its starts."""
 
-    def __init__(self, folder: Path, seed: int = 0, options: dict[str, Any] = TINY):
-        self.folder, self.draw, self.options = folder, random.Random(seed), options
+    def __init__(self, folder: Path, seed: int = 0, options: dict[str, Any] = TINY, count: int = RANKS):
+        self.folder, self.draw, self.options, self.count = folder, random.Random(seed), options, count
         self.run, self.log, self.struck_file = folder / "run", folder / "log", folder / "struck"
         self.checkpoints = self.run / "checkpoints"
         self.agent: Any = None
@@ -73,7 +73,12 @@ class Run:
     def start(self, restarts: int = 0, faults: tuple[dict[str, Any], ...] = ()) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         words = [f"--{name}={value}" for name, value in (self.options | {"job.dump_folder": self.folder}).items()]
-        argv = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
+        argv = [
+            "--standalone",
+            "--local-addr=127.0.0.1",
+            f"--nproc-per-node={self.count}",
+            f"--max-restarts={restarts}",
+        ]
         context = multiprocessing.get_context("fork")
         self.agent = context.Process(target=torchrun, args=([*argv, "train.py", *words], self.log, list(faults)))
         self.agent.start()
@@ -123,7 +128,7 @@ class Run:
         self.committed = max(layout.steps(self.checkpoints), default=0)
 
     def kill_ranks(self, number: int) -> None:
-        if len(ranks := self.ranks()) < RANKS:
+        if len(ranks := self.ranks()) < self.count:
             raise Missed("the run is ending")
         for pid in self.draw.sample(ranks, number):
             with contextlib.suppress(ProcessLookupError):  # it has just ended: what follows will show it

@@ -18,7 +18,7 @@ from titanmoe.train.runtime import start
 ROOT = Path(torch_private.__file__).parent
 OTHERS = {
     *("_asdict", "_replace"),  # of named tuples
-    *("_exit", "_getframe", "_SubParsersAction", "_Unpickler"),  # of Python's library
+    *("_exit", "_getframe", "_current_frames", "_SubParsersAction", "_Unpickler"),  # of Python's library
     *("_Namespace__attrs",),  # of jinja2
     *("_Exchange", "_here"),  # our own, which a rehearsal replaces
 }

@@ -37,6 +37,14 @@ PRIVATE = (
         "train/runtime.py",
         "shorter time-outs for all groups after the first step",
     ),
+    Private(_C10D, ("_get_default_store",), "watch/hosts.py", "a connection to the store for another thread"),
+    Private(
+        "torch._C._distributed_c10d",
+        ("_dump_fr_trace",),
+        "watch/watch.py",
+        "the flight recorder's dump; NCCL's own has another name",
+        optional=True,
+    ),
     Private(f"{_C10D}._World", ("pg_map",), "train/runtime.py", "all groups of this process, as keys"),
     Private(
         "torch._C._distributed_c10d.ProcessGroup", ("_get_backend",), "comm/fsdp_cpu.py", "gloo, of a group on CPUs"

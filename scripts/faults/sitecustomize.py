@@ -1,5 +1,5 @@
-"""Faults in a rank's disk access, for scripts/torture.py and tests: with this folder on PYTHONPATH, Python imports it
-at its start. FAULTS, a JSON list in the environment, names the faults; without it nothing happens.
+"""Faults in a rank, mostly in its disk access, for scripts/torture*.py and tests: with this folder on PYTHONPATH,
+Python imports it at its start. FAULTS, a JSON list in the environment, names the faults; without it nothing happens.
 
     {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000004.writing", "at": 3, "once": FILE}
 
@@ -10,12 +10,16 @@ on      write (a file is opened for writing), read (likewise), list, mkdir, rena
 path    what the path must contain; for a rename, the new name.
 at      the number of the first such event to have the fault, 1 if left out; times: how many have it, 1 if left out.
 once    a file made when it strikes; if that exists already, from the process before a restart, it does not strike.
+
+At SIGUSR1, wherever the main thread then is: {"do": "deadlock", "on": ["signal"]} waits for ever in Python, "leave"
+ends the process with exit code 0, and "skip" makes the next call of "path", MODULE:FUNCTION, return its argument.
 """
 
 import json
 import os
 import signal
 import sys
+import threading
 import time
 
 EVENTS = {
@@ -87,8 +91,34 @@ def install(faults):
     sys.addaudithook(audit)
 
 
+def deadlock():
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
+
+
+def skip(path):
+    module, _, name = path.partition(":")
+    home = sys.modules[module]
+    function = getattr(home, name)
+
+    def skipped(first, *args, **kwargs):
+        setattr(home, name, function)
+        return first
+
+    setattr(home, name, skipped)
+
+
+def at_signal(do, path="", rank=None, on=()):
+    acts = {"deadlock": deadlock, "leave": lambda: os._exit(0), "skip": lambda: skip(path)}
+    signal.signal(signal.SIGUSR1, lambda *_: acts[do]())
+
+
 if "FAULTS" in os.environ and "RANK" in os.environ:  # torchrun itself has no rank
     wanted = [
         fault for fault in json.loads(os.environ["FAULTS"]) if fault.get("rank") in (None, int(os.environ["RANK"]))
     ]
-    install([Fault(**fault) for fault in wanted])
+    for fault in wanted:
+        if "signal" in fault.get("on", ()):
+            at_signal(**fault)
+    install([Fault(**fault) for fault in wanted if "signal" not in fault.get("on", ())])

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titanmoe.comm import turns
+from titanmoe.comm import listener, turns
 
 _ops = torch.ops._c10d_functional
 
@@ -44,75 +44,92 @@ def local(parameter: nn.Parameter) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
+def wait(flying: Tensor) -> Tensor:
+    """For the result of `send_rows`."""
+    out = _ops.wait_tensor(flying)
+    listener.arrived()
+    return out
+
+
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Not differentiable: for counts, losses and other constants of the backward pass."""
-    return x if group.size == 1 else _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, group.name))
+    if group.size == 1:
+        return x
+    listener.issued("all-reduce", x, group.name)
+    return wait(_ops.all_reduce(x.contiguous(), op, group.name))
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """Concatenate every rank's x along dim. Not differentiable."""
     if group.size == 1:
         return x
-    out = _ops.wait_tensor(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    listener.issued("all-gather", x, group.name)
+    out = wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
     return out if dim == 0 else torch.cat(out.chunk(group.size), dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     if dim != 0:
         x = torch.cat(x.chunk(group.size, dim))
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
+    listener.issued("reduce-scatter", x, group.name)
+    return wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
 
 
-def _send(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    """Still in flight: call `_ops.wait_tensor` before anything else."""
+def send_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
+    """Still in flight: call `wait` before anything else."""
+    listener.issued("all-to-all", x, group.name)
     return _ops.all_to_all_single(x.contiguous(), receive, send, group.name)
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    return _ops.wait_tensor(_send(x, send, receive, group))
+    return wait(send_rows(x, send, receive, group))
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.group, ctx.place = dim, group, listener.place()
         return all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad):
+        listener.back_to(ctx.place)
         return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group = dim, group
+        ctx.dim, ctx.group, ctx.place = dim, group, listener.place()
         return _reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad):
+        listener.back_to(ctx.place)
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
 class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group = group
+        ctx.group, ctx.place = group, listener.place()
         return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx, grad):
+        listener.back_to(ctx.place)
         return all_reduce(grad, ctx.group), None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, receive, group):
-        ctx.send, ctx.receive, ctx.group = send, receive, group
+        ctx.send, ctx.receive, ctx.group, ctx.place = send, receive, group, listener.place()
         return _all_to_all(x, send, receive, group)
 
     @staticmethod
     def backward(ctx, grad):
+        listener.back_to(ctx.place)
         return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
@@ -122,15 +139,16 @@ class _Wire:
     def __init__(self, send: list[int], receive: list[int], group: Group):
         self.send, self.receive, self.group = send, receive, group
         self.flying: Tensor | None = None
+        self.place = listener.place()
 
     def depart(self, x: Tensor, send: list[int], receive: list[int]) -> None:
-        self.flying = _send(x, send, receive, self.group)
+        self.flying = send_rows(x, send, receive, self.group)
         turns.sent()
 
     def land(self) -> Tensor:
         turns.hand_over()  # meanwhile another microbatch may compute
         flying, self.flying = self.flying, None
-        return _ops.wait_tensor(flying)
+        return wait(flying)
 
 
 class _Start(torch.autograd.Function):
@@ -154,6 +172,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         wire = ctx.wire
+        listener.back_to(wire.place)
         wire.depart(grad, wire.receive, wire.send)
         return grad.new_empty(0), None
 
@@ -163,7 +182,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, send, receive, group):
-        return _send(x, send, receive, group)
+        return send_rows(x, send, receive, group)
 
     @staticmethod
     def backward(ctx, mark):
@@ -178,7 +197,7 @@ class _Land(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return _send(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+        return send_rows(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
 class InFlight(NamedTuple):

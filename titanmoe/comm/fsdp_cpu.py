@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titanmoe.comm import listener
+
 
 class _Exchange(dist.Work):
     """One message between every two ranks of a group: `sent` by destination rank, `arrived` by source rank."""
@@ -49,6 +51,7 @@ class _Exchange(dist.Work):
                     f"see what rank {rank} prints or hangs in; if it is only slow, raise training.timeout_s "
                     "(training.first_step_timeout_s for the first step)"
                 ) from error
+        listener.arrived()
         return True
 
 
@@ -69,6 +72,7 @@ class StraightToPlace:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
         ranks = group.size()
+        listener.issued("all-gather", input_tensor, group.group_name)
         return _Exchange(
             [input_tensor] * ranks, output_tensor.chunk(ranks), group, "FSDP's all-gather of weights", tag=0
         )
@@ -94,6 +98,7 @@ class NarrowOnTheWire:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        listener.issued("reduce-scatter", input_tensor, group.group_name)
         pieces = input_tensor.chunk(self.ranks)
         summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         _Exchange(pieces, summands, group, "FSDP's reduce-scatter of gradients", tag=1).wait()

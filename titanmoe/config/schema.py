@@ -210,6 +210,8 @@ class Training:
     """How long a collective may take until the first step is done (start-up, compilation)."""
     timeout_s: int = 120
     """How long a collective may take after that, before the run is considered hung."""
+    watch: bool = True
+    """Report which rank is late when a run hangs, and end it on all ranks (docs/reliability.md). false to hold a rank in a debugger."""
 
 
 @dataclass

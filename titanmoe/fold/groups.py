@@ -15,6 +15,19 @@ from titanmoe.fold.degrees import Fold
 
 View = Literal["attention", "experts"]
 TOGETHER = {"dp": ("dp_replicate", "dp_shard")}
+LANES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
+    "waited": (
+        ("attention", ("tp",)),
+        ("attention", ("cp",)),
+        ("attention", ("dp",)),
+        ("attention", ("cp", "tp")),
+    ),
+    "rows": (("experts", ("ep", "etp")),),
+    "shards": (("attention", ("dp_shard", "cp")), ("experts", ("edp",))),
+    "replicas": (("attention", ("dp_replicate",)), ("experts", ("edp_replicate",))),
+    "stages": (("attention", ("pp",)),),
+}
+"""For each lane of titanmoe.fold.meshes, the axes that its groups may span."""
 
 
 def groups(fold: Fold, view: View, axes: str | tuple[str, ...]) -> list[tuple[int, ...]]:
@@ -38,6 +51,22 @@ def group_of(fold: Fold, view: View, axes: str | tuple[str, ...], rank: int) -> 
     spans = _sizes_and_strides(fold, view)
     first = rank - sum(mine[name] * spans[name][1] for name in chosen)
     return tuple(first + member for member in _ranks([spans[name] for name in spans if name in chosen]))
+
+
+def axes_of(fold: Fold, lane: str, ranks: tuple[int, ...]) -> str:
+    """The axes that a group of this lane spans; all names of them, where axes have the same ranks."""
+    names = list(
+        dict.fromkeys(
+            " x ".join(axis for axis in axes if getattr(fold, axis) > 1)
+            for view, axes in LANES[lane]
+            if group_of(fold, view, axes, ranks[0]) == ranks
+        )
+    )
+    if lane == "rows" and not names:
+        names = ["within a node" if ranks[-1] - ranks[0] == len(ranks) - 1 else "across nodes"]
+    if lane == "waited" and len(ranks) == fold.world:
+        names.append("world")
+    return " = ".join(names) or "ends of the pipeline"
 
 
 def coordinates(fold: Fold, view: View, rank: int) -> dict[str, int]:

@@ -29,7 +29,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm.collectives import ALONE, Group, _ops, all_to_all, gather
+from titanmoe.comm import listener
+from titanmoe.comm.collectives import ALONE, Group, all_to_all, gather, send_rows, wait
 from titanmoe.config.schema import Parallelism
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
@@ -286,7 +287,7 @@ def _pass_on(x: Tensor, group: Group) -> Tensor:
     """Start sending x to the next rank of the ring. The result comes from the previous rank; wait for it before use."""
     send, receive = [0] * group.size, [0] * group.size
     send[(group.rank + 1) % group.size] = receive[(group.rank - 1) % group.size] = x.shape[0]
-    return _ops.all_to_all_single(x, receive, send, group.name)
+    return send_rows(x, send, receive, group)
 
 
 def _pack(k: Tensor, v: Tensor) -> Tensor:
@@ -310,16 +311,17 @@ class _Ring(torch.autograd.Function):
             theirs = placement.held((group.rank - hop) % group.size)
             _forward_pairs(q, *_unpack(kv, k, v), mine, theirs, document, out, lse, window)
             if coming is not None:
-                kv = _ops.wait_tensor(coming)
+                kv = wait(coming)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse, document)
-        ctx.placement, ctx.group, ctx.window = placement, group, window
+        ctx.placement, ctx.group, ctx.window, ctx.place = placement, group, window, listener.place()
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, sinks, out, lse, document = ctx.saved_tensors
         placement, group = ctx.placement, ctx.group
+        listener.back_to(ctx.place)
         mine = placement.held(group.rank)
         dq, kv = _wide_zeros(q), _pack(k, v)
         dkv = _wide_zeros(kv)
@@ -329,9 +331,9 @@ class _Ring(torch.autograd.Function):
             there, grads = _unpack(kv, k, v), _unpack(dkv, k, v)
             _backward_pairs(grad, q, *there, mine, theirs, document, out, lse, dq, *grads, ctx.window)
             # The gradients follow their keys; after the last hop they are back on the keys' own rank.
-            dkv = _ops.wait_tensor(_pass_on(dkv, group))
+            dkv = wait(_pass_on(dkv, group))
             if coming is not None:
-                kv = _ops.wait_tensor(coming)
+                kv = wait(coming)
         dk, dv = _unpack(dkv.to(k.dtype), k, v)
         return dq.to(q.dtype), dk, dv, _sinks_grad(grad, out, lse, sinks), None, None, None, None
 

@@ -51,7 +51,8 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="flight-recorder dumps from the ranks of a hung run: name the rank that never issued its operation",
+        help="the events.jsonl of a hung run, or flight-recorder dumps from its ranks: name the rank that never issued "
+        "its operation",
     )
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="also write the whole report to this file")
     rehearse.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step, as an HTML page")
@@ -113,11 +114,13 @@ def _report(args: argparse.Namespace) -> Report:
 
 def _compare(args: argparse.Namespace) -> Report:
     """Compares the dumps of a hung run with what its ranks should issue."""
+    from titanmoe.rehearse.event import read_event
     from titanmoe.rehearse.hang import find_hang
     from titanmoe.rehearse.trace import read_dumps
     from titanmoe.rehearse.world import read_recipe
 
-    dumps = read_dumps(args.trace)
+    events = args.trace[0].suffix == ".jsonl"
+    dumps = read_event(args.trace[0]) if events else read_dumps(args.trace)
     config = read_recipe(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
     found = find_hang(config, args.world, args.hardware, args.node, dumps)
     data = {"trace": {"stuck": found.stuck, "lines": found.lines}}
@@ -142,6 +145,8 @@ def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
         found.append("--imbalance and --routing both say where rows go: use one of them")
     if args.trace and (args.all_roles or args.routing is not None or args.imbalance != 1):
         found.append("--trace compares a run with its own step: leave out --all-roles, --routing and --imbalance")
+    if args.trace and len(args.trace) > 1 and any(file.suffix == ".jsonl" for file in args.trace):
+        found.append("--trace takes one events.jsonl, or dumps: name one kind of file")
     if args.routing is None and args.routing_step is not None:
         found.append("--routing-step selects a line of a file: name the file with --routing")
     return found

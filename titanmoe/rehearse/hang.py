@@ -20,6 +20,8 @@ from titanmoe.rehearse.world import NamedGroup, Rehearsal, rehearse
 
 FEWEST = 8
 """How many operations in a row must match to place a rank whose dump holds no whole step."""
+FSDP = ("shards", "replicas")
+"""Its lanes."""
 MOST_NAMED = 8
 """How many waiting ranks get a line each."""
 Key = tuple
@@ -86,6 +88,8 @@ def _fold(roles: dict[int, Rehearsal]) -> Fold:
 
 
 def _locate(role: Rehearsal, dump: Dump) -> Position | str:
+    if dump.count >= 0:
+        return _placed(role, dump)
     gloo = dump.backend == "gloo"  # which records no sends or receives, and does a reduce-scatter as an all-reduce
     comms = {name: (f"{g.lane} {g.axes}", _members(g, dump.rank)) for name, g in role.groups.items()}
     program = Program(dump.rank, role.log, comms)
@@ -117,6 +121,55 @@ def _locate(role: Rehearsal, dump: Dump) -> Position | str:
         )
     known = issued[len(issued) - min(at, length) :]
     return Position(dump, program, expected, [*[None] * (at - len(known)), *known], at, last)
+
+
+def _placed(role: Rehearsal, dump: Dump) -> Position | str:
+    """The same where the run has counted its operations."""
+    comms = {name: (f"{g.lane} {g.axes}", _members(g, dump.rank)) for name, g in role.groups.items()}
+    program = Program(dump.rank, role.log, comms)
+    expected = list(_as_the_run_counts(role))
+    wanted = [_counted_key(role.log.messages[i], program) for i in expected]
+    find, at = _communicator_finder(role, dump, comms), min(dump.count, len(expected))
+    first = dump.count - len(dump.issued)
+    keys = [_counted_key(one, program, find(one)) for one in dump.issued][: max(0, at - first)]
+    same = _matching(keys, wanted[first:at])
+    if keys and not same:
+        return (
+            f"{dump.file}: the messages of rank {dump.rank} are not those of a step: operation {first} was "
+            f"{_describe_issued(dump.issued[0])}. Are the recipe, overrides, --world and --hardware those of the run?"
+        )
+    unexpected = dump.issued[same] if same < len(keys) else None
+    at = first + same if unexpected else at
+    last = {comm: dump.last[name] for name in dump.last if (comm := find(_of_group(name))) is not None}
+    return Position(
+        dump, program, expected, [*[None] * min(first, at), *dump.issued[: max(0, at - first)]], at, last, unexpected
+    )
+
+
+def _as_the_run_counts(role: Rehearsal) -> Iterator[int]:
+    """The messages of the program: an exchange of FSDP's on CPUs is one, and not a message to and from every rank."""
+    exchanged: dict[str, int] = defaultdict(int)
+    for i, message in enumerate(role.log.messages):
+        group = role.groups[message.group]
+        if message.op in SYMMETRIC:
+            continue
+        if message.op in POINT_TO_POINT and group.lane in FSDP:
+            exchanged[message.group] += 1
+            if exchanged[message.group] % (2 * len(group.ranks) - 2) != 1:
+                continue
+        yield i
+
+
+def _counted_key(one: Message | Issued, program: Program, comm: Comm | None = None) -> Key:
+    if isinstance(one, Message):
+        comm = program.comm(one)
+    if comm is not None and comm[0].partition(" ")[0] in FSDP:
+        return comm, "FSDP"
+    return comm, one.op, str(one.dtype).removeprefix("torch."), one.peer
+
+
+def _of_group(name: str) -> Issued:
+    return Issued(name, name.partition(" ")[0], "", "", 0, 0, -1, True, "")
 
 
 def _members(group: NamedGroup, rank: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ import math
 import pickle
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +88,10 @@ class Dump:
     """In host order."""
     ranks: dict[str, tuple[int, ...]]
     """The ranks of each group, if the dump lists them; gloo's do not."""
+    count: int = -1
+    """How many operations of its step it has issued, if the run has counted them."""
+    last: dict[str, int] = field(default_factory=dict)
+    """With `count`: the number of the last collective in each group."""
 
 
 class _Plain(pickle._Unpickler):
@@ -125,8 +129,6 @@ def read_dump(file: Path) -> Dump:
         data = file.read_bytes()
     except OSError as error:
         raise ConfigError([f"cannot read {file}: {error.strerror}"]) from None
-    if file.suffix == ".jsonl":
-        raise ConfigError([f"{file} has events of a run but none of its messages: {HOW_TO_RECORD}"])
     number = RANK.search(file.name)
     if number is None:
         raise ConfigError([f"{file}: its name does not end in a rank, as in nccl_trace_rank_37"])

@@ -24,7 +24,7 @@ from titanmoe.comm import fsdp_cpu
 from titanmoe.config import load
 from titanmoe.config.schema import Config, Profile
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.fold.groups import View, group_of
+from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
 from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
@@ -44,20 +44,6 @@ from titanmoe.train.launch import resolve
 from titanmoe.train.legal import refusals
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.trainer import Trainer
-
-AXES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
-    "waited": (
-        ("attention", ("tp",)),
-        ("attention", ("cp",)),
-        ("attention", ("dp",)),
-        ("attention", ("cp", "tp")),
-    ),
-    "rows": (("experts", ("ep", "etp")),),
-    "shards": (("attention", ("dp_shard", "cp")), ("experts", ("edp",))),
-    "replicas": (("attention", ("dp_replicate",)), ("experts", ("edp_replicate",))),
-    "stages": (("attention", ("pp",)),),
-}
-"""For each lane of titanmoe.fold.meshes, the axes that its groups may span."""
 
 
 @dataclass(frozen=True)
@@ -103,19 +89,8 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
         if group is None:
             continue
         ranks = next(part for part in parts if rank in part)
-        names = list(
-            dict.fromkeys(
-                " x ".join(axis for axis in axes if getattr(fold, axis) > 1)
-                for view, axes in AXES[lane]
-                if group_of(fold, view, axes, rank) == ranks
-            )
-        )
-        if lane == "rows" and not names:
-            names = ["within a node" if ranks[-1] - ranks[0] == len(ranks) - 1 else "across nodes"]
-        if lane == "waited" and len(ranks) == fold.world:
-            names.append("world")
         across = len({r // node for r in ranks}) > 1
-        out[group.group_name] = NamedGroup(lane, " = ".join(names) or "ends of the pipeline", ranks, across, parts)
+        out[group.group_name] = NamedGroup(lane, axes_of(fold, lane, ranks), ranks, across, parts)
     return out
 
 

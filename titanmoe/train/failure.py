@@ -65,5 +65,8 @@ def leave_traceback(error: BaseException) -> None:
 
 
 def of_others(error: BaseException) -> bool:
+    """Or one that was raised because of such an error: torch's pipeline wraps them."""
+    if error.__cause__ is not None and of_others(error.__cause__):
+        return True
     distributed = type(error).__name__.startswith("Dist") or isinstance(error, RuntimeError | ConnectionError)
     return distributed and OF_OTHERS.search(str(error)) is not None

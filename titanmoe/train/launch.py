@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -102,8 +103,12 @@ def for_launcher(config: Config, argv: list[str]) -> list[str]:
     return [*there, f"this recipe wants {wanted} ranks, and this is one process without a launcher: {command}"]
 
 
-def main(argv: list[str], **seams: Any) -> int:
-    """seams: arguments of Trainer, such as another optimizer (docs/extending.md)."""
+def main(
+    argv: list[str], watch: Callable[[Any], AbstractContextManager[None]] = lambda trainer: nullcontext(), **seams: Any
+) -> int:
+    """watch: entered with the Trainer, for as long as it trains. seams: arguments of Trainer, such as another optimizer
+    (docs/extending.md).
+    """
     die_with_launcher()
     try:
         waiting("reading the recipe")
@@ -124,7 +129,8 @@ def main(argv: list[str], **seams: Any) -> int:
         waiting("building the model")
         trainer = Trainer(config, runtime, **seams)
         failure.leave_advice(partial(out_of_memory.advice, trainer))
-        signal = trainer.train()
+        with watch(trainer):
+            signal = trainer.train()
         return 128 + signal if signal else 0
     except ConfigError as error:
         waiting("")

@@ -94,6 +94,7 @@ class Trainer:
         self.step, self.tokens, self.overflow_reruns = 0, 0.0, 0
         self.stopping, self.wants_to_stop = False, lambda: False
         self._lock: TextIO | None = None
+        self.folder: Path | None = None  # the run's, once it is claimed
 
         self.fold = derive(runtime.world, config.parallelism)
         self.meshes = make_meshes(self.fold, config.parallelism, config.moe, config.training, self.device)
@@ -118,7 +119,7 @@ class Trainer:
     def train(self) -> int:
         """Train until the last step or a signal; returns the signal, or 0."""
         check_alike(self.loader.peek(), self.meshes, self.device)
-        run = self.claim()
+        run = self.folder = self.claim()
         with Checkpoints(self, run) as checkpoints:
             notes = checkpoints.begin() | self.notes()
             metrics = self.metrics(run, notes)

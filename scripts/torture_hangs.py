@@ -1,0 +1,164 @@
+#!/usr/bin/env python
+"""Makes runs hang under the real torchrun in every way that a rank can, and checks who is named, and how soon all end.
+
+    python scripts/torture_hangs.py                              # 20 trials, and a table
+    python scripts/torture_hangs.py --only stop --first 5 --trials 1       # repeat one, as a failure prints it
+    python scripts/torture_hangs.py --out docs/reliability.md    # the table between its marks there
+
+A trial trains a small model on 4 CPU ranks under a mapping drawn from its seed, with training.timeout_s = 10, and
+strikes one rank at a moment drawn likewise. The report must name that rank, and be the last thing that the ranks print.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from torture import workplace, write
+from torture_runs import TINY, Run, Wrong
+
+RANKS, TIMEOUT_S, WITHIN_S = 4, 10, 30.0
+LONG = {
+    "training.steps": 4000, "training.timeout_s": TIMEOUT_S, "training.global_batch_size": 8,
+    "lr_schedule.decay": "none", "checkpoint.enable": "false", "metrics.log_every": 1,
+}  # fmt: skip
+MAPPINGS: tuple[dict[str, Any], ...] = (
+    {"parallelism.experts.ep": 2},
+    {"parallelism.tp": 2, "parallelism.experts.ep": 4},
+    {"parallelism.cp": 2, "parallelism.experts.ep": 2},
+    {"parallelism.pp": 2, "parallelism.experts.ep": 2},
+)
+SKIPPED = ("titanmoe.train.trainer:all_reduce", "titanmoe.parallel.norm:all_reduce")
+"""The first sums counts and losses, the second the norm."""
+
+
+class Hang(Run):
+    def __init__(self, folder: Path, seed: int, options: dict[str, Any] = LONG):
+        super().__init__(folder, seed, {}, RANKS)
+        self.options = TINY | options | self.draw.choice(MAPPINGS)
+        self.rank = self.draw.randrange(RANKS)
+
+    def strike(self, number: int) -> None:
+        """The rank gets a signal, in a random step."""
+        self.wait(lambda: self.step() >= 3 + self.draw.randrange(5), "a few steps")
+        time.sleep(self.draw.uniform(0, 0.3))
+        (pid,) = (pid for pid in self.ranks() if rank_of(pid) == self.rank)
+        os.kill(pid, number)
+        self.struck()
+
+    def named(self) -> float:
+        """How long it took until all had ended; Wrong unless the last report names the rank."""
+        self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
+        took = time.monotonic() - self.struck_at
+        said = [line for line in self.log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
+        if not said or f"rank {self.rank} " not in said[-1]:
+            raise Wrong(f"rank {self.rank} was struck, and the last report is: {(said or ['none'])[-1]}")
+        if "Traceback" in self.log.read_text(errors="replace").partition(said[-1])[0]:
+            raise Wrong("a rank printed a traceback before the report")
+        if took > WITHIN_S:
+            raise Wrong(f"all had ended only after {took:.1f} s")
+        return took
+
+
+def rank_of(pid: int) -> int:
+    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return int(next(word[5:] for word in words if word.startswith(b"RANK=")))
+
+
+def stop(run: Hang) -> None:
+    run.start()
+    run.strike(signal.SIGSTOP)
+
+
+def deadlock(run: Hang) -> None:
+    run.start(faults=({"do": "deadlock", "on": ["signal"], "rank": run.rank},))
+    run.strike(signal.SIGUSR1)
+
+
+def leave(run: Hang) -> None:
+    run.start(faults=({"do": "leave", "on": ["signal"], "rank": run.rank},))
+    run.strike(signal.SIGUSR1)
+
+
+def skip(run: Hang) -> None:
+    run.start(faults=({"do": "skip", "on": ["signal"], "rank": run.rank, "path": run.draw.choice(SKIPPED)},))
+    run.strike(signal.SIGUSR1)
+
+
+def disk(run: Hang) -> None:
+    """A disk that does not answer while a checkpoint is written."""
+    run.options |= {"checkpoint.enable": "true", "checkpoint.interval": 4, "checkpoint.timeout_s": TIMEOUT_S}
+    fault = {"do": "slow", "on": ["write"], "path": ".writing", "rank": run.rank, "seconds": 1000}
+    run.start(faults=(fault | {"once": str(run.struck_file)},))
+    run.wait_for_strike()
+
+
+KINDS: dict[str, Callable[[Hang], None]] = {
+    "stop": stop,
+    "deadlock": deadlock,
+    "leave": leave,
+    "skip": skip,
+    "disk": disk,
+}
+WHAT = {
+    "stop": "stopped (SIGSTOP)",
+    "deadlock": "deadlock in Python",
+    "leave": "one rank leaves, with exit code 0",
+    "skip": "one rank skips a collective",
+    "disk": "a disk that does not answer while saving",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=20, metavar="N", help="how many (default 20)")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first trial")
+    parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
+    parser.add_argument("--out", metavar="FILE", help="also write the table there, between its marks")
+    args = parser.parse_args()
+    if not sys.platform.startswith("linux"):
+        parser.error("this needs Linux: it reads /proc")
+    import torch.distributed.run  # noqa: F401 (before the first fork)
+
+    kinds = [args.only] if args.only else list(KINDS)
+    took: dict[str, list[float]] = {kind: [] for kind in kinds}
+    tried, failures = dict.fromkeys(kinds, 0), []
+    with workplace() as folder:
+        for seed in range(args.first, args.first + args.trials):
+            kind = kinds[seed % len(kinds)]
+            run = Hang(folder / str(seed), seed)
+            tried[kind] += 1
+            try:
+                KINDS[kind](run)
+                took[kind].append(run.named())
+                print(f"{kind}, seed {seed}: rank {run.rank} named, all ended after {took[kind][-1]:.1f} s", flush=True)
+            except Exception as wrong:
+                failures.append(f"--only {kind} --first {seed} --trials 1: {type(wrong).__name__} {wrong}")
+                print(failures[-1], flush=True)
+            finally:
+                run.close()
+                run.log.replace(folder / f"{seed}.log")
+        head = ("what happened", "trials", "rank named", "seconds until all had ended: median", "max")
+        lines = [f"| {' | '.join(head)} |", "| --- | --- | --- | --- | --- |"]
+        for kind, seconds in took.items():
+            shown = [f"{one:.1f}" for one in (statistics.median(seconds), max(seconds))] if seconds else ["", ""]
+            lines.append(f"| {WHAT[kind]} | {tried[kind]} | {len(seconds)} | {' | '.join(shown)} |")
+        text = "\n".join(lines) + "\n"
+        print("\n" + text)
+        if args.out:
+            write(Path(args.out), "hangs", text)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

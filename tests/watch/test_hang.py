@@ -1,0 +1,83 @@
+"""Real ranks under the real torchrun, one of which hangs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import parity, processes
+from titanmoe.cli import main
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+import torture_hangs  # noqa: E402
+
+TIMEOUT_S = 3
+RUN = parity.TINY | {
+    "training.steps": 100_000,
+    "training.global_batch_size": 4,
+    "training.timeout_s": TIMEOUT_S,
+    "parallelism.experts.ep": 2,
+    "lr_schedule.decay": "none",
+    "data.source": "synthetic",
+    "metrics.console": "lines",
+    "metrics.tensorboard": False,
+    "job.name": "run",
+}
+
+
+def steps(folder: Path) -> int:
+    file = folder / "run/metrics.jsonl"
+    return len(file.read_text().splitlines()) if file.exists() else 0
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
+def test_a_stopped_rank_is_named_and_killed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    words = parity.arguments(RUN | {"job.dump_folder": str(tmp_path)})
+    argv = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    run = processes.Started(
+        [*argv, "train.py", "--config", "train_configs/debug.toml", *words], dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+    )
+    deadline = time.monotonic() + 120
+    while steps(tmp_path) < 3:
+        assert time.monotonic() < deadline and run.process.is_alive(), run.err.read_text()
+        time.sleep(0.05)
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    (pid,) = (int(pid) for pid in children if torture_hangs.rank_of(int(pid)) == 1)
+    os.kill(pid, signal.SIGSTOP)
+    began = time.monotonic()
+    done = run.wait(60)
+    assert time.monotonic() - began < TIMEOUT_S + 10 and done.returncode == 1
+    own, _, torchs = done.stderr.partition("error: hang: ")[2].partition("\nE")
+    first, second, *_ = own.splitlines()
+    assert first.startswith("rank 1 on ") and f"rank 1, process {pid} on " in second and "stopped by a signal" in second
+    assert "    rank 0: " in own and "ChildFailedError" in torchs
+    assert "Traceback" not in done.stderr.partition("error: hang: ")[0] + own
+
+    events = tmp_path / "run/events.jsonl"
+    event = json.loads(events.read_text().splitlines()[-1])
+    assert (event["kind"], event["late"], event["report"][0]) == ("hang", [1], f"hang: {first}")
+    assert [rank["state"] for rank in event["ranks"]] == ["answers", "stopped"]
+    capsys.readouterr()
+    recipe = ["--config", str(ROOT / "train_configs/debug.toml"), *words]
+    code = main(["rehearse", "--world", "2", "--hardware", "cpu", *recipe, "--trace", str(events)])
+    said = capsys.readouterr().out
+    assert "rank 1 never issued " in said if code else "has completed" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", torture_hangs.KINDS)
+def test_whoever_hangs_is_named(kind: str, tmp_path: Path) -> None:
+    """Under torchrun, on 4 ranks: scripts/torture_hangs.py makes more of these."""
+    run = torture_hangs.Hang(tmp_path, list(torture_hangs.KINDS).index(kind))
+    try:
+        torture_hangs.KINDS[kind](run)
+        assert run.named() < torture_hangs.WITHIN_S
+    finally:
+        run.close()

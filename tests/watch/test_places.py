@@ -1,0 +1,118 @@
+"""Who is late, from what the heartbeats of all ranks show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from titanmoe.watch.listener import Named
+from titanmoe.watch.places import Seen, Verdict, judge
+
+GROUPS = [
+    Named("waited", ((0, 1, 2, 3),), "world"),
+    Named("waited", ((0, 1), (2, 3)), "tp"),
+    Named("rows", ((0, 1, 2, 3),), "ep"),
+    Named("stages", ((0, 2), (1, 3)), "pp"),
+]
+WORLD, TP, EP, PP = range(4)
+
+
+def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", **more: Any) -> Seen:
+    """After these operations of step 7; of earlier steps each group has had 10."""
+    numbers, last = {str(i): 10 for i in range(3)}, []
+    for index, (group, op) in enumerate(ops):
+        numbers[str(group)] += 1
+        last.append((index, group, op, "float32", 64, numbers[str(group)], -1, 1, 3, True))
+    one = Seen(rank, f"node{rank // 2}", 4000 + rank, state, 8.0, 7, "forward and backward", len(ops), 1, 3, True)
+    one.last, one.numbers = last, numbers
+    one.stack = ["/v/site-packages/torch/x.py:1 in wait", f"titanmoe/moe/dispatch.py:{200 + rank} in combine"]
+    return replace(one, **more)
+
+
+STEP = [(WORLD, "all-reduce"), (TP, "all-gather"), (EP, "all-to-all"), (EP, "all-to-all"), (WORLD, "all-reduce")]
+
+
+def of(some: list[Seen], stage: int = 4) -> Verdict:
+    return judge(some, GROUPS, stage)
+
+
+@pytest.mark.parametrize(
+    ("state", "why"),
+    [
+        ("stopped", "stopped by a signal"),
+        ("silent", "does not answer"),
+        ("gone", "has left"),
+        ("unknown", "its machine does not answer"),
+        ("ended", "has ended its run"),
+    ],
+)
+def test_a_rank_that_does_not_answer(state: str, why: str) -> None:
+    """The others may be further, and wait in different messages."""
+    found = of([seen(0, STEP[:4]), seen(1, STEP[:3]), seen(2, STEP[:2], state, stack=[]), seen(3, STEP[:3])])
+    first, second, *rest = found.text.splitlines()
+    assert list(found.late) == [2]
+    assert first == "hang: rank 2 on node1 is late, in step 7"
+    assert second.startswith("  rank 2, process 4002 on node1: ") and why in second
+    assert rest == [
+        "    step 7, forward and backward: backward of layer 3, microbatch 1; no progress for 8 s",
+        "    its last message: all-gather over tp, number 11 there, message 2 of its step",
+        "  the others wait:",
+        "    rank 0: all-to-all over ep, number 12 at titanmoe/moe/dispatch.py:200 in combine, for 8 s",
+        "    rank 1: all-to-all over ep, number 11 at titanmoe/moe/dispatch.py:201 in combine, for 8 s",
+        "    rank 3: all-to-all over ep, number 11 at titanmoe/moe/dispatch.py:203 in combine, for 8 s",
+    ]
+
+
+def test_a_rank_that_others_wait_for_while_it_waits_for_nobody() -> None:
+    late = seen(1, STEP[:1], phase="data", stack=["titanmoe/data/read.py:5 in fetch"])
+    found = of([seen(0, STEP[:2]), late, seen(2, STEP[:3]), seen(3, STEP[:3])])
+    assert list(found.late) == [1], "ranks 2 and 3 wait for rank 0 too, which waits for rank 1"
+    assert "step 7, data; no progress for 8 s" in found.text
+    assert "it is at titanmoe/data/read.py:5 in fetch" in found.text
+
+
+def test_a_rank_that_skipped_a_message() -> None:
+    """It waits as well, for ranks that wait for it; even if another has died of the confusion."""
+    skipped = seen(2, [STEP[0], *STEP[2:4]])
+    found = of([seen(0, STEP[:2], "gone"), seen(1, STEP[:2]), skipped, seen(3, STEP[:2])])
+    assert list(found.late) == [2]
+    assert "issued all-to-all over ep as message 2 of its step, where 3 other ranks issued all-gather over tp" in (
+        found.text
+    )
+
+
+def test_ranks_of_other_stages_issue_other_messages() -> None:
+    other = [(WORLD, "all-reduce"), (EP, "all-to-all")]
+    found = of([seen(0, STEP[:3]), seen(1, STEP[:3]), seen(2, other, "stopped"), seen(3, other)], stage=2)
+    assert list(found.late) == [2]
+
+
+def test_a_rank_of_the_pipeline_that_has_not_sent() -> None:
+    some = [seen(rank, STEP[:1]) for rank in range(4)]
+    some[2].numbers["receive 0"] = 5  # from rank 0, which is before it
+    some[0].numbers["send 1"] = 4
+    some[3].numbers["receive 0"] = some[1].numbers["send 1"] = 5
+    assert list(of(some, stage=2).late) == [0]
+
+
+def test_a_cycle_names_its_ranks() -> None:
+    some = [seen(0, STEP[:1]), seen(1, [(TP, "all-gather")])]
+    assert list(of(some, stage=1).late) == [0, 1]
+
+
+def test_a_disk_that_does_not_answer() -> None:
+    """All others have written their part."""
+    waits = {"checkpoint": ["torch/c10d.py:1 in wait", "titanmoe/checkpoint/folder.py:428 in together"]}
+    writes = {"checkpoint": ["titanmoe/checkpoint/folder.py:90 in write"]}
+    some = [seen(rank, STEP, phase="between steps", threads=writes if rank == 3 else waits) for rank in range(4)]
+    found = of(some)
+    assert list(found.late) == [3]
+    assert "its thread that saves is at titanmoe/checkpoint/folder.py:90 in write" in found.text
+
+
+def test_nobody_is_behind() -> None:
+    found = of([seen(rank, STEP[:3]) for rank in range(4)])
+    assert found.late == {}
+    assert found.text.startswith("hang: ranks 0-3 wait for each other, and none is behind: check the network")

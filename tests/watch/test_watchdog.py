@@ -1,0 +1,181 @@
+"""The watching threads of two machines of two ranks, in this process; other processes die in their place."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titanmoe.watch import heartbeat as at
+from titanmoe.watch import watchdog
+from titanmoe.watch.heartbeat import Heartbeat, place, where
+from titanmoe.watch.hosts import Between, Hosts
+from titanmoe.watch.listener import Named
+from titanmoe.watch.watchdog import Limits, Watchdog
+
+RANKS = [[0, 1], [2, 3]]
+GROUPS = [Named("waited", ((0, 1, 2, 3),), "world")]
+LIMITS = Limits(step=0.6, first=60, between=60, thread=60, by_age=False)
+
+
+def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
+    mine = Heartbeat(tmp_path / "0", create=True)
+    other = Heartbeat(tmp_path / "0")
+    (tmp_path / "0").unlink()
+    assert other.messages() == [] and not other.waits and other.left() == b""
+    mine.place = place(3, 14, True)
+    x = torch.zeros(6, dtype=torch.bfloat16)
+    for i in range(at.RECORDS + 3):
+        mine.message("all-to-all" if i % 2 else "all-gather", x, i % 2)
+    mine.message("send", x.to(torch.complex64), 2, 5)
+    mine.message("receive", x, 2, 5)
+    *_, sent, received = other.messages()
+    assert len(other.messages()) == at.RECORDS and received.total == at.RECORDS + 5
+    assert (sent.op, sent.dtype, sent.bytes, sent.number, sent.peer) == ("send", "other", 48, 1, 5)
+    assert (received.op, received.dtype, where(received.place)) == ("receive", "bfloat16", (3, 14, True))
+    assert other.counted() == {"0": 258, "1": 257, "send 5": 1, "receive 5": 1}
+    assert other.waits
+    mine.arrived()
+    assert not other.waits and abs(other.last - time.monotonic()) < 5
+    mine.leave(b"words")
+    assert other.left() == b"words"
+
+
+class Machines:
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
+        patch.setattr(watchdog, "TICK_S", 0.05)
+        patch.setattr(watchdog, "SILENT_S", 1.0)
+        patch.setattr(watchdog, "GATHER_S", 1.0)
+        self.folder, store = folder, dist.HashStore()
+        self.hearts = [Heartbeat(folder / str(rank), create=True) for rank in range(4)]
+        self.bodies = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
+        self.dogs = []
+        for rank, heart in enumerate(self.hearts):
+            heart.numbers[at.PID] = self.bodies[rank].pid
+            heart.numbers[at.FIRST], heart.numbers[at.STEP], heart.numbers[at.PHASE] = 1, 3, 2
+            number = rank // 2
+            local = {r: Heartbeat(folder / str(r)) for r in RANKS[number]} | {rank: heart}
+            hosts = Hosts(heart, local, number, RANKS, ["node0", "node1"], "token")
+            end = lambda code, rank=rank: self.bodies[rank].kill()  # noqa: E731
+            self.dogs.append(
+                Watchdog(
+                    rank, hosts, GROUPS, 4, LIMITS, lambda: folder, between=Between(hosts, store), end=end
+                )
+            )  # fmt: skip
+
+    def send(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.hearts[rank].message("all-reduce", torch.zeros(2), 0)
+
+    def run(self, *ranks: int) -> None:
+        for rank in ranks:
+            self.dogs[rank].start()
+        for rank in ranks:
+            self.dogs[rank].join(30)
+            assert not self.dogs[rank].is_alive()
+
+    def event(self) -> dict:
+        (line,) = (self.folder / "events.jsonl").read_text().splitlines()
+        return json.loads(line)
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
+    made = Machines(tmp_path, monkeypatch)
+    yield made
+    for body in made.bodies:
+        body.kill()
+        body.wait()
+
+
+def test_one_report_names_a_rank_of_another_machine_and_all_end(
+    machines: Machines, capfd: pytest.CaptureFixture
+) -> None:
+    machines.send(0, 1, 2)
+    machines.hearts[3].numbers[at.TICK] = 0  # its thread does not run
+    machines.run(0, 1, 2)
+    assert [body.wait(5) for body in machines.bodies] == [-9] * 4, "its neighbour has killed it"
+    said = capfd.readouterr().err
+    assert said.startswith("error: hang: rank 3 on node1 is late, in step 3\n") and said.count("error:") == 1
+    assert f"rank 3, process {machines.bodies[3].pid} on node1: does not answer: its process lives" in said
+    assert "ranks 0-2: all-reduce over world, number 1" in said
+    event = machines.event()
+    assert (event["kind"], event["step"], event["late"]) == ("hang", 3, [3])
+    assert event["text"] == "hang: rank 3 on node1 is late, in step 3"
+    assert event["report"] == said.removeprefix("error: ").splitlines()
+    assert event["groups"] == [{"lane": "waited", "axes": "world", "parts": [[0, 1, 2, 3]]}]
+    first, *_, last = event["ranks"]
+    assert first["last"] == [[0, 0, "all-reduce", "float32", 8, 1, -1, 0, -1, False]]
+    assert first["numbers"] == {"0": 1} and last["numbers"] == {} and last["state"] == "silent"
+    assert any("in main_stack" in line for line in first["stack"]) or first["stack"]
+
+
+def test_a_machine_that_is_gone(machines: Machines, capfd: pytest.CaptureFixture) -> None:
+    """What it last carried to the store is known of it."""
+    machines.send(0, 1)
+    machines.hearts[3].numbers[at.STEP] = 2
+    machines.dogs[2]._carry()
+    machines.run(0, 1)
+    said = capfd.readouterr().err
+    assert "ranks 2-3 on" not in said
+    assert said.startswith("error: hang: rank 2 on node1 is late (and rank 3), in step 3\n")
+    assert said.count("its machine does not answer") == 2 and "step 2, forward and backward" in said
+
+
+def test_a_run_without_trouble_is_left_alone(machines: Machines) -> None:
+    machines.send(0, 1, 2, 3)
+    for heart in machines.hearts:
+        heart.arrived()
+    dogs = machines.dogs
+    for dog in dogs:
+        dog.start()
+    time.sleep(1.0)  # longer than a message may take
+    assert all(dog.is_alive() for dog in dogs)
+    for dog in dogs:
+        dog.stop()
+    assert not any(dog.is_alive() for dog in dogs) and all(body.poll() is None for body in machines.bodies)
+
+
+def test_what_counts_as_trouble(machines: Machines) -> None:
+    (dog, *_), (heart, other, *_) = machines.dogs, machines.hearts
+    heart.tick(), other.tick()
+    assert not dog.trouble()
+    other.message("all-reduce", torch.zeros(2), 0)
+    machines.dogs[0].limits = Limits(step=0, first=60, between=60, thread=60, by_age=False)
+    time.sleep(0.01)
+    seen = Heartbeat(machines.folder / "1")
+    assert seen.waits and dog.trouble()
+    other.numbers[at.FIRST] = 3  # its first step, which may compile
+    assert not dog.trouble()
+    other.numbers[at.FIRST] = 1
+    other.numbers[at.STATE] = at.ENDED
+    assert not dog.trouble()
+    other.numbers[at.STATE] = at.RUNNING
+    other.arrived()
+    assert not dog.trouble(), "it computes, as far as the host knows"
+    dog.limits = Limits(step=0, first=60, between=60, thread=60, by_age=True)
+    assert dog.trouble(), "on a GPU the host may be far ahead"
+    dog.limits = LIMITS
+    machines.bodies[1].kill()
+    machines.bodies[1].wait()
+    assert dog.trouble(), "it has left"
+
+
+def test_sigterm_waits_for_the_report(monkeypatch: pytest.MonkeyPatch, machines: Machines) -> None:
+    """torchrun sends it to all ranks as soon as one has left."""
+    ended = threading.Event()
+    monkeypatch.setattr(watchdog, "os", SimpleNamespace(**vars(watchdog.os) | {"_exit": lambda code: ended.set()}))
+    monkeypatch.setattr(watchdog, "ends_by", lambda number: True)
+    dog = machines.dogs[0]
+    dog.start()
+    dog._wake.send(bytes([15]))
+    assert ended.wait(5)
+    dog.stop()

@@ -1,0 +1,95 @@
+"""The ranks of this machine, and what its machine tells the others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import uuid
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from titanmoe.watch.heartbeat import Heartbeat
+from titanmoe.watch.places import Seen
+
+SHARED = Path("/dev/shm")
+
+
+@dataclass
+class Hosts:
+    """All machines of the run, in the order of their first ranks."""
+
+    mine: Heartbeat
+    local: dict[int, Heartbeat]
+    """The ranks of this machine, this one too."""
+    number: int
+    """Of this machine."""
+    ranks: list[list[int]]
+    """By machine."""
+    names: list[str]
+    token: str
+
+    @staticmethod
+    def meet(rank: int, world: int) -> Hosts:
+        """All ranks call it together."""
+        box: list[Any] = [uuid.uuid4().hex]
+        dist.broadcast_object_list(box, 0)
+        token = box[0]
+        folder = (SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())) / f"titanmoe-{token}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        mine = Heartbeat(folder / str(rank), create=True)
+        found: list[Any] = [None] * world
+        dist.all_gather_object(found, (_identity(folder), socket.gethostname()))
+        keys = list(dict.fromkeys(key for key, _ in found))
+        ranks = [[r for r, (key, _) in enumerate(found) if key == one] for one in keys]
+        number = keys.index(found[rank][0])
+        local = {r: mine if r == rank else Heartbeat(folder / str(r)) for r in ranks[number]}
+        dist.all_gather_object(found, found[rank])  # all have opened all
+        if rank == ranks[number][0]:
+            shutil.rmtree(folder, ignore_errors=True)
+        return Hosts(mine, local, number, ranks, [found[some[0]][1] for some in ranks], token)
+
+
+def _identity(folder: Path) -> str:
+    """The same for those that see the same files: names of machines need not differ, nor their containers' disks."""
+    draft = folder / f"{uuid.uuid4().hex}.new"
+    draft.write_text(draft.stem)
+    with contextlib.suppress(FileExistsError):
+        os.link(draft, folder / "identity")
+    return (folder / "identity").read_text()
+
+
+class Between:
+    """What machines tell each other, through the store of the process group; nothing if there is only one."""
+
+    def __init__(self, hosts: Hosts, store: dist.Store | None = None):
+        self.hosts, self.store = hosts, store
+        if store is None and len(hosts.ranks) > 1:
+            # A connection of its own: another thread may wait in the step's.
+            self.store = dist.PrefixStore(f"watch/{hosts.token}", dist.distributed_c10d._get_default_store().clone())
+
+    def say(self, what: str, value: Any = "") -> None:
+        if self.store is not None:
+            self.store.set(what, json.dumps(value))
+
+    def said(self, what: str) -> bool:
+        return self.store is not None and self.store.check([what])
+
+    def heard(self, what: str) -> Any:
+        return json.loads(self.store.get(what))
+
+    def put(self, what: str, seen: list[Seen]) -> None:
+        """This machine's ranks."""
+        self.say(f"{what} {self.hosts.number}", [asdict(one) for one in seen])
+
+    def take(self, what: str, host: int) -> list[Seen] | None:
+        name = f"{what} {host}"
+        if not self.said(name):
+            return None
+        return [Seen(**one | {"last": [tuple(x) for x in one["last"]]}) for one in self.heard(name)]

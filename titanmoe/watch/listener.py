@@ -1,0 +1,146 @@
+"""From the step to the heartbeat: what it calls when it enters a phase, a layer or a microbatch, or sends something."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanmoe.comm.listener import heard_by
+from titanmoe.fold.degrees import Fold
+from titanmoe.fold.groups import axes_of
+from titanmoe.fold.meshes import Lanes
+from titanmoe.models.transformer import Transformer
+from titanmoe.watch.heartbeat import BEGUN, BETWEEN, FIRST, PHASES, STEP, TOTAL, Heartbeat, place
+
+AFTER = {"other": "data", "data": "forward and backward", "forward_backward": "norm and update"}
+"""By the lap of the step's clock that has just ended: what begins."""
+COLLECTIVES = {
+    "all_gather_into_tensor": ("all-gather", 1),
+    "all_gather_single": ("all-gather", 1),
+    "reduce_scatter_tensor": ("reduce-scatter", 1),
+    "reduce_scatter_single": ("reduce-scatter", 1),
+    "all_reduce": ("all-reduce", 0),
+}
+"""Functions of torch.distributed that FSDP calls (under either name) and ours do not: the op, and which argument is
+sent."""
+
+
+@dataclass(frozen=True)
+class Named:
+    """Groups that were made together."""
+
+    lane: str
+    parts: tuple[tuple[int, ...], ...]
+    """Their ranks."""
+    axes: str
+
+    def of(self, rank: int) -> tuple[int, ...]:
+        return next((part for part in self.parts if rank in part), ())
+
+
+def name_groups(lanes: Lanes, fold: Fold) -> list[Named]:
+    """The same list on every rank, which has made them in the same order."""
+    return [Named(lane, parts, axes_of(fold, lane, parts[0])) for lane, parts in lanes.made]
+
+
+class Listener:
+    """Tells the heartbeat. `step`: the number of the step that is running."""
+
+    def __init__(self, heart: Heartbeat, lanes: Lanes, step: Callable[[], int]):
+        self.heart, self.step = heart, step
+        self.groups = {group.group_name: i for i, group in enumerate(lanes.made.values()) if group is not None}
+        self.microbatch, self.arrived = -1, heart.arrived
+
+    # ---- titanmoe.comm.listener.Listener
+
+    @property
+    def place(self) -> int:
+        return self.heart.place
+
+    def issued(self, op: str, x: Tensor, group: str) -> None:
+        number = self.groups.get(group)
+        if number is not None:
+            self.heart.message(op, x, number)
+
+    def back_to(self, place: int) -> None:
+        self.heart.place = place | 1
+
+    # ---- the rest
+
+    def lap(self, name: str) -> None:
+        """A lap of the step's clock has ended."""
+        heart = self.heart
+        heart.numbers[STEP] = self.step()
+        if name == "other":
+            heart.numbers[FIRST] = heart.numbers[FIRST] or heart.numbers[STEP]
+            heart.numbers[BEGUN] = heart.numbers[TOTAL]
+            self.microbatch = -1
+        heart.place = 0
+        heart.beat(PHASES.index(AFTER[name]) if name in AFTER else BETWEEN)
+
+    @contextmanager
+    def on(self, parts: list[Transformer], clock: Any) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in parts:
+                for handle in self._hooks(part):
+                    stack.callback(handle.remove)
+            for name, (op, sent) in COLLECTIVES.items():
+                if hasattr(dist, name):
+                    stack.enter_context(mock.patch.object(dist, name, self._told(getattr(dist, name), op, sent)))
+            stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)))
+            stack.enter_context(mock.patch.object(clock, "listener", self.lap))
+            stack.enter_context(heard_by(self))
+            yield
+
+    def _hooks(self, part: Transformer) -> Iterator[Any]:
+        """Norms, not blocks: they also run when a block is computed again, and nothing compiles around them."""
+
+        def begins(module: nn.Module, args: Any) -> None:
+            self.microbatch = self.microbatch + 1 & 0x7FFF
+            self.heart.place = place(self.microbatch, -1, False)
+
+        yield part.register_forward_pre_hook(begins)
+        for number, block in part.blocks().items():
+            layer = place(0, number, False)
+
+            def enters(module: nn.Module, args: Any, layer: int = layer) -> None:
+                here = self.heart.place
+                self.heart.place = here & ~0x1FFFE | layer
+
+            yield block.attention_norm.register_forward_pre_hook(enters)
+            yield block.ffn_norm.register_forward_pre_hook(enters)
+
+    def _told(self, function: Callable[..., Any], op: str, sent: int) -> Callable[..., Any]:
+        names = ("input_tensor", "input", "tensor")
+
+        @wraps(function)
+        def tells(*args: Any, **kwargs: Any) -> Any:
+            x = args[sent] if len(args) > sent else next((kwargs[name] for name in names if name in kwargs), None)
+            group = kwargs.get("group")
+            if isinstance(x, Tensor) and group is not None and not torch.compiler.is_compiling():
+                self.issued(op, x, group.group_name)
+            return function(*args, **kwargs)
+
+        return tells
+
+    def _batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Sends and receives of the pipeline."""
+
+        @wraps(function)
+        def tells(ops: list[dist.P2POp]) -> Any:
+            for one in ops:
+                number = self.groups.get(one.group.group_name)
+                if number is not None:
+                    op = "receive" if one.op is dist.irecv else "send"
+                    self.heart.message(op, one.tensor, number, one.group_peer)
+            return function(ops)
+
+        return tells

@@ -1,0 +1,45 @@
+"""Where the threads of this process are, read by a thread of its own while the step hangs."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from types import FrameType
+
+import titanmoe
+
+ROOT = os.path.dirname(os.path.dirname(titanmoe.__file__)) + os.sep
+DEEPEST = 40
+
+
+def stack_of(frame: FrameType | None) -> list[str]:
+    """Innermost first: FILE:LINE in FUNCTION."""
+    lines = []
+    while frame is not None and len(lines) < DEEPEST:
+        code = frame.f_code
+        lines.append(f"{code.co_filename.removeprefix(ROOT)}:{frame.f_lineno} in {code.co_name}")
+        frame = frame.f_back
+    return lines
+
+
+def main_stack() -> list[str]:
+    return stack_of(sys._current_frames().get(threading.main_thread().ident))
+
+
+def other_stacks() -> dict[str, list[str]]:
+    """Of threads that have code of titanmoe on their stack, such as one that saves or reads data."""
+    frames, found = sys._current_frames(), {}
+    for thread in threading.enumerate():
+        if thread in (threading.main_thread(), threading.current_thread()) or thread.ident not in frames:
+            continue
+        lines = stack_of(frames[thread.ident])
+        if any(line.startswith("titanmoe/") for line in lines):
+            found[thread.name] = lines
+    return found
+
+
+def place_in(stack: list[str]) -> str:
+    """The innermost line that is neither torch's nor Python's own, nor that which sends for others."""
+    others = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
+    return next((line for line in stack if not any(part in line for part in others)), "")

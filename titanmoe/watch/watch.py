@@ -1,0 +1,110 @@
+"""Puts the parts of the watch together for a Trainer."""
+
+from __future__ import annotations
+
+import json
+import signal
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from titanmoe.config.schema import Config
+from titanmoe.train import failure
+from titanmoe.watch import heartbeat as at
+from titanmoe.watch.hosts import Hosts
+from titanmoe.watch.listener import Listener, name_groups
+from titanmoe.watch.stacks import ROOT
+from titanmoe.watch.watchdog import Limits, Watchdog, ignore
+
+if TYPE_CHECKING:
+    from titanmoe.train.trainer import Trainer
+
+EARLY_S = 2.0
+"""The report comes so much before the messages' own time-out, or a fifth of it: else their errors would come first."""
+PATIENCE_S = 30.0
+"""For the report, once an error shows that another rank is gone."""
+DUMPS = "flight_recorder"
+"""The folder, in that of the run."""
+
+
+def limits(config: Config, gpu: bool) -> Limits:
+    training, checkpoint = config.training, config.checkpoint
+    between = checkpoint.timeout_s if checkpoint.enable else training.first_step_timeout_s
+    return Limits(
+        step=training.timeout_s - min(EARLY_S, training.timeout_s / 5),
+        first=training.first_step_timeout_s - EARLY_S,
+        between=between + training.timeout_s,
+        thread=training.timeout_s,
+        by_age=gpu,
+    )
+
+
+class Watch:
+    def __init__(self, trainer: Trainer):
+        self.trainer, runtime = trainer, trainer.runtime
+        self.hosts = Hosts.meet(runtime.rank, runtime.world)
+        self.heart = self.hosts.mine
+        lanes, gpu = trainer.meshes.lanes, trainer.device.type == "cuda"
+        groups = name_groups(lanes, trainer.fold)
+        self.listener = Listener(self.heart, lanes, lambda: trainer.step)
+        self.dog = Watchdog(
+            runtime.rank,
+            self.hosts,
+            groups,
+            trainer.fold.stage,
+            limits(trainer.config, gpu),
+            lambda: trainer.folder,
+            self._dump if gpu else lambda: "",
+        )
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Watch:
+        self._stack.enter_context(self.listener.on(self.trainer.parts, self.trainer.clock))
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, ignore))
+        before = signal.set_wakeup_fd(self.dog.waker, warn_on_full_buffer=False)
+        self._stack.callback(signal.set_wakeup_fd, before)
+        self.dog.start()
+        self._stack.callback(self.dog.stop)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and of_others(error) and not self._known():
+            self.dog.raised = _stack(error)
+            self.heart.numbers[at.ALARM] = 1
+            self.dog.join(PATIENCE_S)  # it ends the process
+        elif error is not None:
+            self.heart.leave(json.dumps({"note": f"{kind.__name__}: {error}", "stack": _stack(error)}).encode())
+        self.heart.numbers[at.STATE] = at.ENDED if error is None else at.FAILED
+        self._stack.close()
+
+    def _known(self) -> bool:
+        """Whether a rank of this machine has failed, and has said why."""
+        return any(heart.numbers[at.STATE] == at.FAILED for heart in self.hosts.local.values())
+
+    def _dump(self) -> str:
+        """What NCCL's flight recorder holds, for `titanmoe rehearse --trace`."""
+        c10d = torch._C._distributed_c10d
+        dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+        if self.trainer.folder is None or dump is None:
+            return ""
+        folder = Path(self.trainer.folder, DUMPS)
+        folder.mkdir(exist_ok=True)
+        (folder / f"nccl_trace_rank_{self.trainer.runtime.rank}").write_bytes(dump())
+        return f"what it has sent is in {folder}: titanmoe rehearse --trace {folder}"
+
+
+def of_others(error: BaseException) -> bool:
+    """An error because another rank is gone or does not answer. The system's own time-outs have an errno."""
+    return failure.of_others(error) or (isinstance(error, TimeoutError) and error.errno is None)
+
+
+def _stack(error: BaseException) -> list[str]:
+    frames = traceback.extract_tb(error.__traceback__)
+    return [f"{frame.filename.removeprefix(ROOT)}:{frame.lineno} in {frame.name}" for frame in reversed(frames)]

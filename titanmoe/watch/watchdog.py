@@ -1,0 +1,350 @@
+"""A thread of every rank that sees when one of them is late, and ends the run with one report.
+
+It reads the heartbeats of its machine. The first thread that sees something wrong raises an alarm; then each rank that
+still answers leaves the stacks of its threads in its memory, the first of each machine passes on what its ranks left,
+and the first machine's judges and reports. Stopped ranks are killed by their neighbours: SIGTERM would not reach them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from titanmoe.train import failure
+from titanmoe.train.folder import EVENTS
+from titanmoe.train.outlet import LineFile
+from titanmoe.watch import heartbeat as at
+from titanmoe.watch.heartbeat import Heartbeat, where
+from titanmoe.watch.hosts import Between, Hosts
+from titanmoe.watch.listener import Named
+from titanmoe.watch.places import Seen, Verdict, judge
+from titanmoe.watch.stacks import main_stack, other_stacks
+
+TICK_S = 0.5
+CARRY_S = 5.0
+"""How often a machine's heartbeats are carried to the store."""
+SILENT_S = 3.0
+"""A thread that has not run for this long does not answer; it need not, until the alarm."""
+ANSWER_S, GATHER_S = 2.0, 4.0
+"""How long ranks have to answer, and machines to pass that on."""
+ENDING_S = 3.0
+"""How long the others have to end before the report is printed and they are killed."""
+DISK_S = 2.0
+KEPT = 64
+"""Messages of each rank that the report is made from."""
+IN_EVENT = 32
+"""Those that events.jsonl has."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without progress after which a run is considered hung."""
+
+    step: float
+    first: float
+    between: float
+    """Between steps, where a checkpoint may be written."""
+    thread: float
+    """Without a sign of the watching thread."""
+    by_age: bool
+    """Whether a step makes no progress however it waits: on a GPU the host does not know what it waits for."""
+
+
+class Watchdog(threading.Thread):
+    def __init__(
+        self,
+        rank: int,
+        hosts: Hosts,
+        groups: list[Named],
+        stage: int,
+        limits: Limits,
+        folder: Callable[[], Path | None],
+        dump: Callable[[], str] = lambda: "",
+        between: Between | None = None,
+        end: Callable[[int], Any] = os._exit,
+    ):
+        """folder: of the run. dump: leaves the flight recorder's dump and says where."""
+        super().__init__(name="titanmoe-watch", daemon=True)
+        self.rank, self.hosts, self.groups, self.stage, self.limits = rank, hosts, groups, stage, limits
+        self.folder, self.dump, self.end = folder, dump, end
+        self.between = between or Between(hosts)
+        self.carried = 0.0
+        self.asked, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self.over = threading.Event()
+        self.raised: list[str] = []
+        """Where the step was when it found that another rank is gone."""
+
+    def run(self) -> None:
+        asked_to_end = 0.0
+        while not self.over.is_set():
+            self.hosts.mine.tick()
+            if select.select([self.asked], [], [], TICK_S)[0] and signal.SIGTERM in self.asked.recv(64):
+                asked_to_end = asked_to_end or time.monotonic()
+            if self.over.is_set():
+                return
+            with contextlib.suppress(RuntimeError, OSError):  # the store may be gone with its machine
+                self._carry()
+            if self.alarmed() or self.trouble():
+                self.hosts.mine.numbers[at.ALARM] = 1
+                with contextlib.suppress(RuntimeError, OSError):
+                    self.between.say("alarm")
+                return self._last()
+            # A launcher asks all ranks to end when one has left: that is seen first.
+            if asked_to_end and time.monotonic() - asked_to_end > 2 * TICK_S and ends_by(signal.SIGTERM):
+                os._exit(128 + signal.SIGTERM)
+
+    def stop(self) -> None:
+        self.over.set()
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
+        self.join()
+
+    @property
+    def waker(self) -> int:
+        """For signal.set_wakeup_fd: a signal arrives here at once, whatever the main thread waits in."""
+        return self._wake.fileno()
+
+    # ---- what may be wrong
+
+    def alarmed(self) -> bool:
+        if any(heart.numbers[at.ALARM] for heart in self.hosts.local.values()):
+            return True
+        with contextlib.suppress(RuntimeError, OSError):
+            return self.between.store is not None and self.leads() and self.between.said("alarm")
+        return False
+
+    def trouble(self) -> bool:
+        """Whether a rank of this machine has left, does not answer, or makes no progress."""
+        return any(
+            heart.numbers[at.STATE] == at.RUNNING
+            and (
+                since(heart.numbers[at.TICK]) > self.limits.thread
+                or time.monotonic() - heart.last > self._limit(heart)
+                or gone(heart)
+            )
+            for heart in self.hosts.local.values()
+        )
+
+    def _limit(self, heart: Heartbeat) -> float:
+        phase, limits = heart.numbers[at.PHASE], self.limits
+        if phase == at.STARTING:  # loading may take as long as it takes
+            return float("inf")
+        if not (heart.waits or (limits.by_age and phase != at.BETWEEN)):
+            return limits.between
+        return limits.first if heart.numbers[at.STEP] == heart.numbers[at.FIRST] else limits.step
+
+    def leads(self) -> bool:
+        """Whether this rank is the first of its machine whose thread runs."""
+        return all(state(heart) != "answers" for rank, heart in self.hosts.local.items() if rank < self.rank)
+
+    def _carry(self) -> None:
+        if self.between.store is not None and time.monotonic() - self.carried > CARRY_S and self.leads():
+            self.carried = time.monotonic()
+            self.between.put("heartbeats", self.look())
+
+    # ---- the report
+
+    def _last(self) -> None:
+        try:
+            self.respond()
+        except Exception:  # nobody else would end this process
+            traceback.print_exc()
+            self.end(1)
+
+    def respond(self) -> None:
+        answer = {"stack": self.raised or main_stack(), "threads": other_stacks(), "note": ""}
+        with contextlib.suppress(Exception):
+            answer["note"] = self.dump()
+        self.hosts.mine.leave(json.dumps(answer).encode())
+        local = self.hosts.local.values()
+        self._until(lambda: all(heart.numbers[at.LENGTH] or state(heart) != "answers" for heart in local), ANSWER_S)
+        if self.leads():
+            seen = self.look()
+            with contextlib.suppress(RuntimeError, OSError):
+                self.between.put("answers", seen)
+            if self.hosts.number == 0:
+                return self.report(seen)
+            if self.hosts.number == 1 and not self._until(self._reported, ANSWER_S + GATHER_S + ENDING_S):
+                return self.report(seen)
+        self._until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
+        self.hosts.mine.numbers[at.ENDS] = 1
+        self._in_time(lambda: failure.leave("another rank is late", consequence=True))
+        if self.leads():
+            self.end_others(wait=False)
+        self.end(1)
+
+    def _reported(self) -> bool:
+        if any(heart.numbers[at.ENDS] for heart in self.hosts.local.values()):
+            return True
+        try:
+            return self.between.said("report")
+        except (RuntimeError, OSError):
+            return False
+
+    def report(self, seen: list[Seen]) -> None:
+        """On the first machine."""
+        everyone = seen + self._others()
+        verdict = judge(everyone, self.groups, self.stage)
+        left = bool(os.environ.get(failure.FILE))
+        self._in_time(lambda: failure.leave(verdict.text, alike=True))
+        self._in_time(lambda: self._write(everyone, verdict))
+        self.hosts.mine.numbers[at.ENDS] = 1
+        with contextlib.suppress(RuntimeError, OSError):
+            self.between.say("report", verdict.text)
+        self.end_others(wait=True)
+        if not left:
+            os.write(2, f"error: {verdict.text}\n".encode())  # as it is, without the rank before each line
+        self.end(1)
+
+    def _others(self) -> list[Seen]:
+        """What the other machines say of their ranks, or what was last known of them."""
+        found = {}
+        others = [host for host in range(len(self.hosts.ranks)) if host != self.hosts.number]
+
+        def all_heard() -> bool:
+            for host in others:
+                if host not in found and (told := self.between.take("answers", host)) is not None:
+                    found[host] = told
+            return len(found) == len(others)
+
+        with contextlib.suppress(RuntimeError, OSError):
+            self._until(all_heard, GATHER_S)
+        for host in set(others) - found.keys():
+            before = None
+            with contextlib.suppress(RuntimeError, OSError):
+                before = self.between.take("heartbeats", host)
+            name = self.hosts.names[host]
+            found[host] = before or [Seen(rank, name, 0, "", 0.0) for rank in self.hosts.ranks[host]]
+            for one in found[host]:
+                one.state = "unknown"
+        return [one for some in found.values() for one in some]
+
+    def _write(self, seen: list[Seen], verdict: Verdict) -> None:
+        folder = self.folder()
+        if folder is None:
+            return
+        ranks = [asdict(one) | {"last": one.last[-IN_EVENT:]} for one in sorted(seen, key=lambda one: one.rank)]
+        event = {
+            "step": max(one.step for one in seen),
+            "kind": "hang",
+            "text": verdict.text.partition("\n")[0],
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "late": sorted(verdict.late),
+            "report": verdict.text.splitlines(),
+            "groups": [asdict(group) for group in self.groups],
+            "ranks": ranks,
+        }
+        with contextlib.suppress(OSError):  # the disk may be what hangs the run
+            file = LineFile(folder / EVENTS)
+            file.write(json.dumps(event))
+            file.close()
+
+    def end_others(self, wait: bool) -> None:
+        """Kill those of this machine that cannot end by themselves; then, if they are waited for, all that have not."""
+        others = [heart for rank, heart in self.hosts.local.items() if rank != self.rank]
+        for heart in others:
+            if state(heart) in ("stopped", "silent"):
+                kill(heart)
+        if wait and not self._until(lambda: all(map(gone, others)), ENDING_S):
+            for heart in others:
+                kill(heart)
+
+    def _in_time(self, work: Callable[[], Any]) -> None:
+        """What uses a disk, which may be what hangs the run."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        self._until(lambda: not thread.is_alive(), DISK_S)
+
+    def look(self) -> list[Seen]:
+        """The ranks of this machine."""
+        return [self._seen(rank, heart) for rank, heart in self.hosts.local.items()]
+
+    def _seen(self, rank: int, heart: Heartbeat) -> Seen:
+        numbers, begun = heart.numbers, heart.numbers[at.BEGUN]
+        step = [message for message in heart.messages(KEPT) if message.total > begun]
+        idle = time.monotonic() - heart.last
+        seen = Seen(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
+        seen.step, seen.phase = numbers[at.STEP], at.PHASES[numbers[at.PHASE]]
+        seen.issued = numbers[at.TOTAL] - begun
+        seen.numbers = heart.counted()
+        seen.last = [
+            (one.total - begun - 1, one.group, one.op, one.dtype, one.bytes, one.number, one.peer, *where(one.place))
+            for one in step
+        ]
+        if step:
+            seen.microbatch, seen.layer, seen.backward = where(step[-1].place)
+        with contextlib.suppress(ValueError):
+            answer = json.loads(heart.left() or b"{}")
+            seen.stack, seen.threads = answer.get("stack", []), answer.get("threads", {})
+            seen.note = answer.get("note", "")
+        return seen
+
+    def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while not condition():
+            if time.monotonic() > end:
+                return False
+            self.hosts.mine.tick()
+            time.sleep(0.05)
+        return True
+
+
+def ignore(number: int, frame: Any) -> None:
+    """For SIGTERM, where nobody else has a handler: the thread ends the process, and may report first."""
+
+
+def ends_by(number: int) -> bool:
+    return signal.getsignal(number) is ignore
+
+
+def since(nanoseconds: int) -> float:
+    return time.monotonic() - nanoseconds / 1e9
+
+
+def _kernel_state(pid: int) -> str:
+    """One letter, "" where the system has no /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
+def gone(heart: Heartbeat) -> bool:
+    pid = heart.numbers[at.PID]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return _kernel_state(pid) == "Z"
+
+
+def state(heart: Heartbeat) -> str:
+    """As in `Seen`."""
+    if heart.numbers[at.STATE] != at.RUNNING:
+        return "ended" if heart.numbers[at.STATE] == at.ENDED else "failed"
+    if gone(heart):
+        return "gone"
+    if _kernel_state(heart.numbers[at.PID]) in ("T", "t"):
+        return "stopped"
+    return "answers" if since(heart.numbers[at.TICK]) < SILENT_S else "silent"
+
+
+def kill(heart: Heartbeat) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(heart.numbers[at.PID], signal.SIGKILL)
