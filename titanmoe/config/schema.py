@@ -158,6 +158,8 @@ class Data:
     """Processes per rank that read samples. 0: a thread of the rank does it, which is enough while data_wait_s (docs/metrics.md) is near 0."""
     prefetch: int = 2
     """Steps to read ahead, for each worker if there are any. More where reading is uneven, at the price of memory."""
+    skip_steps: list[str] = field(default_factory=list)
+    """Steps whose batches are passed over, such as ["120", "130-140"]: no update is made, and the run goes on with the step after. For batches that spoiled a run, which is resumed from before them; `events.jsonl` names the steps that `optimizer.skip_spikes` skipped. A run that passes over a step is equal to one that skipped it. Empty: none."""
     field: str = "text"
     """The field of each JSONL or Parquet record that holds the text; chats have theirs in "messages" unless this says otherwise."""
 
@@ -230,6 +232,12 @@ class Optimizer:
     """Also decay norms, biases and router weights. By default they are not decayed, as is usual."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0 measures the norm without clipping."""
+    skip_spikes: float = 0.0
+    """Make no update in a step whose loss or gradient norm is not finite, or this many standard deviations above the mean of the steps before: 6 is usual. Weights, moments and biases stay as they are, the learning rate's schedule goes on, and `events.jsonl` names the samples. For long runs on data that nobody has read. 0: such steps train on, and only a number that is not finite ends the run."""
+    skip_window: int = 128
+    """With skip_spikes: how many steps the mean and the deviation are taken of. Skipped ones are not among them. Before there are half as many, only what is not finite is skipped."""
+    skip_limit: int = 10
+    """With skip_spikes: so many skips in a row end the run, because then it is not the batch."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """fused is fastest; for_loop needs the least extra memory."""
     offload: bool = False

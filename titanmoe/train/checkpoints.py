@@ -21,6 +21,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.runtime import Runtime, say
 from titanmoe.train.signals import Signals
+from titanmoe.train.skips import Skips
 from titanmoe.train.validation import Validation
 
 
@@ -33,6 +34,7 @@ class TrainerForCheckpoints(Protocol):
     step: int
     tokens: float
     loader: Loader
+    skips: Skips
     validation: Validation | None
     optimizer: Optimizer
     parameters: dict[str, nn.Parameter]
@@ -167,9 +169,10 @@ class Checkpoints:
         if model_only:
             return []
         trainer.step, trainer.tokens = saved.record["step"], saved.record["tokens"]
+        trainer.skips.load_state_dict(saved.record.get("skips", {}))
         if trainer.validation:
             trainer.validation.load_state_dict(saved.record.get("validation", {}))
-        trainer.optimizer.resume(trainer.step)
+        trainer.optimizer.resume(trainer.step - trainer.skips.skipped)
         return state.differences(saved.record, self.config)
 
     def _all_there(self, saved: Checkpoint, wanted: state.Targets, model_only: bool) -> None:
@@ -226,6 +229,7 @@ class Checkpoints:
     def _save(self) -> float:
         trainer = self.trainer
         record = state.record(self.config, trainer.fold, trainer.step, trainer.tokens, trainer.loader.state_dict())
+        record["skips"] = trainer.skips.state_dict()
         if trainer.validation:
             record["validation"] = trainer.validation.state_dict()
         blocked = self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)

@@ -18,6 +18,7 @@ from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_blocks
+from titanmoe.config.data_laws import steps_in
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
@@ -47,10 +48,11 @@ from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.profile import Profiler
 from titanmoe.train.runtime import GarbageCollection, Runtime, say
 from titanmoe.train.schedule import lr_factor
+from titanmoe.train.skips import Skips, Unsound
 from titanmoe.train.validation import Validation
 
 
-class NonFinite(RuntimeError):
+class NonFinite(Unsound):
     """Loss or gradient norm is not a finite number."""
 
 
@@ -94,6 +96,8 @@ class Trainer:
         self.step, self.tokens, self.overflow_reruns = 0, 0.0, 0
         self.stopping, self.wants_to_stop = False, lambda: False
         self._lock: TextIO | None = None
+        self.skips, self.passed_over = Skips(config.optimizer), steps_in(config.data.skip_steps)
+        self.log_event: Callable[..., None] = lambda step, kind, text, **more: None
 
         self.fold = derive(runtime.world, config.parallelism)
         self.meshes = make_meshes(self.fold, config.parallelism, config.moe, config.training, self.device)
@@ -122,7 +126,7 @@ class Trainer:
         with Checkpoints(self, run) as checkpoints:
             notes = checkpoints.begin() | self.notes()
             metrics = self.metrics(run, notes)
-            checkpoints.log_event = metrics.event
+            checkpoints.log_event = self.log_event = metrics.event
             if self.chunks:
                 metrics.event(self.step, "chunks", str(self.chunks), **self.chunks.numbers())
             profiler = Profiler(self, run, metrics.event)
@@ -136,21 +140,24 @@ class Trainer:
             try:
                 while self.step < self.config.training.steps and not self.stopping:
                     with profiler.step(self.step + 1):
-                        report = self.train_step() | self.loader.report()
+                        report = self.train_step()
                     for line in self.loader.begun:
                         say(line)
-                    if self.validation:
-                        report |= self.validation.after_step()
-                        self.clock.lap("validation")
-                    # Before saving: a run that resumes from this step then has its line, whenever it was killed.
-                    metrics.log(self.step, report | paused)
-                    paused = checkpoints.after_step()
+                    if report:
+                        report |= self.loader.report()
+                        if self.validation:
+                            report |= self.validation.after_step()
+                            self.clock.lap("validation")
+                        # Before saving: a run that resumes from this step then has its line, whenever it was killed.
+                        metrics.log(self.step, report | paused)
+                        paused = {}
+                    paused |= checkpoints.after_step()
                     self.clock.lap("checkpoint")
                     self.garbage.collect(self.step)
                     if self.step == first:
                         self.runtime.steady_timeout(self.config.training.timeout_s, checkpoints.patient)
                 return checkpoints.finish()
-            except NonFinite as error:
+            except Unsound as error:
                 metrics.event(self.step, "stop", str(error))
                 checkpoints.wait()
                 raise
@@ -215,9 +222,14 @@ class Trainer:
         return flops_per_token(self.config.model, self.config.training.seq_len)
 
     def train_step(self) -> dict[str, Any]:
+        """What to report of the step; nothing if its batch is passed over."""
         self.step += 1
         self.clock.lap("other")
         batches = self.loader.next_step()
+        if any(self.step in steps for steps in self.passed_over):
+            self.skips.skipped += 1
+            self.log_event(self.step, "skip", "its batch is passed over (data.skip_steps)")
+            return {}
         totals = self.count(batches)
         self.clock.lap("data")
 
@@ -225,21 +237,40 @@ class Trainer:
         found, norm, experts = self.gradients(slices, totals, self.symmetric)
         if found.overflowed:  # the receive buffer of some rank was too small, so the pass is void
             self.overflow_reruns += 1
-            for parameter in self.parameters.values():
-                parameter.grad = None
+            self.drop_gradients()
             found, norm, experts = self.gradients(slices, totals, None)
         self.stopping = bool(found.stop)
+        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
+        if sigmas := self.config.optimizer.skip_spikes:
+            if why := self.skips.why(found.loss, found.norm, sigmas):
+                self.skip(why, batches)
+                return self.report(found, lr)
+            self.skips.accept(found.loss, found.norm)
         self.check_finite(found.loss, found.norm)
         if self.on_gradients:
             self.on_gradients(self.step, self.parameters)
         if self.config.optimizer.max_grad_norm > 0:
             clip(self.parameters.values(), norm, self.config.optimizer.max_grad_norm)
-        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
         self.optimizer.step(lr)
         move_biases(self.moe_layers, experts, self.config.model.num_experts, self.config.moe.bias_update_rate)
         self.tokens += found.tokens
         self.clock.lap("optimizer")
         return self.report(found, lr)
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def skip(self, why: str, batches: list[Batch]) -> None:
+        """Make no update, and write down whose step it was."""
+        self.drop_gradients()
+        self.skips.skip()
+        everyone: list[Any] = [None] * self.runtime.world
+        dist.all_gather_object(everyone, self.loader.identify(batches))
+        samples = sorted({number: digest for theirs in everyone for number, digest in theirs.items()}.items())
+        text = f"no update, because of {why}; samples {samples[0][0]} to {samples[-1][0]} of the run"
+        self.log_event(self.step, "skip", text, samples=[list(sample) for sample in samples])
+        self.skips.check_limit(self.step, why)
 
     def count(self, batches: list[Batch]) -> Totals:
         mine = [torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum())) for b in batches]
@@ -321,6 +352,8 @@ class Trainer:
         if self.config.model.mtp_depth:
             values["mtp_loss"] = found.mtp_loss
         layers = {number: described(row, self.config.model.num_experts) for number, row in found.layers.items()}
+        if self.config.optimizer.skip_spikes:
+            values["skipped_steps"] = self.skips.skipped
         if isinstance(self.symmetric, Memory):
             values["overflow_reruns"] = self.overflow_reruns
         if layers:
