@@ -115,7 +115,9 @@ def test_arrows_go_down() -> None:
     up = [
         f"{name} imports {to}"
         for name, to in ours
-        if room(name) in ARROWS and room(to) not in ARROWS[room(name)] | {room(name)}
+        if not name.endswith(".__main__")  # a door, which only starts what is behind it
+        and room(name) in ARROWS
+        and room(to) not in ARROWS[room(name)] | {room(name)}
     ]
     assert up == []
 

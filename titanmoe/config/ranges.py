@@ -143,6 +143,7 @@ RANGES = {
     "metrics.log_every": COUNT,
     "metrics.experts_every": Range(0, derived=True),
     "metrics.peak_tflops": NOT_NEGATIVE,
+    "debug.replicas_every": NOT_NEGATIVE,
     "profile.steps": COUNT,
     "profile.ranks": Range(0, RANKS),
 }

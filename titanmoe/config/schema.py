@@ -412,6 +412,20 @@ class Profile:
 
 
 @dataclass
+class Debug:
+    """What to do about numbers that go wrong: which rank, which layer, which samples (docs/reliability.md)."""
+
+    replicas_every: int = 0
+    """Compare the bits of everything that several ranks hold alike (replicas of weights and moments, routers, balance biases, counts) every so many steps and before each checkpoint, so that a bit that flips in one replica is found and its rank named. 100 costs nothing that can be seen. 0: never."""
+    on_difference: Literal["stop", "restore"] = "stop"
+    """When ranks differ in that. stop: end the run; a launcher's restart then resumes from the last checkpoint, which was compared before it was saved. restore: go back to it at once, up to three times."""
+    rerun: bool = False
+    """When a step's loss or gradient norm is not finite or far above those before (optimizer.skip_spikes, else 6 deviations), or replicas differ: repeat its forward and backward and say whether the same bits come out, or on which rank they do not. Later numbers replace earlier ones. Needs training.deterministic."""
+    culprit: Literal["none", "name", "bundle"] = "none"
+    """When a step's loss or gradients are not finite: repeat it and say which layer's output was the first, forward or backward, on which rank and in which samples. bundle: also write batch and weights to the run's folder, with the command that repeats the step from them in one process. It takes the disk space of the weights."""
+
+
+@dataclass
 class Checkpoint:
     """Saving and resuming a run, under the same mapping or any other (docs/checkpoint.md)."""
 
@@ -458,3 +472,4 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
+    debug: Debug = field(default_factory=Debug)

@@ -199,10 +199,17 @@ class Checkpoints:
         """Whether this rank wants to; all ranks stop together once one does."""
         return bool(self.signals.number or (self.saver and self.saver.in_trouble))
 
+    @property
+    def due(self) -> bool:
+        return bool(self.saver and self.options.interval and self.trainer.step % self.options.interval == 0)
+
+    @property
+    def has_saved(self) -> bool:
+        return bool(self.saver and self.saver.saved_step >= 0)
+
     def after_step(self) -> dict[str, float]:
         """Save if it is time; returns for how long that paused training."""
-        step = self.trainer.step
-        if not (self.saver and self.options.interval and step % self.options.interval == 0):
+        if not self.due:
             return {}
         return {"checkpoint_blocked_s": self._save()}
 

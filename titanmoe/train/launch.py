@@ -115,8 +115,8 @@ def main(argv: list[str], **seams: Any) -> int:
         failure.refuse(error)
     # Imported only once the config is known to be legal: torch takes seconds to load.
     from titanmoe.train import out_of_memory
+    from titanmoe.train.checks import Unsound
     from titanmoe.train.console import stamp
-    from titanmoe.train.skips import Unsound
     from titanmoe.train.trainer import Trainer
 
     stamp(runtime.rank)

@@ -7,18 +7,17 @@ part of what is usual. Every rank knows the same two numbers, so all decide alik
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
+from statistics import fmean
 from typing import Any
 
 from titanmoe.config.schema import Optimizer as Options
+from titanmoe.train.checks import Unsound
 
+USUAL = 6.0
+"""Standard deviations above the mean that make a step suspect, if skip_spikes does not say."""
 LEAST = 1e-3
 """The deviation is at least this fraction of the mean: that of numbers which hardly move is almost zero."""
-
-
-class Unsound(RuntimeError):
-    """Training cannot go on from its numbers. Raised on all ranks alike."""
 
 
 class Skips:
@@ -36,11 +35,11 @@ class Skips:
             if not math.isfinite(value):
                 return f"{name} {value}"
             if len(before) >= self.options.skip_window // 2:
-                mean = statistics.fmean(before)
-                deviation = max(statistics.stdev(before, mean), LEAST * abs(mean))
+                mean = fmean(before)
+                deviation = max(math.sqrt(fmean((x - mean) ** 2 for x in before)), LEAST * abs(mean))
                 if value > mean + sigmas * deviation:
-                    above = f"{(value - mean) / deviation:.1f} deviations above {mean:.4f}"
-                    return f"{name} {value:.4f}, which is {above}, the mean of the {len(before)} steps before"
+                    above = f"{(value - mean) / deviation:.3g} deviations above {mean:.5g}"
+                    return f"{name} {value:.5g}, which is {above}, the mean of the {len(before)} steps before"
         return ""
 
     def skip(self) -> None:

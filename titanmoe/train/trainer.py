@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.tokens import IGNORE
 from titanmoe.train.checkpoints import Checkpoints
+from titanmoe.train.checks import Checks, Restore, Unsound
 from titanmoe.train.clock import Clock
 from titanmoe.train.folder import claim, rewind
 from titanmoe.train.metrics import Metrics
@@ -48,8 +49,11 @@ from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.profile import Profiler
 from titanmoe.train.runtime import GarbageCollection, Runtime, say
 from titanmoe.train.schedule import lr_factor
-from titanmoe.train.skips import Skips, Unsound
+from titanmoe.train.skips import USUAL, Skips
 from titanmoe.train.validation import Validation
+
+RESTORES = 3
+"""How often a process goes back to a checkpoint because ranks differ; after that a machine is at fault."""
 
 
 class NonFinite(Unsound):
@@ -78,6 +82,22 @@ class Found:
     """Of each MoE layer: rows per expert, then its STATISTICS."""
 
 
+@dataclass
+class Work:
+    """What a rank's forward and backward of a step are made of."""
+
+    batches: list[Batch]
+    slices: list[Slice]
+    totals: Totals
+
+
+class Sums(NamedTuple):
+    found: Found
+    norm: Tensor
+    experts: dict[int, Tensor]
+    """Each MoE layer's row of statistics."""
+
+
 class Trainer:
     def __init__(
         self,
@@ -87,10 +107,12 @@ class Trainer:
         on_gradients: Callable[[int, dict[str, nn.Parameter]], None] | None = None,
         garbage: Callable[[int], GarbageCollection] = GarbageCollection,
         optimizer: Callable[[dict[str, nn.Parameter], Options], Optimizer] = Optimizer,
+        checks: Callable[[Trainer], Checks] = lambda trainer: Checks(),
     ):
         """loader: called with the config, the data rank and the number of data ranks. on_gradients: called with the
         step and the parameters when the gradients are summed and known to be finite, before they are clipped.
-        garbage: called with training.gc_every. optimizer: called with the parameters and [optimizer].
+        garbage: called with training.gc_every. optimizer: called with the parameters and [optimizer]. checks: called
+        with the Trainer when all else is there.
         """
         self.config, self.runtime, self.device = config, runtime, runtime.device
         self.step, self.tokens, self.overflow_reruns = 0, 0.0, 0
@@ -118,9 +140,18 @@ class Trainer:
         self.validation = Validation(self) if config.validation.interval else None
         self.garbage = garbage(config.training.gc_every)
         self.clock = Clock(self.device, on=runtime.rank == 0)
+        self.checks, self.last_work = checks(self), None
 
     def train(self) -> int:
         """Train until the last step or a signal; returns the signal, or 0."""
+        for _ in range(RESTORES):
+            try:
+                return self._train()
+            except Restore:
+                continue
+        return self._train()
+
+    def _train(self) -> int:
         check_alike(self.loader.peek(), self.meshes, self.device)
         run = self.claim()
         with Checkpoints(self, run) as checkpoints:
@@ -138,7 +169,7 @@ class Trainer:
                     "start a new run under another job.name"
                 )
             try:
-                while self.step < self.config.training.steps and not self.stopping:
+                while not self.ends:
                     with profiler.step(self.step + 1):
                         report = self.train_step()
                     for line in self.loader.begun:
@@ -151,6 +182,7 @@ class Trainer:
                         # Before saving: a run that resumes from this step then has its line, whenever it was killed.
                         metrics.log(self.step, report | paused)
                         paused = {}
+                    self.checks.after_step(saves=self.ends or checkpoints.due)
                     paused |= checkpoints.after_step()
                     self.clock.lap("checkpoint")
                     self.garbage.collect(self.step)
@@ -158,14 +190,21 @@ class Trainer:
                         self.runtime.steady_timeout(self.config.training.timeout_s, checkpoints.patient)
                 return checkpoints.finish()
             except Unsound as error:
-                metrics.event(self.step, "stop", str(error))
                 checkpoints.wait()
+                restores = isinstance(error, Restore) and checkpoints.has_saved
+                metrics.event(self.step, "restore" if restores else "stop", str(error))
+                if isinstance(error, Restore) and not restores:
+                    raise Unsound(f"{error}. There is no checkpoint to restore") from None
                 raise
             finally:
                 self.loader.close()
                 metrics.close()
                 if self._lock:
                     self._lock.close()
+
+    @property
+    def ends(self) -> bool:
+        return self.step >= self.config.training.steps or self.stopping
 
     def claim(self) -> Path:
         """Claims the run's folder on rank 0 and returns it on all ranks."""
@@ -233,20 +272,21 @@ class Trainer:
         totals = self.count(batches)
         self.clock.lap("data")
 
-        slices = self.slices(batches)
-        found, norm, experts = self.gradients(slices, totals, self.symmetric)
-        if found.overflowed:  # the receive buffer of some rank was too small, so the pass is void
-            self.overflow_reruns += 1
-            self.drop_gradients()
-            found, norm, experts = self.gradients(slices, totals, None)
+        work = Work(batches, self.slices(batches), totals)
+        self.last_work = work if self.config.debug.rerun else None
+        found, norm, experts = self.sums(work)
         self.stopping = bool(found.stop)
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
-        if sigmas := self.config.optimizer.skip_spikes:
-            if why := self.skips.why(found.loss, found.norm, sigmas):
-                self.skip(why, batches)
-                return self.report(found, lr)
-            self.skips.accept(found.loss, found.norm)
+        sigmas = self.config.optimizer.skip_spikes
+        why = self.skips.why(found.loss, found.norm, sigmas or USUAL)
+        if why and (again := self.checks.suspect(why, work)):
+            found, norm, experts = again
+            why = self.skips.why(found.loss, found.norm, sigmas or USUAL)
+        if why and sigmas:
+            self.skip(why, batches)
+            return self.report(found, lr)
         self.check_finite(found.loss, found.norm)
+        self.skips.accept(found.loss, found.norm)
         if self.on_gradients:
             self.on_gradients(self.step, self.parameters)
         if self.config.optimizer.max_grad_norm > 0:
@@ -256,6 +296,15 @@ class Trainer:
         self.tokens += found.tokens
         self.clock.lap("optimizer")
         return self.report(found, lr)
+
+    def sums(self, work: Work) -> Sums:
+        """The gradients of the step, and what is known of it."""
+        sums = self.gradients(work.slices, work.totals, self.symmetric)
+        if sums.found.overflowed:  # the receive buffer of some rank was too small, so the pass is void
+            self.overflow_reruns += 1
+            self.drop_gradients()
+            sums = self.gradients(work.slices, work.totals, None)
+        return sums
 
     def drop_gradients(self) -> None:
         for parameter in self.parameters.values():
@@ -282,9 +331,7 @@ class Trainer:
         where = (self.meshes, self.placement, self.device)
         return [cut(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
 
-    def gradients(
-        self, slices: list[Slice], totals: Totals, symmetric: Loan | None
-    ) -> tuple[Found, Tensor, dict[int, Tensor]]:
+    def gradients(self, slices: list[Slice], totals: Totals, symmetric: Loan | None) -> Sums:
         """Sums the gradients of the step. What the host has to know of it comes in one transfer, the only one of the
         Trainer in a step; the norm and each MoE layer's row of statistics are returned as tensors too.
         """
@@ -303,7 +350,7 @@ class Trainer:
         width = experts.shape[1]
         layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(blocks)}
         found = Found(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
-        return found, norm, dict(zip(blocks, experts, strict=True))
+        return Sums(found, norm, dict(zip(blocks, experts, strict=True)))
 
     @named("forward backward")
     def forward_backward(self, slices: list[Slice], totals: Totals, symmetric: Loan | None) -> Tensor:
@@ -321,7 +368,8 @@ class Trainer:
         mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
         stop = torch.full_like(loss, self.wants_to_stop())
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
-        return all_reduce(torch.stack((loss, mtp_loss, stop, overflowed)), self.meshes.world)
+        self.own_loss = torch.stack((loss, mtp_loss))
+        return all_reduce(torch.cat((self.own_loss, torch.stack((stop, overflowed)))), self.meshes.world)
 
     @named("finish gradients")
     def finish_gradients(self) -> None:
@@ -343,7 +391,7 @@ class Trainer:
         if weights:
             before = f"The weights were already not finite after step {self.step - 1}: on rank {rank} {weights}"
         raise NonFinite(
-            f"step {self.step}: loss {loss}, gradient norm {norm}; {culprit}. {before}. "
+            f"step {self.step}: loss {loss}, gradient norm {norm}; {culprit}. {before}. {self.checks.explained()}"
             "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
         )
 
