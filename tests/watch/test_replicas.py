@@ -26,15 +26,14 @@ TRIALS, EVERY = 20, 2
 def test_any_flipped_bit_changes_a_fingerprint(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bits, "BLOCK", 4)
     x = torch.randn(21).mul(9).to(dtype)[1:]
-    integers = bits.WORDS[x.element_size()]
-    prints = {int(fingerprint(x)), int(fingerprint(x.flip(0)))}
+    sound = int(fingerprint(x))
     for place in range(len(x)):
         for bit in range(8 * x.element_size()):
             flip(x, place, bit)
-            prints.add(int(fingerprint(x)))
+            assert int(fingerprint(x)) != sound, (place, bit)
             flip(x, place, bit)
-    assert x.view(integers).numel() == 20 and len(prints) == 2 + 20 * 8 * x.element_size()
-    assert int(fingerprint(x.clone())) == int(fingerprint(x)) and int(fingerprint(x[:0])) == 0
+    assert int(fingerprint(x)) == int(fingerprint(x.clone())) == sound != int(fingerprint(x.flip(0)))
+    assert int(fingerprint(x[:0])) == 0
 
 
 def flip(x: torch.Tensor, place: int, bit: int) -> None:

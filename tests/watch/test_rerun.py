@@ -68,7 +68,7 @@ def with_bad_data(changes: dict[str, Any]) -> str:
 def test_data_that_gives_the_same_again_is_blamed_as_such() -> None:
     texts = world.run(2, with_bad_data, {"parallelism.tp": 2})
     assert texts[0] == texts[1] and texts[0].startswith("step 2: loss nan")
-    assert "loss nan: the data does it: forward and backward once more give the same bits on all ranks. " in texts[0]
+    assert "Loss nan: the data does it: forward and backward once more give the same bits on all ranks. " in texts[0]
 
 
 def test_the_first_difference_tells_where() -> None:

@@ -118,6 +118,7 @@ class Trainer:
         self.step, self.tokens, self.overflow_reruns = 0, 0.0, 0
         self.stopping, self.wants_to_stop = False, lambda: False
         self._lock: TextIO | None = None
+        self.folder: Path | None = None  # the run's, once it is claimed
         self.skips, self.passed_over = Skips(config.optimizer), steps_in(config.data.skip_steps)
         self.log_event: Callable[..., None] = lambda step, kind, text, **more: None
 
@@ -153,7 +154,7 @@ class Trainer:
 
     def _train(self) -> int:
         check_alike(self.loader.peek(), self.meshes, self.device)
-        run = self.claim()
+        run = self.folder = self.claim()
         with Checkpoints(self, run) as checkpoints:
             notes = checkpoints.begin() | self.notes()
             metrics = self.metrics(run, notes)
@@ -279,7 +280,7 @@ class Trainer:
         lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
         sigmas = self.config.optimizer.skip_spikes
         why = self.skips.why(found.loss, found.norm, sigmas or USUAL)
-        if why and (again := self.checks.suspect(why, work)):
+        if why and (again := self.checks.suspect(why, work, math.isfinite(found.loss + found.norm))):
             found, norm, experts = again
             why = self.skips.why(found.loss, found.norm, sigmas or USUAL)
         if why and sigmas:

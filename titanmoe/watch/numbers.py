@@ -5,6 +5,7 @@ Imports torch and the rest only once there is a trainer: a refusal must not wait
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NoReturn
 
 from titanmoe.train.checks import Checks, Restore, Unsound
@@ -24,8 +25,10 @@ class NumberChecks(Checks):
         self.trainer, self.options = trainer, trainer.config.debug
         self.replicas = Replicas(trainer) if self.options.replicas_every else None
         self.said: list[str] = []
+        self.bundled = False
+        """Whether this process has written a bundle: one is enough."""
 
-    def suspect(self, why: str, work: Work) -> Sums | None:
+    def suspect(self, why: str, work: Work, finite: bool) -> Sums | None:
         trainer, sums, self.said = self.trainer, None, []
         self._compare(trainer.step - 1)
         if self.options.rerun:
@@ -34,6 +37,17 @@ class NumberChecks(Checks):
             sums, text = again(trainer, work)
             same = "the data does it: forward and backward once more give the same bits on all ranks"
             self._say(f"{why}: {text or same}")
+            finite = math.isfinite(sums.found.loss + sums.found.norm)
+        if not finite and self.options.culprit != "none":
+            from titanmoe.watch.culprit import find
+
+            sums, text = find(trainer, work)
+            if self.options.culprit == "bundle" and not self.bundled and trainer.folder is not None:
+                from titanmoe.watch.bundle import write
+
+                self.bundled = True
+                text = f"{text}; {write(trainer, work.batches, text)}"
+            self._say(text)
         return sums
 
     def after_step(self, saves: bool) -> None:
@@ -42,7 +56,7 @@ class NumberChecks(Checks):
             self._compare(step)
 
     def explained(self) -> str:
-        return "".join(f"{text}. " for text in self.said)
+        return "".join(f"{text[0].upper()}{text[1:]}. " for text in self.said)
 
     def _compare(self, step: int) -> None:
         if self.replicas and (text := self.replicas.compare(step)):
