@@ -149,7 +149,7 @@ class Trainer:
             try:
                 return self._train()
             except Restore:
-                continue
+                self.drop_gradients()
         return self._train()
 
     def _train(self) -> int:
@@ -191,9 +191,9 @@ class Trainer:
                         self.runtime.steady_timeout(self.config.training.timeout_s, checkpoints.patient)
                 return checkpoints.finish()
             except Unsound as error:
-                checkpoints.wait()
                 restores = isinstance(error, Restore) and checkpoints.has_saved
                 metrics.event(self.step, "restore" if restores else "stop", str(error))
+                checkpoints.wait()
                 if isinstance(error, Restore) and not restores:
                     raise Unsound(f"{error}. There is no checkpoint to restore") from None
                 raise
@@ -369,8 +369,9 @@ class Trainer:
         mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
         stop = torch.full_like(loss, self.wants_to_stop())
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
-        self.own_loss = torch.stack((loss, mtp_loss))
-        return all_reduce(torch.cat((self.own_loss, torch.stack((stop, overflowed)))), self.meshes.world)
+        mine = torch.stack((loss, mtp_loss, stop, overflowed))
+        self.own_loss = mine[:2]
+        return all_reduce(mine, self.meshes.world)
 
     @named("finish gradients")
     def finish_gradients(self) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.shards import is_shards
@@ -154,7 +155,10 @@ def decoder(config: Config) -> Tokenizer | None:
     data = config.data
     if data.source == "synthetic" or any(is_shards(Path(entry).expanduser()) for entry in data.paths):
         return None
-    return open_tokenizer(data.tokenizer) if data.source == "files" else ByteTokenizer()
+    try:
+        return open_tokenizer(data.tokenizer) if data.source == "files" else ByteTokenizer()
+    except ConfigError:  # a bundle's is on another machine
+        return None
 
 
 def beginning(batch: Batch, row: int, tokenizer: Tokenizer | None) -> str:
