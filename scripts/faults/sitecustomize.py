@@ -76,7 +76,7 @@ def flip_later(shape, place, bit, at, once, do, rank=None):
     def wait_for_torch():
         while not hasattr(sys.modules.get("torch"), "compile"):  # among the last things that importing it defines
             time.sleep(0.01)
-        sys.modules["torch"].optim.optimizer.register_optimizer_step_post_hook(after_step)
+        sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(after_step)
 
     threading.Thread(target=wait_for_torch, daemon=True).start()
 
