@@ -158,6 +158,10 @@ class Checkpoints:
                 problems += error.problems
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 problems.append(f"its data position (record.loader) cannot be used: {type(error).__name__} {error}")
+            try:
+                trainer.skips.load_state_dict(saved.record.get("skips", {}))
+            except (AttributeError, TypeError, ValueError, OverflowError) as error:
+                problems.append(f"its skipped steps (record.skips) cannot be used: {type(error).__name__} {error}")
         if problems:
             raise ConfigError(problems, str(path))
         wanted = self._targets(with_moments=not model_only)
@@ -169,7 +173,6 @@ class Checkpoints:
         if model_only:
             return []
         trainer.step, trainer.tokens = saved.record["step"], saved.record["tokens"]
-        trainer.skips.load_state_dict(saved.record.get("skips", {}))
         if trainer.validation:
             trainer.validation.load_state_dict(saved.record.get("validation", {}))
         trainer.optimizer.resume(trainer.step - trainer.skips.skipped)

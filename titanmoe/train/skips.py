@@ -64,7 +64,7 @@ class Skips:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Of a run that knew of no skips: {}."""
-        self.skipped, self.in_a_row = state.get("skipped", 0), state.get("in_a_row", 0)
+        self.skipped, self.in_a_row = int(state.get("skipped", 0)), int(state.get("in_a_row", 0))
         for name, before in self.before.items():
             before.clear()
-            before.extend(state.get("before", {}).get(name, ()))
+            before.extend(map(float, state.get("before", {}).get(name, ())))
