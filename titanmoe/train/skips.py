@@ -1,7 +1,7 @@
 """Updates that are not made: of a step whose loss or gradient norm is not finite or far above those before.
 
-The rule is that of OLMo-core's SkipStepOptimizer (https://github.com/allenai/OLMo-core), but what was skipped is not
-part of what is usual. Every rank knows the same two numbers, so all decide alike.
+The rule is that of OLMo-core's SkipStepOptimizer (https://github.com/allenai/OLMo-core), but a fall is no fault, and
+what was skipped is not part of what is usual. Every rank knows the same two numbers, so all decide alike.
 """
 
 from __future__ import annotations
