@@ -20,6 +20,7 @@ from titanmoe.watch.numbers import checks
 from titanmoe.watch.replicas import differing
 
 TRIALS, EVERY = 20, 2
+RUN = runs.RUN | {"model.num_layers": 1}
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
@@ -49,7 +50,7 @@ def test_the_majority_is_right() -> None:
 
 def flips(changes: dict[str, Any]) -> list[str]:
     """Train; each time a random bit of a random tensor flips on a random rank. Which was hit, and what was said."""
-    trainer = parity.make_trainer(runs.RUN | changes | {"debug.replicas_every": EVERY}, checks=checks)
+    trainer = parity.make_trainer(RUN | changes | {"debug.replicas_every": EVERY}, checks=checks)
     draw, said = random.Random(0), []
     for _ in range(TRIALS):
         trainer.step = 0
@@ -91,7 +92,7 @@ def hit(folder: str, changes: dict[str, Any], at: int, name: str) -> dict[str, t
             full = next(n for n in parameters if n.endswith(name))
             flip(trainer.optimizer.pieces[full].data, 3, 30)
 
-    changes = runs.RUN | {"job.dump_folder": folder, "training.steps": 6, "checkpoint.interval": 2} | changes
+    changes = RUN | {"job.dump_folder": folder, "training.steps": 6, "checkpoint.interval": 2} | changes
     trainer = parity.make_trainer(changes, on_gradients=strike, checks=checks)
     try:
         trainer.train()
