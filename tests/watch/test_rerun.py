@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from tests import parity, world
 from tests.checkpoint import runs
+from titanmoe.config import ConfigError
 from titanmoe.train.checks import Unsound
 from titanmoe.watch.numbers import checks
 from titanmoe.watch.rerun import verdict
@@ -80,3 +81,22 @@ def test_the_first_difference_tells_where() -> None:
     assert verdict([["the gradient of a"], [], ["the gradient of b"]]) == (
         "not reproducible on ranks 0, 2, first seen in gradients"
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"debug.rerun": True}, "training.deterministic = false lets them differ"),
+        ({"debug.on_difference": "restore", "checkpoint.enable": True}, "debug.replicas_every = 0 looks for none"),
+        ({"debug.on_difference": "restore", "debug.replicas_every": 9}, "checkpoint.enable = false"),
+        (
+            {"debug.on_difference": "restore", "debug.replicas_every": 9}
+            | {"checkpoint.enable": True, "checkpoint.load": "none"},
+            'checkpoint.load = "none": set enable = true',
+        ),
+    ],
+)
+def test_what_could_not_do_its_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        parity.read(changes, 1)
+    assert len(error.value.problems) == 1
