@@ -34,7 +34,7 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torture_runs import KINDS, RANKS, STEPS, Missed, Run, Wrong
+from torture_runs import BY_NAME, KINDS, RANKS, STEPS, Missed, Run, Wrong
 
 from titanmoe.checkpoint import layout
 
@@ -109,7 +109,7 @@ def trial(kind: str, seed: int, folder: Path, calm: Run) -> Run:
     for attempt in range(5):
         run = Run(folder / f"{seed}-{attempt}", seed + 1_000_000 * attempt)
         try:
-            KINDS[kind](run)
+            (KINDS | BY_NAME)[kind](run)
             run.goes_on()
             compare(run, calm)
             return run
@@ -144,7 +144,7 @@ def table(outcomes: list[Outcome]) -> str:
     head = ("what happened", "trials", "equal to the last bit", "saved steps lost", "steps repeated, at most",
             "seconds to resume: median", "max")  # fmt: skip
     rows = [head, ("---",) * len(head)]
-    for kind in [kind for kind in KINDS if any(each.kind == kind for each in outcomes)] + ["all"]:
+    for kind in [kind for kind in KINDS | BY_NAME if any(each.kind == kind for each in outcomes)] + ["all"]:
         some = [each for each in outcomes if kind in (each.kind, "all")]
         seconds = [each.seconds for each in some if each.seconds is not None]
         lost, again = sum(each.lost for each in some), max((each.again for each in some), default=0)
@@ -271,7 +271,7 @@ def main() -> int:
     parser.add_argument(
         "--first", type=int, default=0, metavar="SEED", help="seed of the first trial; each further trial adds 1"
     )
-    parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
+    parser.add_argument("--only", choices=KINDS | BY_NAME, metavar="KIND", help=f"one of: {', '.join(KINDS | BY_NAME)}")
     parser.add_argument(
         "--results", metavar="FILE", help="one line per finished trial; trials already in it are skipped"
     )

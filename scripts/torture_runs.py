@@ -21,6 +21,8 @@ from titanmoe.train.runtime import PR_SET_PDEATHSIG
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, INTERVAL, RANKS = 24, 3, 2
+EVERY = 2
+"""Steps between comparisons of what both ranks hold."""
 LIMIT_S = 240.0
 """For one attempt of a trial; after that it counts as failed."""
 TINY = {
@@ -306,6 +308,22 @@ def asked_to_stop(run: Run) -> None:
     run.start()
 
 
+def flipped_memory(run: Run) -> None:
+    """A bit of a router's weights, which both ranks hold; with two, both are named. The run goes back by itself."""
+    at, rank = run.draw.randint(INTERVAL + 1, STEPS - 2 * INTERVAL), run.draw.choice([0, 1])
+    shape = [TINY["model.num_experts"], TINY["model.dim"]]
+    fault = {"do": "flip", "rank": rank, "at": at, "shape": shape, "once": str(run.struck_file)}
+    run.options = run.options | {"debug.replicas_every": EVERY, "debug.on_difference": "restore"}
+    run.start(faults=(fault | {"place": run.draw.randrange(shape[0] * shape[1]), "bit": run.draw.randrange(32)},))
+    run.wait_for_strike()
+    found: list[dict[str, Any]] = []
+    run.wait(
+        lambda: found.extend(e for e in run.lines("events.jsonl") if e["kind"] == "restore") or found, "a name", Wrong
+    )
+    if "router.weight" not in found[0]["text"] or not at <= found[0]["step"] < at + EVERY:
+        raise Wrong(f"flipped in step {at}, found in step {found[0]['step']}: {found[0]['text']}")
+
+
 KINDS: dict[str, Callable[[Run], None]] = {
     "one rank killed": one_rank,
     "all ranks killed": all_ranks,
@@ -319,3 +337,6 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "errors while writing": errors_while_writing,
     "asked to stop (SIGTERM)": asked_to_stop,
 }
+
+BY_NAME: dict[str, Callable[[Run], None]] = {"a bit flipped in memory": flipped_memory}
+"""Made only with --only: the others need no options of [debug]."""

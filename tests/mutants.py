@@ -301,7 +301,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("train/optimizer.py", "tests/checkpoint/test_resume.py"): [
         (
             "a resumed AdamW corrects its bias as at the first step",
-            'state["step"].fill_(step)',
+            'state["step"].fill_(updates)',
             'state["step"].fill_(0)',
         ),
     ],

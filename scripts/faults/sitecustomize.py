@@ -1,10 +1,12 @@
-"""Faults in a rank, mostly in its disk access, for scripts/torture*.py and tests: with this folder on PYTHONPATH,
-Python imports it at its start. FAULTS, a JSON list in the environment, names the faults; without it nothing happens.
+"""Faults in a rank, in its disk access, its memory or what it does, for scripts/torture*.py and tests: with this folder
+on PYTHONPATH, Python imports it at its start. FAULTS, a JSON list in the environment, names the faults; without it
+nothing happens.
 
     {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000004.writing", "at": 3, "once": FILE}
 
 do      kill: SIGKILL to this process. fail: OSError with `errno`. slow: sleep for `seconds`. wait: until the file
-        `until` exists.
+        `until` exists. flip: a bit of a parameter of this `shape`, after the optimizer's step number `at`: bit `bit` of
+        its number `place`.
 rank    the rank that has the fault; all of them if left out.
 on      write (a file is opened for writing), read (likewise), list, mkdir, rename, remove, fsync; any if left out.
 path    what the path must contain; for a rename, the new name.
@@ -59,6 +61,28 @@ class Fault:
         else:
             while not os.path.exists(self.until):
                 time.sleep(0.02)
+
+
+def flip_later(shape, place, bit, at, once, do, rank=None):
+    steps = 0
+
+    def after_step(optimizer, args, kwargs):
+        nonlocal steps
+        steps += 1
+        if steps != at or os.path.exists(once):
+            return
+        there = [p for group in optimizer.param_groups for p in group["params"] if list(p.shape) == shape]
+        there[0].data.view(-1).view(sys.modules["torch"].uint8)[place * there[0].element_size() + bit // 8] ^= (
+            1 << bit % 8
+        )
+        os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+
+    def wait_for_torch():
+        while not hasattr(sys.modules.get("torch"), "compile"):  # among the last things that importing it defines
+            time.sleep(0.01)
+        sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook(after_step)
+
+    threading.Thread(target=wait_for_torch, daemon=True).start()
 
 
 def install(faults):
@@ -119,6 +143,9 @@ if "FAULTS" in os.environ and "RANK" in os.environ:  # torchrun itself has no ra
         fault for fault in json.loads(os.environ["FAULTS"]) if fault.get("rank") in (None, int(os.environ["RANK"]))
     ]
     for fault in wanted:
-        if "signal" in fault.get("on", ()):
+        if fault["do"] == "flip":
+            flip_later(**fault)
+        elif "signal" in fault.get("on", ()):
             at_signal(**fault)
-    install([Fault(**fault) for fault in wanted if "signal" not in fault.get("on", ())])
+    others = [fault for fault in wanted if fault["do"] != "flip" and "signal" not in fault.get("on", ())]
+    install([Fault(**fault) for fault in others])

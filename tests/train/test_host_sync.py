@@ -32,7 +32,8 @@ CASES: dict[str, tuple[dict[str, Any], int]] = {
     "padded, every term and extra": (
         PADDED
         | {"moe.aux_loss": 0.1, "moe.aux_loss_global": 0.1, "moe.z_loss": 0.1, "model.mtp_depth": 1}
-        | {"model.num_layers": 1, "model.tie_embeddings": True, "parallelism.tp": 2, "optimizer.max_grad_norm": 0.1},
+        | {"model.num_layers": 1, "model.tie_embeddings": True, "parallelism.tp": 2, "optimizer.max_grad_norm": 0.1}
+        | {"optimizer.skip_spikes": 6.0},
         0,
     ),
     "symm_mem": ({"moe.dispatcher": "symm_mem"}, 0),

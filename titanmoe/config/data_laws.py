@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from titanmoe.config.schema import Config
@@ -10,7 +11,22 @@ Law = tuple[tuple[str, ...], str]
 """Paths of the fields that do not fit; values, constraint and fix."""
 
 
+def steps_in(texts: list[str]) -> list[range]:
+    """The steps of data.skip_steps; ValueError names what is not one."""
+    found = []
+    for text in texts:
+        first, _, last = text.partition("-")
+        if not re.fullmatch(r"[1-9]\d{0,17}(-[1-9]\d{0,17})?", text) or int(last or first) < int(first):
+            raise ValueError(f"data.skip_steps has {text!r}, which is no step and no range: write 120 or 120-130")
+        found.append(range(int(first), int(last or first) + 1))
+    return found
+
+
 def of_samples(config: Config) -> Iterator[Law]:
+    try:
+        steps_in(config.data.skip_steps)
+    except ValueError as error:
+        yield ("data.skip_steps",), str(error)
     yield from _mix(config)
     yield from _packing(config)
     yield from _validation(config)

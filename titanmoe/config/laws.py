@@ -35,6 +35,7 @@ def contradictions(config: Config) -> list[Violation]:
         *_products(config),
         *_profile(config),
         *_checkpoint(config.checkpoint),
+        *_debug(config),
     ]
 
 
@@ -44,6 +45,31 @@ def _job(job: Job) -> Iterator[Violation]:
             ("job.name",),
             f"job.name = {job.name!r} is not a folder name: leave out . .. / and \\ "
             "(job.dump_folder says where the run's folder goes)",
+        )
+
+
+def _debug(config: Config) -> Iterator[Violation]:
+    debug, checkpoint = config.debug, config.checkpoint
+    if debug.rerun and not config.training.deterministic:
+        yield Violation(
+            ("debug.rerun", "training.deterministic"),
+            "debug.rerun = true compares the bits of two passes, but training.deterministic = false lets them differ: "
+            "set deterministic = true, or rerun = false",
+        )
+    if debug.on_difference != "restore":
+        return
+    if not debug.replicas_every:
+        yield Violation(
+            ("debug.on_difference", "debug.replicas_every"),
+            'debug.on_difference = "restore" waits for a difference, but debug.replicas_every = 0 looks for none: set '
+            "it, such as 100",
+        )
+    if not checkpoint.enable or checkpoint.load == "none" or checkpoint.load.isdecimal():
+        yield Violation(
+            ("debug.on_difference", "checkpoint.enable", "checkpoint.load"),
+            'debug.on_difference = "restore" goes back to the newest checkpoint of the run, but checkpoint.enable = '
+            f"{json.dumps(checkpoint.enable)} and checkpoint.load = {json.dumps(checkpoint.load)}: set enable = true "
+            'and load = "auto"',
         )
 
 

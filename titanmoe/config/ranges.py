@@ -108,6 +108,9 @@ RANGES = {
     "optimizer.eps": POSITIVE,
     "optimizer.weight_decay": NOT_NEGATIVE,
     "optimizer.max_grad_norm": NOT_NEGATIVE,
+    "optimizer.skip_spikes": NOT_NEGATIVE,
+    "optimizer.skip_window": Range(4, 2**16),
+    "optimizer.skip_limit": COUNT,
     "lr_schedule.warmup_steps": NOT_NEGATIVE,
     "lr_schedule.decay_fraction": FRACTION,
     "lr_schedule.min_ratio": FRACTION,
@@ -140,6 +143,7 @@ RANGES = {
     "metrics.log_every": COUNT,
     "metrics.experts_every": Range(0, derived=True),
     "metrics.peak_tflops": NOT_NEGATIVE,
+    "debug.replicas_every": NOT_NEGATIVE,
     "profile.steps": COUNT,
     "profile.ranks": Range(0, RANKS),
 }

@@ -158,6 +158,8 @@ class Data:
     """Processes per rank that read samples. 0: a thread of the rank does it, which is enough while data_wait_s (docs/metrics.md) is near 0."""
     prefetch: int = 2
     """Steps to read ahead, for each worker if there are any. More where reading is uneven, at the price of memory."""
+    skip_steps: list[str] = field(default_factory=list)
+    """Steps whose batches are passed over, such as ["120", "130-140"]: no update is made, and the run goes on with the step after. For batches that spoiled a run, which is resumed from before them; `events.jsonl` names the steps that `optimizer.skip_spikes` skipped. A run that passes over a step is equal to one that skipped it. Empty: none."""
     field: str = "text"
     """The field of each JSONL or Parquet record that holds the text; chats have theirs in "messages" unless this says otherwise."""
 
@@ -232,6 +234,12 @@ class Optimizer:
     """Also decay norms, biases and router weights. By default they are not decayed, as is usual."""
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0 measures the norm without clipping."""
+    skip_spikes: float = 0.0
+    """Make no update in a step whose loss or gradient norm is not finite, or this many standard deviations above the mean of the steps before: 6 is usual. Weights, moments and biases stay as they are, the learning rate's schedule goes on, and `events.jsonl` names the samples. For long runs on data that nobody has read. 0: such steps train on, and only a number that is not finite ends the run."""
+    skip_window: int = 128
+    """With skip_spikes: how many steps the mean and the deviation are taken of. Skipped ones are not among them. Before there are half as many, only what is not finite is skipped."""
+    skip_limit: int = 10
+    """With skip_spikes: so many skips in a row end the run, because then it is not the batch."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """fused is fastest; for_loop needs the least extra memory."""
     offload: bool = False
@@ -406,6 +414,20 @@ class Profile:
 
 
 @dataclass
+class Debug:
+    """What to do about numbers that go wrong: which rank, which layer, which samples (docs/reliability.md)."""
+
+    replicas_every: int = 0
+    """Compare the bits of everything that several ranks hold alike (replicas of weights and moments, routers, balance biases, counts) every so many steps and before each checkpoint, so that a bit that flips in one replica is found and its rank named. 100 costs nothing that can be seen. 0: never."""
+    on_difference: Literal["stop", "restore"] = "stop"
+    """When ranks differ in that. stop: end the run; a launcher's restart then resumes from the last checkpoint, which was compared before it was saved. restore: go back to it at once, up to three times."""
+    rerun: bool = False
+    """When a step's loss or gradient norm is not finite or far above those before (optimizer.skip_spikes, else 6 deviations), or replicas differ: repeat its forward and backward and say whether the same bits come out, or on which rank they do not. Later numbers replace earlier ones. Needs training.deterministic."""
+    culprit: Literal["none", "name", "bundle"] = "none"
+    """When a step's loss or gradients are not finite: repeat it and say which layer's output was the first, forward or backward, on which rank and in which samples. bundle: also write batch and weights to the run's folder, with the command that repeats the step from them in one process. It takes the disk space of the weights."""
+
+
+@dataclass
 class Checkpoint:
     """Saving and resuming a run, under the same mapping or any other (docs/checkpoint.md)."""
 
@@ -452,3 +474,4 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
     profile: Profile = field(default_factory=Profile)
+    debug: Debug = field(default_factory=Debug)

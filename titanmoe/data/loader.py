@@ -14,6 +14,7 @@ Shapes: M microbatches of a step, B samples of a microbatch, N = M * B, S positi
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import time
 import weakref
@@ -127,6 +128,15 @@ class Loader:
         """What next_step will return."""
         parts, _ = self._reading().peek()
         return self.share.batches(parts)
+
+    def identify(self, batches: list[Batch]) -> dict[int, str]:
+        """Of the samples in the last step's batches: their numbers in the run, from 0, and a digest of their tokens."""
+        first, mine = self.consumed - self.global_batch_size, self.share.in_turn_N
+        if batches[0].number_B is not None:
+            mine = torch.cat([batch.number_B for batch in batches]).numpy()
+        rows = [row for batch in batches for row in batch.tokens_BS.numpy()]
+        digests = [hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in rows]
+        return {first + number: digest for number, digest in zip(mine.tolist(), digests, strict=True)}
 
     def report(self) -> dict[str, float]:
         return {"data_wait_s": self.waited} | {f"data.epoch.{name}": epoch for name, epoch in self.epochs.items()}

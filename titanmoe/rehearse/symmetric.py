@@ -28,7 +28,7 @@ from titanmoe.rehearse.memory import SYMMETRIC
 if TYPE_CHECKING:
     from titanmoe.rehearse.fake_recorder import FakeRecorder
     from titanmoe.rehearse.routing import Exchange
-    from titanmoe.train.trainer import Trainer
+    from titanmoe.train.trainer import Sums, Trainer
 
 Rows = tuple[int, ...]
 
@@ -119,12 +119,12 @@ def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
     real, first = trainer.gradients, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
     stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
 
-    def gradients(slices: list, totals: Any, memory: Any) -> tuple:
-        found, *rest = real(slices, totals, memory)
+    def gradients(slices: list, totals: Any, memory: Any) -> Sums:
+        sums = real(slices, totals, memory)
         if memory is not None:
             with outside():
-                found.overflowed = float(_overflows(lent, memory, layers, stage))
-        return found, *rest
+                sums.found.overflowed = float(_overflows(lent, memory, layers, stage))
+        return sums
 
     trainer.gradients = gradients
 

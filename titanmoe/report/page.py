@@ -61,7 +61,7 @@ def marks_of(run: Run) -> list[Mark]:
         if kind == "restart":
             now = environment.get("ranks", ranks)
             marks.append(Mark(event["step"], kind if now == ranks else f"restart: {ranks} -> {now} ranks", "muted"))
-        elif kind in ("spike", "collapse"):
+        elif kind in ("spike", "skip", "collapse"):
             marks.append(Mark(event["step"], kind, "event"))
         ranks = environment.get("ranks", ranks)
     return marks

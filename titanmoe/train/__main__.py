@@ -8,13 +8,14 @@ gc.disable()  # imports make much that stays and hardly any garbage: collecting 
 from titanmoe.train.launch import main  # noqa: E402
 from titanmoe.train.runtime import leave  # noqa: E402
 from titanmoe.watch.begin import watched  # noqa: E402
+from titanmoe.watch.numbers import checks  # noqa: E402
 
 gc.enable()
 
 
 def run() -> None:
     try:
-        code = main(sys.argv[1:], watch=watched)
+        code = main(sys.argv[1:], watch=watched, checks=checks)
     except SystemExit as end:
         code = end.code
     leave(code)

@@ -21,6 +21,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.runtime import Runtime, say
 from titanmoe.train.signals import Signals
+from titanmoe.train.skips import Skips
 from titanmoe.train.validation import Validation
 
 
@@ -33,6 +34,7 @@ class TrainerForCheckpoints(Protocol):
     step: int
     tokens: float
     loader: Loader
+    skips: Skips
     validation: Validation | None
     optimizer: Optimizer
     parameters: dict[str, nn.Parameter]
@@ -156,6 +158,10 @@ class Checkpoints:
                 problems += error.problems
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 problems.append(f"its data position (record.loader) cannot be used: {type(error).__name__} {error}")
+            try:
+                trainer.skips.load_state_dict(saved.record.get("skips", {}))
+            except (AttributeError, TypeError, ValueError, OverflowError) as error:
+                problems.append(f"its skipped steps (record.skips) cannot be used: {type(error).__name__} {error}")
         if problems:
             raise ConfigError(problems, str(path))
         wanted = self._targets(with_moments=not model_only)
@@ -169,7 +175,7 @@ class Checkpoints:
         trainer.step, trainer.tokens = saved.record["step"], saved.record["tokens"]
         if trainer.validation:
             trainer.validation.load_state_dict(saved.record.get("validation", {}))
-        trainer.optimizer.resume(trainer.step)
+        trainer.optimizer.resume(trainer.step - trainer.skips.skipped)
         return state.differences(saved.record, self.config)
 
     def _all_there(self, saved: Checkpoint, wanted: state.Targets, model_only: bool) -> None:
@@ -196,10 +202,17 @@ class Checkpoints:
         """Whether this rank wants to; all ranks stop together once one does."""
         return bool(self.signals.number or (self.saver and self.saver.in_trouble))
 
+    @property
+    def due(self) -> bool:
+        return bool(self.saver and self.options.interval and self.trainer.step % self.options.interval == 0)
+
+    @property
+    def has_saved(self) -> bool:
+        return bool(self.saver and self.saver.saved_step >= 0)
+
     def after_step(self) -> dict[str, float]:
         """Save if it is time; returns for how long that paused training."""
-        step = self.trainer.step
-        if not (self.saver and self.options.interval and step % self.options.interval == 0):
+        if not self.due:
             return {}
         return {"checkpoint_blocked_s": self._save()}
 
@@ -226,6 +239,7 @@ class Checkpoints:
     def _save(self) -> float:
         trainer = self.trainer
         record = state.record(self.config, trainer.fold, trainer.step, trainer.tokens, trainer.loader.state_dict())
+        record["skips"] = trainer.skips.state_dict()
         if trainer.validation:
             record["validation"] = trainer.validation.state_dict()
         blocked = self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)

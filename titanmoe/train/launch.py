@@ -120,8 +120,9 @@ def main(
         failure.refuse(error)
     # Imported only once the config is known to be legal: torch takes seconds to load.
     from titanmoe.train import out_of_memory
+    from titanmoe.train.checks import Unsound
     from titanmoe.train.console import stamp
-    from titanmoe.train.trainer import NonFinite, Trainer
+    from titanmoe.train.trainer import Trainer
 
     stamp(runtime.rank)
     abandon, trainer = False, None
@@ -135,7 +136,7 @@ def main(
     except ConfigError as error:
         waiting("")
         failure.refuse(error)
-    except (CheckpointError, NonFinite) as error:  # raised on all ranks, printed by one
+    except (CheckpointError, Unsound) as error:  # raised on all ranks, printed by one
         abandon = isinstance(error, CheckpointError)  # its saving thread may be stuck in a message
         if not failure.leave(str(error), alike=True) and runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)

@@ -182,8 +182,9 @@ class Metrics:
         for text in self._collapse.check(loads):
             self.event(step, "collapse", text)
         self._first_loss, self._last_loss = self._first_loss or (step, values["loss"]), values["loss"]
-        self._smoothed = 0.9 * self._smoothed + 0.1 * values["loss"]
-        self._weight = 0.9 * self._weight + 0.1
+        if math.isfinite(values["loss"]):
+            self._smoothed = 0.9 * self._smoothed + 0.1 * values["loss"]
+            self._weight = 0.9 * self._weight + 0.1
         self._log_experts(step, loads)
         self._tokens += values["tokens"]
         if not (self._due(step, self.config.metrics.log_every) or "val_loss" in values):
@@ -207,7 +208,7 @@ class Metrics:
         eta = None
         if self._steady_steps:
             eta = (self.config.training.steps - step) * self._steady_seconds / self._steady_steps
-        report = Report(step, record, loads, self._smoothed / self._weight, eta)
+        report = Report(step, record, loads, self._smoothed / max(self._weight, 0.1), eta)
         for outlet in self._sinks:
             outlet.put(lambda sink: sink.log(report))
         self._tokens, self._last_step, self._since = 0.0, step, now
@@ -224,7 +225,7 @@ class Metrics:
             self._experts.put(lambda file: file.write(json.dumps(line, separators=(",", ":"))))
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """Log something that happened once: start, restart, save, spike, collapse, profile, log, stop."""
+        """Log something that happened once: start, restart, save, spike, skip, collapse, stop, ..."""
         if not self.writes:
             return
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")

@@ -68,10 +68,10 @@ class Optimizer:
             out[name] = state
         return out
 
-    def resume(self, step: int) -> None:
-        """Continue after this step; the moments have been loaded."""
+    def resume(self, updates: int) -> None:
+        """Continue after this many; the moments have been loaded."""
         for state in self._states().values():
-            state["step"].fill_(step)
+            state["step"].fill_(updates)
 
     @torch.no_grad()
     @named("optimizer")

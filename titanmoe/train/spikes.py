@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 
@@ -21,6 +22,8 @@ class Spikes:
 
     def check(self, loss: float) -> str:
         """The text of the event, "" for none: a spike is reported once, at its first step."""
+        if not math.isfinite(loss):  # a step that was skipped; the median of a NaN is anything
+            return ""
         text, was_high, self.high = "", self.high, False
         if len(self.before) >= ENOUGH:
             median = statistics.median(self.before)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_blocks
+from titanmoe.config.data_laws import steps_in
 from titanmoe.config.schema import Config
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
@@ -40,6 +41,7 @@ from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.tokens import IGNORE
 from titanmoe.train.checkpoints import Checkpoints
+from titanmoe.train.checks import Checks, Restore, Unsound
 from titanmoe.train.clock import Clock
 from titanmoe.train.folder import claim, rewind
 from titanmoe.train.metrics import Metrics
@@ -47,10 +49,14 @@ from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.profile import Profiler
 from titanmoe.train.runtime import GarbageCollection, Runtime, say
 from titanmoe.train.schedule import lr_factor
+from titanmoe.train.skips import USUAL, Skips
 from titanmoe.train.validation import Validation
 
+RESTORES = 3
+"""How often a process goes back to a checkpoint because ranks differ; after that a machine is at fault."""
 
-class NonFinite(RuntimeError):
+
+class NonFinite(Unsound):
     """Loss or gradient norm is not a finite number."""
 
 
@@ -76,6 +82,22 @@ class Found:
     """Of each MoE layer: rows per expert, then its STATISTICS."""
 
 
+@dataclass
+class Work:
+    """What a rank's forward and backward of a step are made of."""
+
+    batches: list[Batch]
+    slices: list[Slice]
+    totals: Totals
+
+
+class Sums(NamedTuple):
+    found: Found
+    norm: Tensor
+    experts: dict[int, Tensor]
+    """Each MoE layer's row of statistics."""
+
+
 class Trainer:
     def __init__(
         self,
@@ -85,16 +107,20 @@ class Trainer:
         on_gradients: Callable[[int, dict[str, nn.Parameter]], None] | None = None,
         garbage: Callable[[int], GarbageCollection] = GarbageCollection,
         optimizer: Callable[[dict[str, nn.Parameter], Options], Optimizer] = Optimizer,
+        checks: Callable[[Trainer], Checks] = lambda trainer: Checks(),
     ):
         """loader: called with the config, the data rank and the number of data ranks. on_gradients: called with the
         step and the parameters when the gradients are summed and known to be finite, before they are clipped.
-        garbage: called with training.gc_every. optimizer: called with the parameters and [optimizer].
+        garbage: called with training.gc_every. optimizer: called with the parameters and [optimizer]. checks: called
+        with the Trainer when all else is there.
         """
         self.config, self.runtime, self.device = config, runtime, runtime.device
         self.step, self.tokens, self.overflow_reruns = 0, 0.0, 0
         self.stopping, self.wants_to_stop = False, lambda: False
         self._lock: TextIO | None = None
         self.folder: Path | None = None  # the run's, once it is claimed
+        self.skips, self.passed_over = Skips(config.optimizer), steps_in(config.data.skip_steps)
+        self.log_event: Callable[..., None] = lambda step, kind, text, **more: None
 
         self.fold = derive(runtime.world, config.parallelism)
         self.meshes = make_meshes(self.fold, config.parallelism, config.moe, config.training, self.device)
@@ -115,15 +141,24 @@ class Trainer:
         self.validation = Validation(self) if config.validation.interval else None
         self.garbage = garbage(config.training.gc_every)
         self.clock = Clock(self.device, on=runtime.rank == 0)
+        self.checks, self.last_work = checks(self), None
 
     def train(self) -> int:
         """Train until the last step or a signal; returns the signal, or 0."""
+        for _ in range(RESTORES):
+            try:
+                return self._train()
+            except Restore:
+                self.drop_gradients()
+        return self._train()
+
+    def _train(self) -> int:
         check_alike(self.loader.peek(), self.meshes, self.device)
         run = self.folder = self.claim()
         with Checkpoints(self, run) as checkpoints:
             notes = checkpoints.begin() | self.notes()
             metrics = self.metrics(run, notes)
-            checkpoints.log_event = metrics.event
+            checkpoints.log_event = self.log_event = metrics.event
             if self.chunks:
                 metrics.event(self.step, "chunks", str(self.chunks), **self.chunks.numbers())
             profiler = Profiler(self, run, metrics.event)
@@ -135,31 +170,42 @@ class Trainer:
                     "start a new run under another job.name"
                 )
             try:
-                while self.step < self.config.training.steps and not self.stopping:
+                while not self.ends:
                     with profiler.step(self.step + 1):
-                        report = self.train_step() | self.loader.report()
+                        report = self.train_step()
                     for line in self.loader.begun:
                         say(line)
-                    if self.validation:
-                        report |= self.validation.after_step()
-                        self.clock.lap("validation")
-                    # Before saving: a run that resumes from this step then has its line, whenever it was killed.
-                    metrics.log(self.step, report | paused)
-                    paused = checkpoints.after_step()
+                    if report:
+                        report |= self.loader.report()
+                        if self.validation:
+                            report |= self.validation.after_step()
+                            self.clock.lap("validation")
+                        # Before saving: a run that resumes from this step then has its line, whenever it was killed.
+                        metrics.log(self.step, report | paused)
+                        paused = {}
+                    self.checks.after_step(saves=self.ends or checkpoints.due)
+                    paused |= checkpoints.after_step()
                     self.clock.lap("checkpoint")
                     self.garbage.collect(self.step)
                     if self.step == first:
                         self.runtime.steady_timeout(self.config.training.timeout_s, checkpoints.patient)
                 return checkpoints.finish()
-            except NonFinite as error:
-                metrics.event(self.step, "stop", str(error))
+            except Unsound as error:
+                restores = isinstance(error, Restore) and checkpoints.has_saved
+                metrics.event(self.step, "restore" if restores else "stop", str(error))
                 checkpoints.wait()
+                if isinstance(error, Restore) and not restores:
+                    raise Unsound(f"{error}. There is no checkpoint to restore") from None
                 raise
             finally:
                 self.loader.close()
                 metrics.close()
                 if self._lock:
                     self._lock.close()
+
+    @property
+    def ends(self) -> bool:
+        return self.step >= self.config.training.steps or self.stopping
 
     def claim(self) -> Path:
         """Claims the run's folder on rank 0 and returns it on all ranks."""
@@ -216,31 +262,65 @@ class Trainer:
         return flops_per_token(self.config.model, self.config.training.seq_len)
 
     def train_step(self) -> dict[str, Any]:
+        """What to report of the step; nothing if its batch is passed over."""
         self.step += 1
         self.clock.lap("other")
         batches = self.loader.next_step()
+        if any(self.step in steps for steps in self.passed_over):
+            self.skips.skipped += 1
+            self.log_event(self.step, "skip", "its batch is passed over (data.skip_steps)")
+            return {}
         totals = self.count(batches)
         self.clock.lap("data")
 
-        slices = self.slices(batches)
-        found, norm, experts = self.gradients(slices, totals, self.symmetric)
-        if found.overflowed:  # the receive buffer of some rank was too small, so the pass is void
-            self.overflow_reruns += 1
-            for parameter in self.parameters.values():
-                parameter.grad = None
-            found, norm, experts = self.gradients(slices, totals, None)
+        work = Work(batches, self.slices(batches), totals)
+        self.last_work = work if self.config.debug.rerun else None
+        found, norm, experts = self.sums(work)
         self.stopping = bool(found.stop)
+        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
+        sigmas = self.config.optimizer.skip_spikes
+        why = self.skips.why(found.loss, found.norm, sigmas or USUAL)
+        if why and (again := self.checks.suspect(why, work, math.isfinite(found.loss + found.norm))):
+            found, norm, experts = again
+            why = self.skips.why(found.loss, found.norm, sigmas or USUAL)
+        if why and sigmas:
+            self.skip(why, batches)
+            return self.report(found, lr)
         self.check_finite(found.loss, found.norm)
+        self.skips.accept(found.loss, found.norm)
         if self.on_gradients:
             self.on_gradients(self.step, self.parameters)
         if self.config.optimizer.max_grad_norm > 0:
             clip(self.parameters.values(), norm, self.config.optimizer.max_grad_norm)
-        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
         self.optimizer.step(lr)
         move_biases(self.moe_layers, experts, self.config.model.num_experts, self.config.moe.bias_update_rate)
         self.tokens += found.tokens
         self.clock.lap("optimizer")
         return self.report(found, lr)
+
+    def sums(self, work: Work) -> Sums:
+        """The gradients of the step, and what is known of it."""
+        sums = self.gradients(work.slices, work.totals, self.symmetric)
+        if sums.found.overflowed:  # the receive buffer of some rank was too small, so the pass is void
+            self.overflow_reruns += 1
+            self.drop_gradients()
+            sums = self.gradients(work.slices, work.totals, None)
+        return sums
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def skip(self, why: str, batches: list[Batch]) -> None:
+        """Make no update, and write down whose step it was."""
+        self.drop_gradients()
+        self.skips.skip()
+        everyone: list[Any] = [None] * self.runtime.world
+        dist.all_gather_object(everyone, self.loader.identify(batches))
+        samples = sorted({number: digest for theirs in everyone for number, digest in theirs.items()}.items())
+        text = f"no update, because of {why}; samples {samples[0][0]} to {samples[-1][0]} of the run"
+        self.log_event(self.step, "skip", text, samples=[list(sample) for sample in samples])
+        self.skips.check_limit(self.step, why)
 
     def count(self, batches: list[Batch]) -> Totals:
         mine = [torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum())) for b in batches]
@@ -252,9 +332,7 @@ class Trainer:
         where = (self.meshes, self.placement, self.device)
         return [take_slice(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
 
-    def gradients(
-        self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None
-    ) -> tuple[Found, Tensor, dict[int, Tensor]]:
+    def gradients(self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None) -> Sums:
         """Sums the gradients of the step. What the host has to know of it comes in one transfer, the only one of the
         Trainer in a step; the norm and each MoE layer's row of statistics are returned as tensors too.
         """
@@ -273,7 +351,7 @@ class Trainer:
         width = experts.shape[1]
         layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(blocks)}
         found = Found(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
-        return found, norm, dict(zip(blocks, experts, strict=True))
+        return Sums(found, norm, dict(zip(blocks, experts, strict=True)))
 
     @named("forward backward")
     def forward_backward(self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None) -> Tensor:
@@ -291,7 +369,9 @@ class Trainer:
         mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
         stop = torch.full_like(loss, self.wants_to_stop())
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
-        return all_reduce(torch.stack((loss, mtp_loss, stop, overflowed)), self.meshes.world)
+        mine = torch.stack((loss, mtp_loss, stop, overflowed))
+        self.own_loss = mine[:2]
+        return all_reduce(mine, self.meshes.world)
 
     @named("finish gradients")
     def finish_gradients(self) -> None:
@@ -313,7 +393,7 @@ class Trainer:
         if weights:
             before = f"The weights were already not finite after step {self.step - 1}: on rank {rank} {weights}"
         raise NonFinite(
-            f"step {self.step}: loss {loss}, gradient norm {norm}; {culprit}. {before}. "
+            f"step {self.step}: loss {loss}, gradient norm {norm}; {culprit}. {before}. {self.checks.explained()}"
             "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
         )
 
@@ -322,6 +402,8 @@ class Trainer:
         if self.config.model.mtp_depth:
             values["mtp_loss"] = found.mtp_loss
         layers = {number: described(row, self.config.model.num_experts) for number, row in found.layers.items()}
+        if self.config.optimizer.skip_spikes:
+            values["skipped_steps"] = self.skips.skipped
         if isinstance(self.symmetric, Memory):
             values["overflow_reruns"] = self.overflow_reruns
         if layers:

@@ -1,0 +1,145 @@
+"""Steps that make no update: decided alike under every mapping, leaving no trace in the state, also after a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import parity, world
+from tests.checkpoint import runs
+from titanmoe.config.schema import Optimizer
+from titanmoe.data.batch import Batch
+from titanmoe.data.loader import Loader
+from titanmoe.train.skips import Skips, Unsound
+
+NAN, SPIKE, SAVED, LAST = 2, 7, 5, 8
+RUN = runs.RUN | {"checkpoint.interval": SAVED, "training.steps": LAST, "optimizer.skip_window": 8}
+SKIP = {"optimizer.skip_spikes": 6.0}
+
+
+class BadBatches(Loader):
+    """Positions of one step are NaN; the labels of another are all the same."""
+
+    def next_step(self) -> list[Batch]:
+        batches, step = super().next_step(), self.consumed // self.global_batch_size
+        if step == NAN:
+            return [batch._replace(position_BS=torch.full(batch.tokens_BS.shape, torch.nan)) for batch in batches]
+        return [b._replace(labels_BS=torch.zeros_like(b.labels_BS)) for b in batches] if step == SPIKE else batches
+
+
+def state(trainer: Any) -> dict[str, torch.Tensor]:
+    from titanmoe.parallel.materialize import piece
+
+    tensors = {name: piece(tensor.detach())[0] for name, tensor in runs.everything(trainer).items()}
+    steps = {f"step.{name}": state["step"] for name, state in trainer.optimizer._states().items()}
+    return {name: tensor.clone() for name, tensor in (tensors | steps).items()}
+
+
+def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any]:
+    """Train; which steps left the state as it was, what was logged, and the state at the end."""
+    from titanmoe.train.checkpoints import Checkpoints
+
+    trainer = parity.make_trainer(RUN | {"job.dump_folder": folder} | changes, loader=BadBatches)
+    still, events, reports = [], [], {}
+    trainer.log_event = lambda step, kind, text, **more: events.append((step, kind, text, more))
+    with Checkpoints(trainer, Path(folder) / "run") as checkpoints:
+        checkpoints.begin()
+        while trainer.step < until:
+            before = state(trainer)
+            reports[trainer.step + 1] = trainer.train_step()
+            if all(torch.equal(tensor, before[name]) for name, tensor in state(trainer).items()):
+                still.append(trainer.step)
+            checkpoints.after_step()
+        checkpoints.wait()
+    return {"still": still, "events": events, "reports": reports, "state": state(trainer), "skips": trainer.skips}
+
+
+MAPPINGS = {
+    "tp2 cp2, ep4": (4, {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 4}),
+    "pp2 dp2, etp2": (4, {"parallelism.pp": 2, "parallelism.experts.etp": 2}),
+    "one rank": (1, {}),
+}
+
+
+def test_every_mapping_skips_the_same_steps_and_leaves_no_trace(tmp_path: Path) -> None:
+    samples, losses = [], []
+    for name, (size, mapping) in MAPPINGS.items():
+        ends = world.run(size, go, str(tmp_path / name), mapping | SKIP)
+        for end in ends:
+            assert end["still"] == [NAN, SPIKE], name
+            assert [step for step, *_ in end["events"]] == [NAN, SPIKE]
+            assert end["events"] == ends[0]["events"]
+        (_, kind, text, first), (_, _, later, _) = ends[0]["events"]
+        assert kind == "skip" and text == "no update, because of loss nan; samples 4 to 7 of the run"
+        assert "gradient norm " in later and "deviations above" in later and "samples 24 to 27" in later
+        samples.append(first["samples"])
+        losses.append([report["loss"] for report in ends[0]["reports"].values()])
+        assert ends[0]["reports"][LAST]["skipped_steps"] == 2
+    assert samples[0] == samples[1] == samples[2] and len({digest for _, digest in samples[0]}) == 4
+    for others in losses[1:]:
+        assert others == pytest.approx(losses[0], rel=1e-9, nan_ok=True)
+
+
+def test_skipping_resumes_to_the_last_bit_and_equals_passing_over(tmp_path: Path) -> None:
+    size, changes = 2, {"parallelism.tp": 2, "parallelism.experts.ep": 2, "model.num_layers": 1}
+    straight = world.run(size, go, str(tmp_path / "straight"), changes | SKIP)
+    world.run(size, go, str(tmp_path / "twice"), changes | SKIP, SAVED)
+    resumed = world.run(size, go, str(tmp_path / "twice"), changes | SKIP)
+    told = {"data.skip_steps": [str(NAN), f"{SPIKE}-{SPIKE}"]}
+    passed = world.run(size, go, str(tmp_path / "passed"), changes | told, SAVED)
+    assert passed[0]["events"] == [(NAN, "skip", "its batch is passed over (data.skip_steps)", {})]
+    passed = world.run(size, go, str(tmp_path / "passed"), changes | told)
+    for want, *others in zip(straight, resumed, passed, strict=True):
+        for got in others:
+            assert [step for step, *_ in got["events"]] == [SPIKE]
+            assert got["skips"].skipped == 2
+            assert all(torch.equal(tensor, want["state"][name]) for name, tensor in got["state"].items())
+    assert resumed[0]["skips"].state_dict() == straight[0]["skips"].state_dict()
+
+
+def end(folder: str) -> str:
+    changes = runs.RUN | SKIP | {"optimizer.skip_limit": 3, "job.dump_folder": folder, "training.steps": 20}
+    try:
+        parity.make_trainer(changes, loader=parity.NaNPositions).train()
+    except Unsound as error:
+        return str(error)
+    return ""
+
+
+def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path) -> None:
+    texts = world.run(2, end, str(tmp_path))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith(
+        "step 4: 3 updates in a row were skipped (optimizer.skip_limit), the last because of loss"
+    )
+    events = [json.loads(line) for line in (tmp_path / "run/events.jsonl").read_text().splitlines()]
+    assert [(e["step"], e["kind"]) for e in events if e["kind"] != "save"] == [
+        (0, "start"), (2, "skip"), (3, "skip"), (4, "skip"), (4, "stop")
+    ]  # fmt: skip
+    steps = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert steps[1]["nonfinite"]["loss"] == "nan" and [s["skipped_steps"] for s in steps] == [0, 1, 2]
+
+
+def test_what_is_usual_is_known_first_and_what_was_skipped_is_no_part_of_it() -> None:
+    skips = Skips(Optimizer(skip_window=8))
+    for loss in (3.0, 9.0, 3.1, 2.9):
+        assert not skips.why(loss, 1.0, 6.0)
+        skips.accept(loss, 1.0)
+    skips = Skips(Optimizer(skip_window=8))
+    for loss in (3.0, 3.2, 3.1, 2.9):
+        skips.accept(loss, 1.0)
+    assert skips.why(5.0, 1.0, 6.0).startswith("loss 5, which is 17.4 deviations above 3.05")
+    assert skips.why(3.0, 1.1, 6.0).startswith("gradient norm 1.1, ") and not skips.why(-5.0, 0.1, 6.0)
+    assert skips.why(5.0, 1.0, 6.0) and skips.why(float("inf"), 1.0, 6.0) == "loss inf"
+
+
+def test_a_run_is_told_of_steps_that_are_none() -> None:
+    from titanmoe.config import ConfigError
+
+    for text in ("0", "7-5", "a", "3-", "1,2", ""):
+        with pytest.raises(ConfigError, match="which is no step and no range"):
+            parity.read({"data.skip_steps": [text, text]}, 1)

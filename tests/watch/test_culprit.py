@@ -1,0 +1,140 @@
+"""Where a number was first not finite: layer, direction, rank and samples; and the step again, from its bundle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import parity, world
+from tests.checkpoint import runs
+from titanmoe.data.batch import Batch
+from titanmoe.data.loader import Loader
+from titanmoe.train.checks import Unsound
+from titanmoe.watch import replay
+from titanmoe.watch.culprit import beginning, decoder
+from titanmoe.watch.numbers import checks
+
+NAN, BAD = float("nan"), 6
+RUN = runs.RUN | {"debug.culprit": "name", "training.steps": 4, "checkpoint.enable": False}
+
+
+class BadSample(Loader):
+    """Positions of one sample of step 2 are NaN."""
+
+    def next_step(self) -> list[Batch]:
+        batches = super().next_step()
+        numbers = iter(self.identify(batches))
+        out = []
+        for batch in batches:
+            place = torch.arange(batch.tokens_BS.shape[1]).expand(batch.tokens_BS.shape).double()
+            bad = torch.tensor([next(numbers) == BAD for _ in place])
+            out.append(batch._replace(position_BS=place.masked_fill(bad.unsqueeze(1), NAN)))
+        return out
+
+
+def with_bad_data(changes: dict[str, Any]) -> str:
+    return train(parity.make_trainer(RUN | changes, loader=BadSample, checks=checks))
+
+
+def train(trainer: Any) -> str:
+    try:
+        trainer.train_step(), trainer.train_step()
+    except Unsound as error:
+        return str(error)
+    return ""
+
+
+MAPPINGS = {
+    "tp2 ep2": ({"parallelism.tp": 2, "parallelism.experts.ep": 2}, "ranks 0, 1", 2),
+    "pp2": ({"parallelism.pp": 2, "activation_checkpoint.mode": "full"}, "rank 0", 2),
+    "dp2, two samples at a time": ({"training.local_batch_size": 2}, "rank 1", 0),
+}
+
+
+@pytest.mark.parametrize("name", MAPPINGS)
+def test_bad_data_are_named_by_their_number(name: str) -> None:
+    changes, ranks, microbatch = MAPPINGS[name]
+    texts = world.run(2, with_bad_data, changes)
+    assert texts[0] == texts[1] and texts[0].startswith("step 2: loss nan, gradient norm nan; first parameter")
+    assert f"First not finite: the output of layers.0.attention, microbatch {microbatch}, on {ranks} (" in texts[0]
+    assert texts[0].count("; sample 6 of the run. ") == 1
+
+
+def with_a_bad_weight(changes: dict[str, Any], name: str, rank: int) -> str:
+    trainer = parity.make_trainer(RUN | changes, checks=checks)
+    if dist.get_rank() == rank:
+        trainer.optimizer.pieces[name].data.view(-1)[0] = float("inf")
+    return train(trainer)
+
+
+def test_the_rank_of_a_bad_expert_is_named_and_not_those_that_got_its_rows() -> None:
+    texts = world.run(2, with_a_bad_weight, {"parallelism.experts.ep": 2}, "layers.1.moe.experts.w2", 1)
+    assert texts[0] == texts[1]
+    assert "First not finite: the output of layers.1.moe.experts, microbatch 1, on rank 1 (" in texts[0]
+
+
+def with_a_bad_gradient(changes: dict[str, Any], rank: int) -> str:
+    """What flows back into the first layer's attention norm."""
+
+    def spoil(part: Any, args: Any, out: torch.Tensor) -> None:
+        if trainer.step == 1:
+            out.register_hook(lambda grad: grad * NAN)
+
+    trainer = parity.make_trainer(RUN | changes, checks=checks)
+    if dist.get_rank() == rank:
+        trainer.parts[0].get_submodule("layers.0.attention_norm").register_forward_hook(spoil)
+    return train(trainer)
+
+
+def test_a_gradient_is_named_with_its_direction() -> None:
+    texts = world.run(2, with_a_bad_gradient, {}, 1)
+    assert texts[0] == texts[1] and texts[0].startswith("step 1: loss 4.1")
+    assert "First not finite: the gradient that leaves the backward of layers.0.attention." in texts[0]
+    assert "on rank 1 (" in texts[0]
+
+
+def bundled(folder: str) -> str:
+    changes = {"job.dump_folder": folder, "debug.culprit": "bundle", "parallelism.experts.ep": 2}
+    try:
+        parity.make_trainer(RUN | changes, loader=BadSample, checks=checks).train()
+    except Unsound as error:
+        return str(error)
+    return ""
+
+
+def again(folder: str) -> str:
+    config = replay.read(replay.arguments(Path(folder), dist.get_world_size()), dist.get_world_size())
+    return replay.repeat(Path(folder), config, parity.runtime_here())
+
+
+def test_a_bundle_repeats_the_step_under_its_mapping_and_in_one_process(tmp_path: Path) -> None:
+    (said, _) = world.run(2, bundled, str(tmp_path))
+    folder = tmp_path / "run/bundles/step-00000002"
+    assert f"; to repeat the step: python -m titanmoe.watch.replay {folder}. " in said
+    for size in (2, 1):
+        text = world.run(size, again, str(folder))[0]
+        assert text.startswith("step 2: loss nan, gradient norm nan;") and "sample 6 of the run" in text
+        assert "First not finite: the output of layers.0.attention, microbatch " in text
+    weights = {path.name for path in folder.iterdir()}
+    assert weights == {"batch.safetensors", "config.toml", "report.json", "weights"}
+
+
+def test_what_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], [str(tmp_path)]):
+        with pytest.raises(SystemExit) as end:
+            replay.main(argv)
+        assert end.value.code == 2
+    assert "is not a bundle: it has no report.json" in capsys.readouterr().err
+
+
+def test_a_sample_is_shown_by_its_beginning() -> None:
+    text = "A  sample\nbegins here, " + "and goes on " * 9
+    batch = Batch(torch.tensor([[0] * 120, [256, *text.encode()[:119]]]), *[torch.empty(0)] * 2)
+    assert (
+        beginning(batch, 1, decoder(parity.read({}, 1))) == "A sample begins here, and goes on and goes on and goes on"
+    )
+    assert decoder(parity.read({"data.source": "synthetic"}, 1)) is None and beginning(batch, 1, None) == ""

@@ -1,0 +1,134 @@
+"""A bit that flips in one replica is found within the interval, and its rank is named."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import parity, world
+from tests.checkpoint import runs
+from titanmoe.train.checks import Unsound
+from titanmoe.watch import bits
+from titanmoe.watch.bits import fingerprint
+from titanmoe.watch.numbers import checks
+from titanmoe.watch.replicas import differing
+
+TRIALS, EVERY = 20, 2
+RUN = runs.RUN | {"model.num_layers": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+def test_any_flipped_bit_changes_a_fingerprint(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bits, "BLOCK", 4)
+    x = torch.randn(21).mul(9).to(dtype)[1:]
+    sound = int(fingerprint(x))
+    for place in range(len(x)):
+        for bit in range(8 * x.element_size()):
+            flip(x, place, bit)
+            assert int(fingerprint(x)) != sound, (place, bit)
+            flip(x, place, bit)
+    assert int(fingerprint(x)) == int(fingerprint(x.clone())) == sound != int(fingerprint(x.flip(0)))
+    assert int(fingerprint(x[:0])) == 0
+
+
+def flip(x: torch.Tensor, place: int, bit: int) -> None:
+    x.view(-1).view(torch.uint8)[place * x.element_size() + bit // 8] ^= 1 << bit % 8
+
+
+def test_the_majority_is_right() -> None:
+    assert differing((0, 2, 4), [7, 7, 7]) == []
+    assert differing((0, 2, 4), [7, 8, 7]) == [2]
+    assert differing((0, 2), [7, 8]) == [0, 2]
+    assert differing((0, 2, 4, 6), [7, 7, 8, 8]) == [0, 2, 4, 6]
+
+
+def flips(changes: dict[str, Any]) -> list[str]:
+    """Train; each time a random bit of a random tensor flips on a random rank. Which was hit, and what was said."""
+    trainer = parity.make_trainer(RUN | changes | {"debug.replicas_every": EVERY}, checks=checks)
+    draw, said = random.Random(0), []
+    for _ in range(TRIALS):
+        trainer.step = 0
+        trainer.train_step()
+        sound = {name: x.clone() for name, x, _ in trainer.checks.replicas.held()}
+        name, x, _ = draw.choice(list(trainer.checks.replicas.held()))
+        victim, place, bit = draw.randrange(trainer.runtime.world), draw.randrange(x.numel()), draw.randrange(64)
+        if dist.get_rank() == victim:
+            flip(x.detach(), place, bit % (8 * x.element_size()))
+        text = ""
+        try:
+            for _ in range(EVERY):
+                trainer.train_step()
+                trainer.checks.after_step(saves=False)
+        except Unsound as error:
+            text = str(error)
+        said.append((victim, name, bit, text))
+        for name, x, _ in trainer.checks.replicas.held():
+            x.detach().copy_(sound[name])
+        trainer.drop_gradients()
+    return said
+
+
+def test_a_flipped_bit_is_found_in_20_of_20_and_its_rank_named() -> None:
+    ends = world.run(4, flips, {"parallelism.dp_replicate": 4})
+    assert ends[0] == ends[1] == ends[2] == ends[3]
+    for victim, name, bit, text in ends[0]:
+        assert f"rank {victim} differs from 3 ranks that agree" in text, (victim, name, bit, text)
+    assert len(ends[0]) == TRIALS
+
+
+def hit(folder: str, changes: dict[str, Any], at: int, name: str) -> dict[str, torch.Tensor] | str:
+    """A run in which a weight's bit flips on rank 1 before the update of a step; its state at the end."""
+    pending = [at]
+
+    def strike(step: int, parameters: dict[str, Any]) -> None:
+        if pending == [step] and dist.get_rank() == 1:
+            pending.clear()  # not again after it was restored
+            full = next(n for n in parameters if n.endswith(name))
+            flip(trainer.optimizer.pieces[full].data, 3, 30)
+
+    changes = RUN | {"job.dump_folder": folder, "training.steps": 6, "checkpoint.interval": 2} | changes
+    trainer = parity.make_trainer(changes, on_gradients=strike, checks=checks)
+    try:
+        trainer.train()
+    except Unsound as error:
+        return str(error)
+    return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in
+            runs.everything(trainer).items()}  # fmt: skip
+
+
+CASES = {
+    "dp_replicate": ({"parallelism.dp_replicate": 2}, "attention.wq.weight", "(dp_replicate): layers.0.attention.wq"),
+    "tp": ({"parallelism.tp": 2}, "attention_norm.weight", "(tp): layers.0.attention_norm.weight"),
+    "routers": ({}, "router.weight", "(dp_shard x cp): layers.0.moe.router.weight"),
+    "edp_replicate": ({"parallelism.dp_replicate": 2}, "experts.w1", "(edp_replicate): layers.0.moe.experts.w1"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_of_two_both_are_named_with_the_axes_and_the_tensor(name: str, tmp_path: Path) -> None:
+    changes, tensor, text = CASES[name]
+    ends = world.run(2, hit, str(tmp_path), changes | {"debug.replicas_every": 2}, 3, tensor)
+    assert ends[0] == ends[1]
+    assert ends[0].startswith("after step 4 ranks 0, 1 should hold the same and differ, and no majority tells")
+    assert text in ends[0] and ends[0].endswith("; they were alike after step 2")
+
+
+def test_the_last_agreement_is_restored_to_the_last_bit(tmp_path: Path) -> None:
+    changes = {"parallelism.dp_replicate": 2, "debug.replicas_every": 1, "debug.on_difference": "restore"}
+    straight = world.run(2, hit, str(tmp_path / "straight"), changes, 0, "")
+    struck = world.run(2, hit, str(tmp_path / "struck"), changes, 4, "wq.weight")
+    for want, got in zip(straight, struck, strict=True):
+        assert all(torch.equal(tensor, want[name]) for name, tensor in got.items())
+    folder = tmp_path / "struck/run"
+    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    assert [(e["step"], e["kind"]) for e in events] == [
+        (0, "start"), (2, "save"), (4, "restore"), (2, "restart"), (4, "save"), (6, "save")
+    ]  # fmt: skip
+    lines = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines == [1, 2, 3, 4, 5, 6]

@@ -1,0 +1,102 @@
+"""A suspect step is repeated: a passing fault is blamed on its rank and leaves no trace, bad data is blamed as such."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import parity, world
+from tests.checkpoint import runs
+from titanmoe.config import ConfigError
+from titanmoe.train.checks import Unsound
+from titanmoe.watch.numbers import checks
+from titanmoe.watch.rerun import verdict
+
+RUN = runs.RUN | {"debug.rerun": True, "optimizer.skip_window": 4}
+FAULTY, STEPS = 5, 6
+
+
+def go(changes: dict[str, Any], module: str, value: float, rank: int = 1) -> tuple[Any, ...]:
+    """Once, in one step, the first number that a module returns on one rank is another."""
+    struck = []
+
+    def spoil(part: Any, args: Any, out: torch.Tensor) -> torch.Tensor | None:
+        if trainer.step != FAULTY or struck:
+            return None
+        struck.append(True)
+        return torch.cat((out.flatten()[:1] * 0 + value, out.flatten()[1:])).view_as(out)
+
+    trainer = parity.make_trainer(RUN | changes, checks=checks)
+    events = []
+    trainer.log_event = lambda step, kind, text, **more: events.append((step, kind, text))
+    named = {name: part for whole in trainer.parts for name, part in whole.named_modules()}
+    if module in named and dist.get_rank() == rank:
+        named[module].register_forward_hook(spoil)
+    losses = [trainer.train_step()["loss"] for _ in range(STEPS)]
+    return losses, events, parity.whole(runs.everything(trainer), dist.get_rank(), trainer.fold)
+
+
+CASES = {
+    "NaN, data parallel": ({}, "layers.1.ffn_norm", float("nan"), 1, "the router of layer 1"),
+    "far too large, expert parallel": ({"parallelism.experts.ep": 2}, "head.norm", 1e30, 1, "the loss"),
+    "a stage": ({"parallelism.pp": 2}, "layers.1.ffn_norm", float("nan"), 1, "the router of layer 1"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_passing_fault_is_blamed_on_its_rank_and_leaves_no_trace(name: str) -> None:
+    changes, module, value, rank, where = CASES[name]
+    straight, _, want = world.run(2, go, changes, "no module", 0.0)[0]
+    ends = world.run(2, go, changes, module, value, rank)
+    losses, ((step, kind, text),), got = ends[0]
+    assert (step, kind) == (FAULTY, "suspect") and ends[0][1] == ends[1][1]
+    assert f": not reproducible on rank 1, first seen in {where}" in text
+    assert losses == straight and all(torch.equal(tensor, want[name]) for name, tensor in got.items())
+
+
+def with_bad_data(changes: dict[str, Any]) -> str:
+    trainer = parity.make_trainer(RUN | changes, loader=parity.NaNPositions, checks=checks)
+    try:
+        trainer.train_step(), trainer.train_step()
+    except Unsound as error:
+        return str(error)
+    return ""
+
+
+def test_data_that_gives_the_same_again_is_blamed_as_such() -> None:
+    texts = world.run(2, with_bad_data, {"parallelism.tp": 2})
+    assert texts[0] == texts[1] and texts[0].startswith("step 2: loss nan")
+    assert "Loss nan: the data does it: forward and backward once more give the same bits on all ranks. " in texts[0]
+
+
+def test_the_first_difference_tells_where() -> None:
+    routers = [f"the router of layer {n}" for n in range(12)]
+    assert verdict([[], []]) == ""
+    assert verdict([routers[10:], [*routers[9:], "the loss"], []]) == (
+        "not reproducible on rank 1, first seen in the router of layer 9; what 1 other rank made of it differs too"
+    )
+    assert verdict([["the gradient of a"], [], ["the gradient of b"]]) == (
+        "not reproducible on ranks 0, 2, first seen in gradients"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"debug.rerun": True}, "training.deterministic = false lets them differ"),
+        ({"debug.on_difference": "restore", "checkpoint.enable": True}, "debug.replicas_every = 0 looks for none"),
+        ({"debug.on_difference": "restore", "debug.replicas_every": 9}, "checkpoint.enable = false"),
+        (
+            {"debug.on_difference": "restore", "debug.replicas_every": 9}
+            | {"checkpoint.enable": True, "checkpoint.load": "none"},
+            'checkpoint.load = "none": set enable = true',
+        ),
+    ],
+)
+def test_what_could_not_do_its_work_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        parity.read(changes, 1)
+    assert len(error.value.problems) == 1

@@ -1,0 +1,70 @@
+"""Updates that are not made: of a step whose loss or gradient norm is not finite or far above those before.
+
+The rule is that of OLMo-core's SkipStepOptimizer (https://github.com/allenai/OLMo-core), but a fall is no fault, and
+what was skipped is not part of what is usual. Every rank knows the same two numbers, so all decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import fmean
+from typing import Any
+
+from titanmoe.config.schema import Optimizer as Options
+from titanmoe.train.checks import Unsound
+
+USUAL = 6.0
+"""Standard deviations above the mean that make a step suspect, if skip_spikes does not say."""
+LEAST = 1e-3
+"""The deviation is at least this fraction of the mean: that of numbers which hardly move is almost zero."""
+
+
+class Skips:
+    def __init__(self, options: Options):
+        self.options = options
+        self.before = {name: deque[float](maxlen=options.skip_window) for name in ("loss", "gradient norm")}
+        self.skipped = 0
+        """Steps of the run without an update, for whatever reason."""
+        self.in_a_row = 0
+        """The last ones, as far as they were skipped by this rule."""
+
+    def why(self, loss: float, norm: float, sigmas: float) -> str:
+        """What is wrong with these, "" for nothing. sigmas: how many deviations above the mean are too many."""
+        for (name, before), value in zip(self.before.items(), (loss, norm), strict=True):
+            if not math.isfinite(value):
+                return f"{name} {value}"
+            if len(before) >= self.options.skip_window // 2:
+                mean = fmean(before)
+                deviation = max(math.sqrt(fmean((x - mean) ** 2 for x in before)), LEAST * abs(mean))
+                if value > mean + sigmas * deviation:
+                    above = f"{(value - mean) / deviation:.3g} deviations above {mean:.5g}"
+                    return f"{name} {value:.5g}, which is {above}, the mean of the {len(before)} steps before"
+        return ""
+
+    def skip(self) -> None:
+        self.skipped += 1
+        self.in_a_row += 1
+
+    def accept(self, loss: float, norm: float) -> None:
+        self.in_a_row = 0
+        for before, value in zip(self.before.values(), (loss, norm), strict=True):
+            before.append(value)
+
+    def check_limit(self, step: int, why: str) -> None:
+        if self.in_a_row >= self.options.skip_limit:
+            raise Unsound(
+                f"step {step}: {self.in_a_row} updates in a row were skipped (optimizer.skip_limit), the last because "
+                f"of {why}. The weights are as the last update left them. Lower optimizer.lr, look at these steps' "
+                "samples in events.jsonl, or accept such numbers with a larger optimizer.skip_spikes."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row, "before": {k: [*v] for k, v in self.before.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Of a run that knew of no skips: {}."""
+        self.skipped, self.in_a_row = int(state.get("skipped", 0)), int(state.get("in_a_row", 0))
+        for name, before in self.before.items():
+            before.clear()
+            before.extend(map(float, state.get("before", {}).get(name, ())))

@@ -1,0 +1,198 @@
+"""A step whose numbers are not finite, once more with a look at every module: where it began, on which rank, with what.
+
+Under every mapping a microbatch passes the layers in the same order. So of what all ranks found, the first is the one
+of the earliest microbatch in the earliest layer, forward before backward; within a layer, ranks run the same modules.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from titanmoe.config import ConfigError
+from titanmoe.config.schema import Config
+from titanmoe.data.batch import Batch
+from titanmoe.data.shards import is_shards
+from titanmoe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from titanmoe.moe.experts import Experts
+from titanmoe.train.trainer import Sums, Trainer, Work
+from titanmoe.watch.replicas import few
+
+TEXT = 60
+"""Characters of a sample that a message shows."""
+
+
+class Note(NamedTuple):
+    backward: bool
+    module: str
+    microbatch: Tensor
+    bad: Tensor
+    """How many numbers are not finite."""
+    numbers: int
+    rows_B: Tensor | None
+    """Which samples of the microbatch have any, where the tensor has them apart."""
+
+
+class First(NamedTuple):
+    """Compared in this order."""
+
+    backward: bool
+    microbatch: int
+    layer: int
+    nth: int
+    """Of the notes of this layer and microbatch."""
+    module: str
+    bad: int
+    numbers: int
+    samples: dict[int, str]
+    """Number in the run and beginning of the text."""
+
+
+class Trace:
+    def __init__(self, trainer: Trainer):
+        self.trainer, self.notes = trainer, list[Note]()
+        self.microbatch = threading.local()  # two that take turns have a thread each
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for part in self.trainer.parts:
+                for name, module in part.named_modules():
+                    hook = part.register_forward_pre_hook(self._enter, with_kwargs=True) if not name else None
+                    hook = hook or module.register_forward_hook(partial(self._look, name))
+                    stack.callback(hook.remove)
+                    if isinstance(module, Experts):  # what they return is in flight already
+                        stack.enter_context(self._around_products(name, module))
+            yield
+
+    @contextmanager
+    def _around_products(self, name: str, experts: Experts) -> Iterator[None]:
+        def products(*args: Any) -> Tensor:
+            out = plain(*args)
+            self._look(name, experts, args, out)
+            return out
+
+        plain, own = experts.products, "products" in vars(experts)
+        experts.products = products
+        try:
+            yield
+        finally:
+            del experts.products
+            if own:  # it is compiled
+                experts.products = plain
+
+    def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.microbatch.now = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
+
+    def _look(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        microbatch = getattr(self.microbatch, "now", None)
+        if microbatch is None:  # recomputed in a thread of autograd's: its first run has been seen
+            return
+        for x in _numbers(out):
+            self._note(False, name, microbatch, x)
+        for x in _numbers(args):
+            if x.requires_grad:
+                x.register_hook(partial(self._note, True, name, microbatch))
+
+    @torch.no_grad()
+    def _note(self, backward: bool, name: str, microbatch: Tensor, x: Tensor) -> None:
+        odd = x.isfinite().logical_not()
+        rows_B = odd.flatten(1).any(1) if x.dim() == 3 and len(x) == len(self.batches[0].tokens_BS) else None
+        self.notes.append(Note(backward, name, microbatch, odd.sum(), x.numel(), rows_B))
+
+    def run(self, work: Work) -> Sums:
+        self.batches = work.batches
+        compiled = self.trainer.config.compile.enable
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), self.watching():
+            return self.trainer.sums(work)
+
+    def first(self) -> First | None:
+        """What this rank saw first."""
+        nth: Counter[tuple[bool, int, int]] = Counter()
+        found: list[tuple[tuple[bool, int, int, int], Note]] = []
+        for note in self.notes:
+            place = note.backward, int(note.microbatch), self._layer(note.module) * (-1 if note.backward else 1)
+            if int(note.bad):
+                found.append(((*place, nth[place]), note))
+            nth[place] += 1
+        if not found:
+            return None
+        place, note = min(found, key=lambda entry: entry[0])
+        # Where rows are in no order of samples, the layer's next tensor tells which of this rank's are concerned.
+        rows = [n.rows_B for at, n in sorted(found, key=lambda entry: entry[0]) if at[:3] == place[:3]]
+        apart = [rows_B for rows_B in rows if rows_B is not None]
+        return First(*place, note.module, int(note.bad), note.numbers, self._samples(place[1], apart[:1]))
+
+    def _layer(self, module: str) -> int:
+        kind, _, rest = module.partition(".")
+        layers = self.trainer.config.model.num_layers
+        return int(rest.partition(".")[0]) if kind == "layers" else -1 if kind == "embed" else layers
+
+    def _samples(self, microbatch: int, rows: list[Tensor]) -> dict[int, str]:
+        numbers = list(self.trainer.loader.identify(self.batches))
+        batch, decode = self.batches[microbatch], decoder(self.trainer.config)
+        size = len(batch.tokens_BS)
+        chosen = rows[0].nonzero().flatten().tolist() if rows else []
+        return {numbers[microbatch * size + row]: beginning(batch, row, decode) for row in chosen}
+
+
+def _numbers(values: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(values) if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
+
+
+def decoder(config: Config) -> Tokenizer | None:
+    """The tokenizer of the run's text, if the config names it; that of token shards is known to them alone."""
+    data = config.data
+    if data.source == "synthetic" or any(is_shards(Path(entry).expanduser()) for entry in data.paths):
+        return None
+    try:
+        return open_tokenizer(data.tokenizer) if data.source == "files" else ByteTokenizer()
+    except ConfigError:  # a bundle's is on another machine
+        return None
+
+
+def beginning(batch: Batch, row: int, tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return ""
+    return " ".join(tokenizer.decode(batch.tokens_BS[row, :TEXT].tolist()).split())[:TEXT]
+
+
+def find(trainer: Trainer, work: Work) -> tuple[Sums, str]:
+    """The sums of the repeated step, whose gradients replace those of the first pass, and what was found.
+
+    All ranks call it together.
+    """
+    trainer.drop_gradients()
+    trace = Trace(trainer)
+    sums = trace.run(work)
+    everyone: list[First | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, trace.first())
+    return sums, told(everyone)
+
+
+def told(everyone: list[First | None]) -> str:
+    found = {rank: first for rank, first in enumerate(everyone) if first}
+    if not found:
+        return "forward and backward once more are finite in every module on all ranks"
+    where = min(first[:4] for first in found.values())
+    ranks = [rank for rank, first in found.items() if first[:4] == where]
+    first = found[ranks[0]]
+    way = "gradient that leaves the backward" if first.backward else "output"
+    near = [other for other in found.values() if other[:3] == where[:3]]
+    samples = {number: text for other in near for number, text in other.samples.items()}
+    shown = [f"{number} ({text!r})" if text else str(number) for number, text in sorted(samples.items())]
+    return (
+        f"first not finite: the {way} of {first.module or 'the stage'}, microbatch {first.microbatch}, on rank"
+        f"{'s' * (len(ranks) > 1)} {few(ranks)} ({first.bad:,} of {first.numbers:,} numbers)"
+        + (f"; sample{'s' * (len(shown) > 1)} {few(shown)} of the run" if shown else "")
+    )

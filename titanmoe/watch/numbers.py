@@ -1,0 +1,82 @@
+"""What a trainer asks about its numbers, by [debug].
+
+Imports torch and the rest only once there is a trainer: a refusal must not wait for them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NoReturn
+
+from titanmoe.train.checks import Checks, Restore, Unsound
+
+if TYPE_CHECKING:
+    from titanmoe.train.trainer import Sums, Trainer, Work
+
+
+def checks(trainer: Trainer) -> Checks:
+    return NumberChecks(trainer)
+
+
+class NumberChecks(Checks):
+    def __init__(self, trainer: Trainer):
+        from titanmoe.watch.replicas import Replicas
+
+        self.trainer, self.options = trainer, trainer.config.debug
+        self.replicas = Replicas(trainer) if self.options.replicas_every else None
+        self.said: list[str] = []
+        self.bundled = False
+        """Whether this process has written a bundle: one is enough."""
+
+    def suspect(self, why: str, work: Work, finite: bool) -> Sums | None:
+        trainer, sums, self.said = self.trainer, None, []
+        self._compare(trainer.step - 1)
+        if self.options.rerun:
+            from titanmoe.watch.rerun import again
+
+            sums, text = again(trainer, work)
+            same = "the data does it: forward and backward once more give the same bits on all ranks"
+            self._say(f"{why}: {text or same}")
+            finite = math.isfinite(sums.found.loss + sums.found.norm)
+        if not finite and self.options.culprit != "none":
+            from titanmoe.watch.culprit import find
+
+            sums, text = find(trainer, work)
+            if self.options.culprit == "bundle" and not self.bundled and trainer.folder is not None:
+                from titanmoe.watch.bundle import write
+
+                self.bundled = True
+                text = f"{text}; {write(trainer, work.batches, text)}"
+            self._say(text)
+        return sums
+
+    def after_step(self, saves: bool) -> None:
+        step = self.trainer.step
+        if self.replicas and (saves or step % self.options.replicas_every == 0):
+            self._compare(step)
+
+    def explained(self) -> str:
+        return "".join(f"{text[0].upper()}{text[1:]}. " for text in self.said)
+
+    def _compare(self, step: int) -> None:
+        if self.replicas and (text := self.replicas.compare(step)):
+            self._stop(f"{text}{self._reproducible()}")
+
+    def _reproducible(self) -> str:
+        """Whether the last step's pass over the weights as they are now gives the same bits twice."""
+        if self.trainer.last_work is None:
+            return ""
+        from titanmoe.watch.rerun import again
+
+        self.trainer.drop_gradients()
+        self.trainer.sums(self.trainer.last_work)
+        _, text = again(self.trainer, self.trainer.last_work)
+        self.trainer.drop_gradients()
+        return f"; two more passes over the last batch are {text or 'the same on all ranks'}"
+
+    def _stop(self, text: str) -> NoReturn:
+        raise (Restore if self.options.on_difference == "restore" else Unsound)(text)
+
+    def _say(self, text: str) -> None:
+        self.said.append(text)
+        self.trainer.log_event(self.trainer.step, "suspect", text)

@@ -1,0 +1,63 @@
+"""A suspect step's forward and backward once more: do they give the same bits?
+
+Each rank keeps fingerprints of what it computed by itself: its part of the loss, each layer's routing (counts and
+statistics that the layer has made anyway) and its pieces of the gradients. Hidden states travel, so of the layers that
+came out differently only the first tells where.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanmoe.parallel.norm import local_grad
+from titanmoe.train.trainer import Sums, Trainer, Work
+from titanmoe.watch.bits import fingerprint
+from titanmoe.watch.replicas import few
+
+
+def computed(trainer: Trainer) -> dict[str, int]:
+    """Fingerprints of the last forward and backward, in the order in which a fault spreads; the host waits for them."""
+    prints: dict[str, Tensor] = {}
+    for number, moe in sorted(trainer.moe_layers.items()):
+        routing = torch.cat((moe.balance.count_ME, moe.balance.statistics_MX), 1)
+        prints[f"the router of layer {number}"] = fingerprint(routing)
+    prints["the loss"] = fingerprint(trainer.own_loss)
+    for name, parameter in trainer.parameters.items():
+        prints[f"the gradient of {name}"] = fingerprint(local_grad(parameter))
+    return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
+
+
+def again(trainer: Trainer, work: Work) -> tuple[Sums, str]:
+    """The sums of a second pass, whose gradients replace those of the first, and what differs. All ranks call it."""
+    first = computed(trainer)
+    trainer.drop_gradients()
+    sums = trainer.sums(work)
+    second = computed(trainer)
+    mine = [name for name in first if first[name] != second[name]]
+    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, mine)
+    return sums, verdict(everyone)
+
+
+def verdict(everyone: list[list[str]]) -> str:
+    """Which rank computes what cannot be reproduced, "" if none does.
+
+    everyone: by rank, what came out differently, in the order of `computed`.
+    """
+    hit = {rank: names for rank, names in enumerate(everyone) if names}
+    if not hit:
+        return ""
+
+    def place(name: str) -> tuple[int, int]:
+        if name.startswith("the router"):
+            return 0, int(name.rpartition(" ")[2])
+        return (1, 0) if name == "the loss" else (2, 0)
+
+    where = min((names[0] for names in hit.values()), key=place)
+    ranks = [rank for rank, names in hit.items() if place(names[0]) == place(where)]
+    what = "gradients" if where.startswith("the gradient") else where
+    text = f"not reproducible on rank{'s' * (len(ranks) > 1)} {few(ranks)}, first seen in {what}"
+    others = len(hit) - len(ranks)
+    return text + (f"; what {others} other rank{'s' * (others > 1)} made of it differs too" if others else "")
