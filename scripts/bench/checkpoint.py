@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from titanmoe.checkpoint import folder as writing
 from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import write_tensors as writing
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, start, stop, world_size

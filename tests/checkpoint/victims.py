@@ -61,9 +61,9 @@ def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen
     """Save step 1, then step 2 over it; the victim dies before its at-th disk operation for step 2. If at is 0, nobody
     dies, and each leaves a copy of the folder from before each such operation.
     """
-    from titanmoe.checkpoint import folder as folder_module
-    from titanmoe.checkpoint.folder import Piece
+    from titanmoe.checkpoint import write_tensors
     from titanmoe.checkpoint.saver import Saver
+    from titanmoe.checkpoint.write_tensors import Piece
     from titanmoe.config.schema import Checkpoint
 
     saver = Saver(Path(folder), Checkpoint(enable=True, save=mode, keep_last=1))
@@ -96,9 +96,9 @@ def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen
             doing("open for writing")
 
     sys.addaudithook(audit)
-    write, close = folder_module._Summing.write, folder_module._Summing.close
-    folder_module._Summing.write = lambda self, data: (doing("write"), write(self, data))[1]
-    folder_module._Summing.close = lambda self: (None if self.closed else doing("fsync"), close(self))[1]
+    write, close = write_tensors._Summing.write, write_tensors._Summing.close
+    write_tensors._Summing.write = lambda self, data: (doing("write"), write(self, data))[1]
+    write_tensors._Summing.close = lambda self: (None if self.closed else doing("fsync"), close(self))[1]
     save(2)
     seen_by_me = list(seen)
     Path(steps_seen, str(rank)).write_text("\n".join(seen_by_me))

@@ -22,9 +22,11 @@ from torch import Tensor
 
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.disk import NO_ROOM, Doing, unwritten
-from titanmoe.checkpoint.folder import Piece, save, together
+from titanmoe.checkpoint.folder import save
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.together import together
+from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint as Options
 
 NAMED = 8

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, choose
-from titanmoe.checkpoint.folder import Checkpoint, together
+from titanmoe.checkpoint.folder import Checkpoint
 from titanmoe.checkpoint.inside import CheckpointError, error_text
 from titanmoe.checkpoint.saver import Saver
+from titanmoe.checkpoint.together import together
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
