@@ -52,11 +52,7 @@ def save(
     together(group, lambda: doing(f"making {aside}", layout.begin, aside) if first else None)
     together(group, lambda: _seen(aside))
     writer = Writer(aside, doing, finite)
-    try:
-        with _without_remark(group):
-            dcp.save(dict(pieces), storage_writer=writer, planner=Planner(pieces), process_group=group)
-    except dcp.CheckpointException as failure:
-        raise _of(failure, target) from None
+    write_pieces(writer, target, pieces, group)
     together(group, lambda: writer.carry(carried or {}) if first else None)
     # Read back what was written: a byte that a file system lost should be found before anyone relies on it.
     sums = together(group, lambda: doing(f"reading back {writer.opened}", layout.require, aside, writer.sums))
@@ -68,6 +64,15 @@ def save(
     together(group, lambda: doing(f"publishing {target}", publish) if first else None)
 
 
+def write_pieces(writer: Writer, target: Path, pieces: Pieces, group: Group) -> None:
+    """target: what error messages call it."""
+    try:
+        with _without_remark(group):
+            dcp.save(dict(pieces), storage_writer=writer, planner=Planner(pieces), process_group=group)
+    except dcp.CheckpointException as failure:
+        raise _of(failure, target) from None
+
+
 def _seen(aside: Path) -> None:
     if not aside.is_dir():
         raise CheckpointError(
@@ -77,6 +82,10 @@ def _seen(aside: Path) -> None:
 
 
 # ---- reading
+
+
+Wanted = dict[str, dict[Block, list[tuple[str, Piece]]]]
+"""By file: the blocks in it, and the pieces that take something from each, with their tensors' names."""
 
 
 class Checkpoint:
@@ -116,10 +125,17 @@ class Checkpoint:
     def fill(self, targets: Mapping[str, tuple[str, Piece]]) -> None:
         """Fill pieces from the stored tensor that each one names, under names of the caller's own. No rank waits for
         another."""
-        wanted: dict[str, dict[Block, list[tuple[str, Piece]]]] = {}
+        self.read_files(self.wanted(targets))
+
+    def wanted(self, targets: Mapping[str, tuple[str, Piece]]) -> Wanted:
+        """The blocks that these pieces are made from."""
+        wanted: Wanted = {}
         for name, piece in targets.values():
             for block in self._needed(name, piece):
                 wanted.setdefault(block.file, {}).setdefault(block, []).append((name, piece))
+        return wanted
+
+    def read_files(self, wanted: Wanted) -> None:
         for file, blocks in wanted.items():
             try:
                 inside.patiently(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
@@ -166,7 +182,7 @@ def _of(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
     errors = [error for error, _ in failure.failures.values()]
     if found := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NotFinite)}:
         others = f", and {len(found) - 1} more ranks have some" if len(found) > 1 else ""
-        return CheckpointError(
+        return NotFinite(
             f"{target} is not saved: on rank {min(found)} {found[min(found)]}{others}. Earlier checkpoints are "
             "untouched; start again to resume from the latest, with a lower optimizer.lr if it happens again"
         )

@@ -106,6 +106,11 @@ def _item(name: str, piece: Piece | Lazy) -> WriteItem:
     return WriteItem(MetadataIndex(name, torch.Size(piece.offset)), WriteItemType.SHARD, tensor_data=data)
 
 
+def _bytes(plan: SavePlan) -> int:
+    parts = [item.tensor_data for item in plan.items]
+    return sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
+
+
 class _Summing(io.RawIOBase):
     """A file that knows its length and checksum. torch.save only ever appends to it."""
 
@@ -149,8 +154,12 @@ class _Summing(io.RawIOBase):
 class Writer(StorageWriter):
     """Writes tensors with torch.save one after the other, and tensors.json, and keeps every file's checksum."""
 
-    def __init__(self, folder: Path, doing: Doing, finite: bool):
-        self.folder, self.doing, self.finite = folder, doing, finite
+    def __init__(
+        self, folder: Path, doing: Doing, finite: bool, room: Callable[[list[int]], None] = lambda needs: None
+    ):
+        """finite: refuse a NaN or an infinity. room: called on one rank with the bytes that each will write; it raises
+        if there is no room for them."""
+        self.folder, self.doing, self.finite, self.room = folder, doing, finite, room
         self.sums: dict[str, Sum] = {}
         self.opened = folder
         """The file being written, for error messages."""
@@ -163,6 +172,7 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.room([_bytes(plan) for plan in plans])
         return [replace(plan, storage_data=f"rank-{rank:05}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: Planner) -> Future[list[WriteResult]]:
@@ -217,8 +227,7 @@ class Writer(StorageWriter):
 
     def _missing(self, plan: SavePlan) -> int:
         """How many bytes this rank still has to write."""
-        parts = [item.tensor_data for item in plan.items]
-        whole = sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
+        whole = _bytes(plan)
         with contextlib.suppress(OSError):
             whole -= sum(file.stat().st_size for file in self.folder.glob(f"{plan.storage_data}-*"))
         return max(whole, 0)
