@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -32,6 +33,8 @@ TINY = {
     "checkpoint.enable": "true", "checkpoint.interval": INTERVAL, "checkpoint.keep_last": 3,
     "metrics.tensorboard": "false", "metrics.console": "lines",
 }  # fmt: skip
+LOCAL = {"checkpoint.local": 2, "checkpoint.interval": STEPS // 2}
+"""Of runs that keep local copies, mostly later than their last checkpoint."""
 
 
 class Wrong(Exception):
@@ -301,6 +304,21 @@ def asked_to_stop(run: Run) -> None:
     run.start()
 
 
+def lost_host(run: Run) -> None:
+    """Each rank is a host with a memory of its own, a folder. One host's is gone when the run starts again."""
+    run.options = run.options | LOCAL | {"checkpoint.local_folder": f"{run.folder}/memory$RANK"}
+    run.start()
+    step = run.draw.randint(LOCAL["checkpoint.local"] + 1, STEPS - 2 * INTERVAL)
+    run.wait(lambda: run.step() >= step, f"step {step}")
+    time.sleep(run.draw.uniform(0, 0.1))
+    run.kill_launcher()
+    lost = run.draw.randrange(RANKS)
+    shutil.rmtree(run.folder / f"memory{lost}")
+    whole = (run.folder / f"memory{1 - lost}").glob(f"*/*/{layout.MANIFEST}")
+    run.committed = max([run.committed, *(layout.step_of(manifest.parent) for manifest in whole)])
+    run.start()
+
+
 KINDS: dict[str, Callable[[Run], None]] = {
     "one rank killed": one_rank,
     "all ranks killed": all_ranks,
@@ -313,4 +331,5 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "errors while reading": errors_while_reading,
     "errors while writing": errors_while_writing,
     "asked to stop (SIGTERM)": asked_to_stop,
+    "a host lost with its memory": lost_host,
 }
