@@ -146,6 +146,18 @@ def test_a_run_that_went_back_does_not_return_to_the_future_it_left(tmp_path) ->
     assert begun(go(tmp_path, 2)) == 2
 
 
+def test_a_start_without_local_copies_ends_those_there_are(tmp_path) -> None:
+    go(tmp_path, 3)
+    assert "begins from" not in go(tmp_path, 1, local=0).notes
+    assert "begins from" not in go(tmp_path, 1).notes
+
+
+def test_without_its_ledger_a_run_has_no_local_copies(tmp_path) -> None:
+    go(tmp_path, 3)
+    (tmp_path / "run/checkpoints/local.json").write_text("{")
+    assert "begins from" not in go(tmp_path, 1).notes
+
+
 def test_copies_of_another_run_are_removed_not_used(tmp_path, straight) -> None:
     go(tmp_path, 3)
     shutil.rmtree(tmp_path / "run")

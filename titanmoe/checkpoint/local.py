@@ -226,7 +226,7 @@ class Local:
     def clear(self) -> None:
         """The run has ended and is saved."""
         together(self.group, lambda: (self.shared / ledger.NAME).unlink(missing_ok=True) if self.first else None)
-        together(self.group, lambda: shutil.rmtree(self.hosts.folder) if self.hosts.leads else None)
+        together(self.group, lambda: shutil.rmtree(self.hosts.folder, ignore_errors=True) if self.hosts.leads else None)
 
 
 def _name(run: Path) -> str:

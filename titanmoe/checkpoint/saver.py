@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import layout, ledger
 from titanmoe.checkpoint.disk import NO_ROOM, Doing, unwritten
 from titanmoe.checkpoint.folder import save
 from titanmoe.checkpoint.inside import CheckpointError
@@ -75,6 +75,8 @@ class Saver:
     def _prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._say(layout.sweep(self.folder))
+        if not self.options.local:  # the run may go anywhere before it makes local copies again
+            (self.folder / ledger.NAME).unlink(missing_ok=True)
 
     def _say(self, lines: list[str]) -> None:
         for line in lines:
