@@ -308,7 +308,7 @@ def lost_host(run: Run) -> None:
     """Each rank is a host with a memory of its own, a folder. One host's is gone when the run starts again."""
     run.options = run.options | LOCAL | {"checkpoint.local_folder": f"{run.folder}/memory$RANK"}
     run.start()
-    step = run.draw.randint(LOCAL["checkpoint.local"] + 1, STEPS - 2 * INTERVAL)
+    step = run.draw.randint(2 * LOCAL["checkpoint.local"] + 1, STEPS - 2 * INTERVAL)
     run.wait(lambda: run.step() >= step, f"step {step}")
     time.sleep(run.draw.uniform(0, 0.1))
     run.kill_launcher()
@@ -316,6 +316,8 @@ def lost_host(run: Run) -> None:
     shutil.rmtree(run.folder / f"memory{lost}")
     whole = (run.folder / f"memory{1 - lost}").glob(f"*/*/{layout.MANIFEST}")
     run.committed = max([run.committed, *(layout.step_of(manifest.parent) for manifest in whole)])
+    if not run.committed:
+        raise Missed("there are no local copies but those of the start")
     run.start()
 
 
