@@ -13,8 +13,9 @@ from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, freshest
 from titanmoe.checkpoint.folder import Checkpoint
 from titanmoe.checkpoint.inside import CheckpointError, error_text
-from titanmoe.checkpoint.local import Local, Scattered
+from titanmoe.checkpoint.local import Local
 from titanmoe.checkpoint.saver import Saver
+from titanmoe.checkpoint.scattered import Scattered
 from titanmoe.checkpoint.together import together
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config import ConfigError
