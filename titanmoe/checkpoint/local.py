@@ -87,9 +87,10 @@ class Local:
         together(group, lambda: doing(f"copying {target} to another host", self._copy, target, sums))
 
         def complete() -> Sum:
-            kept = [sums[rank] for rank in range(len(sums)) if hosts.keeper(rank) == hosts.rank]
-            for some in (sums[hosts.rank], *kept):
-                layout.require(target, some)
+            # The keeper's copy shows what is wrong with the file it was read from, too.
+            alone = hosts.keeper(hosts.rank) is None
+            for rank in [hosts.rank] if alone else [r for r in range(len(sums)) if hosts.keeper(r) == hosts.rank]:
+                layout.require(target, sums[rank])
             if hosts.leads and not self.first:
                 (target / TENSORS).write_bytes(tables)
             return writer.sums.get(TENSORS)
