@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -34,6 +35,8 @@ TINY = {
     "checkpoint.enable": "true", "checkpoint.interval": INTERVAL, "checkpoint.keep_last": 3,
     "metrics.tensorboard": "false", "metrics.console": "lines",
 }  # fmt: skip
+LOCAL = {"checkpoint.local": 2, "checkpoint.interval": STEPS // 2}
+"""Of runs that keep local copies, mostly later than their last checkpoint."""
 
 
 class Wrong(Exception):
@@ -324,6 +327,23 @@ def flipped_memory(run: Run) -> None:
         raise Wrong(f"flipped in step {at}, found in step {found[0]['step']}: {found[0]['text']}")
 
 
+def lost_host(run: Run) -> None:
+    """Each rank is a host with a memory of its own, a folder. One host's is gone when the run starts again."""
+    run.options = run.options | LOCAL | {"checkpoint.local_folder": f"{run.folder}/memory$RANK"}
+    run.start()
+    step = run.draw.randint(2 * LOCAL["checkpoint.local"] + 1, STEPS - 2 * INTERVAL)
+    run.wait(lambda: run.step() >= step, f"step {step}")
+    time.sleep(run.draw.uniform(0, 0.1))
+    run.kill_launcher()
+    lost = run.draw.randrange(RANKS)
+    shutil.rmtree(run.folder / f"memory{lost}")
+    whole = (run.folder / f"memory{1 - lost}").glob(f"*/*/{layout.MANIFEST}")
+    run.committed = max([run.committed, *(layout.step_of(manifest.parent) for manifest in whole)])
+    if not run.committed:
+        raise Missed("there are no local copies but those of the start")
+    run.start()
+
+
 KINDS: dict[str, Callable[[Run], None]] = {
     "one rank killed": one_rank,
     "all ranks killed": all_ranks,
@@ -336,6 +356,7 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "errors while reading": errors_while_reading,
     "errors while writing": errors_while_writing,
     "asked to stop (SIGTERM)": asked_to_stop,
+    "a host lost with its memory": lost_host,
 }
 
 BY_NAME: dict[str, Callable[[Run], None]] = {"a bit flipped in memory": flipped_memory}

@@ -1,10 +1,11 @@
-"""How long saving pauses training, asynchronous against synchronous, with about 1 GB of weights and moments.
+"""How long saving pauses training (asynchronous, synchronous, local copies) with about 1 GB of weights and moments.
 
     torchrun --standalone --nproc-per-node 2 scripts/bench/checkpoint.py [--rounds 3] [--config RECIPE] [--json FILE]
 
-The two modes alternate in one run. "blocked" is how long the training loop was paused by a save; "written after" how
-long until the checkpoint was on disk; "step" the time of a step with nothing being written, "step beside" of one while
-the asynchronous writer works. "check" is how long the slowest rank takes in a save to see that every number is finite.
+The modes alternate in one run; for local copies each rank counts as a host. "blocked" is how long the training loop was
+paused by a save; "written after" how long until it was on disk, or in the memory of two hosts; "step" the time of a
+step with nothing being written, "step beside" of one while the writer works in the background. "check" is how long the
+slowest rank takes in a save to see that every number is finite.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from titanmoe.checkpoint import folder as writing
 from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import write_tensors as writing
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.launch import read
 from titanmoe.train.runtime import leave, start, stop, world_size
@@ -35,8 +36,13 @@ from titanmoe.train.trainer import Trainer
 MODEL = [
     "--model.dim=512", "--model.num_layers=4", "--model.vocab_size=8192", "--model.num_heads=8", "--model.head_dim=64",
     "--model.expert_hidden=1408", "--model.num_kv_heads=8", "--data.source=synthetic", "--training.seq_len=64",
-    "--training.mixed_precision_param=float32", "--checkpoint.enable", "--checkpoint.keep_last=1",
+    "--training.mixed_precision_param=float32",
 ]  # fmt: skip
+SAVING = [
+    "--checkpoint.enable", "--checkpoint.keep_last=1", "--checkpoint.local=1",
+    "--checkpoint.local_folder=/dev/shm/titanmoe-bench-$RANK",
+]  # fmt: skip
+MODES = ("sync", "async", "local")
 
 
 def main() -> None:
@@ -45,9 +51,9 @@ def main() -> None:
     parser.add_argument("--config", help="a recipe, instead of the model of 1 GB")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
-    model = [*MODEL, f"--parallelism.experts.ep={world_size()}"]
+    model = [*MODEL, *SAVING, f"--parallelism.experts.ep={world_size()}"]
     if args.config:
-        model = ["--config", args.config, "--checkpoint.enable", "--checkpoint.keep_last=1"]
+        model = ["--config", args.config, *SAVING]
     config = read(model, world_size())
     runtime = start(config)
     box = [tempfile.mkdtemp(prefix="titanmoe-bench-") if runtime.rank == 0 else None]
@@ -67,7 +73,7 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
     checkpoints = Checkpoints(trainer, folder)
     saver = checkpoints.saver
     seconds: dict[str, dict[str, list[float]]] = {
-        mode: {"blocked": [], "written after": [], "step beside": []} for mode in ("sync", "async")
+        mode: {"blocked": [], "written after": [], "step beside": []} for mode in MODES
     }
     quiet, checks = [], []
     look, looks = writing.first_nonfinite, []
@@ -78,15 +84,17 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
         for mode, taken in seconds.items():
             for _ in range(3):
                 quiet.append(timed(trainer.train_step))
-            saver.options = SimpleNamespace(**vars(saver.options) | {"save": mode})
+            saver.options = SimpleNamespace(**vars(saver.options) | {"save": "async" if mode == "local" else mode})
             began = time.monotonic()
-            taken["blocked"].append(checkpoints._save())
+            taken["blocked"].append(checkpoints._save_local() if mode == "local" else checkpoints._save())
             while busy(saver):
                 taken["step beside"].append(timed(trainer.train_step))
             saver.wait()
             taken["written after"].append(time.monotonic() - began)
             if mode == "sync":  # next to training, it would measure the share of a core that it gets
                 checks.append(slowest(looks[-1]))
+    saver.local.clear()
+    saver.local.hosts.folder.parent.rmdir()
     folder = layout.candidates(saver.folder)[0]
     size = sum(s.bytes for s in layout.read_manifest(folder).files.values())
     out = {
@@ -124,7 +132,7 @@ def report(figures: dict[str, dict[str, float]], file: Path | None) -> None:
     machine = f"torch {torch.__version__}, {platform.machine()}"
     print(f"{every['gb']:.2f} GB, {every['ranks']:.0f} ranks, step {every['step']:.3f} s; {machine}")
     print("save    blocked s  written after s  step beside s")
-    for mode in ("sync", "async"):
+    for mode in MODES:
         f = figures[mode]
         print(f"{mode:<7} {f['blocked']:9.3f}  {f['written after']:15.3f}  {f['step beside']:13.3f}")
     print(f"check {every['check'] * 1e3:.2f} ms: {every['check'] / every['step']:.2%} of a step")

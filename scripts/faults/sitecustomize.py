@@ -1,4 +1,4 @@
-"""Faults in a rank, in its disk access, its memory or what it does, for scripts/torture*.py and tests: with this folder
+"""Faults in a rank, in its disk access, its memory or what it does, for torture scripts and tests: with this folder
 on PYTHONPATH, Python imports it at its start. FAULTS, a JSON list in the environment, names the faults; without it
 nothing happens.
 

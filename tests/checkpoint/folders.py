@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.folder import Lazy, write_checkpoint
+from titanmoe.checkpoint.folder import write_checkpoint
 from titanmoe.checkpoint.manifest import sealed
+from titanmoe.checkpoint.write_tensors import Lazy
 
 OLD = Path(__file__).parent / "old/step-00000007"
 """As titanmoe wrote it in format 1, with a pickle: model.a is torch.arange(15.0).view(5, 3), model.b 2 in bfloat16."""

@@ -38,8 +38,8 @@ class Went:
     loader: dict[str, Any] = field(default_factory=dict)
 
 
-def go(folder: str, changes: dict[str, Any], until: int) -> Went:
-    """Start as the config says, save at step SAVED if it is reached, train until a step."""
+def go(folder: str, changes: dict[str, Any], until: int, saves: int = SAVED) -> Went:
+    """Start as the config says, train until a step, and save as the config says up to step `saves`."""
     from titanmoe.train.checkpoints import Checkpoints
 
     trainer = parity.make_trainer(RUN | {"job.dump_folder": folder} | changes)
@@ -49,7 +49,7 @@ def go(folder: str, changes: dict[str, Any], until: int) -> Went:
         while trainer.step < until:
             report = trainer.train_step()
             went.loss[trainer.step], went.norm[trainer.step] = report["loss"], report["grad_norm"]
-            if trainer.step <= SAVED:
+            if trainer.step <= saves:
                 checkpoints.after_step()
         checkpoints.wait()
     went.loader = trainer.loader.state_dict()

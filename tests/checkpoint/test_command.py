@@ -9,7 +9,8 @@ import torch
 
 from tests.checkpoint.folders import flip_a_bit
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.folder import Lazy, write_checkpoint
+from titanmoe.checkpoint.folder import write_checkpoint
+from titanmoe.checkpoint.write_tensors import Lazy
 from titanmoe.cli import main
 
 RECORD = {

@@ -18,10 +18,11 @@ from tests.checkpoint.folders import make
 from tests.checkpoint.test_layout import config
 from titanmoe.checkpoint import choose_checkpoint, inside, layout
 from titanmoe.checkpoint.choose_checkpoint import choose
-from titanmoe.checkpoint.folder import Lazy, Piece, open_checkpoint, save
+from titanmoe.checkpoint.folder import open_checkpoint, save
 from titanmoe.checkpoint.inside import CheckpointError, Unreadable
 from titanmoe.checkpoint.manifest import Manifest
 from titanmoe.checkpoint.saver import Saver
+from titanmoe.checkpoint.write_tensors import Lazy, Piece
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Checkpoint
 

@@ -18,13 +18,13 @@ import torch.distributed as dist
 
 from tests import parity, world
 from tests.checkpoint import runs
-from titanmoe.checkpoint import folder as folder_module
-from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint import saver as saver_module
 from titanmoe.checkpoint.finite import first_nonfinite
-from titanmoe.checkpoint.folder import Piece, write_checkpoint
+from titanmoe.checkpoint.folder import write_checkpoint
 from titanmoe.checkpoint.layout import CheckpointError
 from titanmoe.checkpoint.saver import Saver
+from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
@@ -74,8 +74,8 @@ def test_a_nan_is_never_published_and_names_tensor_rank_and_step(tmp_path, save)
 def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]:
     """Two tensors of which both ranks have equal copies, except for a NaN in each on the broken ranks."""
     message, looked_at = "", []
-    look = folder_module.first_nonfinite
-    folder_module.first_nonfinite = lambda tensors: (looked_at.extend(tensors), look(tensors))[1]
+    look = write_tensors.first_nonfinite
+    write_tensors.first_nonfinite = lambda tensors: (looked_at.extend(tensors), look(tensors))[1]
     saver = Saver(Path(folder), Checkpoint(enable=True, save="sync"))
     copies = {name: torch.zeros(numbers) for name in ("model.a", "model.b")}
     if dist.get_rank() in broken:
@@ -86,13 +86,13 @@ def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]
     except CheckpointError as error:
         message = str(error)
     finally:
-        folder_module.first_nonfinite = look
+        write_tensors.first_nonfinite = look
     return message, len(looked_at)
 
 
 @pytest.mark.parametrize(("broken", "others"), [([0], ""), ([1], ""), ([0, 1], ", and 1 more ranks have some")])
 def test_each_rank_checks_the_copies_that_it_writes(tmp_path, broken, others):
-    size = folder_module.SMALL + 1
+    size = write_tensors.SMALL + 1
     ends = world.run(2, save_copies, str(tmp_path), broken, size)
     assert ends[0] == ends[1] and ends[0][1] == 1, "each rank writes one of two tensors, and looks at that"
     assert f"is not saved: on rank {broken[0]} model." in ends[0][0] and f"infinite){others}. Earlier" in ends[0][0]
@@ -137,7 +137,7 @@ def test_a_disk_that_fills_with_the_last_small_files_is_one_line_too(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
-    write = folder_module._Summing.write
+    write = write_tensors._Summing.write
 
     def fail(self: Any, data: bytes) -> int:
         try:
@@ -148,7 +148,7 @@ def test_an_error_that_torch_hides_is_reported(tmp_path, monkeypatch, code):
             self.failure = error
             raise RuntimeError("[enforce fail at inline_container.cc:664] unexpected pos") from None
 
-    monkeypatch.setattr(folder_module._Summing, "write", fail)
+    monkeypatch.setattr(write_tensors._Summing, "write", fail)
     with pytest.raises(CheckpointError, match=f"rank-00000-000.distcp: {os.strerror(code)}") as error:
         write_checkpoint(tmp_path / "c", {"model.a": Piece(torch.zeros(999), (0,), (999,))}, {})
     assert ("more bytes are needed" in str(error.value)) == (code == errno.ENOSPC)
@@ -167,7 +167,7 @@ def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
 def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
     """Rank 1's disk accepts no byte of step 4. The clock stands still until that has begun, and then jumps."""
     options = {"job.dump_folder": folder, "checkpoint.interval": 2, "parallelism.experts.ep": 2}
-    write, held, go = folder_module._Summing.write, threading.Event(), threading.Event()
+    write, held, go = write_tensors._Summing.write, threading.Event(), threading.Event()
 
     class Patient(Loader):
         """Step 4's save must hang before step 5 asks whether to stop."""
@@ -186,7 +186,7 @@ def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
         return write(self, data)
 
     clock = SimpleNamespace(monotonic=lambda: 1e6 if held.is_set() or trainer.stopping else 0.0)
-    folder_module._Summing.write, saver_module.time = hold, clock
+    write_tensors._Summing.write, saver_module.time = hold, clock
     try:
         trainer.train()
     except CheckpointError as error:
@@ -196,7 +196,7 @@ def train_while_a_disk_hangs(folder: str) -> tuple[str, int]:
         for thread in threading.enumerate():
             if thread.name == "checkpoint":
                 thread.join()
-        folder_module._Summing.write, saver_module.time = write, time
+        write_tensors._Summing.write, saver_module.time = write, time
     return "", trainer.step
 
 

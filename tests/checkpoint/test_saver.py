@@ -16,19 +16,19 @@ import torch.distributed as dist
 
 from tests import parity, world
 from tests.checkpoint import runs
-from titanmoe.checkpoint import folder as folder_module
-from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.folder import Piece, open_checkpoint
+from titanmoe.checkpoint import layout, write_tensors
+from titanmoe.checkpoint.folder import open_checkpoint
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.saver import Saver
+from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint
 
 
 def save_and_go_on(folder: str) -> list[bool]:
     """Weights change while the writer is held up; what is written must be their old values."""
     saver = Saver(Path(folder), Checkpoint(enable=True, save="async"))
-    weight, go, write = torch.zeros(1000), threading.Event(), folder_module._Summing.write
-    folder_module._Summing.write = lambda self, data: (go.wait(20), write(self, data))[1]
+    weight, go, write = torch.zeros(1000), threading.Event(), write_tensors._Summing.write
+    write_tensors._Summing.write = lambda self, data: (go.wait(20), write(self, data))[1]
     try:
         for step in (1, 2):
             go.clear()
@@ -39,7 +39,7 @@ def save_and_go_on(folder: str) -> list[bool]:
         go.set()
         saver.wait()
     finally:
-        folder_module._Summing.write = write
+        write_tensors._Summing.write = write
     return [bool((open_checkpoint(p).read("model.w") == s).all()) for s, p in layout.steps(Path(folder)).items()]
 
 
@@ -51,21 +51,21 @@ def train_on_a_filling_disk(folder: str, save: str) -> tuple[str, int]:
     """From the second checkpoint on, rank 1 has no space left."""
     options = {"job.dump_folder": folder, "checkpoint.save": save, "checkpoint.interval": 2}
     trainer = parity.make_trainer(runs.RUN | {"parallelism.experts.ep": 2} | options)
-    write = folder_module._Summing.write
+    write = write_tensors._Summing.write
 
     def full(self: Any, data: bytes) -> int:
         if "step-00000002" not in str(self.path) and dist.get_rank() == 1:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(self, data)
 
-    folder_module._Summing.write = full
+    write_tensors._Summing.write = full
     try:
         trainer.train()
         return "", trainer.step
     except CheckpointError as error:
         return str(error), trainer.step
     finally:
-        folder_module._Summing.write = write
+        write_tensors._Summing.write = write
 
 
 def test_a_save_that_fails_ends_the_run_on_all_ranks_with_the_file(tmp_path):

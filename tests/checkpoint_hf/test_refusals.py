@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint import folders
 from tests.checkpoint_hf import models
-from titanmoe.checkpoint.folder import Lazy, open_checkpoint, write_checkpoint
+from titanmoe.checkpoint.folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf.config import describe, write
 from titanmoe.checkpoint.hf.source import compressed, open_hf
+from titanmoe.checkpoint.write_tensors import Lazy
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model

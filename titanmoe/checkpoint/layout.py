@@ -44,6 +44,11 @@ def name_of(step: int) -> str:
     return f"step-{step:08}"
 
 
+def step_of(path: Path) -> int:
+    """From a checkpoint's name, or from what it begins with."""
+    return int(_NAME.match(path.name)[1])
+
+
 def read_manifest(folder: Path) -> Manifest:
     try:
         data = inside.read(folder, MANIFEST, manifest.MOST_BYTES)
@@ -114,11 +119,12 @@ def number(path: Path) -> float:
 def damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
     """What is wrong with a checkpoint's files, one line each, naming the file. contents: also compare checksums."""
     want = read_manifest(folder).files
-    lines = (_damaged(folder, name, want[name], contents) for name in sorted(want if files is None else files))
+    lines = (damage_of(folder, name, want[name], contents) for name in sorted(want if files is None else files))
     return [line for line in lines if line]
 
 
-def _damaged(folder: Path, name: str, want: Sum, contents: bool) -> str:
+def damage_of(folder: Path, name: str, want: Sum, contents: bool) -> str:
+    """What is wrong with a file, if anything is."""
     file = folder / name
     try:
         size = patiently(file, lambda: os.lstat(inside.located(folder, name)).st_size)
@@ -215,19 +221,23 @@ def begin(aside: Path) -> None:
 
 def require(folder: Path, files: dict[str, Sum]) -> dict[str, Sum]:
     """The files themselves, if their contents are right."""
-    if broken := [line for name, want in files.items() if (line := _damaged(folder, name, want, contents=True))]:
+    if broken := [line for name, want in files.items() if (line := damage_of(folder, name, want, contents=True))]:
         raise CheckpointError("; ".join(broken))
     return files
 
 
 def publish(aside: Path, target: Path, manifest: Manifest) -> None:
-    """Give a written checkpoint its name. Every file in it is on disk; the manifest comes last, completely or not at
-    all."""
-    fresh = aside / f"{MANIFEST}.new"
-    write(fresh, manifest.text())
-    os.rename(fresh, aside / MANIFEST)
-    sync(aside)
+    """Give a written checkpoint its name. Every file in it is on disk."""
+    seal(aside, manifest.text())
     _take_place(aside, target)
+
+
+def seal(folder: Path, text: str) -> None:
+    """Write the manifest, which comes last, completely or not at all."""
+    fresh = folder / f"{MANIFEST}.new"
+    write(fresh, text)
+    os.rename(fresh, folder / MANIFEST)
+    sync(folder)
 
 
 def _take_place(aside: Path, target: Path) -> list[str]:
@@ -257,7 +267,7 @@ def retain(folder: Path, newest: Path, keep_last: int, keep_every: int) -> list[
     older = sorted((path for path in made if made[path] < made[newest]), key=made.__getitem__, reverse=True)
     said = []
     for path in older[keep_last - 1 :]:
-        step = int(_NAME.fullmatch(path.name)[1])
+        step = step_of(path)
         if not (keep_every and step % keep_every == 0):
             try:  # first it loses its name, in one rename, then its files
                 said += erase(_renamed(path, REMOVING))

@@ -1,4 +1,7 @@
-"""Saving in the background: stage, check, write, publish, retain; and what to do when a save does not end."""
+"""Saving in the background: stage, check, write, publish, retain; and what to do when a save does not end.
+
+Local copies are made by the same thread, from the same block of memory.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,11 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.checkpoint import layout
+from titanmoe.checkpoint import layout, ledger
 from titanmoe.checkpoint.disk import NO_ROOM, Doing, unwritten
-from titanmoe.checkpoint.folder import Piece, save, together
+from titanmoe.checkpoint.folder import save
 from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.local import Local
 from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.together import together
+from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint as Options
 
 NAMED = 8
@@ -58,6 +65,8 @@ class Saver:
         """For the training thread, when the writer's thread may be stuck in a message of its group."""
         self.first = dist.get_rank() == 0
         self.saved_step = -1
+        self.local: Local | None = None
+        self._target = folder
         self._thread: threading.Thread | None = None
         self._doing, self._deadline, self._failed = Doing(), 0.0, ""
         self._staged = torch.empty(0, dtype=torch.uint8)
@@ -66,6 +75,8 @@ class Saver:
     def _prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._say(layout.sweep(self.folder))
+        if not self.options.local:  # the run may go anywhere before it makes local copies again
+            (self.folder / ledger.NAME).unlink(missing_ok=True)
 
     def _say(self, lines: list[str]) -> None:
         for line in lines:
@@ -75,28 +86,44 @@ class Saver:
         """Returns the seconds for which training was paused."""
         began = time.monotonic()
         self.wait()
+        self._start(self.folder / layout.name_of(step), pieces, partial(self._write, step, record))
+        self.saved_step = step
+        return time.monotonic() - began
+
+    def save_local(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> float | None:
+        """None if there is no local copy of that step: a checkpoint is still being written, to a disk that may be slow,
+        and training does not wait for it."""
+        began = time.monotonic()
+        if any(together(self.world, lambda: self._target.parent == self.folder and self._busy)):
+            return None
+        self.wait()
+        self._start(self.local.target(step), pieces, partial(self._write_local, step, record))
+        return time.monotonic() - began
+
+    def _start(self, target: Path, pieces: Mapping[str, Piece], write: Callable[[Mapping[str, Piece]], None]) -> None:
         if self.options.save == "async":
             copies = self._copies([piece.tensor for piece in pieces.values()])
             pieces = {name: replace(piece, tensor=x) for (name, piece), x in zip(pieces.items(), copies, strict=True)}
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         if gpu is not None:
             torch.cuda.synchronize()
-        self._deadline = time.monotonic() + self.options.timeout_s
+        self._target, self._deadline = target, time.monotonic() + self.options.timeout_s
         # Also when training waits for it: a thread that is stuck in a disk operation cannot check the clock.
         self._thread = threading.Thread(
-            target=self._attempt, args=(step, pieces, record, gpu), name="checkpoint", daemon=True
+            target=self._attempt, args=(partial(write, pieces), gpu), name="checkpoint", daemon=True
         )
         self._thread.start()
-        self.saved_step = step
         if self.options.save == "sync":
             self.wait()
-        return time.monotonic() - began
+
+    @property
+    def _busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     @property
     def in_trouble(self) -> bool:
         """Whether on this rank a save has failed, or takes too long."""
-        late = self._thread is not None and self._thread.is_alive() and time.monotonic() > self._deadline
-        return bool(self._failed) or late
+        return bool(self._failed) or (self._busy and time.monotonic() > self._deadline)
 
     def wait(self) -> None:
         """Until nothing is being written. What went wrong on any rank is raised on all of them."""
@@ -116,7 +143,7 @@ class Saver:
         named = ", ".join(f"rank {rank} is still {at}" for rank, at in list(busy.items())[:NAMED])
         more = f" (and {len(busy) - NAMED} more ranks)" if len(busy) > NAMED else ""
         return (
-            f"{self.folder / layout.name_of(self.saved_step)} is not saved after checkpoint.timeout_s = "
+            f"{self._target} is not saved after checkpoint.timeout_s = "
             f"{self.options.timeout_s} s: {named}{more}. Check that disk, or raise checkpoint.timeout_s"
         )
 
@@ -137,7 +164,7 @@ class Saver:
             copies.append(copy.copy_(x, non_blocking=True))
         return copies
 
-    def _attempt(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any], gpu: int | None) -> None:
+    def _attempt(self, write: Callable[[], None], gpu: int | None) -> None:
         if gpu is not None:
             torch.cuda.set_device(gpu)
         # Where threads have their own priority: training first, if cores are few.
@@ -145,13 +172,16 @@ class Saver:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
-            self._write(step, pieces, record)
+            write()
         except CheckpointError as error:
             self._failed = str(error)
         except Exception as error:  # such as a lost connection: nobody would see the thread's own traceback
-            self._failed = f"{self.folder}: {type(error).__name__} {error}"
+            self._failed = f"{self._target}: {type(error).__name__} {error}"
 
-    def _write(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
+    def _write_local(self, step: int, record: dict[str, Any], pieces: Mapping[str, Piece]) -> None:
+        self.local.save(step, pieces, record, self._doing)
+
+    def _write(self, step: int, record: dict[str, Any], pieces: Mapping[str, Piece]) -> None:
         target = self.folder / layout.name_of(step)
         save(
             target,
@@ -170,6 +200,8 @@ class Saver:
         for path in self.passed:
             self._say([f"{path} was passed over: kept as {layout.set_aside(path).name}"])
         self.passed = []
+        if self.local:
+            self.local.number = number + 1
         return Manifest(step, number, sums, record)
 
     def carry(self, find: Callable[[], Mapping[str, Path]]) -> None:

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanmoe.checkpoint.folder import Piece
 from titanmoe.checkpoint.manifest import flat_record
+from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.fields import flat, toml_value
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold

@@ -10,10 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanmoe.checkpoint import layout, state
-from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, choose
-from titanmoe.checkpoint.folder import Checkpoint, together
+from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, freshest
+from titanmoe.checkpoint.folder import Checkpoint
 from titanmoe.checkpoint.inside import CheckpointError, error_text
+from titanmoe.checkpoint.local import Local
 from titanmoe.checkpoint.saver import Saver
+from titanmoe.checkpoint.scattered import Scattered
+from titanmoe.checkpoint.together import together
+from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
@@ -53,7 +57,10 @@ class Checkpoints:
 
     def _saver(self) -> Saver:
         try:
-            return Saver(checkpoints_of(self.run, self.config), self.options, say)
+            saver = Saver(checkpoints_of(self.run, self.config), self.options, say)
+            if self.options.local:
+                saver.local = Local(saver.folder, self.run, self.config, saver.group, say)
+            return saver
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
 
@@ -70,19 +77,39 @@ class Checkpoints:
 
     def begin(self) -> dict[str, str]:
         """Load what the config asks for, if anything; returns notes on it for the run's header."""
-        beginning = self._choose()
+        notes = self._begin()
+        if self.local:  # at once: it shows whether there is room, and a host that is new gets what it has to keep
+            self._save_local()
+        return notes
+
+    @property
+    def local(self) -> Local | None:
+        return self.saver.local if self.saver else None
+
+    def _begin(self) -> dict[str, str]:
+        looks = self.local and not self.options.load.isdecimal()
+        copies = self.local.newest(self.options.verify) if looks else None
+        beginning = self._choose(copies)
         for line in beginning.said:
             say(f"checkpoint: {line}")
+        if self.saver:
+            self.saver.passed = [path for path in beginning.passed if path.parent == self.saver.folder]
+        if beginning.local:
+            changes = self.load(copies)
+            origin = f"local copies in {copies.path.parent}, after step {self.trainer.step}"
+            return self._notes(origin, changes)
         if beginning.path is None:
             return self._begin_from_hf() if self.options.initial_hf else {}
         if self.saver:
-            self.saver.passed = [path for path in beginning.passed if path.parent == self.saver.folder]
             self._carry(lambda: layout.carried(beginning.path))
-        changes = self.load(beginning.path, beginning.model_only)
+        changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         step = self.trainer.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
         origin = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
+        return self._notes(origin, changes)
+
+    def _notes(self, origin: str, changes: list[str]) -> dict[str, str]:
         return {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
 
     def _carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
@@ -106,11 +133,13 @@ class Checkpoints:
             self._carry(lambda: companions(folder))
         return {"begins from": "\n".join([f"weights of {folder}", *source.notes])}
 
-    def _choose(self) -> Beginning:
+    def _choose(self, copies: Scattered | None) -> Beginning:
         """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""
         if self.rank == 0:
             try:
-                answer: Beginning | CheckpointError = choose(self.config, self.run, self._damage)
+                answer: Beginning | CheckpointError = freshest(
+                    self.config, self.run, self._damage, copies and (copies.manifest.number, copies.manifest.step)
+                )
             except CheckpointError as error:
                 answer = error
             except OSError as error:
@@ -144,9 +173,9 @@ class Checkpoints:
         except CheckpointError as error:  # a rank cannot see the files
             return [str(error)]
 
-    def load(self, path: Path, model_only: bool) -> list[str]:
+    def load(self, saved: Checkpoint, model_only: bool = False) -> list[str]:
         """Fill the trainer from a checkpoint made under any mapping; returns what has changed since it was saved."""
-        trainer, saved = self.trainer, Checkpoint(path)
+        trainer = self.trainer
         problems = state.refusals(saved.record, self.config)
         if not model_only and not saved.record.keys() >= {"loader", "step", "tokens"}:
             how = saved.record.get("made", "not made by a training run")
@@ -163,13 +192,13 @@ class Checkpoints:
             except (AttributeError, TypeError, ValueError, OverflowError) as error:
                 problems.append(f"its skipped steps (record.skips) cannot be used: {type(error).__name__} {error}")
         if problems:
-            raise ConfigError(problems, str(path))
+            raise ConfigError(problems, str(saved.path))
         wanted = self._targets(with_moments=not model_only)
         try:
             self._all_there(saved, wanted, model_only)
             together(self.group, lambda: saved.fill(wanted))
         except CheckpointError as error:
-            raise ConfigError([str(error)], str(path)) from None
+            raise ConfigError([str(error)], str(saved.path)) from None
         if model_only:
             return []
         trainer.step, trainer.tokens = saved.record["step"], saved.record["tokens"]
@@ -212,9 +241,12 @@ class Checkpoints:
 
     def after_step(self) -> dict[str, float]:
         """Save if it is time; returns for how long that paused training."""
-        if not self.due:
-            return {}
-        return {"checkpoint_blocked_s": self._save()}
+        if self.due:
+            return {"checkpoint_blocked_s": self._save()}
+        if self.local and self.trainer.step % self.options.local == 0:
+            blocked = self._save_local()
+            return {} if blocked is None else {"checkpoint_blocked_s": blocked}
+        return {}
 
     @property
     def patient(self) -> list[Any]:
@@ -233,16 +265,24 @@ class Checkpoints:
         if self.saver.saved_step != self.trainer.step and self.trainer.step > 0:
             self._save()
             self.saver.wait()
+        if self.local:
+            self.local.clear()
         say(f"saved      {self.saver.folder / layout.name_of(self.trainer.step)}")
         return max(together(self.group, lambda: self.signals.number))
 
     def _save(self) -> float:
+        blocked = self.saver.save(*self._state())
+        name = layout.name_of(self.trainer.step)
+        self.log_event(self.trainer.step, "save", f"{name}, which paused training for {blocked:.2f} s")
+        return blocked
+
+    def _save_local(self) -> float | None:
+        return self.saver.save_local(*self._state())
+
+    def _state(self) -> tuple[int, dict[str, Piece], dict[str, Any]]:
         trainer = self.trainer
         record = state.record(self.config, trainer.fold, trainer.step, trainer.tokens, trainer.loader.state_dict())
         record["skips"] = trainer.skips.state_dict()
         if trainer.validation:
             record["validation"] = trainer.validation.state_dict()
-        blocked = self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)
-        name = layout.name_of(trainer.step)
-        self.log_event(trainer.step, "save", f"{name}, which paused training for {blocked:.2f} s")
-        return blocked
+        return trainer.step, state.pieces(self._targets(with_moments=True)), record

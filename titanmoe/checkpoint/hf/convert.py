@@ -18,12 +18,14 @@ from torch import Tensor
 
 import titanmoe
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.folder import Checkpoint, Group, Lazy, open_checkpoint, together, write_checkpoint
+from titanmoe.checkpoint.folder import Checkpoint, open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.files import CARRIED, INDEX, SINGLE, Tensors, companions, index, nbytes, shards, write_file
 from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
 from titanmoe.checkpoint.inside import CheckpointError, error_text
 from titanmoe.checkpoint.manifest import config_of
+from titanmoe.checkpoint.together import Group, together
+from titanmoe.checkpoint.write_tensors import Lazy
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
 from titanmoe.models.families import HUGGING_FACE

@@ -1,0 +1,47 @@
+"""local.json in a run's checkpoint folder: which start of the run made the local copies that count. Without torch.
+
+Copies lie in the memory of hosts, which come and go; this file lies where the checkpoints are. It names the last
+start of the run that has made a whole set of copies, by a token drawn for that start. A set with another token is from
+another run, or from a future that the run went back from, and is never used.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint.inside import ABSENT, CheckpointError
+from titanmoe.config.parse_json import parse_json
+
+NAME = "local.json"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    start: str
+    """The token of the start."""
+    global_batch_size: int
+    """Kept by a start on other ranks, as long as there is no ordinary checkpoint that says it."""
+
+
+def read(folder: Path) -> Ledger | None:
+    try:
+        found = parse_json(inside.read(folder, NAME, 1 << 16))
+        ledger = Ledger(found["start"], found["global_batch_size"])
+        if type(ledger.start) is not str or type(ledger.global_batch_size) is not int:
+            raise TypeError("an entry has the wrong type")
+        return ledger
+    except ABSENT:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / NAME} is damaged: {type(error).__name__} {error}") from None
+
+
+def write(folder: Path, ledger: Ledger) -> None:
+    fresh = folder / f"{NAME}.new"
+    layout.write(fresh, json.dumps(asdict(ledger)) + "\n")
+    os.replace(fresh, folder / NAME)
+    layout.sync(folder)

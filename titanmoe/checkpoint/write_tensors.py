@@ -1,0 +1,266 @@
+"""What each rank writes of a checkpoint: its pieces of each logical tensor, through torch.distributed.checkpoint.
+
+A piece says where it starts in the whole tensor, without any meshes or placements. So what was saved under one mapping
+can be read under any other, or whole, or block by block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint.disk import Doing, unwritten
+from titanmoe.checkpoint.finite import first_nonfinite
+from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.manifest import Sum
+from titanmoe.checkpoint.tensors import TENSORS, Block, Written, to_json
+
+SMALL = 4096
+"""Up to this many numbers, a rank also checks copies that another rank writes, such as a router's bias."""
+FILE_BYTES = 4 << 30
+"""A rank starts a new file past this: what is read back to verify, or lost to one bad byte, stays small."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """This rank's part of a logical tensor."""
+
+    tensor: Tensor
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    def get(self) -> Tensor:
+        return self.tensor
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A whole tensor that is only made when it is its turn to be written, and released afterwards."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return (0,) * len(self.shape)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.shape
+
+    def get(self) -> Tensor:
+        return self.make()
+
+
+Pieces = Mapping[str, Piece | Lazy]
+
+
+class NotFinite(CheckpointError):
+    """The message says what is not finite on this rank."""
+
+
+class Planner(DefaultSavePlanner):
+    """torch's planner decides which of several ranks with identical pieces writes them."""
+
+    def __init__(self, pieces: Pieces):
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self.pieces = pieces
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([_item(name, piece) for name, piece in self.pieces.items() if prod(piece.sizes)])
+        return self.plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self.pieces[write_item.index.fqn].get()
+
+
+def _item(name: str, piece: Piece | Lazy) -> WriteItem:
+    chunk = ChunkStorageMetadata(torch.Size(piece.offset), torch.Size(piece.sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype=piece.dtype), torch.Size(piece.shape))
+    return WriteItem(MetadataIndex(name, torch.Size(piece.offset)), WriteItemType.SHARD, tensor_data=data)
+
+
+def _bytes(plan: SavePlan) -> int:
+    parts = [item.tensor_data for item in plan.items]
+    return sum(prod(part.chunk.sizes) * part.properties.dtype.itemsize for part in parts)
+
+
+class _Summing(io.RawIOBase):
+    """A file that knows its length and checksum. torch.save only ever appends to it."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path, self.bytes, self.crc32 = path, 0, 0
+        self.file = open(path, "wb")  # noqa: SIM115 (closed by close)
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        self.crc32 = zlib.crc32(data, self.crc32)
+        try:
+            self.bytes += (written := self.file.write(data))
+        except OSError as error:  # torch.save turns it into a RuntimeError that says nothing
+            self.failure = error
+            raise
+        return written
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.bytes
+
+    def close(self) -> None:
+        if not self.closed:
+            try:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+            finally:
+                try:
+                    self.file.close()
+                finally:
+                    super().close()
+
+    @property
+    def sum(self) -> Sum:
+        return Sum(self.bytes, self.crc32)
+
+
+class Writer(StorageWriter):
+    """Writes tensors with torch.save one after the other, and tensors.json, and keeps every file's checksum."""
+
+    def __init__(
+        self, folder: Path, doing: Doing, finite: bool, room: Callable[[list[int]], None] = lambda needs: None
+    ):
+        """finite: refuse a NaN or an infinity. room: called on one rank with the bytes that each will write; it raises
+        if there is no room for them."""
+        self.folder, self.doing, self.finite, self.room = folder, doing, finite, room
+        self.sums: dict[str, Sum] = {}
+        self.opened = folder
+        """The file being written, for error messages."""
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.room([_bytes(plan) for plan in plans])
+        return [replace(plan, storage_data=f"rank-{rank:05}") for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: Planner) -> Future[list[WriteResult]]:
+        if self.finite:
+            self.doing(f"checking the numbers of {self.folder}", self._look, plan, planner)
+        results: list[WriteResult] = []
+        stream: _Summing | None = None
+        try:
+            for item in plan.items:
+                if stream is None or stream.bytes >= FILE_BYTES:
+                    stream = self._next(stream, plan.storage_data)
+                start = stream.tell()
+                # cpu() if it is on a GPU; clone() if it is part of a larger storage, which torch.save would save whole
+                tensor = planner.resolve_data(item).detach().cpu()
+                torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, stream)
+                del tensor
+                chunk = item.tensor_data.chunk
+                place = Block(tuple(chunk.offsets), tuple(chunk.sizes), stream.path.name, start, stream.tell() - start)
+                results.append(WriteResult(item.index, place.bytes, place))
+            if stream is not None:
+                self._done(stream)
+        except (OSError, RuntimeError) as error:  # from write(), which does not know the file's name
+            failure = error if isinstance(error, OSError) else stream and stream.failure
+            if failure is None:
+                raise CheckpointError(f"{self.opened}: {error}") from None
+            raise CheckpointError(unwritten(self.opened, failure, self._missing(plan))) from None
+        finally:
+            self.doing.what = Doing.WAITING
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _look(self, plan: SavePlan, planner: Planner) -> None:
+        """Done here, where each rank knows what it will write: copies are checked once, without any messages."""
+        mine = {item.index.fqn for item in plan.items}
+        pieces = {name: piece for name, piece in planner.pieces.items() if name in mine or prod(piece.sizes) <= SMALL}
+        if bad := first_nonfinite({name: piece.get() for name, piece in pieces.items()}):
+            raise NotFinite(bad)
+
+    def _next(self, full: _Summing | None, prefix: str) -> _Summing:
+        if full is not None:
+            self._done(full)
+        self._at(f"{prefix}-{len(self.sums):03}.distcp")
+        return _Summing(self.opened)
+
+    def _at(self, name: str) -> None:
+        self.opened = self.folder / name
+        self.doing.what = f"writing {self.opened}"
+
+    def _missing(self, plan: SavePlan) -> int:
+        """How many bytes this rank still has to write."""
+        whole = _bytes(plan)
+        with contextlib.suppress(OSError):
+            whole -= sum(file.stat().st_size for file in self.folder.glob(f"{plan.storage_data}-*"))
+        return max(whole, 0)
+
+    def _done(self, stream: _Summing) -> None:
+        stream.close()
+        self.sums[stream.path.name] = stream.sum
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        blocks: dict[str, list[Block]] = {}
+        for result in (result for rank in results for result in rank):
+            blocks.setdefault(result.index.fqn, []).append(result.storage_data)
+        written = {
+            name: Written(entry.properties.dtype, tuple(entry.size), tuple(blocks[name]))
+            for name, entry in metadata.state_dict_metadata.items()
+        }
+        self._whole(TENSORS, to_json(written))
+
+    def carry(self, files: Mapping[str, Path]) -> None:
+        for name, source in files.items():
+            (self.folder / layout.CARRIED).mkdir(exist_ok=True)
+            self._whole(f"{layout.CARRIED}/{name}", inside.read(source.parent, source.name, layout.CARRIED_BYTES))
+
+    def _whole(self, name: str, data: bytes) -> None:
+        self._at(name)
+        try:
+            with contextlib.closing(_Summing(self.opened)) as stream:
+                stream.write(data)
+        except OSError as error:
+            raise CheckpointError(unwritten(self.opened, error, len(data))) from None
+        self.sums[name] = stream.sum
+        self.doing.what = Doing.WAITING
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
