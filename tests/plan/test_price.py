@@ -28,7 +28,7 @@ def test_messages_follow_the_links_that_groups_cross() -> None:
     assert (inside.near(8), across.near(8), Group(16, 1).near(8), Group(4, 2).near(8)) == (8, 1, 8, 4)
     assert links.gather(inside, 1e9) == pytest.approx(7 / 8 * 1e9 / links.link, rel=0.02)
     assert links.gather(across, 1e9) == pytest.approx(7 / 8 * 1e9 / links.network, rel=0.02)
-    assert links.exchange(Group(16, 1), 1e9) == pytest.approx(8 / 16 * 1e9 / links.network, rel=0.02)
+    assert links.exchange(Group(16, 1), 1e9) == pytest.approx(8 / 16 * 1e9 / links.network / links.rows, rel=0.02)
     assert links.gather(Group(1, 1), 1e9) == links.exchange(Group(1, 1), 1e9) == 0
     rack = Links(read_device("gb200"), Factors())
     assert rack.exchange(Group(64, 1), 1e9) < links.exchange(Group(64, 1), 1e9) / 5

@@ -161,8 +161,10 @@ def _stages(key: Key, seq_len: int, stages: int, explicit: tuple[int, ...]) -> l
     return split_layers(key.model, seq_len, stages, list(explicit))
 
 
-def stages_of(config: Config, stages: int) -> list[range]:
-    return _stages(Key.of(config.model), config.training.seq_len, stages, tuple(config.pipeline.layers_per_stage))
+def stages_of(config: Config, stages: int, explicit: tuple[int, ...] | None = None) -> list[range]:
+    """explicit: layers per stage, instead of the recipe's."""
+    explicit = tuple(config.pipeline.layers_per_stage) if explicit is None else explicit
+    return _stages(Key.of(config.model), config.training.seq_len, stages, explicit)
 
 
 def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank: int) -> Rank:

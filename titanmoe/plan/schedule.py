@@ -65,6 +65,8 @@ def played(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> P
     if schedule == "Interleaved1F1B" and even and v > 1:
         ahead = ((v - 1) * pp + 2 * (pp - 1 - rank) + 1 for rank in range(pp))
         return Played((pp - 1) / v, tuple(min(microbatches * v, n) for n in ahead))
+    if schedule == "DualPipeV" and microbatches >= 2 * pp:
+        return Played((pp - 1) / 3, (2 * pp,) * (pp - 1) + (2 * pp + 1,))
     most = ROUNDS * pp + 1
     m = most if microbatches > most and SCHEDULES[schedule].v_shape else microbatches
     m = ROUNDS * pp if microbatches > ROUNDS * pp and even and not SCHEDULES[schedule].v_shape else m
