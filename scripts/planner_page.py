@@ -612,7 +612,7 @@ def made(rows: list[dict[str, Any]], factors: Factors) -> str:
 
 
 LATER_SAYS = (
-    "Found after formulas and factors were frozen for the second time, in the sources of the rows above. Predicted once; "
+    "Found when formulas and factors had been frozen again, in the sources of the rows above; predicted once, "
     "nothing was changed since but the last column."
 )
 
