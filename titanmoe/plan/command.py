@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from titanmoe.config.fields import to_toml
 from titanmoe.config.load import format_problems
 from titanmoe.config.schema import Config, Parallelism
 
+MOST = 16384
+"""GPUs that are tried for a model that fits nowhere."""
 VARIED = ("gpus", "seq_len", "num_experts", "top_k")
 
 
@@ -52,16 +55,11 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 def run_plan(args: argparse.Namespace) -> int:
     from titanmoe.plan.devices import read_device
 
-    problems = _problems(args)
-    try:
-        device = read_device(args.hardware)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
+    if problems := _problems(args):
         print(format_problems(problems), file=sys.stderr)
         return 2
     try:
-        lines, data, files = _planned(args, device)
+        lines, data, files = _planned(args, read_device(args.hardware))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -129,7 +127,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     from titanmoe.rehearse.columns import format_bytes
 
     room = device.memory - device.reserved
-    training = config.training
+    training, most = config.training, args.gpus
     ways = {
         f"--gpus {2 * args.gpus}": (config, 2 * args.gpus),
         f"--training.seq_len {training.seq_len // 2}": (
@@ -141,18 +139,22 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
             args.gpus,
         ),
     }
-    peaks = {}
-    for way, (changed, world) in ways.items():
+
+    def least(changed: Config, world: int) -> int | None:
         result = search(changed, world, device, Factors(), 1, args.imbalance)
         found = result.best[0] if result.best else result.nearest
-        if found is not None:
-            peaks[way] = found.peak
+        return None if found is None else found.peak
+
+    peaks = {way: peak for way, change in ways.items() if (peak := least(*change)) is not None}
     best = min(peaks, key=peaks.get) if peaks else ""
-    helps = (
-        f"; of single changes {best} helps most, to {format_bytes(peaks[best])}"
-        if best and peaks[best] < nearest.peak
-        else ""
-    )
+    helps = ""
+    if best and peaks[best] < nearest.peak:
+        helps = f"; of single changes {best} helps most, to {format_bytes(peaks[best])}"
+        if peaks[best] > room:
+            while most < MOST and (least(config, most) or inf) > room:
+                most *= 2
+            enough = f"{most} GPUs are enough" if most < MOST else f"nor are {MOST:,} GPUs enough"
+            helps += f", which is still too much: {enough}"
     rank = nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.get)
     return (
@@ -230,7 +232,19 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
         (moe.overlap_chunks != 1, "moe.overlap_chunks: rows are priced as in one piece"),
         (config.pipeline.overlap_pairs, "pipeline.overlap_pairs: rows are priced as if nothing hid them"),
         (
-            moe.dispatcher in ("allgather", "symm_mem"),
+            config.optimizer.offload,
+            "optimizer.offload: moments are counted on the device, and take no time to reach it",
+        ),
+        (config.parallelism.reduce_once, "parallelism.reduce_once: gradients are reduced after each microbatch"),
+        (
+            "torch" in (moe.kernels, config.parallelism.attention_backend)
+            or config.parallelism.attention_backend == "plain"
+            or moe.grouped_mm == "loop",
+            "plain kernels: those of the defaults are priced",
+        ),
+        (moe.expert_dtype != "compute", "the memory of experts in 8 bits: that of the compute dtype is counted"),
+        (
+            moe.dispatcher in ("allgather", "symm_mem", "deepep"),
             f"the buffers of {moe.dispatcher}: those of alltoall are counted",
         ),
         (bool(config.pipeline.schedule_csv), "the schedule file's own bubble: that of one microbatch a rank is taken"),
