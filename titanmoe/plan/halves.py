@@ -26,12 +26,13 @@ BACKWARD = 2.0
 ATTENTION_BACKWARD = 2.5
 """The same of attention, which computes its scores again (arXiv 2205.14135)."""
 NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL = (10, 20), (4, 4), (6, 10), (8, 8), (6, 4)
-"""Bytes that fused kernels move, forward and backward, per element in 16 bits: reads and writes of each."""
-PLAIN_NORM, PLAIN_ROPE, PLAIN_SWIGLU = (40, 110), (53, 53), (6, 15)
-"""The same of our plain operations in float32, as a rehearsal on h100 counts them (docs/rehearse.md)."""
-WIDE = 128
-"""Of a head, from which on attention reaches its full rate; narrower ones take more exponentials for the same FLOPs.
-With 64 two thirds of it (arXiv 2407.08608, figure 5)."""
+"""Bytes that Megatron's kernels move, forward and backward, per element in 16 bits: reads and writes of each."""
+OUR_NORM, OUR_SWIGLU, OUR_PERMUTE, REGROUP = (4, 8), (6, 15), (3, 7), (4, 4)
+"""The same of our kernels, to agree with what is counted of whole layers (docs/benchmarks.md, "Outside"). REGROUP: more
+per row that an all-to-all brings, from the order of senders to that of experts."""
+WIDE, NARROW = 128, 64
+"""Widths of heads: from the first on attention reaches its full rate; narrower ones take more exponentials for the same
+FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). None narrower was looked at."""
 CLAMP, BIAS = (16, 22), (28, 40)
 """The same of what Megatron does to gpt-oss' experts by plain operations: clamping and joining both halves of the
 activation's input, and adding biases times probabilities in float32, joined over experts (its fused_bias_geglu.py and
@@ -126,11 +127,18 @@ class Halves:
         return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def _norms(self, elements: float, part: int) -> float:
-        norm = NORM if self.stack.fused else PLAIN_NORM
+        norm = NORM if self.stack.fused else OUR_NORM
         return self._moved(elements * (norm[part] + RESIDUAL[part]))
 
     def _activation(self, elements: float, part: int) -> float:
-        return self._moved(elements * (SWIGLU if self.stack.fused else PLAIN_SWIGLU)[part])
+        return self._moved(elements * (SWIGLU if self.stack.fused else OUR_SWIGLU)[part])
+
+    def _rows(self, left: float, arrived: float, sent: bool, part: int) -> float:
+        """Copies of rows on their way to experts and back."""
+        if self.stack.fused:
+            return self._moved((left + arrived) * self.model.dim * PERMUTE[part])
+        regrouped = 2 * arrived * REGROUP[part] * sent
+        return self._moved(((left + arrived) * OUR_PERMUTE[part] + regrouped) * self.model.dim)
 
     def _turned(self, query: float, key: float, part: int) -> float:
         """Bytes per position between the projections and attention: norms of heads, rotation, joining of parts."""
@@ -141,8 +149,8 @@ class Halves:
         if model.kv_lora_rank:
             joined = 2 * query
             turned = (query / model.head_dim + 1) * model.qk_rope_head_dim
-            return turned * PLAIN_ROPE[part] + joined * RESIDUAL[part]
-        return (query + key) * (PLAIN_ROPE[part] + normed * PLAIN_NORM[part])
+            return turned * ROPE[part] + joined * RESIDUAL[part]
+        return (query + key) * (ROPE[part] + normed * OUR_NORM[part])
 
     # ---- halves: forward and backward of one microbatch
 
@@ -168,7 +176,7 @@ class Halves:
         products += self.product(X, D, heads * value)
         width = min(seen or seq, seq)
         flops = heads * (model.head_dim + value) * (2 * width - width * width / seq) * X
-        narrow = min(1.0, 2 / (1 + WIDE / model.head_dim))
+        narrow = min(1.0, 2 / (1 + WIDE / max(model.head_dim, NARROW)))
         core = flops / (self.peak * self.device.attention * self.factors.attention * narrow)
         tp_group = Group(tp, 1)
         tp_time = self.links.gather(tp_group, X * gathered * self.w) + self.links.gather(tp_group, X * D * self.w)
@@ -236,7 +244,7 @@ class Halves:
             memory = (
                 self._norms(T * D, part)
                 + self._activation(R * F, part)
-                + self._moved((T * model.top_k + R) * D * PERMUTE[part])
+                + self._rows(T * model.top_k, R, ep * etp > 1, part)
             )
             if self.stack.fused and model.expert_biases:
                 memory += self._moved(R * F * CLAMP[part] + R * D * BIAS[part])
