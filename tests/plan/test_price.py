@@ -83,5 +83,5 @@ def test_tokens_of_few_groups_visit_few_nodes() -> None:
     config = load(["--config", "train_configs/deepseek_671b.toml"], preset, lambda config: [])
     priced = Halves(config, H100, Factors())
     assert priced.visits(8) == pytest.approx(4 * (1 - (3 / 4) ** 8))  # of 8 groups, on a node each, 4 are chosen
-    assert priced.visits(1) == 1 and 3 < priced.visits(4) < 3.2 and 7 < priced.visits(64) < 8
+    assert priced.visits(1) == 1 and 2.9 < priced.visits(4) < priced.visits(8) and 7 < priced.visits(64) < 8
     assert Halves(config, H100, Factors(), Stack(neighbours=True)).visits(8) == 1

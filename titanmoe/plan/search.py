@@ -2,8 +2,8 @@
 
 Mappings are taken by a bound on their time: what blocks cost one after the other under their schedule, without weights'
 messages, the optimizer and the ends of the model. When no bound is below the slowest that would be shown, the search is
-over: nothing that was left out can be faster. Of each mapping only the fastest microbatch, recomputation, schedule and
-dispatcher is shown. Of replicas of the experts only the default is tried.
+over: nothing that was left out can be faster. Of each pp, tp, ep and etp only the fastest cp, microbatch, schedule,
+recomputation and dispatcher are shown. Of replicas of the experts only the default is tried.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Search:
     priced: int
 
 
-Mapping = tuple[int, int, int, int, int]
-"""pp, cp, tp, ep, etp."""
+Mapping = tuple[int, int, int, int]
+"""pp, tp, ep, etp."""
 
 
 class Candidate(NamedTuple):
@@ -101,8 +101,7 @@ class Candidate(NamedTuple):
 
     @property
     def mapping(self) -> Mapping:
-        fold = self.fold
-        return fold.pp, fold.cp, fold.tp, fold.ep, fold.etp
+        return self.fold.pp, self.fold.tp, self.fold.ep, self.fold.etp
 
 
 def search(

@@ -57,7 +57,9 @@ def stages_per_rank(config: Config) -> int:
 def table(result: Search, device: Device, world: int) -> list[str]:
     lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit:", ""]
     lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
-    if result.best_unfolded is not None:
+    if result.best_unfolded is not None and result.best_unfolded.fold == result.best[0].fold:
+        lines += ["", "It is the best unfolded one too (etp = tp, cp = 1, ep within dp)."]
+    elif result.best_unfolded is not None:
         gain = result.best_unfolded.price.step / result.best[0].price.step - 1
         lines += [
             "",
