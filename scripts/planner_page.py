@@ -612,8 +612,8 @@ def made(rows: list[dict[str, Any]], factors: Factors) -> str:
 
 
 LATER_SAYS = (
-    "Taken from the sources of the rows above when formulas and factors had been frozen again; predicted once, and nothing "
-    "was changed since but the last column."
+    "Taken from the sources of the rows above when formulas and factors had been frozen again, and predicted "
+    "once; nothing was changed since but the last column."
 )
 
 
