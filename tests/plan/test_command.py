@@ -53,6 +53,8 @@ def test_what_if(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "seq.svg"
     assert plan("--gpus", "2", "--what-if", "seq_len=128,256", "--picture", str(file), *SMALL) == 0
     assert "for each seq_len" in capsys.readouterr().out and file.read_text().count("<circle") == 2
+    assert plan("--gpus", "2", "--what-if", "top_k=2,64", *SMALL) == 0
+    assert "top_k = 64: model.top_k = 64 exceeds model.num_experts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -175,11 +175,12 @@ def _short(cells: tuple[str, ...]) -> str:
 def _what_if(
     args: argparse.Namespace, config: Config, device: Any, said: list[str]
 ) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
+    from titanmoe.config.laws import contradictions
     from titanmoe.plan.table import HEAD, as_json, picture, row
     from titanmoe.rehearse.columns import columns
 
     name, values = _varied(args.what_if)
-    body, points, data = [(name, *HEAD)], [], []
+    body, points, data, without = [(name, *HEAD)], [], [], []
     for value in values:
         changed, world = config, args.gpus
         if name == "gpus":
@@ -189,15 +190,20 @@ def _what_if(
         else:
             changed = replace(config, model=replace(config.model, **{name: value}))
         try:
+            if wrong := [violation.text for violation in contradictions(changed)]:
+                raise ConfigError(wrong)
             best = _searched(changed, argparse.Namespace(**vars(args) | {"gpus": world}), device).best[0]
         except ConfigError as error:
-            body.append((str(value), error.problems[0].partition(":")[0], *[""] * (len(HEAD) - 1)))
+            without += [f"{name} = {value}: {problem}" for problem in error.problems]
             continue
         body.append((str(value), *row(best)))
         points.append((float(value), best.price.tokens))
         data.append({name: value} | as_json(best))
+    if not points:
+        raise ConfigError(without)
     lines = [*said, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
-    drawn = {args.picture: picture(name, points, device)} if args.picture and points else {}
+    lines += ["", *without] if without else []
+    drawn = {args.picture: picture(name, points, device)} if args.picture else {}
     return lines, {"hardware": device.name, "what_if": data}, drawn
 
 
