@@ -82,6 +82,8 @@ def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str
     from titanmoe.plan.table import as_json, budget, explained, table
 
     config, said = _read(args)
+    if device.name == "cpu":
+        said = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(said or [""])]
     if args.explain:
         found = evaluate(config, args.gpus, device, Factors(), args.imbalance)
         lines = [*said, *explained(found, device)]
