@@ -43,6 +43,7 @@ def test_explanation_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     assert plan("--gpus", "4", "--explain", "--json", str(data), "--compile.enable", *SMALL) == 0
     said = capsys.readouterr().out
     assert "left out: compilation" in said and "matrix work" in said and "which fits into 80 GB" in said
+    assert "mapping on 4 h100: dp_shard 2, tp 2, ep 4;" in said and "What helps: a larger microbatch" in said
     found = json.loads(data.read_text())["plan"]
     assert sum(found["time"].values()) == pytest.approx(found["step_s"])
     assert all(sum(rank["components"].values()) == rank["peak"] for rank in found["memory"])
@@ -52,6 +53,8 @@ def test_what_if(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "seq.svg"
     assert plan("--gpus", "2", "--what-if", "seq_len=128,256", "--picture", str(file), *SMALL) == 0
     assert "for each seq_len" in capsys.readouterr().out and file.read_text().count("<circle") == 2
+    assert plan("--gpus", "2", "--what-if", "top_k=2,64", *SMALL) == 0
+    assert "top_k = 64: model.top_k = 64 exceeds model.num_experts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,14 @@ def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture) -> None:
     assert main(["plan", "--config", "train_configs/mixtral_8x7b.toml", *words]) == 2
     said = capsys.readouterr().err
     assert "no mapping of 2 a100 fits" in said and "on pipeline rank" in said and "too much" in said
-    assert "of single changes --gpus 4 helps most" in said
+    assert "of single changes --gpus 4 helps most" in said and "GPUs are enough" in said
+
+
+def test_the_table_lists_different_mappings() -> None:
+    config = load(["--config", RECIPE, *SMALL], preset, lambda config: [])
+    found = search(config, 4, read_device("h100"), Factors(), 5).best
+    assert len({(fold.pp, fold.tp, fold.ep, fold.etp) for fold in (one.fold for one in found)}) == len(found) == 5
+    assert [one.price.step for one in found] == sorted(one.price.step for one in found)
 
 
 def test_the_search_finds_the_fastest() -> None:

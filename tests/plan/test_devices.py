@@ -30,7 +30,12 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     (file := tmp_path / "mine.toml").write_text("\n".join(lines) + "\nspeed = 1\n")
     with pytest.raises(ConfigError) as caught:
         read_device(str(file))
-    for words in ("network is missing", "bandwidth = 3.35 is absurd", "memory has no source", "speed is no figure"):
+    for words in (
+        "network is missing",
+        "bandwidth = 3.35 is absurd: expected 1e+10 to 1e+14 bytes per second",
+        "memory has no source",
+        "speed is no figure",
+    ):
         assert words in str(caught.value)
     with pytest.raises(ConfigError, match=r"h900 is not known: use a100, b200"):
         read_device("h900")

@@ -42,6 +42,7 @@ MORE = {
     "weights kept": (4, 0, f"{EP} 4 --parallelism.reshard_after_forward never"),
     "interleaved full": (2, 1, f"{PP} 2 --pipeline.schedule Interleaved1F1B {MODE} full --model.num_layers 8"),
     "DualPipeV": (2, 1, f"{PP} 2 --pipeline.schedule DualPipeV"),
+    "uneven stages": (2, 0, f"{PP} 2 --pipeline.schedule DualPipeV --model.num_layers 8 --model.vocab_size 16384"),
     "chunked loss": (1, 0, f"--training.seq_len 8192 --model.vocab_size 65536 {MODE} full"),
 }
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from titanmoe.config import load
+from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
 from titanmoe.models.families import preset
 from titanmoe.plan.devices import read_device
+from titanmoe.plan.halves import Halves, Stack
 from titanmoe.plan.links import Factors, Group, Links
 from titanmoe.plan.search import Found, evaluate
 
@@ -28,7 +32,7 @@ def test_messages_follow_the_links_that_groups_cross() -> None:
     assert (inside.near(8), across.near(8), Group(16, 1).near(8), Group(4, 2).near(8)) == (8, 1, 8, 4)
     assert links.gather(inside, 1e9) == pytest.approx(7 / 8 * 1e9 / links.link, rel=0.02)
     assert links.gather(across, 1e9) == pytest.approx(7 / 8 * 1e9 / links.network, rel=0.02)
-    assert links.exchange(Group(16, 1), 1e9) == pytest.approx(8 / 16 * 1e9 / links.network, rel=0.02)
+    assert links.exchange(Group(16, 1), 1e9) == pytest.approx(8 / 16 * 1e9 / links.network / links.rows, rel=0.02)
     assert links.gather(Group(1, 1), 1e9) == links.exchange(Group(1, 1), 1e9) == 0
     rack = Links(read_device("gb200"), Factors())
     assert rack.exchange(Group(64, 1), 1e9) < links.exchange(Group(64, 1), 1e9) / 5
@@ -46,3 +50,38 @@ def test_components() -> None:
     for one in plain, full, slow, one_stage:
         assert sum(one.price.components.values()) == pytest.approx(one.price.step)
         assert 0.1 < one.price.mfu < 0.7 and min(one.price.components.values()) >= 0
+
+
+@pytest.mark.parametrize(("recipe", "forward", "backward"), [("qwen3_30b_a3b", 204, 422), ("deepseek_671b", 838, 1627)])
+def test_memory_bound_work_is_what_is_counted_of_whole_layers(recipe: str, forward: int, backward: int) -> None:
+    """KB per token outside products and attention, as docs/benchmarks.md has them."""
+    config = load(["--config", f"train_configs/{recipe}.toml"], preset, lambda config: [])
+    priced, last = Halves(config, H100, Factors()), config.model.num_layers - 1
+    halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, "alltoall")
+    assert f"{forward} + {backward} KB" in Path("docs/benchmarks.md").read_text() and has_experts(config.model, last)
+    for part, counted in enumerate((forward, backward)):
+        moved = sum(half[part].memory for half in halves) * H100.bandwidth * Factors().memory
+        assert moved / config.training.seq_len / 1000 == pytest.approx(counted, rel=0.2)
+
+
+def test_rows_of_one_sided_kernels() -> None:
+    """HybridEP on H100s (docs/README_Hybrid-EP.md of DeepEP): 4,096 tokens, top 8, 7,168 wide, 57, 47 and 41 GB/s of
+    what visits nodes, the sender's included."""
+    row = 4096 * 7168 * 2
+    for ranks, rate in ((16, 55.5e9), (32, 49.5e9), (64, 44e9)):
+        config = load(
+            ["--config", "train_configs/deepseek_671b.toml", "--model.num_groups", "1", "--model.top_groups", "1"],
+            preset,
+            lambda c: [],
+        )
+        priced = Halves(config, H100, Factors(), Stack(fused_exchange=True))
+        taken = priced.exchange("hierarchical", 4096, ranks, 1) / 2
+        assert taken == pytest.approx(priced.visits(ranks // 8) * row / rate, rel=0.15)
+
+
+def test_tokens_of_few_groups_visit_few_nodes() -> None:
+    config = load(["--config", "train_configs/deepseek_671b.toml"], preset, lambda config: [])
+    priced = Halves(config, H100, Factors())
+    assert priced.visits(8) == pytest.approx(4 * (1 - (3 / 4) ** 8))  # of 8 groups, on a node each, 4 are chosen
+    assert priced.visits(1) == 1 and 2.9 < priced.visits(4) < priced.visits(8) and 7 < priced.visits(64) < 8
+    assert Halves(config, H100, Factors(), Stack(neighbours=True)).visits(8) == 1

@@ -64,6 +64,7 @@ def test_the_page_is_what_the_rows_give(script: ModuleType) -> None:
         script.summary(scored),
         script.correlations(scored),
         map(script.cells, scored),
+        map(script.cells, script.judged(script.read_rows(script.LATER), Factors())),
     ):
         for cells in table:
             assert "| " + " | ".join(cells) + " |" in text

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from titanmoe.fold.schedules import bubble
-from titanmoe.plan.schedule import _in_flight, played, table
+from titanmoe.fold.schedules import Cell, bubble
+from titanmoe.plan.schedule import _in_flight, held, played, table
+
+
+def _by_stage(row: list[Cell]) -> set[tuple[int, ...]]:
+    """After each cell: how many microbatches each of the rank's stages keeps."""
+    change = {"F": 1, "B": -1, "W": -1, "I": 0}
+    counts = dict.fromkeys(sorted({action.stage for cell in row for action in cell}), 0)
+    found = set()
+    for cell in row:
+        for action in cell:
+            counts[action.stage] += change[action.does]
+        found.add(tuple(counts.values()))
+    return found
 
 
 @pytest.mark.parametrize(
@@ -27,3 +39,8 @@ def test_idle_time_and_flights_are_those_of_the_table(schedule: str, pp: int, st
     found = played(schedule, pp, stages, microbatches)
     assert found.idle / (found.idle + microbatches) == pytest.approx(bubble(rows, pp * stages), abs=1e-9)
     assert found.flights == tuple(map(_in_flight, rows))
+    for rank, row in enumerate(rows):
+        shares = held(schedule, pp, stages, microbatches, rank)
+        assert sum(shares) == pytest.approx(found.flights[rank])
+        if schedule in ("DualPipeV", "Interleaved1F1B") and microbatches % pp == 0:
+            assert shares in _by_stage(row)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.rehearse.command import Report, print_report
 
+MOST = 16384
+"""GPUs that are tried for a model that fits nowhere."""
 VARIED = ("gpus", "seq_len", "num_experts", "top_k")
 
 
@@ -51,17 +54,11 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 def run_plan(args: argparse.Namespace) -> int:
     from titanmoe.plan.devices import read_device
 
-    problems = _problems(args)
-    try:
-        device = read_device(args.hardware)
-    except ConfigError as error:
-        problems += error.problems
-
     def report() -> Report:
-        lines, data, files = _planned(args, device)
+        lines, data, files = _planned(args, read_device(args.hardware))
         return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, 0
 
-    return print_report(problems, report)
+    return print_report(_problems(args), report)
 
 
 def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
@@ -71,6 +68,8 @@ def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str
     from titanmoe.plan.table import as_json, budget, explained, table
 
     config, said = _read(args)
+    if device.name == "cpu":
+        said = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(said or [""])]
     if args.explain:
         found = evaluate(config, args.gpus, device, Factors(), args.imbalance)
         lines = [*said, *explained(found, device)]
@@ -116,7 +115,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     from titanmoe.rehearse.columns import format_bytes
 
     room = device.memory - device.reserved
-    training = config.training
+    training, most = config.training, args.gpus
     ways = {
         f"--gpus {2 * args.gpus}": (config, 2 * args.gpus),
         f"--training.seq_len {training.seq_len // 2}": (
@@ -128,18 +127,22 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
             args.gpus,
         ),
     }
-    peaks = {}
-    for way, (changed, world) in ways.items():
+
+    def least(changed: Config, world: int) -> int | None:
         result = search(changed, world, device, Factors(), 1, args.imbalance)
         found = result.best[0] if result.best else result.nearest
-        if found is not None:
-            peaks[way] = found.peak
+        return None if found is None else found.peak
+
+    peaks = {way: peak for way, change in ways.items() if (peak := least(*change)) is not None}
     best = min(peaks, key=peaks.get) if peaks else ""
-    helps = (
-        f"; of single changes {best} helps most, to {format_bytes(peaks[best])}"
-        if best and peaks[best] < nearest.peak
-        else ""
-    )
+    helps = ""
+    if best and peaks[best] < nearest.peak:
+        helps = f"; of single changes {best} helps most, to {format_bytes(peaks[best])}"
+        if peaks[best] > room:
+            while most < MOST and (least(config, most) or inf) > room:
+                most *= 2
+            enough = f"{most} GPUs are enough" if most < MOST else f"nor are {MOST:,} GPUs enough"
+            helps += f", which is still too much: {enough}"
     rank = nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.get)
     return (
@@ -160,11 +163,12 @@ def _short(cells: tuple[str, ...]) -> str:
 def _what_if(
     args: argparse.Namespace, config: Config, device: Any, said: list[str]
 ) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
+    from titanmoe.config.laws import contradictions
     from titanmoe.plan.table import HEAD, as_json, picture, row
     from titanmoe.rehearse.columns import columns
 
     name, values = _varied(args.what_if)
-    body, points, data = [(name, *HEAD)], [], []
+    body, points, data, without = [(name, *HEAD)], [], [], []
     for value in values:
         changed, world = config, args.gpus
         if name == "gpus":
@@ -174,15 +178,20 @@ def _what_if(
         else:
             changed = replace(config, model=replace(config.model, **{name: value}))
         try:
+            if wrong := [violation.text for violation in contradictions(changed)]:
+                raise ConfigError(wrong)
             best = _searched(changed, argparse.Namespace(**vars(args) | {"gpus": world}), device).best[0]
         except ConfigError as error:
-            body.append((str(value), error.problems[0].partition(":")[0], *[""] * (len(HEAD) - 1)))
+            without += [f"{name} = {value}: {problem}" for problem in error.problems]
             continue
         body.append((str(value), *row(best)))
         points.append((float(value), best.price.tokens))
         data.append({name: value} | as_json(best))
+    if not points:
+        raise ConfigError(without)
     lines = [*said, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
-    drawn = {args.picture: picture(name, points, device)} if args.picture and points else {}
+    lines += ["", *without] if without else []
+    drawn = {args.picture: picture(name, points, device)} if args.picture else {}
     return lines, {"hardware": device.name, "what_if": data}, drawn
 
 
@@ -217,7 +226,19 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
         (moe.overlap_chunks != 1, "moe.overlap_chunks: rows are priced as in one piece"),
         (config.pipeline.overlap_pairs, "pipeline.overlap_pairs: rows are priced as if nothing hid them"),
         (
-            moe.dispatcher in ("allgather", "symm_mem"),
+            config.optimizer.offload,
+            "optimizer.offload: moments are counted on the device, and take no time to reach it",
+        ),
+        (config.parallelism.reduce_once, "parallelism.reduce_once: gradients are reduced after each microbatch"),
+        (
+            "torch" in (moe.kernels, config.parallelism.attention_backend)
+            or config.parallelism.attention_backend == "plain"
+            or moe.grouped_mm == "loop",
+            "plain kernels: those of the defaults are priced",
+        ),
+        (moe.expert_dtype != "compute", "the memory of experts in 8 bits: that of the compute dtype is counted"),
+        (
+            moe.dispatcher in ("allgather", "symm_mem", "deepep"),
             f"the buffers of {moe.dispatcher}: those of alltoall are counted",
         ),
         (bool(config.pipeline.schedule_csv), "the schedule file's own bubble: that of one microbatch a rank is taken"),

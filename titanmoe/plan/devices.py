@@ -34,6 +34,12 @@ RANGES: dict[str, tuple[float, float]] = {
     "price": (0, 1000),
 }
 """Every figure of a file, and what is not absurd."""
+UNITS = (
+    dict.fromkeys(("memory", "reserved"), " bytes")
+    | dict.fromkeys(("bandwidth", "link", "network"), " bytes per second")
+    | dict.fromkeys(("peak_bfloat16", "peak_float32", "peak_fp8"), " FLOPs per second")
+    | dict.fromkeys(("link_latency", "network_latency", "launch"), " seconds")
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def read_device(name: str) -> Device:
         value, source, problem = _figure(data, key)
         figures[key], sources[key] = value, source
         if not problem and not least <= value <= most:
-            problem = f"{key} = {value:g} is absurd: expected {least:g} to {most:g}"
+            problem = f"{key} = {value:g} is absurd: expected {least:g} to {most:g}{UNITS.get(key, '')}"
         problems += [problem] * bool(problem)
     points, sources["curve"], problem = _curve(data)
     problems += [problem] * bool(problem)
@@ -133,5 +139,5 @@ def _curve(data: dict[str, Any]) -> tuple[tuple[tuple[float, float], ...], str, 
     sound = all(isinstance(x, int | float) and not isinstance(x, bool) for x in [*sizes, *shares])
     rises = sound and all(0 < a < b for a, b in pairwise(sizes))
     if not sizes or len(sizes) != len(shares) or not rises or not all(0 < x <= 1 for x in shares):
-        return (), "", f"curve: {len(sizes)} sizes that rise and as many shares within 0 and 1 are needed"
+        return (), "", f"curve: sizes = {sizes} have to rise, and shares = {shares} to be as many, within 0 and 1"
     return tuple(zip(map(float, sizes), map(float, shares), strict=True)), str(entry["source"]), ""

@@ -8,8 +8,9 @@ Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cache
+from math import comb
 from operator import add
 from typing import NamedTuple
 
@@ -18,18 +19,27 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.plan.devices import Device
-from titanmoe.plan.links import Factors, Group, Links
+from titanmoe.plan.links import Factors, Group, Links, exposed
 
 BACKWARD = 2.0
 """Products of backward over those of forward."""
 ATTENTION_BACKWARD = 2.5
 """The same of attention, which computes its scores again (arXiv 2205.14135)."""
 NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL = (10, 20), (4, 4), (6, 10), (8, 8), (6, 4)
-"""Bytes that fused kernels move, forward and backward, per element in 16 bits: reads and writes of each."""
-PLAIN_NORM, PLAIN_ROPE, PLAIN_SWIGLU = (40, 110), (53, 53), (6, 15)
-"""The same of our plain operations in float32, as a rehearsal on h100 counts them (docs/rehearse.md)."""
-FUSED_NETWORK = 0.86
-"""Of the network, what DeepEP reaches: 43 of 50 GB/s on 16 ranks (its README)."""
+"""Bytes that Megatron's kernels move, forward and backward, per element in 16 bits: reads and writes of each."""
+OUR_NORM, OUR_SWIGLU, OUR_PERMUTE, REGROUP = (4, 8), (6, 15), (3, 7), (4, 4)
+"""The same of our kernels, to agree with what is counted of whole layers (docs/benchmarks.md, "Outside"). REGROUP: more
+per row that an all-to-all brings, from the order of senders to that of experts."""
+WIDE, NARROW = 128, 64
+"""Widths of heads: from the first on attention reaches its full rate; narrower ones take more exponentials for the same
+FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). None narrower was looked at."""
+CLAMP, BIAS = (16, 22), (28, 40)
+"""The same of what Megatron does to gpt-oss' experts by plain operations: clamping and joining both halves of the
+activation's input, and adding biases times probabilities in float32, joined over experts (its fused_bias_geglu.py and
+experts.py)."""
+OVERLAPPED = 0.37
+"""Of the messages of rows, what Megatron's overlap of expert parallelism hides: 36.55 %, by a profile of Qwen3-30B-A3B
+on 16 H100s (NVIDIA-NeMo/Megatron-Bridge, skills/nemo-mbridge-perf-expert-parallel-overlap)."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +56,18 @@ class Stack:
     """Stages have equally many layers, whatever embedding and head cost."""
     fused_exchange: bool = False
     """Rows by one-sided kernels (DeepEP, HybridEP), not NCCL."""
+    neighbours: bool = False
+    """Tokens choose experts next to each other, as AutoModel's balanced gate does, and so few ranks."""
     hides_rows: bool = False
-    """Rows travel while another microbatch computes."""
+    """Some of the rows travel while another microbatch computes."""
     recompute: frozenset[str] | None = None
     """Modules computed again in backward, in Megatron's names; None: as the recipe says."""
 
 
 OURS = Stack()
+MODES = ("none", "selective", "moe", "full")
+Modes = tuple[float, ...]
+"""Of MODES."""
 
 
 class Cost(NamedTuple):
@@ -77,6 +92,13 @@ class Cost(NamedTuple):
         return sum(self)
 
 
+def _and(total: list[float], count: int, forward: Cost, backward: Cost, again: str = "full") -> list[float]:
+    """With a half of so many blocks, by mode of recomputation. again: modes that compute it twice."""
+    once = sum(forward) + sum(backward)
+    more = {mode: sum(forward) * (mode in again.split()) for mode in MODES} | {"selective": forward.memory / 2}
+    return [x + count * (once + more[mode]) for x, mode in zip(total, MODES, strict=True)]
+
+
 class Halves:
     """For one model and batch. A half that several mappings share is priced once."""
 
@@ -84,14 +106,13 @@ class Halves:
         self.config, self.model, self.device, self.factors, self.stack = config, config.model, device, factors, stack
         self.imbalance = imbalance
         self.links = Links(device, factors)
-        self.one_sided = Links(device, replace(factors, network=FUSED_NETWORK))
         self.w = WIDTHS[config.training.mixed_precision_param]
         self.peak = device.peak(config.training.mixed_precision_param)
         self.expert_peak = device.peak("fp8") if config.moe.expert_dtype == "fp8" else self.peak
-        self.attention = lru_cache(maxsize=None)(self._attention)
-        self.head = lru_cache(maxsize=None)(self._head)
-        self.dense = lru_cache(maxsize=None)(self._dense)
-        self.experts = lru_cache(maxsize=None)(self._experts)
+        self.attention = cache(self._attention)
+        self.head = cache(self._head)
+        self.dense = cache(self._dense)
+        self.experts = cache(self._experts)
         self.kinds = Counter((has_experts(self.model, i), window(self.model, i)) for i in range(self.model.num_layers))
 
     # ---- parts of a half
@@ -106,11 +127,18 @@ class Halves:
         return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def _norms(self, elements: float, part: int) -> float:
-        norm = NORM if self.stack.fused else PLAIN_NORM
+        norm = NORM if self.stack.fused else OUR_NORM
         return self._moved(elements * (norm[part] + RESIDUAL[part]))
 
     def _activation(self, elements: float, part: int) -> float:
-        return self._moved(elements * (SWIGLU if self.stack.fused else PLAIN_SWIGLU)[part])
+        return self._moved(elements * (SWIGLU if self.stack.fused else OUR_SWIGLU)[part])
+
+    def _rows(self, left: float, arrived: float, sent: bool, part: int) -> float:
+        """Copies of rows on their way to experts and back."""
+        if self.stack.fused:
+            return self._moved((left + arrived) * self.model.dim * PERMUTE[part])
+        regrouped = 2 * arrived * REGROUP[part] * sent
+        return self._moved(((left + arrived) * OUR_PERMUTE[part] + regrouped) * self.model.dim)
 
     def _turned(self, query: float, key: float, part: int) -> float:
         """Bytes per position between the projections and attention: norms of heads, rotation, joining of parts."""
@@ -121,8 +149,8 @@ class Halves:
         if model.kv_lora_rank:
             joined = 2 * query
             turned = (query / model.head_dim + 1) * model.qk_rope_head_dim
-            return turned * PLAIN_ROPE[part] + joined * RESIDUAL[part]
-        return (query + key) * (PLAIN_ROPE[part] + normed * PLAIN_NORM[part])
+            return turned * ROPE[part] + joined * RESIDUAL[part]
+        return (query + key) * (ROPE[part] + normed * OUR_NORM[part])
 
     # ---- halves: forward and backward of one microbatch
 
@@ -148,11 +176,12 @@ class Halves:
         products += self.product(X, D, heads * value)
         width = min(seen or seq, seq)
         flops = heads * (model.head_dim + value) * (2 * width - width * width / seq) * X
-        core = flops / (self.peak * self.device.attention * self.factors.attention)
+        narrow = min(1.0, 2 / (1 + WIDE / max(model.head_dim, NARROW)))
+        core = flops / (self.peak * self.device.attention * self.factors.attention * narrow)
         tp_group = Group(tp, 1)
         tp_time = self.links.gather(tp_group, X * gathered * self.w) + self.links.gather(tp_group, X * D * self.w)
         cp_time = self._context(cp, tp, X, keys, query, core)
-        host = self.factors.block / 6
+        host = self.factors.block / 9
         parts = []
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(T * D, part) + self._moved(X * self._turned(query, key, part))
@@ -190,7 +219,7 @@ class Halves:
         found = []
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(X / tp * D, part) + self._activation(X * hidden / tp, part)
-            found.append(Cost(products * factor, 0.0, memory, self.factors.block / 6 * factor, tp_time))
+            found.append(Cost(products * factor, 0.0, memory, self.factors.block / 9 * factor, tp_time))
         return found[0], found[1]
 
     def _experts(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> tuple[Cost, Cost]:
@@ -215,9 +244,11 @@ class Halves:
             memory = (
                 self._norms(T * D, part)
                 + self._activation(R * F, part)
-                + self._moved((T * model.top_k + R) * D * PERMUTE[part])
+                + self._rows(T * model.top_k, R, ep * etp > 1, part)
             )
-            cost = Cost((products + router) * factor, 0.0, memory, self.factors.block / 3 * factor, rows=sent)
+            if self.stack.fused and model.expert_biases:
+                memory += self._moved(R * F * CLAMP[part] + R * D * BIAS[part])
+            cost = Cost((products + router) * factor, 0.0, memory, self.factors.block * 2 / 9 * factor, rows=sent)
             if shared is not None:
                 other = shared[part]
                 hidden = min(sent / 2, other.matrix) if not self.stack.fused else 0.0
@@ -234,19 +265,37 @@ class Halves:
         links, group = self.links, Group(G, 1)
         if dispatcher == "allgather":
             return 2 * links.gather(group, T * G * row)
-        if dispatcher == "hierarchical":
-            links = self.one_sided if self.stack.fused_exchange else links
-            near = group.near(self.device.domain)
-            domains = G // near
-            # A token visits each domain once, however many of its experts are there.
-            visits = domains * (1 - (1 - 1 / domains) ** K)
-            across = T * row * visits * (domains - 1) / domains
-            # Inside the domain, what those tokens' experts need.
-            return 2 * links.exchange(group, T * K * etp * row, across)
+        near = group.near(self.device.domain)
+        domains = max(1, G // near)
+        if dispatcher == "deepep" or self.stack.fused_exchange:
+            across = T * row * self.visits(domains) * (domains - 1) / domains
+            return 2 * links.relay(group, across, T * row * self.visits(ep) * etp)
+        if dispatcher == "hierarchical" and domains > 1:
+            # First once to each domain, then, of all that came, copies for the experts there.
+            there = links.exchange(Group(domains, near), T * row * self.visits(domains))
+            return 2 * (there + links.exchange(Group(near, 1), T * K * etp * row))
         if self.stack.etp_gathers and etp > 1:
             there = links.exchange(Group(ep, etp), T * K * row) + links.gather(Group(etp, 1), T * K * etp * row)
             return 2 * there
         return 2 * links.exchange(group, T * K * etp * row)
+
+    @cache  # noqa: B019  (few values, as long as the pricer)
+    def visits(self, parts: int) -> float:
+        """Of so many equal parts of the experts, in how many a token has any, on average."""
+        model = self.model
+        K, groups = model.top_k, model.num_groups
+        if self.stack.neighbours:
+            return max(1.0, K * parts / model.num_experts)
+        if groups <= 1:
+            return parts * (1 - (1 - 1 / parts) ** K)
+        chosen = model.top_groups
+        if parts > groups:
+            reached = parts * chosen / groups
+            return reached * (1 - (1 - 1 / reached) ** K)
+        held = groups // parts  # groups of a part, of which a token may choose from `n`
+        ways = {n: comb(held, n) * comb(groups - held, chosen - n) for n in range(min(held, chosen) + 1)}
+        missed = sum(count * (1 - n / chosen) ** K for n, count in ways.items()) / comb(groups, chosen)
+        return parts * (1 - missed)
 
     # ---- a block under recomputation
 
@@ -260,8 +309,8 @@ class Halves:
             ffn = self.dense(fold.tp, fold.cp, samples, model.dense_hidden)
         total = attention[0] + attention[1] + ffn[0] + ffn[1]
         if self.stack.hides_rows:
-            behind = self.factors.hidden * (total.matrix + total.attention)
-            total = total._replace(rows=max(0.0, total.rows - behind))
+            hidden = min(OVERLAPPED * total.rows, total.matrix + total.attention)
+            total = total._replace(rows=total.rows - hidden + exposed(hidden, hidden))
         named = self.stack.recompute
         if named is not None:
             return total + self._again(named, attention[0], ffn[0], experts)
@@ -273,22 +322,23 @@ class Halves:
             return total + Cost(memory=(attention[0].memory + ffn[0].memory) / 2)
         return total
 
-    def seconds(self, fold: Fold, samples: int, dispatcher: str) -> dict[str, float]:
-        """Of all blocks of ours and the head, one after the other, by the mode of recomputation."""
-        total = dict.fromkeys(("none", "selective", "moe", "full"), sum(self.head(fold.tp, fold.cp, samples)))
+    def outer(self, tp: int, cp: int, samples: int) -> Modes:
+        """Seconds of all that the experts' mapping does not touch, one after the other, by mode of recomputation."""
+        found = [sum(self.head(tp, cp, samples))] * len(MODES)
         for (experts, seen), count in self.kinds.items():
-            attention = self.attention(fold.tp, fold.cp, samples, seen)
-            if experts:
-                ffn = self.experts(fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp, dispatcher)
-            else:
-                ffn = self.dense(fold.tp, fold.cp, samples, self.model.dense_hidden)
-            again = sum(ffn[0])
-            once = sum(attention[0]) + again + sum(attention[1]) + sum(ffn[1])
-            total["none"] += count * once
-            total["selective"] += count * (once + (attention[0].memory + ffn[0].memory) / 2)
-            total["moe"] += count * (once + again * experts)
-            total["full"] += count * (once + again + sum(attention[0]))
-        return total
+            found = _and(found, count, *self.attention(tp, cp, samples, seen))
+            if not experts:
+                dense = self.dense(tp, cp, samples, self.model.dense_hidden)
+                found = _and(found, count, *dense, again="full")
+        return tuple(found)
+
+    def inner(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> Modes:
+        """The same of all experts. share: ranks of a sample, tp x cp."""
+        count = sum(count for (experts, _), count in self.kinds.items() if experts)
+        if not count:
+            return (0.0,) * len(MODES)
+        halves = self.experts(share, samples, tp, ep, etp, dispatcher)
+        return tuple(_and([0.0] * len(MODES), count, *halves, again="moe full"))
 
     def _again(self, named: frozenset[str], attention: Cost, ffn: Cost, experts: bool) -> Cost:
         if named & {"full", "activation_checkpointing"}:

@@ -17,21 +17,21 @@ class Factors:
     """What no datasheet says. Fitted once to eight published runs (docs/planner.md), the same for every model,
     mapping and device."""
 
-    matrix: float = 1.0
+    matrix: float = 0.991
     """On the device's curve of matrix rates."""
-    attention: float = 0.982
+    attention: float = 0.95
     """On the device's share for attention."""
-    memory: float = 0.891
+    memory: float = 0.901
     """Of the memory's bandwidth, in element-wise work."""
-    link: float = 0.657
+    link: float = 0.767
     """Of the fast link's bandwidth."""
-    network: float = 0.623
+    network: float = 0.702
     """Of the network's bandwidth."""
-    hidden: float = 1.0
-    """Of the computation behind which weights and gradients travel."""
-    block: float = 0.00023
+    rows: float = 0.784
+    """Of what is left of both, in an all-to-all, whose messages are many and small."""
+    block: float = 0.00036
     """Seconds in which a block and microbatch, forward and backward, keeps the device waiting for the host."""
-    busiest: float = 1.12
+    busiest: float = 1.04
     """Rows of the busiest rank over the mean under learned routing."""
 
 
@@ -45,6 +45,19 @@ class Group:
         return min(self.size, max(1, domain // self.stride))
 
 
+FUSED_NETWORK = 0.86
+"""Of the network, what one-sided kernels reach. HybridEP on H100s, bfloat16, PyTorch's time: 57, 47 and 41 GB/s on 16,
+32 and 64 ranks, counting a token once for each node that it visits, its own included. So do 43 GB/s that leave the
+node, and half the time inside it, which hides behind them (deepseek-ai/DeepEP, docs/README_Hybrid-EP.md)."""
+TAKEN = 20 / 132
+"""Multiprocessors that messages' kernels keep from what is computed meanwhile: DeepEP's default, of an H100's."""
+
+
+def exposed(message: float, behind: float) -> float:
+    """Seconds that a message of so many adds to the computation behind which it travels."""
+    return max(0.0, message - behind) + TAKEN * min(message, behind)
+
+
 class Links:
     def __init__(self, device: Device, factors: Factors):
         self.domain, self.link, self.network = (
@@ -52,6 +65,7 @@ class Links:
             device.link * factors.link,
             device.network * factors.network,
         )
+        self.rows, self.fused = factors.rows, device.network * FUSED_NETWORK
         self.link_latency, self.network_latency = device.link_latency, device.network_latency
 
     def _delay(self, group: Group) -> float:
@@ -68,14 +82,19 @@ class Links:
         between = whole * (n - near) / n / (self.network * near)
         return self._delay(group) + max(inside, between)
 
-    def exchange(self, group: Group, sent: float, across: float | None = None) -> float:
-        """All-to-all of `sent` bytes per rank, its own included. across: those that leave the domain, if it is not
-        their even share."""
+    def exchange(self, group: Group, sent: float) -> float:
+        """All-to-all of `sent` bytes per rank, its own included."""
         n, near = group.size, group.near(self.domain)
         if n == 1:
             return 0.0
-        across = sent * (n - near) / n if across is None else across
-        return self._delay(group) + max(sent * (near - 1) / n / self.link, across / self.network)
+        inside, across = sent * (near - 1) / n / self.link, sent * (n - near) / n / self.network
+        return self._delay(group) + max(inside, across) / self.rows
+
+    def relay(self, group: Group, across: float, inside: float) -> float:
+        """By one-sided kernels: bytes that leave each rank's domain, and bytes that each rank sends within one."""
+        near = group.near(self.domain)
+        within = inside * (near - 1) / near / self.link
+        return self._delay(group) + max(within, across / self.fused + within / 2)
 
     def send(self, stride: int, size: float) -> float:
         """From a rank to the one `stride` ranks after it."""

@@ -19,7 +19,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.schedules import stage_ranks
 from titanmoe.models.stages import split_layers
-from titanmoe.plan.schedule import played
+from titanmoe.plan.schedule import held
 from titanmoe.plan.sizes import Key, Sizes, Unit, fsdp, units_of_stage
 
 SLICE = 2**30
@@ -161,8 +161,10 @@ def _stages(key: Key, seq_len: int, stages: int, explicit: tuple[int, ...]) -> l
     return split_layers(key.model, seq_len, stages, list(explicit))
 
 
-def stages_of(config: Config, stages: int) -> list[range]:
-    return _stages(Key.of(config.model), config.training.seq_len, stages, tuple(config.pipeline.layers_per_stage))
+def stages_of(config: Config, stages: int, explicit: tuple[int, ...] | None = None) -> list[range]:
+    """explicit: layers per stage, instead of the recipe's."""
+    explicit = tuple(config.pipeline.layers_per_stage) if explicit is None else explicit
+    return _stages(Key.of(config.model), config.training.seq_len, stages, explicit)
 
 
 def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank: int) -> Rank:
@@ -185,13 +187,17 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank
     if any(last for *_, last in stages):
         blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
     each = {i: kept(s, i) for i in blocks}
-    one = sum(k.attention + k.ffn for k in each.values())
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
     rope = 2 * s.X * (model.qk_rope_head_dim or model.head_dim) * 4
     # A stage's input and output are kept by its first block's norm, or the pipeline itself.
     ends = rope + (hidden * per_rank if piped else 0) + s.X * 24
-    activations = _in_flight(s, rank, stages, one + ends, per_rank)
+    extra = range(model.num_layers, model.num_layers + model.mtp_depth)
+    kept_by_stage = [
+        sum(each[i].attention + each[i].ffn for i in [*layers, *extra[: last * len(extra)]]) + ends // per_rank
+        for layers, _, last in stages
+    ]
+    activations = _in_flight(s, rank, kept_by_stage)
     buffers = 0
     if piped:
         sides = sum((not first) + (not last) for _, first, last in stages)
@@ -271,15 +277,15 @@ def _piece(s: Widths, layer: int) -> int:
     return s.sizes.block(layer).piece(fsdp(s.fold)) + experts
 
 
-def _in_flight(s: Widths, rank: int, stages: list, one: int, per_rank: int) -> int:
-    """one: bytes of a microbatch in all stages of the rank."""
+def _in_flight(s: Widths, rank: int, each: list[int]) -> int:
+    """each: bytes of a microbatch in each stage of the rank."""
     if s.fold.pp == 1:
-        return one
+        return sum(each)
     options = s.config.pipeline
     if options.schedule_csv:
-        return one * s.fold.pp
-    flights = played(options.schedule, s.fold.pp, per_rank, s.microbatches).flights[rank]
-    return one * flights // per_rank
+        return sum(each) * s.fold.pp
+    flights = held(options.schedule, s.fold.pp, len(each), s.microbatches, rank)
+    return round(sum(count * size for count, size in zip(flights, each, strict=True)))
 
 
 def _head(s: Widths, moment, activations: int, freed: bool, piped: bool, data: int, reduced: int, hidden: int) -> None:

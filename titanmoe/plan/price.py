@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
+from typing import NamedTuple
 
 from titanmoe.config.blocks import has_experts, window
 from titanmoe.config.laws import WIDTHS
@@ -13,7 +14,7 @@ from titanmoe.fold.schedules import stage_ranks
 from titanmoe.models.count import flops_per_token
 from titanmoe.plan.devices import Device
 from titanmoe.plan.halves import OURS, Cost, Halves, Stack
-from titanmoe.plan.links import Factors, Group
+from titanmoe.plan.links import Factors, Group, exposed
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.schedule import played
 from titanmoe.plan.sizes import Sizes, fsdp
@@ -50,21 +51,50 @@ NAMES = {
 }
 
 
+class Kind(NamedTuple):
+    """All that the price of a block depends on, beside the mapping."""
+
+    experts: bool
+    window: int
+    recomputed: bool
+
+
+def held(stages: list[dict[Kind, tuple[int, int]]], owners: list[int], rank: int) -> dict[Kind, int]:
+    """How many blocks of each kind a rank has."""
+    found: dict[Kind, int] = {}
+    for owner, stage in zip(owners, stages, strict=True):
+        if owner == rank:
+            for kind, (count, _) in stage.items():
+                found[kind] = found.get(kind, 0) + count
+    return found
+
+
 class Pricer(Halves):
     """Prices mappings of one model, batch and world."""
 
     def __init__(self, config: Config, device: Device, factors: Factors, stack: Stack = OURS, imbalance: float = 1.0):
         super().__init__(config, device, factors, stack, imbalance)
         self.flops = flops_per_token(self.model, config.training.seq_len)
-        self.splits = lru_cache(maxsize=None)(self._split)
+        self.counts = cache(self._counts)
 
-    def _split(self, stages: int) -> list[range]:
+    def split(self, stages: int) -> list[range]:
         n = self.model.num_layers
         if self.stack.even_split:
             each, more = divmod(n, stages)
             ends = [each * (i + 1) + min(i + 1, more) for i in range(stages)]
             return [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         return stages_of(self.config, stages)
+
+    def _counts(self, stages: int, every: int, uneven: tuple[int, ...]) -> list[dict[Kind, tuple[int, int]]]:
+        """Of each stage, how many blocks of each kind it has, and the number of one of them."""
+        found = []
+        for layers in stages_of(self.config, stages, uneven) if uneven else self.split(stages):
+            stage: dict[Kind, tuple[int, int]] = {}
+            for layer in layers:
+                kind = Kind(has_experts(self.model, layer), window(self.model, layer), layer % every == 0)
+                stage[kind] = stage.get(kind, (0, 0))[0] + 1, layer
+            found.append(stage)
+        return found
 
     def weights(self, fold: Fold, sizes: Sizes, layer: int) -> tuple[float, float]:
         """Seconds to gather a block's weights once, and to reduce its gradients once."""
@@ -93,57 +123,50 @@ class Pricer(Halves):
         samples = training.local_batch_size
         m = max(1, training.global_batch_size // (samples * fold.dp))
         owners = stage_ranks(config.pipeline, fold.pp)
-        uneven = config.pipeline.layers_per_stage
-        layers = stages_of(config, len(owners)) if uneven else self.splits(len(owners))
         sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
         options, dispatcher = config.activation_checkpoint, config.moe.dispatcher
-        kinds: dict[tuple, Cost] = {}
-
-        def block(layer: int) -> Cost:
-            key = has_experts(model, layer), window(model, layer), layer % options.every == 0
-            if key not in kinds:
-                mode = options.mode if key[2] else "none"
-                kinds[key] = self.block(fold, samples, layer, dispatcher, mode)
-            return kinds[key]
-
-        head = self.head(fold.tp, fold.cp, samples)
-        per_rank = []
+        stages = self.counts(len(owners), options.every, tuple(config.pipeline.layers_per_stage))
+        layers = {kind: layer for stage in stages for kind, (_, layer) in stage.items()}
+        blocks = {
+            kind: self.block(fold, samples, layer, dispatcher, options.mode if kind.recomputed else "none")
+            for kind, layer in layers.items()
+        }
+        seconds = {kind: cost.seconds for kind, cost in blocks.items()}
         hop = self.hop(fold.pp, fold.stage, samples, fold.tp * fold.cp)
-        for rank in range(fold.pp):
-            mine = [i for i, owner in enumerate(owners) if owner == rank]
-            total, messages = Cost(), 0.0
-            for stage in mine:
-                counts: dict[Cost, int] = {}
-                for layer in layers[stage]:
-                    one = block(layer)
-                    counts[one] = counts.get(one, 0) + 1
-                for one, count in counts.items():
-                    total = total + one.times(count)
-                if stage == len(owners) - 1:
-                    total = total + head + (block(model.num_layers - 1) + head).times(model.mtp_depth)
-                messages += 2 * hop
-            per_rank.append((total, messages))
-        slowest, messages = max(per_rank, key=lambda one: one[0].seconds + one[1])
-        mean = sum(one.seconds + more for one, more in per_rank) / fold.pp
+        ends = self.head(fold.tp, fold.cp, samples)
+        if model.mtp_depth:
+            ends = ends + (blocks[next(reversed(stages[-1]))] + ends).times(model.mtp_depth)
+        ranks = [0.0] * fold.pp
+        for owner, stage in zip(owners, stages, strict=True):
+            ranks[owner] += sum(seconds[kind] * count for kind, (count, _) in stage.items()) + 2 * hop
+        ranks[owners[-1]] += ends.seconds
+        worst = max(range(fold.pp), key=ranks.__getitem__)
+        slowest = ends if owners[-1] == worst else Cost()
+        for kind, count in held(stages, owners, worst).items():
+            slowest = slowest + blocks[kind].times(count)
+        messages = 2 * hop * owners.count(worst)
         busy = m * (slowest.seconds + messages)
-        bubble = mean * self._idle(config, fold, len(owners) // fold.pp, m)
+        bubble = sum(ranks) / fold.pp * self._idle(config, fold, len(owners) // fold.pp, m)
 
-        mine = [layer for i, owner in enumerate(owners) if owner == 0 for layer in layers[i]]
-        exposed = self._weights_exposed(config, fold, sizes, mine, m, slowest)
+        mine = {}  # blocks of the first rank, with experts and without
+        for kind, count in held(stages, owners, 0).items():
+            mine[kind.experts] = mine.get(kind.experts, (0, 0))[0] + count, layers[kind]
+        travel = self._weights_exposed(config, fold, sizes, mine, m, slowest)
+        data = fsdp(fold)
         kept = sum(
-            sizes.block(i).piece(fsdp(fold)) + (sizes.experts.piece(fold.edp) if has_experts(model, i) else 0)
-            for i in mine
+            count * (sizes.block(layer).piece(data) + (sizes.experts.piece(fold.edp) if experts else 0))
+            for experts, (count, layer) in mine.items()
         )
-        ends = (sizes.embedding.piece(fsdp(fold)) + sizes.head.piece(fsdp(fold))) // (1 if fold.pp == 1 else 2)
-        optimizer = (kept + ends) * OPTIMIZER / (self.device.bandwidth * self.factors.memory)
+        edges = (sizes.embedding.piece(data) + sizes.head.piece(data)) // (1 if fold.pp == 1 else 2)
+        optimizer = (kept + edges) * OPTIMIZER / (self.device.bandwidth * self.factors.memory)
         components = {NAMES[key]: m * value for key, value in slowest._asdict().items()}
         components |= {
             "messages of pp": m * messages,
             "bubble": bubble,
-            "weights and gradients": exposed,
+            "weights and gradients": travel,
             "optimizer": optimizer,
         }
-        step = busy + bubble + exposed + optimizer
+        step = busy + bubble + travel + optimizer
         tokens = training.global_batch_size * training.seq_len / step / fold.world
         return Price(step, components, tokens, tokens * self.flops / self.peak, m)
 
@@ -159,14 +182,11 @@ class Pricer(Halves):
             return float(fold.pp - 1)
         return played(config.pipeline.schedule, fold.pp, per_rank, m).idle
 
-    def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, mine: list[int], m: int, busy: Cost) -> float:
-        """Seconds of a step in which nothing is computed because weights or gradients are under way."""
-        stack, kinds = self.stack, {}
-        for layer in mine:
-            kinds[has_experts(self.model, layer)] = kinds.get(has_experts(self.model, layer), 0) + 1
+    def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, mine: dict, m: int, busy: Cost) -> float:
+        """Seconds that a step takes longer because weights and gradients are under way."""
+        stack = self.stack
         gather = reduce = 0.0
-        for experts, count in kinds.items():
-            layer = next(i for i in mine if has_experts(self.model, i) == experts)
+        for count, layer in mine.values():
             one = self.weights(fold, sizes, layer)
             gather, reduce = gather + count * one[0], reduce + count * one[1]
         ends = sizes.head.whole
@@ -177,9 +197,14 @@ class Pricer(Halves):
         if how == "auto":
             freed = config.parallelism.reshard_after_forward
             how = "microbatch" if freed == "always" or (freed == "auto" and fold.pp == 1) else "step"
-        behind = self.factors.hidden * (busy.matrix + busy.attention + busy.memory)
+        behind = busy.matrix + busy.attention + busy.memory
+        if fold.tp * fold.cp <= self.device.domain < group.size * fold.tp:
+            behind += busy.tp + busy.cp  # those are on the other link
+        if fold.ep * fold.etp <= self.device.domain < fold.edp * fold.ep * fold.etp:
+            behind += busy.rows
+        forward, backward = behind / 3, behind * 2 / 3
         if how == "microbatch":
-            return m * (max(0.0, gather - behind / 3) + max(0.0, gather + reduce - behind * 2 / 3))
+            return m * (exposed(gather, forward) + exposed(gather + reduce, backward))
         if how == "step" and fold.pp == 1:
-            return m * max(0.0, reduce - behind * 2 / 3) + max(0.0, gather - behind / 3)
-        return max(0.0, gather - behind / 3) + max(0.0, reduce - behind * 2 / 3)
+            return m * exposed(reduce, backward) + exposed(gather, forward)
+        return exposed(gather, forward) + exposed(reduce, backward)

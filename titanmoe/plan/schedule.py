@@ -65,9 +65,22 @@ def played(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> P
     if schedule == "Interleaved1F1B" and even and v > 1:
         ahead = ((v - 1) * pp + 2 * (pp - 1 - rank) + 1 for rank in range(pp))
         return Played((pp - 1) / v, tuple(min(microbatches * v, n) for n in ahead))
+    if schedule == "DualPipeV" and microbatches >= 2 * pp:
+        return Played((pp - 1) / 3, (2 * pp,) * (pp - 1) + (2 * pp + 1,))
     most = ROUNDS * pp + 1
     m = most if microbatches > most and SCHEDULES[schedule].v_shape else microbatches
     m = ROUNDS * pp if microbatches > ROUNDS * pp and even and not SCHEDULES[schedule].v_shape else m
     rows = table(schedule, pp, stages_per_rank, m)
     share = bubble(rows, pp * stages_per_rank)
     return Played(share / (1 - share) * m, tuple(_in_flight(row) for row in rows))
+
+
+def held(schedule: str, pp: int, stages_per_rank: int, microbatches: int, rank: int) -> tuple[float, ...]:
+    """Of a rank's flights, those of each of its stages, which need not have equally many layers."""
+    v, flights = stages_per_rank, played(schedule, pp, stages_per_rank, microbatches).flights[rank]
+    if schedule == "DualPipeV" and microbatches >= 2 * pp:
+        return (2 * pp - 1 - rank, 1 + rank) if rank < pp - 1 else (pp + 1, pp)
+    if schedule == "Interleaved1F1B" and microbatches % pp == 0:  # forwards go through the stages in turn, pp of each
+        rounds, rest = divmod(flights, pp * v)
+        return tuple(rounds * pp + min(pp, max(0, rest - stage * pp)) for stage in range(v))
+    return (flights / v,) * v

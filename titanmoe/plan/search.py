@@ -2,7 +2,8 @@
 
 Mappings are taken by a bound on their time: what blocks cost one after the other under their schedule, without weights'
 messages, the optimizer and the ends of the model. When no bound is below the slowest that would be shown, the search is
-over: nothing that was left out can be faster. Of replicas of the experts only the default is tried.
+over: nothing that was left out can be faster. Of each pp, tp, ep and etp only the fastest cp, microbatch, schedule,
+recomputation and dispatcher are shown. Of replicas of the experts only the default is tried.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import product
 from math import inf
+from operator import itemgetter
 from typing import NamedTuple
 
 from titanmoe.config.blocks import moe_layers
@@ -23,12 +25,12 @@ from titanmoe.fold.legality import divided_fields, violations
 from titanmoe.fold.schedules import SCHEDULES
 from titanmoe.models.count import parameters
 from titanmoe.plan.devices import Device
+from titanmoe.plan.halves import MODES
 from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import Rank, Widths, kept, ranks
 from titanmoe.plan.price import Price, Pricer
 from titanmoe.plan.schedule import played
 
-MODES = ("none", "selective", "moe", "full")
 MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10
 """Of tp and etp, and of stages per rank."""
@@ -79,6 +81,10 @@ class Search:
     priced: int
 
 
+Mapping = tuple[int, int, int, int]
+"""pp, tp, ep, etp."""
+
+
 class Candidate(NamedTuple):
     bound: float
     """Seconds: the step takes at least these."""
@@ -93,6 +99,10 @@ class Candidate(NamedTuple):
     """Per rank."""
     dispatcher: str
 
+    @property
+    def mapping(self) -> Mapping:
+        return self.fold.pp, self.fold.tp, self.fold.ep, self.fold.etp
+
 
 def search(
     config: Config, world: int, device: Device, factors: Factors, count: int = 10, imbalance: float = 1.0
@@ -101,39 +111,48 @@ def search(
     pricer = Pricer(config, device, factors, imbalance=imbalance)
     room = device.memory - device.reserved
     every = list(_candidates(config, world, pricer, room))
-    best: list[Found] = []
+    best: dict[Mapping, Found] = {}
     best_unfolded = None
-    priced = 0
-    for candidate in sorted(every, key=lambda one: one.bound):
-        plain, full = unfolded(candidate.fold), len(best) == count and candidate.bound >= best[-1].price.step
-        if full and (best_unfolded is not None and candidate.bound >= best_unfolded.price.step):
+    priced, last = 0, inf  # steps that are longer than the last one shown are of no use
+    for candidate in sorted(every, key=itemgetter(0)):
+        plain = unfolded(candidate.fold) and (best_unfolded is None or candidate.bound < best_unfolded.price.step)
+        if candidate.bound >= last and best_unfolded is not None and candidate.bound >= best_unfolded.price.step:
             break
-        if full and (not plain or (best_unfolded is not None and candidate.bound >= best_unfolded.price.step)):
+        same = best.get(candidate.mapping)
+        if candidate.bound >= (last if same is None else same.price.step) and not plain:
             continue
-        for found in _found(config, candidate, pricer, imbalance, room):
+        for found in _found(config, candidate, pricer):
             priced += 1
-            wanted = len(best) < count or found.price.step < best[-1].price.step
+            same = best.get(candidate.mapping)
+            wanted = found.price.step < (last if same is None else same.price.step)
             first = plain and (best_unfolded is None or found.price.step < best_unfolded.price.step)
-            if not (wanted or first):
+            if not (wanted or first) or violations(found.config, world):
+                continue
+            if max(rank.peak for rank in ranks(found.config, found.fold, imbalance, only_ends=True)) > room:
                 continue
             found.memory = ranks(found.config, found.fold, imbalance)
             if found.peak > room:
                 continue
-            best = sorted([*best, found], key=lambda one: one.price.step)[:count]
             if first:
                 best_unfolded = found
+            if wanted:
+                best[candidate.mapping] = found
+                best = dict(sorted(best.items(), key=lambda one: one[1].price.step)[:count])
+                last = [*best.values()][-1].price.step if len(best) == count else inf
     nearest = None
     if not best:
         smallest = nsmallest(SMALLEST, _candidates(config, world, pricer, inf), key=lambda one: one.held)
-        tried = [found for one in smallest for found in _found(config, one, pricer, imbalance)]
+        tried = [found for one in smallest for found in _found(config, one, pricer)]
+        tried = [found for found in tried if not violations(found.config, world)]
+        for found in tried:
+            found.memory = ranks(found.config, found.fold, imbalance)
         nearest = min(tried, key=lambda one: one.peak, default=None)
-    if nearest is not None:
-        nearest.memory = ranks(nearest.config, nearest.fold, imbalance)
-    return Search(best, best_unfolded, nearest, len(every), priced)
+    return Search(list(best.values()), best_unfolded, nearest, len(every), priced)
 
 
-def _found(config: Config, one: Candidate, pricer: Pricer, imbalance: float, room: float = inf) -> Iterator[Found]:
-    """With one replica, and with so many that each lies within one domain of the fast link."""
+def _found(config: Config, one: Candidate, pricer: Pricer) -> Iterator[Found]:
+    """With one replica, and with so many that each lies within one domain of the fast link. Memory and laws remain to
+    be looked at."""
     fold = one.fold
     inside = pricer.device.domain // (fold.cp * fold.tp)
     replicas = {1, fold.dp // inside if inside and fold.dp % inside == 0 else 1}
@@ -142,9 +161,7 @@ def _found(config: Config, one: Candidate, pricer: Pricer, imbalance: float, roo
         same = default_edp_replicate(n, left)
         this = replace(fold, dp_replicate=n, dp_shard=fold.dp // n, edp_replicate=same, edp=left // same)
         mapped = written(config, this, one)
-        ends = ranks(mapped, this, imbalance, only_ends=True)
-        if max(rank.peak for rank in ends) <= room and not violations(mapped, fold.world):
-            yield Found(mapped, this, pricer.price(mapped, this), ends)
+        yield Found(mapped, this, pricer.price(mapped, this), [])
 
 
 def _candidates(config: Config, world: int, pricer: Pricer, room: float) -> Iterator[Candidate]:
@@ -157,17 +174,19 @@ def _candidates(config: Config, world: int, pricer: Pricer, room: float) -> Iter
     def fits(name: str, degree: int) -> bool:
         return all(value % degree == 0 for value in fields.get(name, {}).values() if value > 0)
 
+    local = bool(model.shared_hidden)  # tp matters to experts only through the shared one
+    attention, experts, ffns = {}, {}, {}  # of one block, by what they depend on: bytes kept, seconds
     for pp in divisors(world):
         stage = world // pp
         grids = list(product(divisors(stage), divisors(stage)))
-        experts = [
-            (ep, etp)
+        inner = [
+            (ep, etp, _dispatchers(config, ep * etp, pricer.device))
             for ep, etp in grids
             if stage % (ep * etp) == 0
             and etp <= MOST_SPLIT
             and (ep * etp == 1 or (moe and fits("ep", ep) and fits("etp", etp)))
         ]
-        attention = [
+        outer = [
             (tp, cp)
             for tp, cp in grids
             if stage % (tp * cp) == 0
@@ -175,31 +194,38 @@ def _candidates(config: Config, world: int, pricer: Pricer, room: float) -> Iter
             and fits("tp", tp)
             and training.seq_len % (tp * cp * (2 if cp > 1 else 1)) == 0
         ]
-        for (tp, cp), samples in product(attention if pp <= layers else [], MICROBATCHES):
+        for (tp, cp), samples in product(outer if pp <= layers else [], MICROBATCHES):
             dp = stage // (tp * cp)
             if batch % (samples * dp):
                 continue
             m = batch // (samples * dp)
             hop = 2 * m * pricer.hop(pp, stage, samples, tp * cp)
-            schedules = [(name, v, played(name, pp, v, m)) for name, v in _schedules(config, pp, m)]
+            schedules = [(name, v, *played(name, pp, v, m)) for name, v in _schedules(config, pp, m)]
             at = replace(config, training=replace(training, local_batch_size=samples))
-            for ep, etp in experts:
+            for ep, etp, dispatchers in inner:
                 fold = Fold(world, pp, 1, dp, cp, tp, 1, stage // (ep * etp), ep, etp)
                 whole = (count.total - count.experts) / tp + count.experts / (ep * etp)
-                piped = 6 * whole / pp if pp > 1 else 0.0
-                widths = Widths(at, fold)
-                by_dispatcher = {
-                    name: pricer.seconds(fold, samples, name) for name in _dispatchers(config, ep * etp, pricer.device)
-                }
-                for mode in MODES:
-                    one = kept(widths, deep, mode)
-                    block = (one.attention + one.ffn) * layers / pp
-                    for name, v, (idle, flights) in schedules:
-                        held = state + piped + block * flights[0] / v
+                least = state + (6 * whole / pp if pp > 1 else 0.0)
+                if (tp, cp, samples) not in attention:
+                    widths = Widths(at, fold)
+                    kept_ = [kept(widths, deep, mode).attention for mode in MODES]
+                    attention[tp, cp, samples] = kept_, pricer.outer(tp, cp, samples)
+                key = tp * cp, samples, tp if local else 1, ep, etp
+                if key not in experts:
+                    like = *key[:3], ep * etp > 1, etp
+                    if like not in ffns:
+                        widths = Widths(at, fold)
+                        ffns[like] = [kept(widths, deep, mode).ffn for mode in MODES]
+                    experts[key] = ffns[like], [(name, pricer.inner(*key, name)) for name in dispatchers]
+                (around, seconds), (ffn, by_dispatcher) = attention[tp, cp, samples], experts[key]
+                for i, mode in enumerate(MODES):
+                    block = (around[i] + ffn[i]) * layers / pp
+                    for name, v, idle, flights in schedules:
+                        held = least + block * flights[0] / v
                         if held > room:
                             continue
-                        for dispatcher, seconds in by_dispatcher.items():
-                            bound = seconds[mode] / pp * (m + idle) + hop * v
+                        for dispatcher, more in by_dispatcher:
+                            bound = (seconds[i] + more[i]) / pp * (m + idle) + hop * v
                             yield Candidate(bound, held, fold, samples, mode, name, v, dispatcher)
 
 

@@ -16,6 +16,21 @@ HEAD = (
 )
 
 
+HELPS = {
+    "attention": "nothing but fewer tokens a sample, or a device with faster attention",
+    "memory-bound work": "--compile.enable; a larger tp or cp shares it among more ranks",
+    "waiting for the host": "a larger microbatch",
+    "messages of tp": "a smaller tp, with cp or more data ranks instead",
+    "messages of cp": "a smaller cp, or ring rather than allgather",
+    "rows to experts and back": "ep x etp within a node, a smaller etp, or the hierarchical or deepep dispatcher",
+    "messages of pp": "fewer stages per rank, or a smaller pp",
+    "bubble": "more microbatches (a larger batch, fewer data ranks), more stages per rank, or a smaller pp",
+    "weights and gradients": "more tokens a microbatch, a larger ep, or a pipeline, which gathers weights once a step",
+    "optimizer": "more tokens a step",
+}
+"""By what a step spends most time on after matrix work."""
+
+
 def row(found: Found) -> tuple[str, ...]:
     config, fold, price = found.config, found.fold, found.price
     per_rank = stages_per_rank(config)
@@ -42,7 +57,9 @@ def stages_per_rank(config: Config) -> int:
 def table(result: Search, device: Device, world: int) -> list[str]:
     lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit:", ""]
     lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
-    if result.best_unfolded is not None:
+    if result.best_unfolded is not None and result.best_unfolded.fold == result.best[0].fold:
+        lines += ["", "It is the best unfolded one too (etp = tp, cp = 1, ep within dp)."]
+    elif result.best_unfolded is not None:
         gain = result.best_unfolded.price.step / result.best[0].price.step - 1
         lines += [
             "",
@@ -57,9 +74,12 @@ def table(result: Search, device: Device, world: int) -> list[str]:
 
 def explained(found: Found, device: Device) -> list[str]:
     price, fold = found.price, found.fold
+    axes = ", ".join(f"{name} {n}" for name in KEYS if (n := getattr(fold, name)) > 1)
     lines = [
-        f"A step takes {price.step:.4g} s on {fold.world} {device.name}: {price.tokens:,.0f} tokens/s/GPU, "
-        f"MFU {price.mfu:.1%}, {price.microbatches} microbatches; after matrix work, {price.binds} bind it.",
+        f"The recipe's mapping on {fold.world} {device.name}: {axes or 'one rank'}; "
+        f"{price.microbatches} microbatches of {found.config.training.local_batch_size}.",
+        f"A step takes {price.step:.4g} s: {price.tokens:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}.",
+        f"After matrix work most of it goes on {price.binds}. What helps: {HELPS[price.binds]}.",
         "",
         "Time of a step:",
         "",
