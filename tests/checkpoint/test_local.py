@@ -177,7 +177,7 @@ def test_a_run_without_another_host_still_outlives_its_processes(tmp_path, strai
 
 def found_by_the_next_start(folder: str) -> tuple[int, bool]:
     """The step of its local copies, and whether every rank reads what was written."""
-    saver = Saver(Path(folder), Checkpoint(enable=True), lambda line: None)
+    saver = Saver(Path(folder), Checkpoint(enable=True, local=1), lambda line: None)
     copies = victims.local_of(saver, Path(folder)).newest(verify=True)
     step = copies.manifest.step
     wanted = victims.contents(step)
