@@ -27,7 +27,7 @@ from titanmoe.config.schema import Checkpoint
 TWO = (0, 1)
 """The host of each rank."""
 LOCAL = {"checkpoint.local_folder": "$MEMORY", "checkpoint.interval": 0, "checkpoint.local": 2}
-END = 5
+END = 4
 
 
 def on_hosts(folder: str, hosts: tuple[int, ...], changes: dict[str, Any], until: int) -> runs.Went:
@@ -68,13 +68,20 @@ def same(went: runs.Went, straight: runs.Went) -> bool:
     return all(torch.equal(went.state[name], tensor) for name, tensor in straight.state.items())
 
 
-def test_hosts_lost_one_after_the_other_cost_no_more_than_the_steps_between_copies(tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "shape", "end"),
+    [
+        (TWO, mapping(ep=2), END),
+        pytest.param((0, 0, 1, 1), mapping(tp=2, ep=4), 8, marks=pytest.mark.slow),
+    ],
+    ids=["2 ranks", "4 ranks"],
+)
+def test_hosts_lost_one_after_the_other_cost_no_more_than_the_steps_between_copies(tmp_path, hosts, shape, end) -> None:
     """After each step of the run one of the two is lost. The one that takes its place gets its part at once, or the
     next loss would be the end."""
-    pairs, shape = (0, 0, 1, 1), mapping(tp=2, ep=4)
-    straight = go(tmp_path / "straight", END, pairs, shape=shape, local=0)
-    for killed in range(1, END + 1):
-        went = go(tmp_path / "lost", killed, pairs, shape=shape)
+    straight = go(tmp_path / "straight", end, hosts, shape=shape, local=0)
+    for killed in range(1, end + 1):
+        went = go(tmp_path / "lost", killed, hosts, shape=shape)
         before = (killed - 1) // 2 * 2
         assert list(went.loss) == list(range(before + 1, killed + 1))
         assert killed == 1 or begun(went) == before
@@ -89,7 +96,6 @@ def test_hosts_lost_one_after_the_other_cost_no_more_than_the_steps_between_copi
 ELSEWHERE = {
     "four on three hosts": ((0, 2, 2, 3), mapping(tp=2, etp=2, ep=2)),
     "two on the one that is left": ((0, 0), mapping(etp=2)),
-    "one": ((0,), mapping()),
 }
 
 
@@ -177,7 +183,7 @@ def test_a_run_without_another_host_still_outlives_its_processes(tmp_path, strai
 
 def found_by_the_next_start(folder: str) -> tuple[int, bool]:
     """The step of its local copies, and whether every rank reads what was written."""
-    saver = Saver(Path(folder), Checkpoint(enable=True), lambda line: None)
+    saver = Saver(Path(folder), Checkpoint(enable=True, local=1), lambda line: None)
     copies = victims.local_of(saver, Path(folder)).newest(verify=True)
     step = copies.manifest.step
     wanted = victims.contents(step)
