@@ -47,8 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     table = wider.stand_ins()
-    if cost.whole_suite(config) and (wrong := wider.problems(table, {item.nodeid for item in items})):
-        raise pytest.UsageError("\n".join(wrong))
+    if cost.whole_suite(config):
+        config.stash[wider.PROBLEMS] = wider.problems(table, {item.nodeid for item in items})
     for item in items:
         if item.nodeid in table:
             item.add_marker(pytest.mark.slow)

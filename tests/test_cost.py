@@ -7,6 +7,8 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from tests import cost, wider
 
 
@@ -57,7 +59,8 @@ def test_files_that_take_longest_exist_and_come_first() -> None:
     assert sorted([short, long], key=cost.turn) == [long, short]
 
 
-def test_a_test_that_stands_in_for_others_exists_and_runs() -> None:
+def test_a_test_that_stands_in_for_others_exists_and_runs(pytestconfig: pytest.Config) -> None:
+    assert pytestconfig.stash.get(wider.PROBLEMS, []) == []
     table = {"a[wide]": "a[quick]", "b[wide]": "a[quick]"}
     assert wider.problems(table, [*table, "a[quick]", "c"]) == []
     (gone,) = wider.problems(table, ["a[wide]", "a[quick]"])

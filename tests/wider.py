@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+import pytest
+
 from titanmoe.config.recipe import toml
 
 TABLE = Path(__file__).with_suffix(".toml")
+PROBLEMS = pytest.StashKey[list[str]]()
+"""What tests/conftest.py found wrong with the table, in a run of all tests."""
 
 
 def stand_ins() -> dict[str, str]:

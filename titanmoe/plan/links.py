@@ -48,7 +48,7 @@ class Group:
 FUSED_NETWORK = 0.86
 """Of the network, what one-sided kernels reach. HybridEP on H100s, bfloat16, PyTorch's time: 57, 47 and 41 GB/s on 16,
 32 and 64 ranks, counting a token once for each node that it visits, its own included. So do 43 GB/s that leave the
-node, and half the time inside it, which hides behind them (deepseek-ai/DeepEP, docs/README_Hybrid-EP.md)."""
+node, and half the time inside it, which hides behind them (deepseek-ai/DeepEP, README_Hybrid-EP.md)."""
 TAKEN = 20 / 132
 """Multiprocessors that messages' kernels keep from what is computed meanwhile: DeepEP's default, of an H100's."""
 
