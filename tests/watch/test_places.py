@@ -83,6 +83,14 @@ def test_a_rank_that_skipped_a_message() -> None:
     )
 
 
+def test_a_stage_of_two_that_disagree() -> None:
+    """The other stage decides; if it does something else altogether, both are named."""
+    skipped = seen(3, STEP[1:3])
+    assert list(of([*(seen(rank, STEP[:1]) for rank in range(3)), skipped], stage=2).late) == [3]
+    other = [(EP, "all-to-all")]
+    assert {2, 3} <= of([seen(0, other), seen(1, other), seen(2, STEP[:1]), skipped], stage=2).late.keys()
+
+
 def test_ranks_of_other_stages_issue_other_messages() -> None:
     other = [(WORLD, "all-reduce"), (EP, "all-to-all")]
     found = of([seen(0, STEP[:3]), seen(1, STEP[:3]), seen(2, other, "stopped"), seen(3, other)], stage=2)

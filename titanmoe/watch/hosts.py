@@ -41,9 +41,10 @@ class Hosts:
         box: list[Any] = [uuid.uuid4().hex]
         dist.broadcast_object_list(box, 0)
         token = box[0]
-        folder = (SHARED if os.access(SHARED, os.W_OK) else Path(tempfile.gettempdir())) / f"titanmoe-{token}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        mine = Heartbeat(folder / str(rank), create=True)
+        try:
+            folder, mine = _begin(SHARED, token, rank)
+        except OSError:  # there is none, or it is full
+            folder, mine = _begin(Path(tempfile.gettempdir()), token, rank)
         found: list[Any] = [None] * world
         dist.all_gather_object(found, (_identity(folder), socket.gethostname()))
         keys = list(dict.fromkeys(key for key, _ in found))
@@ -54,6 +55,12 @@ class Hosts:
         if rank == ranks[number][0]:
             shutil.rmtree(folder, ignore_errors=True)
         return Hosts(mine, local, number, ranks, [found[some[0]][1] for some in ranks], token)
+
+
+def _begin(where: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
+    folder = where / f"titanmoe-{token}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder, Heartbeat(folder / str(rank), create=True)
 
 
 def _identity(folder: Path) -> str:

@@ -13,6 +13,8 @@ Record = tuple[int, int, str, str, int, int, int, int, int, bool]
 """A message: index in its step, group, op, dtype, bytes, number in its group, peer, microbatch, layer, backward."""
 INDEX, GROUP, OP, DTYPE, BYTES, NUMBER, PEER, MICROBATCH, LAYER, BACKWARD = range(10)
 TO_PEER = ("send", "receive")
+What = tuple[int, str, int]
+"""Group, op and bytes of a message."""
 LINES = 8
 """How many groups of waiting ranks get a line each."""
 
@@ -79,26 +81,30 @@ def _lost(seen: Iterable[Seen]) -> dict[int, str]:
     return {}
 
 
-def _odd(seen: Iterable[Seen], groups: Sequence[Named], stage: int) -> dict[int, str]:
-    """Ranks that issued another message than most of their stage did at the same place of a step."""
-    stages: dict[tuple[int, int], list[Seen]] = {}
+def _odd(seen: Sequence[Seen], groups: Sequence[Named], stage: int) -> dict[int, str]:
+    """Ranks that issued another message than most of their stage did at the same place of a step. Where a stage is
+    divided equally, other stages decide, if one of its halves did what they did.
+    """
+    issued: dict[tuple[int, int], dict[int, What]] = {}  # by step and index in it, then by rank
     for one in seen:
-        stages.setdefault((one.rank // stage, one.step), []).append(one)
-    for some in stages.values():
-        at: dict[int, dict[int, tuple[int, str, int]]] = {}
-        for one in some:
-            for record in one.last:
-                if record[OP] not in TO_PEER and record[INDEX] < one.issued:
-                    size = 0 if record[OP] == "all-to-all" else record[BYTES]  # which depends on the data
-                    at.setdefault(record[INDEX], {})[one.rank] = (record[GROUP], record[OP], size)
-        for index in sorted(at):
-            (usual, most), *others = Counter(at[index].values()).most_common()
-            if others and most > sum(count for _, count in others):
+        for record in one.last:
+            if record[OP] not in TO_PEER and record[INDEX] < one.issued:
+                size = 0 if record[OP] == "all-to-all" else record[BYTES]  # which depends on the data
+                issued.setdefault((one.step, record[INDEX]), {})[one.rank] = record[GROUP], record[OP], size
+    for (_, index), by_rank in sorted(issued.items()):
+        for first in range(0, max(by_rank) + 1, stage):
+            mine = {rank: what for rank, what in by_rank.items() if first <= rank < first + stage}
+            votes, everywhere = Counter(mine.values()), Counter(by_rank.values())
+            if len(votes) < 2:
+                continue
+            usual = max(votes, key=lambda what: (votes[what], everywhere[what]))
+            others = [(votes[what], everywhere[what]) for what in votes if what != usual]
+            if (votes[usual], everywhere[usual]) > max(others):
                 due = _sized(groups, *usual)
                 return {
-                    rank: f"issued {_sized(groups, *what)} as message {index + 1} of its step, where {most} other "
-                    f"ranks issued {due}"
-                    for rank, what in at[index].items()
+                    rank: f"issued {_sized(groups, *what)} as message {index + 1} of its step, where "
+                    f"{everywhere[usual]} other ranks issued {due}"
+                    for rank, what in mine.items()
                     if what != usual
                 }
     return {}
