@@ -15,7 +15,7 @@ from titanmoe.comm.collectives import ALONE
 from titanmoe.fold.degrees import derive
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.symmetric import Memory, Symmetric
+from titanmoe.moe.symmetric import Symmetric, SymmetricBuffers
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.context import placement
@@ -81,7 +81,7 @@ def test_symmetric_memory_leaves_the_host_alone() -> None:
     config.moe.dispatcher, config.moe.kernels, model, T = "symm_mem", "triton", config.model, 24
     with torch.device("meta"):
         dispatcher = Symmetric(model.num_experts, kernels="triton")
-        dispatcher.memory = Memory(config, derive(1, config.parallelism), ALONE, torch.device("meta"))
+        dispatcher.memory = SymmetricBuffers(config, derive(1, config.parallelism), ALONE, torch.device("meta"))
         experts = Experts(model, config.moe, torch.bfloat16)
         x_TD = torch.empty(T, model.dim, dtype=torch.bfloat16, requires_grad=True)
         weights_TK = torch.empty(T, model.top_k, requires_grad=True)

@@ -39,7 +39,7 @@ from titanmoe.rehearse.columns import columns  # noqa: E402
 from titanmoe.rehearse.fake_recorder import FakeRecorder  # noqa: E402
 from titanmoe.rehearse.place import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
-from titanmoe.rehearse.world import read_recipe, rehearse  # noqa: E402
+from titanmoe.rehearse.world import recipe_to_rehearse, rehearse  # noqa: E402
 
 MODELS = {
     "mixtral": "family=mixtral size=8x7b",
@@ -69,7 +69,7 @@ def recipe(model: str, tokens: int) -> Config:
     words += ["--model.num_layers", "2", "--model.vocab_size", "1024", "--training.seq_len", str(tokens)]
     words += ["--training.local_batch_size", "1", "--training.global_batch_size", "1"]
     words += ["--activation_checkpoint.mode", "none", "--training.device", "cpu"]
-    return read_recipe(words, 1, HARDWARE)
+    return recipe_to_rehearse(words, 1, HARDWARE)
 
 
 def ours(config: Config) -> Counted:

@@ -18,7 +18,7 @@ from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.config import ConfigError
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.moe.deepep import DeepEP
-from titanmoe.rehearse.world import read_recipe
+from titanmoe.rehearse.world import recipe_to_rehearse
 from titanmoe.train import launch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -146,4 +146,4 @@ def test_a_machine_without_it_is_refused_by_name(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=lacks):
         launch.read([*ask, "2"], 2)
     with pytest.raises(ConfigError, match='"deepep" cannot run here: no fake group has the kernels of DeepEP'):
-        read_recipe([*ask, "2"], 2, "h100")
+        recipe_to_rehearse([*ask, "2"], 2, "h100")

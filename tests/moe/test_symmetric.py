@@ -24,7 +24,7 @@ from titanmoe.comm.collectives import ALONE, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatch import AllToAll, Dispatcher
-from titanmoe.moe.symmetric import ALIGN, Memory, Symmetric, used
+from titanmoe.moe.symmetric import ALIGN, Symmetric, SymmetricBuffers, used
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {"moe.dispatcher": "symm_mem", "model.dim": D, "model.top_k": K, "training.seq_len": T}
@@ -41,7 +41,7 @@ def lent(config: Config, group: Group) -> Symmetric:
     fold = derive(group.size, config.parallelism)
     dispatcher = Symmetric(config.model.num_experts, kernels=config.moe.kernels)
     dispatcher.set_groups(group, fold.ep, fold.etp)
-    dispatcher.memory = Memory(config, fold, group, torch.device("cpu"))
+    dispatcher.memory = SymmetricBuffers(config, fold, group, torch.device("cpu"))
     return dispatcher
 
 
@@ -191,7 +191,7 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
         if layer in layers:
             layers[layer].router.expert_bias.copy_(torch.tensor(bias if trainer.step == 0 else [0.0] * len(bias)))
         report = trainer.train_step()
-        flags.append(bool(trainer.symmetric.overflowed))
+        flags.append(bool(trainer.shared_buffers.overflowed))
         assert all(moe.dispatcher.memory is None for moe in layers.values()), "not exact outside of a step"
         return report
 
@@ -352,14 +352,14 @@ def first_exchange(changed: bool) -> str:
     """changed: on rank 1 two rows arrive in each other's place, and so come back to the wrong ranks."""
     from titanmoe.config import ConfigError
 
-    def there(self: Memory, *args: Any) -> Any:
+    def there(self: SymmetricBuffers, *args: Any) -> Any:
         away, back = honest(self, *args)
         if changed and dist.get_rank() == 1:
             away[:2] = away[:2].flip(0)
         return away, back
 
-    honest = Memory.dispatch
-    with mock.patch.object(Memory, "dispatch", there):
+    honest = SymmetricBuffers.dispatch
+    with mock.patch.object(SymmetricBuffers, "dispatch", there):
         try:
             parity.make_trainer({"moe.dispatcher": "symm_mem", "parallelism.experts.ep": 2, "data.source": "synthetic"})
         except ConfigError as error:

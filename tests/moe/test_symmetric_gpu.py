@@ -15,7 +15,7 @@ from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.experts import Experts, can_group
-from titanmoe.moe.symmetric import Memory, Symmetric, missing
+from titanmoe.moe.symmetric import Symmetric, SymmetricBuffers, missing
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def test_rows_through_the_experts_without_a_host_sync() -> None:
     config.moe.dispatcher = "symm_mem"
     model, T = config.model, config.training.seq_len
     dispatcher = Symmetric(model.num_experts)
-    dispatcher.memory = Memory(config, derive(1, config.parallelism), ALONE, torch.device("cuda"))
+    dispatcher.memory = SymmetricBuffers(config, derive(1, config.parallelism), ALONE, torch.device("cuda"))
     with torch.device("cuda"):
         experts = Experts(model, config.moe, torch.bfloat16)
         x_TD = torch.randn(T, model.dim, dtype=torch.bfloat16, requires_grad=True)

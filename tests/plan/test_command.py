@@ -17,7 +17,7 @@ from titanmoe.models.families import preset
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import MODES, evaluate, search, unfolded
-from titanmoe.rehearse.world import read_recipe, rehearse
+from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 RECIPE = "train_configs/debug.toml"
 SMALL = ["--training.global_batch_size", "8"]
@@ -34,7 +34,7 @@ def test_a_written_recipe_passes_a_rehearsal(tmp_path: Path, capsys: pytest.Capt
     assert "mappings on 4 h100" in said and "best unfolded" in said and "US dollars" in said
     best = json.loads(data.read_text())["best"]
     assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best)
-    config = read_recipe(["--config", str(file)], 4, "h100")
+    config = recipe_to_rehearse(["--config", str(file)], 4, "h100")
     assert rehearse(config, 4, 0, "h100").optimizer_bytes == best[0]["memory"][0]["moments"]
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from titanmoe.fold.degrees import derive
 from titanmoe.plan.memory import ranks
-from titanmoe.rehearse.world import read_recipe, rehearse
+from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 MIDDLE = (
     "--model.family mixtral --model.size debug --model.vocab_size 1024 --model.dim 512 --model.num_layers 4 "
@@ -50,7 +50,7 @@ MORE = {
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
 def test_memory_is_that_of_a_rehearsal(case: str) -> None:
     world, rank, changes = (CASES | MORE)[case]
-    config = read_recipe([*MIDDLE.split(), *changes.split()], world, "h100")
+    config = recipe_to_rehearse([*MIDDLE.split(), *changes.split()], world, "h100")
     fold = derive(world, config.parallelism)
     steps = 2 if fold.pp > 1 else 1  # the first makes the receive buffers
     found = rehearse(config, world, rank, "h100", steps=steps)

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import _dump_fr_trace
 from tests import parity
 from tests.rehearse.small import FORCED
 from titanmoe.rehearse.samples import Samples
-from titanmoe.rehearse.world import read_recipe
+from titanmoe.rehearse.world import recipe_to_rehearse
 from titanmoe.train.trainer import Trainer
 
 WORLD, GUILTY, LAYER, STEP = 4, 2, 1, 2
@@ -37,7 +37,7 @@ def main(folder: Path, rank: int) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     threading.Thread(target=leave, args=(folder, rank), daemon=True).start()
     trainer = Trainer(
-        read_recipe(recipe(), WORLD, "cpu"), parity.runtime_here(), loader=Samples, garbage=parity.no_collection
+        recipe_to_rehearse(recipe(), WORLD, "cpu"), parity.runtime_here(), loader=Samples, garbage=parity.no_collection
     )
     dispatcher = trainer.moe_layers[LAYER].dispatcher
     back = dispatcher.leave

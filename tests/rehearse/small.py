@@ -7,7 +7,7 @@ from typing import Any
 from tests import parity
 from titanmoe.config.schema import Config
 from titanmoe.rehearse.record import Log
-from titanmoe.rehearse.world import NamedGroup, read_recipe
+from titanmoe.rehearse.world import NamedGroup, recipe_to_rehearse
 
 Comparable = list[tuple[Any, ...]]
 FORCED = {"moe.force_balance": True, "training.dtype": "float32", "training.mixed_precision_param": "float32"}
@@ -15,7 +15,7 @@ FORCED |= {"training.mixed_precision_reduce": "float32", "moe.kernels": "torch"}
 
 
 def config_of(changes: dict[str, Any], world: int, hardware: str) -> Config:
-    return read_recipe(parity.arguments(parity.TINY | FORCED | changes), world, hardware)
+    return recipe_to_rehearse(parity.arguments(parity.TINY | FORCED | changes), world, hardware)
 
 
 def comparable(log: Log, groups: dict[str, NamedGroup]) -> Comparable:

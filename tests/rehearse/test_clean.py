@@ -21,7 +21,7 @@ from titanmoe.ops.kernels import installed
 from titanmoe.parallel.pipeline import Pipeline, stage_ranks
 from titanmoe.rehearse.order import HOST_ORDER, Verdict, check
 from titanmoe.rehearse.roles import check_roles, programs_of_all, role, roles
-from titanmoe.rehearse.world import read_recipe, rehearse
+from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
 NARROW = {"training.mixed_precision_param": "bfloat16", "moe.kernels": "auto", "moe.force_balance": False}
@@ -79,7 +79,7 @@ def smallest(recipe: Path) -> Config:
     """As few layers as the stages and dense layers allow, and two microbatches per pipeline rank."""
     world = ranks(recipe)
     argv = ["--config", str(recipe)]
-    config = read_recipe(argv, world, "h100")
+    config = recipe_to_rehearse(argv, world, "h100")
     fold, pp = config.parallelism, config.parallelism.pp
     stages = len(stage_ranks(config.pipeline, pp)) if pp > 1 else 1
     microbatches = 2 * pp if pp > 1 else 1
@@ -88,7 +88,7 @@ def smallest(recipe: Path) -> Config:
         "training.global_batch_size": samples,
         "model.num_layers": max(stages, config.model.num_dense_layers + 1),
     }
-    return read_recipe([*argv, *arguments(changes)], world, "h100")
+    return recipe_to_rehearse([*argv, *arguments(changes)], world, "h100")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from titanmoe.config.load import ConfigError, format_problems
 if TYPE_CHECKING:
     from titanmoe.data.tokenizer import Tokenizer
     from titanmoe.generate.loop import Made, Prompt
-    from titanmoe.generate.model import Found
+    from titanmoe.generate.model import Weights
 
 EPILOG = """\
 Under torchrun (torchrun --no-python --nproc-per-node 4 titanmoe generate ...) --tp, --ep and --etp split the model,
@@ -148,7 +148,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Found) -> list[Prompt]:
+def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Weights) -> list[Prompt]:
     """A prompt starts as a document of the training data did. Anything in it that looks like a mark is text."""
     from titanmoe.generate.loop import Prompt
 
@@ -172,7 +172,7 @@ def _generate(
     texts: list[str],
     prompts: list[Prompt],
     tokenizer: Tokenizer,
-    found: Found,
+    found: Weights,
     config: Any,
     runtime: Any,
 ) -> None:

@@ -100,7 +100,7 @@ def move_biases(mine: dict[int, MoE], rows: dict[int, Tensor], num_experts: int,
         moe.router.expert_bias += (rate * torch.sign(count_E.mean() - count_E)).to(torch.float32)
 
 
-def described(row: list[float], num_experts: int) -> dict[str, Any]:
+def layer_metrics(row: list[float], num_experts: int) -> dict[str, Any]:
     """A layer's row of sum_statistics as it is reported."""
     counts, values = row[:num_experts], dict(zip(STATISTICS, row[num_experts:], strict=True))
     tokens, mean = max(values["tokens"], 1.0), sum(counts) / num_experts

@@ -53,7 +53,7 @@ class Buffers(NamedTuple):
     away: tuple[Tensor, Tensor]
 
 
-class Memory(SharedBuffers):
+class SymmetricBuffers(SharedBuffers):
     """The buffers of all layers of a rank. All ranks of the world allocate them together, in equal sizes, because the
     allocation is collective.
     """
@@ -157,7 +157,7 @@ class Memory(SharedBuffers):
 class Lent(NamedTuple):
     """What rows that came through symmetric memory need in order to go back."""
 
-    memory: Memory
+    memory: SymmetricBuffers
     rows: int  # of the send buffer
     send_Ge: Tensor
     back: Tensor  # sizes and places of the pieces here
@@ -167,15 +167,15 @@ class Lent(NamedTuple):
 class Symmetric(AllToAll):
     """Uses symmetric memory during a training step; elsewhere, where no overflow could be repeated, it is AllToAll."""
 
-    memory: Memory | None = None
+    memory: SymmetricBuffers | None = None
 
     @staticmethod
     def missing(device: str) -> str:
         return missing(device)
 
     @staticmethod
-    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Memory:
-        return Memory(config, fold, group, device)
+    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> SymmetricBuffers:
+        return SymmetricBuffers(config, fold, group, device)
 
     @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple[list[Part], Route]:

@@ -95,9 +95,9 @@ def _report(args: argparse.Namespace) -> Report:
     from titanmoe.rehearse.recorded import recorded_routing
     from titanmoe.rehearse.roles import check_roles, roles
     from titanmoe.rehearse.table import as_json, table, table_of_roles
-    from titanmoe.rehearse.world import read_recipe, rehearse
+    from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
-    config = read_recipe(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
+    config = recipe_to_rehearse(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not args.all_roles:
         rehearsed = [rehearse(config, args.world, args.rank, args.hardware, routing, args.node)]
@@ -117,11 +117,11 @@ def _compare(args: argparse.Namespace) -> Report:
     from titanmoe.rehearse.event import read_event
     from titanmoe.rehearse.hang import find_hang
     from titanmoe.rehearse.trace import read_dumps
-    from titanmoe.rehearse.world import read_recipe
+    from titanmoe.rehearse.world import recipe_to_rehearse
 
     events = args.trace[0].suffix == ".jsonl"
     dumps = read_event(args.trace[0]) if events else read_dumps(args.trace)
-    config = read_recipe(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
+    config = recipe_to_rehearse(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
     found = find_hang(config, args.world, args.hardware, args.node, dumps)
     data = {"trace": {"stuck": found.stuck, "lines": found.lines}}
     return list(found.lines), {args.json: json.dumps(data, indent=1) + "\n", args.picture: ""}, 1 if found.stuck else 0

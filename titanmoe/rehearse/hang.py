@@ -87,16 +87,16 @@ def _fold(roles: dict[int, Rehearsal]) -> Fold:
     return next(iter(roles.values())).fold
 
 
-def _locate(role: Rehearsal, dump: Dump) -> Position | str:
+def _locate(rehearsal: Rehearsal, dump: Dump) -> Position | str:
     if dump.count >= 0:
-        return _placed(role, dump)
+        return _placed(rehearsal, dump)
     gloo = dump.backend == "gloo"  # which records no sends or receives, and does a reduce-scatter as an all-reduce
-    comms = {name: (f"{g.lane} {g.axes}", _members(g, dump.rank)) for name, g in role.groups.items()}
-    program = Program(dump.rank, role.log, comms)
+    comms = {name: (f"{g.lane} {g.axes}", _members(g, dump.rank)) for name, g in rehearsal.groups.items()}
+    program = Program(dump.rank, rehearsal.log, comms)
     unrecorded = SYMMETRIC + (POINT_TO_POINT if gloo else ())
-    expected = [i for i, m in enumerate(role.log.messages) if m.op not in unrecorded]
-    wanted = [_expected_key(role.log.messages[i], program, gloo) for i in expected]
-    find = _communicator_finder(role, dump, comms)
+    expected = [i for i, m in enumerate(rehearsal.log.messages) if m.op not in unrecorded]
+    wanted = [_expected_key(rehearsal.log.messages[i], program, gloo) for i in expected]
+    find = _communicator_finder(rehearsal, dump, comms)
     ours = [(one, comm) for one in dump.issued if (comm := find(one)) is not None]
     keys, issued = [_key(*pair) for pair in ours], [one for one, _ in ours]
     last = {comm: one.number for one, comm in ours if one.op not in POINT_TO_POINT}
@@ -123,13 +123,13 @@ def _locate(role: Rehearsal, dump: Dump) -> Position | str:
     return Position(dump, program, expected, [*[None] * (at - len(known)), *known], at, last)
 
 
-def _placed(role: Rehearsal, dump: Dump) -> Position | str:
+def _placed(rehearsal: Rehearsal, dump: Dump) -> Position | str:
     """The same where the run has counted its operations."""
-    comms = {name: (f"{g.lane} {g.axes}", _members(g, dump.rank)) for name, g in role.groups.items()}
-    program = Program(dump.rank, role.log, comms)
-    expected = list(_as_the_run_counts(role))
-    wanted = [_counted_key(role.log.messages[i], program) for i in expected]
-    find, at = _communicator_finder(role, dump, comms), min(dump.count, len(expected))
+    comms = {name: (f"{g.lane} {g.axes}", _members(g, dump.rank)) for name, g in rehearsal.groups.items()}
+    program = Program(dump.rank, rehearsal.log, comms)
+    expected = list(_as_the_run_counts(rehearsal))
+    wanted = [_counted_key(rehearsal.log.messages[i], program) for i in expected]
+    find, at = _communicator_finder(rehearsal, dump, comms), min(dump.count, len(expected))
     first = dump.count - len(dump.issued)
     keys = [_counted_key(one, program, find(one)) for one in dump.issued][: max(0, at - first)]
     same = _matching(keys, wanted[first:at])
@@ -146,11 +146,11 @@ def _placed(role: Rehearsal, dump: Dump) -> Position | str:
     )
 
 
-def _as_the_run_counts(role: Rehearsal) -> Iterator[int]:
+def _as_the_run_counts(rehearsal: Rehearsal) -> Iterator[int]:
     """The messages of the program: an exchange of FSDP's on CPUs is one, and not a message to and from every rank."""
     exchanged: dict[str, int] = defaultdict(int)
-    for i, message in enumerate(role.log.messages):
-        group = role.groups[message.group]
+    for i, message in enumerate(rehearsal.log.messages):
+        group = rehearsal.groups[message.group]
         if message.op in SYMMETRIC:
             continue
         if message.op in POINT_TO_POINT and group.lane in FSDP:
@@ -177,14 +177,14 @@ def _members(group: NamedGroup, rank: int) -> tuple[int, ...]:
     return next(part for part in group.parts if rank in part)
 
 
-def _communicator_finder(role: Rehearsal, dump: Dump, comms: dict[str, Comm]) -> Callable[[Issued], Comm | None]:
+def _communicator_finder(rehearsal: Rehearsal, dump: Dump, comms: dict[str, Comm]) -> Callable[[Issued], Comm | None]:
     """Finds the communicator of an operation: by its ranks if the dump lists them, otherwise by torch's name for it.
 
     torch numbers groups in the order in which they are made, and every rank makes all parts in the same order.
     """
     by_ranks, by_name = {}, {}
-    for name, group in role.groups.items():
-        ours, theirs = (next(i for i, part in enumerate(group.parts) if r in part) for r in (role.rank, dump.rank))
+    for name, group in rehearsal.groups.items():
+        ours, theirs = (next(i for i, part in enumerate(group.parts) if r in part) for r in (rehearsal.rank, dump.rank))
         by_ranks[group.lane, comms[name][1]] = comms[name]
         if name.isdecimal():
             by_name[str(int(name) - ours + theirs)] = comms[name]

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import titanmoe
-from titanmoe.moe.symmetric import Memory
+from titanmoe.moe.symmetric import SymmetricBuffers
 from titanmoe.torch_private import process_group
 
 OURS = os.path.dirname(titanmoe.__file__) + os.sep
@@ -59,7 +59,7 @@ C10D = {
 SYMMETRIC = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
 """All-to-alls of symmetric memory, under torch's own names."""
 ALL_TO_ALLS = ("all-to-all", *SYMMETRIC)
-SENDERS = (Memory.dispatch.__code__, Memory.combine.__code__)
+SENDERS = (SymmetricBuffers.dispatch.__code__, SymmetricBuffers.combine.__code__)
 """These send for their callers, as the functions of titanmoe.comm do."""
 
 

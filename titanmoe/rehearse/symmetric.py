@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
 from titanmoe.config.blocks import moe_blocks
-from titanmoe.moe.symmetric import Memory, Symmetric, bins
+from titanmoe.moe.symmetric import Symmetric, SymmetricBuffers, bins
 from titanmoe.rehearse import values
 from titanmoe.rehearse.memory import SYMMETRIC
 
@@ -34,7 +34,7 @@ Rows = tuple[int, ...]
 
 
 class Counting:
-    """Stands in for a rank's Memory, to count the rows it would send. They have no width and go nowhere."""
+    """Stands in for a rank's SymmetricBuffers, to count the rows it would send. They have no width and go nowhere."""
 
     rows = weights = None
 
@@ -54,13 +54,13 @@ def rows_sent(send_Ge: Any, ranks: int) -> Rows:
 
 @contextmanager
 def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[None]:
-    dispatch, combine = Memory.dispatch, Memory.combine
+    dispatch, combine = SymmetricBuffers.dispatch, SymmetricBuffers.combine
     rows: dict[int, tuple[Rows, Rows]] = {}  # sent and received, by the storage of the sizes, which backward uses too
 
     def key(sizes: Tensor) -> int:
         return sizes.untyped_storage()._cdata
 
-    def send(memory: Memory, buffers: Any, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
+    def send(memory: SymmetricBuffers, buffers: Any, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
         now, group = recorder.dispatching, memory.group
         if now.exchange is None:  # the first exchange, in which all ranks send the same
             sent = rows_sent(values.numbers(send_Ge), group.size)
@@ -75,7 +75,7 @@ def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[N
         rows[key(sizes)] = now.rows[::-1]
         return away, sizes
 
-    def send_back(memory: Memory, buffers: Any, y_AD: Tensor, sizes: Tensor) -> Tensor:
+    def send_back(memory: SymmetricBuffers, buffers: Any, y_AD: Tensor, sizes: Tensor) -> Tensor:
         recorder.dispatching.rows = rows[key(sizes)]
         return combine(memory, buffers, y_AD, sizes)
 
@@ -87,9 +87,9 @@ def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[N
 
     with ExitStack() as stack:
         for owner, name, replacement in (
-            (Memory, "dispatch", send),
-            (Memory, "combine", send_back),
-            (Memory, "try_once", _before_the_first_step(recorder, fake, Memory.try_once)),
+            (SymmetricBuffers, "dispatch", send),
+            (SymmetricBuffers, "combine", send_back),
+            (SymmetricBuffers, "try_once", _before_the_first_step(recorder, fake, SymmetricBuffers.try_once)),
             (symm_mem, "empty", empty),
             (symm_mem, "rendezvous", lambda *_: None),
         ):
@@ -98,7 +98,7 @@ def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[N
 
 
 def _before_the_first_step(recorder: FakeRecorder, fake: FakeTensorMode, real: Callable) -> Callable[..., None]:
-    def try_once(memory: Memory, held: int) -> None:
+    def try_once(memory: SymmetricBuffers, held: int) -> None:
         with fake, recorder.on():
             real(memory, held)
         recorder.start_up += recorder.log.messages
@@ -129,7 +129,7 @@ def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
     trainer.gradients = gradients
 
 
-def _overflows(exchange: Exchange, memory: Memory, layers: Iterable[int], ranks: Iterable[int]) -> bool:
+def _overflows(exchange: Exchange, memory: SymmetricBuffers, layers: Iterable[int], ranks: Iterable[int]) -> bool:
     """Whether a receive buffer of these ranks is too small for the stated routing, in any microbatch and layer."""
     layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
     return any(

@@ -99,7 +99,7 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
     if not trainer.moe_layers:
         return None
     template = copy(trainer.dispatchers[0])  # before its methods are replaced
-    node, memory = trainer.config.parallelism.node, trainer.symmetric
+    node, memory = trainer.config.parallelism.node, trainer.shared_buffers
     exchange = Exchange(routing, type(template), template, node)
     lent = None if memory is None else Exchange(routing, type(template), template, node, memory.away_rows)
     for layer, moe in trainer.moe_layers.items():
@@ -199,7 +199,7 @@ def _set_modes_in_pair_thread(trainer: Trainer, modes: list[Any]) -> None:
     trainer.engine.pairs._here = with_modes
 
 
-def read_recipe(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
+def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
     """The resolved config of a recipe, checked for that hardware, without looking for an earlier run of its name."""
 
     def without_run(config: Config) -> Config:
@@ -229,8 +229,8 @@ def rehearse(
     node: int = 8,
     steps: int = 1,
 ) -> Rehearsal:
-    """The last of `steps` steps, as on the hardware of that name. config: from `read_recipe`. routing: a number is
-    its imbalance.
+    """The last of `steps` steps, as on the hardware of that name. config: from `recipe_to_rehearse`. routing: a
+    number is its imbalance.
     """
     hardware = HARDWARE[name]
     config, left_out = _supported(config, hardware)

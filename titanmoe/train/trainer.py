@@ -28,8 +28,8 @@ from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher, SharedBuffers
-from titanmoe.moe.layer import described, move_biases, sum_statistics
-from titanmoe.moe.symmetric import Memory
+from titanmoe.moe.layer import layer_metrics, move_biases, sum_statistics
+from titanmoe.moe.symmetric import SymmetricBuffers
 from titanmoe.ops.region import measured_by, named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.batch import Slice, check_alike, take_slice, to_device
@@ -69,7 +69,7 @@ class Totals:
 
 
 @dataclass
-class Found:
+class KnownToHost:
     """What the host learns of a step, between its gradients and its update."""
 
     loss: float
@@ -92,7 +92,7 @@ class Work:
 
 
 class Sums(NamedTuple):
-    found: Found
+    found: KnownToHost
     norm: Tensor
     experts: dict[int, Tensor]
     """Each MoE layer's row of statistics."""
@@ -134,7 +134,7 @@ class Trainer:
         self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
-        self.symmetric = reserve_buffers(config, self.meshes, self.device)
+        self.shared_buffers = reserve_buffers(config, self.meshes, self.device)
         self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
 
         self.optimizer, self.on_gradients = optimizer(self.parameters, config.optimizer), on_gradients
@@ -300,7 +300,7 @@ class Trainer:
 
     def sums(self, work: Work) -> Sums:
         """The gradients of the step, and what is known of it."""
-        sums = self.gradients(work.slices, work.totals, self.symmetric)
+        sums = self.gradients(work.slices, work.totals, self.shared_buffers)
         if sums.found.overflowed:  # the receive buffer of some rank was too small, so the pass is void
             self.overflow_reruns += 1
             self.drop_gradients()
@@ -350,7 +350,7 @@ class Trainer:
         loss, mtp_loss = loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
         width = experts.shape[1]
         layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(blocks)}
-        found = Found(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
+        found = KnownToHost(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
         return Sums(found, norm, dict(zip(blocks, experts, strict=True)))
 
     @named("forward backward")
@@ -397,14 +397,14 @@ class Trainer:
             "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
         )
 
-    def report(self, found: Found, lr: float) -> dict[str, Any]:
+    def report(self, found: KnownToHost, lr: float) -> dict[str, Any]:
         values = {"loss": found.loss, "grad_norm": found.norm, "lr": lr, "tokens": found.tokens}
         if self.config.model.mtp_depth:
             values["mtp_loss"] = found.mtp_loss
-        layers = {number: described(row, self.config.model.num_experts) for number, row in found.layers.items()}
+        layers = {number: layer_metrics(row, self.config.model.num_experts) for number, row in found.layers.items()}
         if self.config.optimizer.skip_spikes:
             values["skipped_steps"] = self.skips.skipped
-        if isinstance(self.symmetric, Memory):
+        if isinstance(self.shared_buffers, SymmetricBuffers):
             values["overflow_reruns"] = self.overflow_reruns
         if layers:
             for name in AUX:
