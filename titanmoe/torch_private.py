@@ -205,6 +205,7 @@ PRIVATE = (
     ),
     Private("torch.utils._mode_utils", ("no_dispatch",), "rehearse", "real numbers inside a rehearsal"),
     Private("torch.utils._pytree", ("tree_leaves", "tree_map_only"), "rehearse", "tensors among arguments"),
+    Private("torch.utils._pytree", ("tree_leaves",), "watch/culprit.py", "tensors among a module's results"),
     Private("torch._ops.OpOverload", ("_schema", "_overloadpacket"), "rehearse", "an operation's name and arguments"),
     Private("torch.Tensor", ("_make_subclass",), "rehearse/shapes.py", "parameters without numbers"),
     Private("torch._C", ("_current_autograd_node",), "rehearse/place.py", "the node that backward has come to"),

@@ -143,7 +143,7 @@ def _overflows(exchange: Exchange, memory: SymmetricBuffers, layers: Iterable[in
 
 def notes(trainer: Trainer) -> list[str]:
     """What a reader has to know about the figures."""
-    if trainer.symmetric is None or trainer.symmetric.group.size == 1:
+    if trainer.shared_buffers is None or trainer.shared_buffers.group.size == 1:
         return []
     notes = [
         "symm_mem: its operations run on the computation's own stream, which waits for each; unused rows of the "

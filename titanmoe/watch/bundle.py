@@ -61,7 +61,7 @@ def write(trainer: Trainer, batches: list[Batch], text: str) -> str:
 
 
 def joined(batches: list[Batch]) -> dict[str, Tensor]:
-    parts = {name: [getattr(batch, name) for batch in batches] for name in Batch._fields if name != "number_B"}
+    parts = {name: [getattr(batch, name) for batch in batches] for name in Batch.__annotations__ if name != "number_B"}
     return {name: torch.cat(tensors) for name, tensors in parts.items() if tensors[0] is not None}
 
 
