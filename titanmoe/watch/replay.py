@@ -22,6 +22,7 @@ ALONE = ("pp", "dp_replicate", "cp", "tp", "experts.ep", "experts.etp")
 DERIVED = ("dp_shard", "experts.edp", "experts.edp_replicate")
 OFF: dict[str, Any] = {
     "checkpoint.enable": "false",
+    "checkpoint.local": 0,
     "checkpoint.model_only": "true",
     "checkpoint.initial_hf": "",
     "compile.enable": "false",
@@ -47,13 +48,14 @@ def arguments(folder: Path, world: int) -> list[str]:
 
 def repeat(folder: Path, config: Any, runtime: Any) -> str:
     """What the step says of itself; "" if it is finite."""
+    from titanmoe.checkpoint.folder import open_checkpoint
     from titanmoe.train.checkpoints import Checkpoints
     from titanmoe.train.checks import Unsound
     from titanmoe.train.trainer import Trainer
     from titanmoe.watch.bundle import Bundled
 
     trainer = Trainer(config, runtime, loader=partial(Bundled, folder), checks=checks)
-    Checkpoints(trainer, folder).load(folder / "weights", model_only=True)
+    Checkpoints(trainer, folder).load(open_checkpoint(folder / "weights"), model_only=True)
     trainer.step = json.loads((folder / "report.json").read_text())["step"] - 1
     try:
         report = trainer.train_step()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from titanmoe.config.schema import Config
+from titanmoe.ops import device
 from titanmoe.train import failure
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch.hosts import Hosts
@@ -48,7 +49,7 @@ class Watch:
         self.trainer, runtime = trainer, trainer.runtime
         self.hosts = Hosts.meet(runtime.rank, runtime.world)
         self.heart = self.hosts.mine
-        lanes, gpu = trainer.meshes.lanes, trainer.device.type == "cuda"
+        lanes, gpu = trainer.meshes.lanes, device.kind(trainer.device) == "cuda"
         groups = name_groups(lanes, trainer.fold)
         self.listener = Listener(self.heart, lanes, lambda: trainer.step)
         self.dog = Watchdog(
