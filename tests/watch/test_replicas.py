@@ -115,7 +115,7 @@ def test_of_two_both_are_named_with_the_axes_and_the_tensor(name: str, tmp_path:
     changes, tensor, text = CASES[name]
     ends = world.run(2, hit, str(tmp_path), changes | {"debug.replicas_every": 2}, 3, tensor)
     assert ends[0] == ends[1]
-    assert ends[0].startswith("after step 4 ranks 0, 1 should hold the same and differ, and no majority tells")
+    assert ends[0].startswith("after step 4 ranks 0, 1 should hold the same and differ, and there is no majority")
     assert text in ends[0] and ends[0].endswith("; they were alike after step 2")
 
 

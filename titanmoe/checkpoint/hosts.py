@@ -69,7 +69,7 @@ def meet(root: str, name: str, group: Group) -> Hosts:
 
 
 def _own(folder: Path) -> tuple[Any, str]:
-    """A folder that nobody else can read or has prepared, and what tells it from those of other hosts."""
+    """A folder that no other user can read or has prepared, and what distinguishes it from those of other hosts."""
     if not folder.is_absolute():
         raise CheckpointError(f"checkpoint.local_folder must be an absolute path, and is {folder.parent} here")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ def _check_apart(hosts: Hosts, group: Group) -> None:
         )
 
 
-def told(value: Callable[[], T], source: int, group: Group) -> T:
+def shared_by(value: Callable[[], T], source: int, group: Group) -> T:
     """What that rank finds, on every rank; CheckpointError on every rank if it cannot."""
     box: list[Any] = [None]
     if group is None or dist.get_rank(group) == source:

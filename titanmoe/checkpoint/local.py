@@ -26,7 +26,7 @@ from torch import Tensor
 from titanmoe.checkpoint import layout, ledger
 from titanmoe.checkpoint.disk import Doing
 from titanmoe.checkpoint.folder import write_pieces
-from titanmoe.checkpoint.hosts import Parcel, exchange, meet, told
+from titanmoe.checkpoint.hosts import Parcel, exchange, meet, shared_by
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.scattered import Scattered
@@ -47,10 +47,10 @@ class Local:
         """folder: of the run's checkpoints. group: on CPU tensors."""
         self.shared, self.group, self.say = folder, group, say
         self.root, self.global_batch_size = config.checkpoint.local_folder, config.training.global_batch_size
-        self.hosts = meet(self.root, told(lambda: _name(run), 0, group), group)
+        self.hosts = meet(self.root, shared_by(lambda: _name(run), 0, group), group)
         self.first = self.hosts.rank == 0
-        self.start = told(lambda: uuid.uuid4().hex, 0, group)
-        self.number = told(lambda: layout.next_number(folder), 0, group)
+        self.start = shared_by(lambda: uuid.uuid4().hex, 0, group)
+        self.number = shared_by(lambda: layout.next_number(folder), 0, group)
         """Of the next checkpoint: a local set comes after those made before it, and before that one unless it has the
         later step."""
         self.kept = ""
@@ -82,7 +82,7 @@ class Local:
         free = together(group, lambda: doing(f"making {target}", self._begin, target) if hosts.leads else 0)
         writer = Writer(target, doing, finite=True, room=lambda needs: self._check_room(needs, free))
         write_pieces(writer, target, pieces, group)
-        tables = told(lambda: layout.content(target, TENSORS, writer.sums[TENSORS]), 0, group)
+        tables = shared_by(lambda: layout.content(target, TENSORS, writer.sums[TENSORS]), 0, group)
         sums = together(group, lambda: {name: s for name, s in writer.sums.items() if name != TENSORS})
         together(group, lambda: doing(f"copying {target} to another host", self._copy, target, sums))
 
@@ -97,7 +97,7 @@ class Local:
 
         found = together(group, lambda: doing(f"reading back {target}", complete))
         files = {name: s for theirs in sums for name, s in theirs.items()} | {TENSORS: found[0]}
-        text = told(lambda: Manifest(step, self.number, files, record).text(), 0, group)
+        text = shared_by(lambda: Manifest(step, self.number, files, record).text(), 0, group)
         together(group, lambda: layout.seal(target, text) if hosts.leads else None)
         if not self.made:
             entry = ledger.Ledger(self.start, self.global_batch_size)
@@ -167,7 +167,7 @@ class Local:
     def newest(self, verify: bool) -> Scattered | None:
         """The newest whole set of the start that the ledger names."""
         try:
-            entry = told(lambda: ledger.read(self.shared), 0, self.group)
+            entry = shared_by(lambda: ledger.read(self.shared), 0, self.group)
         except CheckpointError as error:
             self._say(f"local copies cannot be used: {error}")
             return None
@@ -207,7 +207,7 @@ class Local:
             manifest = layout.read_manifest(path)
             return manifest, layout.content(path, TENSORS, manifest.files[TENSORS])
 
-        manifest, tables = told(described, holder, self.group)
+        manifest, tables = shared_by(described, holder, self.group)
         names = [name for name in sorted(manifest.files) if name != TENSORS]
 
         def whole() -> list[str]:

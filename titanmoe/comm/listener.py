@@ -1,4 +1,4 @@
-"""Who is told of every message that forward and backward send: the watch over a run's ranks, if there is one."""
+"""Who hears of every message that forward and backward send: the watch over a run's ranks, if there is one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Listener(Protocol):
 
 
 _listener: Listener | None = None
-"""A global, because messages are sent by autograd's own threads too, and by functions that nobody could pass it to."""
+"""A global, because messages are sent by autograd's own threads too, and by functions that take no such argument."""
 
 
 @contextmanager

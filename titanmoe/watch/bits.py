@@ -1,4 +1,4 @@
-"""A number that tells whether two tensors have the same bits."""
+"""A number that two tensors share if they have the same bits."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Trace:
         if not found:
             return None
         place, note = min(found, key=lambda entry: entry[0])
-        # Where rows are in no order of samples, the layer's next tensor tells which of this rank's are concerned.
+        # Where rows are in no order of samples, the layer's next tensor shows which of this rank's are concerned.
         rows = [n.rows_B for at, n in sorted(found, key=lambda entry: entry[0]) if at[:3] == place[:3]]
         apart = [rows_B for rows_B in rows if rows_B is not None]
         return First(*place, note.module, int(note.bad), note.numbers, self._samples(place[1], apart[:1]))
@@ -177,10 +177,10 @@ def find(trainer: Trainer, work: Work) -> tuple[Sums, str]:
     sums = trace.run(work)
     everyone: list[First | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, trace.first())
-    return sums, told(everyone)
+    return sums, named(everyone)
 
 
-def told(everyone: list[First | None]) -> str:
+def named(everyone: list[First | None]) -> str:
     found = {rank: first for rank, first in enumerate(everyone) if first}
     if not found:
         return "forward and backward once more are finite in every module on all ranks"

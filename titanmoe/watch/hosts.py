@@ -1,4 +1,4 @@
-"""The ranks of this machine, and what its machine tells the others."""
+"""The ranks of this machine, and what it passes on to the other machines."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ class Listener:
                     stack.callback(handle.remove)
             for name, (op, sent) in COLLECTIVES.items():
                 if hasattr(dist, name):
-                    stack.enter_context(mock.patch.object(dist, name, self._told(getattr(dist, name), op, sent)))
+                    stack.enter_context(mock.patch.object(dist, name, self._heard(getattr(dist, name), op, sent)))
             stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)))
             stack.enter_context(mock.patch.object(clock, "listener", self.lap))
             stack.enter_context(heard_by(self))
@@ -118,24 +118,24 @@ class Listener:
             yield block.attention_norm.register_forward_pre_hook(enters)
             yield block.ffn_norm.register_forward_pre_hook(enters)
 
-    def _told(self, function: Callable[..., Any], op: str, sent: int) -> Callable[..., Any]:
+    def _heard(self, function: Callable[..., Any], op: str, sent: int) -> Callable[..., Any]:
         names = ("input_tensor", "input", "tensor")
 
         @wraps(function)
-        def tells(*args: Any, **kwargs: Any) -> Any:
+        def heard(*args: Any, **kwargs: Any) -> Any:
             x = args[sent] if len(args) > sent else next((kwargs[name] for name in names if name in kwargs), None)
             group = kwargs.get("group")
             if isinstance(x, Tensor) and group is not None and not torch.compiler.is_compiling():
                 self.issued(op, x, group.group_name)
             return function(*args, **kwargs)
 
-        return tells
+        return heard
 
     def _batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Sends and receives of the pipeline."""
 
         @wraps(function)
-        def tells(ops: list[dist.P2POp]) -> Any:
+        def heard(ops: list[dist.P2POp]) -> Any:
             for one in ops:
                 number = self.groups.get(one.group.group_name)
                 if number is not None:
@@ -143,4 +143,4 @@ class Listener:
                     self.heart.message(op, one.tensor, number, one.group_peer)
             return function(ops)
 
-        return tells
+        return heard

@@ -111,7 +111,7 @@ def _odd(seen: Sequence[Seen], groups: Sequence[Named], stage: int) -> dict[int,
 
 
 def _awaited(by_rank: dict[int, Seen], groups: Sequence[Named]) -> list[int]:
-    """The ranks at the end of the chains of waits: others wait for them, and they for nobody; or those of a cycle."""
+    """The ranks at the end of the chains of waits, which others wait for and which wait for none; or those of a cycle."""
     waits = {rank: _waits_for(one, by_rank, groups) for rank, one in by_rank.items()}
     awaited = {other for others in waits.values() for other in others}
     return sorted(rank for rank in awaited if not waits[rank]) or sorted(awaited)
@@ -166,7 +166,9 @@ def report(by_rank: dict[int, Seen], groups: Sequence[Named], late: dict[int, st
 
 
 def _about(one: Seen, groups: Sequence[Named], why: str) -> list[str]:
-    lines = [f"  rank {one.rank}, process {one.pid} on {one.host}: " + (why or "others wait for it, and it for nobody")]
+    lines = [
+        f"  rank {one.rank}, process {one.pid} on {one.host}: " + (why or "others wait for it, and it waits for none")
+    ]
     doing = f"    step {one.step}, {one.phase}"
     if one.phase == "forward and backward":
         layer = f" of layer {one.layer}" if one.layer >= 0 else ""

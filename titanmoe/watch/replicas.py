@@ -119,9 +119,9 @@ class Replicas:
         if not found:
             self.agreed = step
             return ""
-        return self._told(found, step)
+        return self._message(found, step)
 
-    def _told(self, found: list[Odd], step: int) -> str:
+    def _message(self, found: list[Odd], step: int) -> str:
         rank = dist.get_rank()
         mine: dict[str, int] = {}
         for odd in found:
@@ -149,7 +149,7 @@ def differing(group: tuple[int, ...], values: list[int]) -> list[int]:
 
 def _ranks(odd: list[int], group: tuple[int, ...]) -> str:
     if len(odd) == len(group):
-        return f"ranks {few(odd)} should hold the same and differ, and no majority tells which is wrong"
+        return f"ranks {few(odd)} should hold the same and differ, and there is no majority to say which is wrong"
     who = f"rank {odd[0]} differs" if len(odd) == 1 else f"ranks {few(odd)} differ"
     return f"{who} from {len(group) - len(odd)} ranks that agree"
 

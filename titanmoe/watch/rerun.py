@@ -2,7 +2,7 @@
 
 Each rank keeps fingerprints of what it computed by itself: its part of the loss, each layer's routing (counts and
 statistics that the layer has made anyway) and its pieces of the gradients. Hidden states travel, so of the layers that
-came out differently only the first tells where.
+came out differently only the first shows where.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ class Watchdog(threading.Thread):
     def _last(self) -> None:
         try:
             self.respond()
-        except Exception:  # nobody else would end this process
+        except Exception:  # nothing else would end this process
             traceback.print_exc()
             self.end(1)
 
@@ -216,8 +216,8 @@ class Watchdog(threading.Thread):
 
         def all_heard() -> bool:
             for host in others:
-                if host not in found and (told := self.between.take("answers", host)) is not None:
-                    found[host] = told
+                if host not in found and (answer := self.between.take("answers", host)) is not None:
+                    found[host] = answer
             return len(found) == len(others)
 
         with contextlib.suppress(RuntimeError, OSError):
@@ -303,7 +303,7 @@ class Watchdog(threading.Thread):
 
 
 def ignore(number: int, frame: Any) -> None:
-    """For SIGTERM, where nobody else has a handler: the thread ends the process, and may report first."""
+    """For SIGTERM, where there is no other handler: the thread ends the process, and may report first."""
 
 
 def ends_by(number: int) -> bool:
