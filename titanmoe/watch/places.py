@@ -111,7 +111,7 @@ def _odd(seen: Sequence[Seen], groups: Sequence[Named], stage: int) -> dict[int,
 
 
 def _awaited(by_rank: dict[int, Seen], groups: Sequence[Named]) -> list[int]:
-    """The ranks at the end of the chains of waits, which others wait for and which wait for none; or those of a cycle."""
+    """Ranks at the end of chains of waits: others wait for them, and they wait for none; or those of a cycle."""
     waits = {rank: _waits_for(one, by_rank, groups) for rank, one in by_rank.items()}
     awaited = {other for others in waits.values() for other in others}
     return sorted(rank for rank in awaited if not waits[rank]) or sorted(awaited)
