@@ -14,7 +14,7 @@ import pytest
 from titanmoe.config import load
 from titanmoe.config.fields import fields, tables
 from titanmoe.config.recipe import toml
-from titanmoe.config.values import Misfit, fit
+from titanmoe.config.values import WrongType, fit
 from titanmoe.launcher.command import split
 from titanmoe.models.families import preset
 
@@ -118,7 +118,7 @@ def test_keys_for_newcomers_exist_and_take_the_values_shown(page: str, first: st
     for key, value in shown:
         assert key in fields(), f"{page}: {key}"
         given = toml().loads(f"value = {value}")["value"]
-        assert not isinstance(fit(given, fields()[key]), Misfit), f"{page}: {key} = {value}"
+        assert not isinstance(fit(given, fields()[key]), WrongType), f"{page}: {key} = {value}"
 
 
 @pytest.mark.parametrize("page", ["troubleshooting", "moe_practice", "questions", "evaluate"])

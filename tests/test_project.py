@@ -167,3 +167,13 @@ def test_what_docstrings_and_comments_name_exists() -> None:
         stale += [f"{path}: {file}" for file in files if not (ROOT / file).exists()]
         stale += [f"{path}: {name}" for name in dotted if not exists(name)]
     assert not stale, "\n".join(stale)
+
+
+def test_no_two_classes_have_one_name():
+    """But a table of the config and what is made from it."""
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "titanmoe").rglob("*.py")):
+        for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE):
+            places.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    shared = {name: files for name, files in places.items() if len(files) > 1}
+    assert {n: f for n, f in shared.items() if len(f) > 2 or "titanmoe/config/schema.py" not in f} == {}

@@ -18,7 +18,7 @@ import numpy as np
 from titanmoe.config.schema import Model
 from titanmoe.data.documents import MemoryDocuments
 from titanmoe.data.pack import BestFit, Stream
-from titanmoe.data.work import Work, assign
+from titanmoe.data.work import DocumentWork, assign
 from titanmoe.models.families import preset
 
 STEPS = 20
@@ -41,7 +41,7 @@ def main() -> None:
     draw, model = np.random.default_rng(0), Model(**preset(asked.family, asked.size))
     lengths = np.maximum(2, draw.lognormal(np.log(asked.median), asked.sigma, 100_000).astype(np.int64))
     documents = MemoryDocuments("long-tailed", np.zeros(0, np.int64), np.append(0, np.cumsum(lengths)))
-    work = Work(model)
+    work = DocumentWork(model)
     most, mean = (work(np.array([asked.seq_len])), work(np.array([asked.seq_len // 16] * 16)))
     print(
         f"{asked.family} {asked.size}, {asked.seq_len} positions: one document of them costs {most / mean:.2f} times 16"

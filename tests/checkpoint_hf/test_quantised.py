@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint_hf import models
 from titanmoe.checkpoint.hf.files import Folder
-from titanmoe.checkpoint.hf.quantised import Weights
+from titanmoe.checkpoint.hf.quantised import Dequantised
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 
@@ -18,7 +18,7 @@ MXFP4 = {"quantization_config": {"quant_method": "mxfp4"}}
 
 def weights(folder, tensors, config):
     save_file(tensors, folder / "model.safetensors")
-    return Weights(Folder(folder), config)
+    return Dequantised(Folder(folder), config)
 
 
 def to_fp8(weight, block=128):

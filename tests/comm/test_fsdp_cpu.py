@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests import near, world
 from titanmoe.comm import fsdp_cpu
-from titanmoe.comm.fsdp_cpu import Kept, NarrowOnTheWire, StraightToPlace
+from titanmoe.comm.fsdp_cpu import NarrowOnTheWire, ReusedMemory, StraightToPlace
 
 ROUNDS = 3
 
@@ -34,7 +34,7 @@ def gradients(narrow: bool, replicas: int = 1) -> tuple[Tensor, Tensor]:
     layer.set_gradient_divide_factor(1.0)
     layer.set_force_sum_reduction_for_comms(True)
     if narrow:
-        layer.set_custom_reduce_scatter(NarrowOnTheWire(ranks // replicas, torch.float32, Kept()))
+        layer.set_custom_reduce_scatter(NarrowOnTheWire(ranks // replicas, torch.float32, ReusedMemory()))
         layer.set_custom_all_gather(StraightToPlace())
     want = torch.zeros(4 * ranks, 24)
     for number in range(ROUNDS):
@@ -90,7 +90,7 @@ def unanswered(gradients: bool) -> str:
     whole = torch.ones(8)
     try:
         if gradients:
-            NarrowOnTheWire(2, torch.float32, Kept())(torch.empty(4), whole, group, dist.ReduceOp.SUM)
+            NarrowOnTheWire(2, torch.float32, ReusedMemory())(torch.empty(4), whole, group, dist.ReduceOp.SUM)
         else:
             StraightToPlace()(whole, whole[:4], group).wait()
     except TimeoutError as raised:
@@ -111,7 +111,7 @@ def test_a_rank_that_never_answers_is_named_when_the_time_is_over(gradients: boo
 
 
 def test_kept_memory_is_used_again_when_no_tensor_lies_in_it() -> None:
-    kept = Kept()
+    kept = ReusedMemory()
     first = kept.take((20, 5), torch.float32)
     place, part = first.data_ptr(), first[3:].view(-1)
     del first

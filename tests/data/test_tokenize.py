@@ -17,7 +17,7 @@ from titanmoe.config import ConfigError
 from titanmoe.data import tokenize as tokenize_module
 from titanmoe.data.shards import MANIFEST, ShardDocuments, verify
 from titanmoe.data.tokenize import plan_shards, tokenize
-from titanmoe.data.tokenize_unit import Job, Unit
+from titanmoe.data.tokenize_unit import ShardUnit, TokenizeJob
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,7 +49,7 @@ def documents(folder: Path) -> list[list[int]]:
 
 
 def run(tmp_path, name, *paths, workers=1, **job):
-    job = Job([str(path) for path in paths], str(tmp_path / name), **{"shard_tokens": 1500} | job)
+    job = TokenizeJob([str(path) for path in paths], str(tmp_path / name), **{"shard_tokens": 1500} | job)
     return tokenize(plan_shards(job), workers, log=lambda line: None)
 
 
@@ -163,7 +163,7 @@ def test_ended_at_every_point_in_turn(tmp_path, small_units, monkeypatch):
     def in_process(job, todo, workers, meter):
         for number, spans, records in todo:
             items = records[-1]["items"] if records else 0
-            Unit(job, ByteTokenizer(), None, number, len(records), items).run(spans, meter.add)
+            ShardUnit(job, ByteTokenizer(), None, number, len(records), items).run(spans, meter.add)
 
     monkeypatch.setattr(tokenize_module, "_run", in_process)
     run(tmp_path, "whole", source)
@@ -197,7 +197,7 @@ def test_ended_at_every_point_in_turn(tmp_path, small_units, monkeypatch):
 def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units, monkeypatch):
     source = corpus(tmp_path / "in")
     run(tmp_path, "whole", source)
-    job = Job([str(source)], str(tmp_path / "out"), shard_tokens=1500)
+    job = TokenizeJob([str(source)], str(tmp_path / "out"), shard_tokens=1500)
     planned, stop = plan_shards(job), lambda *args: (_ for _ in ()).throw(InterruptedError())
     with monkeypatch.context() as patch:
         patch.setattr(tokenize_module, "_manifest", stop)  # all but the manifest is there
@@ -231,7 +231,7 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
 def test_mistakes_are_reported_before_any_work(tmp_path):
     source = corpus(tmp_path / "in")
     with pytest.raises(ConfigError) as error:
-        plan_shards(Job([str(tmp_path / "gone")], "out", tokenizer="nowhere"))
+        plan_shards(TokenizeJob([str(tmp_path / "gone")], "out", tokenizer="nowhere"))
     assert len(error.value.problems) == 2
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").touch()

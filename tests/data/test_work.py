@@ -5,7 +5,7 @@ import pytest
 
 from tests.features import MODELS
 from titanmoe.config.schema import Model
-from titanmoe.data.work import Work, assign
+from titanmoe.data.work import DocumentWork, assign
 from titanmoe.models.count import forward_flops_per_token
 
 
@@ -13,7 +13,7 @@ from titanmoe.models.count import forward_flops_per_token
 def test_one_document_of_a_whole_sequence_costs_what_the_model_costs(name):
     fields = {k.removeprefix("model."): v for k, v in MODELS[name].items() if k.startswith("model.")}
     model = Model(**({"vocab_size": 48, "dim": 16, "num_layers": 2, "expert_hidden": 16} | fields))
-    work, length = Work(model), 4096
+    work, length = DocumentWork(model), 4096
     norms = 0.02  # counted there as matrix rows
     assert work(np.array([length])) == pytest.approx(length * forward_flops_per_token(model, length), rel=norms)
     halves = work(np.array([length // 2] * 2))
@@ -22,12 +22,12 @@ def test_one_document_of_a_whole_sequence_costs_what_the_model_costs(name):
 
 def test_windows_bound_what_a_token_sees():
     model = Model(num_layers=1, sliding_window=4, full_attention_every=0)
-    work = Work(model)
+    work = DocumentWork(model)
     pairs = {n: sum(min(i + 1, 4) for i in range(n)) for n in (1, 3, 4, 5, 50)}
     (cost,) = work.per_pair.values()
     for n, seen in pairs.items():
         assert work(np.array([n])) == work.per_token * n + cost * seen
-    both = Work(Model(num_layers=2, sliding_window=4, full_attention_every=2))
+    both = DocumentWork(Model(num_layers=2, sliding_window=4, full_attention_every=2))
     assert both(np.array([50])) == both.per_token * 50 + cost * (pairs[50] + 50 * 51 / 2)
 
 

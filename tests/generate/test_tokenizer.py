@@ -12,7 +12,7 @@ from tests.data import shard_folders
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Data
 from titanmoe.data.tokenizer import open_tokenizer
-from titanmoe.generate.model import Weights, tokenizer_of
+from titanmoe.generate.model import Trained, tokenizer_of
 
 
 def words(folder: Path, count: int) -> Path:
@@ -26,16 +26,16 @@ def words(folder: Path, count: int) -> Path:
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> Weights:
-    return Weights(tmp_path, Config(), 1)
+def found(tmp_path: Path) -> Trained:
+    return Trained(tmp_path, Config(), 1)
 
 
-def of(found: Weights, asked: str | None = None, **data: object) -> int:
+def of(found: Trained, asked: str | None = None, **data: object) -> int:
     """Its number of tokens."""
     return tokenizer_of(replace(found, config=replace(found.config, data=Data(**data))), asked).vocab_size
 
 
-def test_the_runs_own(found: Weights, tmp_path: Path) -> None:
+def test_the_runs_own(found: Trained, tmp_path: Path) -> None:
     named, given = words(tmp_path / "named", 10), words(tmp_path / "given", 20)
     assert of(found) == 259
     assert of(found, tokenizer=str(named)) == 10
@@ -46,7 +46,7 @@ def test_the_runs_own(found: Weights, tmp_path: Path) -> None:
     assert of(found, "bytes") == 259
 
 
-def test_token_shards_say_whose_they_are(found: Weights, tmp_path: Path) -> None:
+def test_token_shards_say_whose_they_are(found: Trained, tmp_path: Path) -> None:
     def shards(name: str, identity: str) -> str:
         said = {"identity": identity, "bos": None, "eos": 1}
         return str(shard_folders.make(tmp_path / name, [[[2, 3]]], tokenizer=said))
@@ -62,7 +62,7 @@ def test_token_shards_say_whose_they_are(found: Weights, tmp_path: Path) -> None
     assert of(found, source="files", paths=[shards("ours", "bytes")]) == 259
 
 
-def test_a_hugging_face_folder_without_one(found: Weights) -> None:
+def test_a_hugging_face_folder_without_one(found: Trained) -> None:
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json: name one with --tokenizer"):
         of(replace(found, step=None))
     assert of(replace(found, step=None), "bytes") == 259

@@ -15,10 +15,10 @@ from tests import parity, world
 from tests.events import Clock
 from titanmoe.comm.collectives import Group
 from titanmoe.moe import chunks as module
-from titanmoe.moe.chunks import MOST, Choice, Costs, Line, choose, dummy_experts, fewest, fit, measure, pipelined
+from titanmoe.moe.chunks import MOST, Choice, Costs, LinearCost, choose, dummy_experts, fewest, fit, measure, pipelined
 
 ROWS = [1024, 2048, 4096, 8192]
-FREE = Line(0.0, 0.0)
+FREE = LinearCost(0.0, 0.0)
 
 
 def test_a_fit_finds_the_line_that_was_measured() -> None:
@@ -54,26 +54,26 @@ def test_no_fitted_number_is_negative(rows: list[int], seconds: list[float], wan
 
 def test_pipelined_times_by_hand() -> None:
     """12 rows: there 1 s a row, products 2, back 1."""
-    there, products, back = Line(0, 1), Line(0, 2), Line(0, 1)
+    there, products, back = LinearCost(0, 1), LinearCost(0, 2), LinearCost(0, 1)
     assert pipelined(there, products, back, 12, 1) == 12 + 24 + 12
     # Two chunks: arrive at 6 and 12, done at 18 and 30, back at 24 and 36.
     assert pipelined(there, products, back, 12, 2) == 36
     # A slow wire carries everything one after the other, behind the first: done at 14 and 26, wire free at 24.
-    assert pipelined(Line(0, 2), Line(0, 1 / 3), Line(0, 2), 12, 2) == pytest.approx(48)
+    assert pipelined(LinearCost(0, 2), LinearCost(0, 1 / 3), LinearCost(0, 2), 12, 2) == pytest.approx(48)
     # One second of latency in every message and product, three chunks.
-    assert pipelined(Line(1, 0), Line(1, 0), Line(1, 0), 12, 3) == 6
+    assert pipelined(LinearCost(1, 0), LinearCost(1, 0), LinearCost(1, 0), 12, 3) == 6
 
 
 def test_latency_alone_keeps_one_chunk() -> None:
-    costs = Costs(Line(1e-3, 0), Line(1e-3, 0), Line(1e-3, 0), Line(1e-3, 0))
+    costs = Costs(LinearCost(1e-3, 0), LinearCost(1e-3, 0), LinearCost(1e-3, 0), LinearCost(1e-3, 0))
     assert choose(costs, 4096).chunks == 1
-    assert choose(Costs(FREE, FREE, Line(0, 1e-6), Line(0, 2e-6)), 4096).chunks == 1  # nothing to hide
+    assert choose(Costs(FREE, FREE, LinearCost(0, 1e-6), LinearCost(0, 2e-6)), 4096).chunks == 1  # nothing to hide
 
 
 def test_long_products_take_many_chunks_and_long_messages_two() -> None:
     """All messages but the first and the last hide behind products; on a busy wire two chunks hide all products."""
-    wire = Line(0.0, 1e-6)
-    many = choose(Costs(wire, wire, Line(0, 4e-6), Line(0, 8e-6)), 4096)
+    wire = LinearCost(0.0, 1e-6)
+    many = choose(Costs(wire, wire, LinearCost(0, 4e-6), LinearCost(0, 8e-6)), 4096)
     assert many.chunks > 3 and sum(many.seconds) < 0.85 * sum(many.whole)
     two = choose(Costs(wire, wire, wire, wire), 4096)
     assert two.chunks == 2 and sum(two.seconds) == pytest.approx(2 / 3 * sum(two.whole))
@@ -81,8 +81,8 @@ def test_long_products_take_many_chunks_and_long_messages_two() -> None:
 
 def test_forward_and_backward_are_weighed_together() -> None:
     """Forward's products have a launch cost that chunks pay again, backward's none."""
-    wire = Line(0.0, 1e-6)
-    costs = Costs(wire, wire, Line(20e-3, 1e-7), Line(1e-5, 2e-6))
+    wire = LinearCost(0.0, 1e-6)
+    costs = Costs(wire, wire, LinearCost(20e-3, 1e-7), LinearCost(1e-5, 2e-6))
     choice = choose(costs, 4096)
     forward, backward = choice.alone
     assert forward == 1 < backward
@@ -99,7 +99,7 @@ def test_a_hair_is_not_worth_a_chunk() -> None:
 
 
 def test_a_choice_shows_its_numbers() -> None:
-    line = Line(2e-5, 3e-8)
+    line = LinearCost(2e-5, 3e-8)
     choice = choose(Costs(line, line, line, line), 4096)
     text = str(choice)
     assert text.startswith(f"{choice.chunks} (forward alone ") and "there 20 us + 30 ns a row" in text

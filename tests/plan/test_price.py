@@ -12,7 +12,7 @@ from titanmoe.config.schema import Config
 from titanmoe.models.families import preset
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.halves import Halves, Stack
-from titanmoe.plan.links import Factors, Group, Links
+from titanmoe.plan.links import Factors, LinkGroup, Links
 from titanmoe.plan.search import Found, evaluate
 
 H100 = read_device("h100")
@@ -28,14 +28,14 @@ def found(world: int, *changes: str) -> Found:
 
 def test_messages_follow_the_links_that_groups_cross() -> None:
     links = Links(H100, Factors())
-    inside, across = Group(8, 1), Group(8, 8)
-    assert (inside.near(8), across.near(8), Group(16, 1).near(8), Group(4, 2).near(8)) == (8, 1, 8, 4)
+    inside, across = LinkGroup(8, 1), LinkGroup(8, 8)
+    assert (inside.near(8), across.near(8), LinkGroup(16, 1).near(8), LinkGroup(4, 2).near(8)) == (8, 1, 8, 4)
     assert links.gather(inside, 1e9) == pytest.approx(7 / 8 * 1e9 / links.link, rel=0.02)
     assert links.gather(across, 1e9) == pytest.approx(7 / 8 * 1e9 / links.network, rel=0.02)
-    assert links.exchange(Group(16, 1), 1e9) == pytest.approx(8 / 16 * 1e9 / links.network / links.rows, rel=0.02)
-    assert links.gather(Group(1, 1), 1e9) == links.exchange(Group(1, 1), 1e9) == 0
+    assert links.exchange(LinkGroup(16, 1), 1e9) == pytest.approx(8 / 16 * 1e9 / links.network / links.rows, rel=0.02)
+    assert links.gather(LinkGroup(1, 1), 1e9) == links.exchange(LinkGroup(1, 1), 1e9) == 0
     rack = Links(read_device("gb200"), Factors())
-    assert rack.exchange(Group(64, 1), 1e9) < links.exchange(Group(64, 1), 1e9) / 5
+    assert rack.exchange(LinkGroup(64, 1), 1e9) < links.exchange(LinkGroup(64, 1), 1e9) / 5
 
 
 def test_components() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titanmoe.rehearse.order import HOST_ORDER, STREAMS, Program, Verdict, check
-from titanmoe.rehearse.record import ALL_TO_ALLS, Event, Line, Log, Message
+from titanmoe.rehearse.record import ALL_TO_ALLS, CodeLine, Event, Log, Message
 
 ALL, LEFT = (0, 1, 2, 3), (0, 1)
 
@@ -21,7 +21,7 @@ class Script:
         self.line += 1
         sent, received = (0 if op == "receive" else size), (0 if op == "send" else size)
         dtype = more.pop("dtype", torch.float32)
-        message = Message(op, lane, dtype, sent, received, Line("made.py", self.line), False, **more)
+        message = Message(op, lane, dtype, sent, received, CodeLine("made.py", self.line), False, **more)
         self.log.messages.append(message)
         self.log.events.append(Event("issue", len(self.log.messages) - 1))
         return self if open else self.wait()

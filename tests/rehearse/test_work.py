@@ -11,7 +11,7 @@ import torch
 from tests.rehearse.small import config_of
 from titanmoe.models.count import flops_per_token
 from titanmoe.ops.kernels import installed
-from titanmoe.rehearse.place import Place
+from titanmoe.rehearse.place import CodePlace
 from titanmoe.rehearse.work import Operations, Work, stored_bytes
 from titanmoe.rehearse.work_table import work_as_json
 from titanmoe.rehearse.world import rehearse
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 def total(func: Any, args: tuple, out: Any = (), given: dict[str, Any] | None = None) -> Work:
     operations = Operations()
-    operations.add(func, args, given or {}, out, Place())
+    operations.add(func, args, given or {}, out, CodePlace())
     return operations.total()
 
 

@@ -17,7 +17,7 @@ from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config
 from titanmoe.load_colours import colour_share, colour_share_clear
 from titanmoe.report.charts import POINTS, Curve, curves_chart, number, percent, share_EC, smooth, thin, ticks
-from titanmoe.report.draw import Area, Line, Picture, Sheet, Words, png, svg
+from titanmoe.report.draw import Area, Picture, Sheet, Stroke, Words, png, svg
 from titanmoe.report.page import marks_of, sheets
 from titanmoe.report.read import read_runs
 
@@ -177,7 +177,7 @@ def test_every_curve_is_on_its_sheet(tmp_path):
     runs = read_runs([make_run(tmp_path / "a_run_of_a_long_name", 5), make_run(tmp_path / ("b" * 60), 500)])
     for name, sheet in sheets(runs).items():
         for mark in sheet.marks if sheet else ():
-            if isinstance(mark, Line | Area):
+            if isinstance(mark, Stroke | Area):
                 xs, ys = zip(*mark.points, strict=True)
                 assert min(xs) >= 0 and max(xs) <= sheet.width and min(ys) >= 0 and max(ys) <= sheet.height, name
 
@@ -244,8 +244,9 @@ def test_svg_and_png_draw_the_same_marks(tmp_path):
     square = [(10.0, 10.0), (30.0, 10.0), (30.0, 30.0), (10.0, 30.0)]
     red = np.zeros((2, 2, 4), np.uint8)
     red[...] = 255, 0, 0, 255
-    marks = [Area(square, "c0"), Line([(0, 50), (100, 50)], "ink", 4), Picture(60, 5, 20, 20, red), Words(5, 90, "<a>")]
-    sheet = Sheet(100, 100, "a & b", [*marks, Line([(50, 0), (50, 40)], "event", 2, dash=True)])
+    across = Stroke([(0, 50), (100, 50)], "ink", 4)
+    marks = [Area(square, "c0"), across, Picture(60, 5, 20, 20, red), Words(5, 90, "<a>")]
+    sheet = Sheet(100, 100, "a & b", [*marks, Stroke([(50, 0), (50, 40)], "event", 2, dash=True)])
     tree = ElementTree.fromstring(svg(sheet))
     assert [child.tag for child in tree] == ["polygon", "polyline", "image", "text", "polyline"]
     png(sheet, tmp_path / "x.png", scale=1)

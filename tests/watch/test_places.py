@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from titanmoe.watch.listener import Named
-from titanmoe.watch.places import Seen, Verdict, judge
+from titanmoe.watch.places import LateRanks, Seen, judge
 
 GROUPS = [
     Named("waited", ((0, 1, 2, 3),), "world"),
@@ -34,7 +34,7 @@ def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", **more: 
 STEP = [(WORLD, "all-reduce"), (TP, "all-gather"), (EP, "all-to-all"), (EP, "all-to-all"), (WORLD, "all-reduce")]
 
 
-def of(some: list[Seen], stage: int = 4) -> Verdict:
+def of(some: list[Seen], stage: int = 4) -> LateRanks:
     return judge(some, GROUPS, stage)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch import watchdog
 from titanmoe.watch.heartbeat import Heartbeat, place, where
-from titanmoe.watch.hosts import Between, Hosts
+from titanmoe.watch.hosts import Between, Machines
 from titanmoe.watch.listener import Named
 from titanmoe.watch.watchdog import Limits, Watchdog
 
@@ -49,7 +49,7 @@ def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
     assert other.left() == b"words"
 
 
-class Machines:
+class Watched:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         patch.setattr(watchdog, "TICK_S", 0.05)
         patch.setattr(watchdog, "SILENT_S", 1.0)
@@ -63,7 +63,7 @@ class Machines:
             heart.numbers[at.FIRST], heart.numbers[at.STEP], heart.numbers[at.PHASE] = 1, 3, 2
             number = rank // 2
             local = {r: Heartbeat(folder / str(r)) for r in RANKS[number]} | {rank: heart}
-            hosts = Hosts(heart, local, number, RANKS, ["node0", "node1"], "token")
+            hosts = Machines(heart, local, number, RANKS, ["node0", "node1"], "token")
             end = lambda code, rank=rank: self.bodies[rank].kill()  # noqa: E731
             self.dogs.append(
                 Watchdog(
@@ -88,8 +88,8 @@ class Machines:
 
 
 @pytest.fixture
-def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machines]:
-    made = Machines(tmp_path, monkeypatch)
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
+    made = Watched(tmp_path, monkeypatch)
     yield made
     for body in made.bodies:
         body.kill()
@@ -97,7 +97,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machin
 
 
 def test_one_report_names_a_rank_of_another_machine_and_all_end(
-    machines: Machines, capfd: pytest.CaptureFixture
+    machines: Watched, capfd: pytest.CaptureFixture
 ) -> None:
     machines.send(0, 1, 2)
     machines.hearts[3].numbers[at.TICK] = 0  # its thread does not run
@@ -118,7 +118,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     assert any("in main_stack" in line for line in first["stack"]) or first["stack"]
 
 
-def test_a_machine_that_is_gone(machines: Machines, capfd: pytest.CaptureFixture) -> None:
+def test_a_machine_that_is_gone(machines: Watched, capfd: pytest.CaptureFixture) -> None:
     """What it last carried to the store is known of it."""
     machines.send(0, 1)
     machines.hearts[3].numbers[at.STEP] = 2
@@ -130,7 +130,7 @@ def test_a_machine_that_is_gone(machines: Machines, capfd: pytest.CaptureFixture
     assert said.count("its machine does not answer") == 2 and "step 2, forward and backward" in said
 
 
-def test_a_run_without_trouble_is_left_alone(machines: Machines) -> None:
+def test_a_run_without_trouble_is_left_alone(machines: Watched) -> None:
     machines.send(0, 1, 2, 3)
     for heart in machines.hearts:
         heart.arrived()
@@ -144,7 +144,7 @@ def test_a_run_without_trouble_is_left_alone(machines: Machines) -> None:
     assert not any(dog.is_alive() for dog in dogs) and all(body.poll() is None for body in machines.bodies)
 
 
-def test_what_counts_as_trouble(machines: Machines) -> None:
+def test_what_counts_as_trouble(machines: Watched) -> None:
     (dog, *_), (heart, other, *_) = machines.dogs, machines.hearts
     heart.tick(), other.tick()
     assert not dog.trouble()
@@ -169,7 +169,7 @@ def test_what_counts_as_trouble(machines: Machines) -> None:
     assert dog.trouble(), "it has left"
 
 
-def test_sigterm_waits_for_the_report(monkeypatch: pytest.MonkeyPatch, machines: Machines) -> None:
+def test_sigterm_waits_for_the_report(monkeypatch: pytest.MonkeyPatch, machines: Watched) -> None:
     """torchrun sends it to all ranks as soon as one has left."""
     ended = threading.Event()
     monkeypatch.setattr(watchdog, "os", SimpleNamespace(**vars(watchdog.os) | {"_exit": lambda code: ended.set()}))

@@ -21,7 +21,7 @@ from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.tensors import (
     PICKLED,
     TENSORS,
-    Block,
+    Extent,
     Written,
     from_json,
     from_pickle,
@@ -84,7 +84,7 @@ def _seen(aside: Path) -> None:
 # ---- reading
 
 
-Wanted = dict[str, dict[Block, list[tuple[str, Piece]]]]
+Wanted = dict[str, dict[Extent, list[tuple[str, Piece]]]]
 """By file: the blocks in it, and the pieces that take something from each, with their tensors' names."""
 
 
@@ -142,13 +142,13 @@ class Checkpoint:
             except Exception as error:
                 raise inside.unread(self.path / file, error) from None
 
-    def _needed(self, name: str, piece: Piece) -> list[Block]:
+    def _needed(self, name: str, piece: Piece) -> list[Extent]:
         try:
             return needed(self.written.get(name), piece.shape, piece.offset, piece.sizes)
         except ValueError as error:
             raise CheckpointError(f"{self.path} cannot be read: {name} {error}") from None
 
-    def _fill(self, file: str, blocks: Mapping[Block, list[tuple[str, Piece]]]) -> None:
+    def _fill(self, file: str, blocks: Mapping[Extent, list[tuple[str, Piece]]]) -> None:
         with inside.opened(self.path, file) as stream:
             for block in sorted(blocks, key=lambda block: block.start):
                 dtype = self.written[blocks[block][0][0]].dtype

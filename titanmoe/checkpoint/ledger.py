@@ -20,17 +20,17 @@ NAME = "local.json"
 
 
 @dataclass(frozen=True)
-class Ledger:
+class LocalRecord:
     start: str
     """The token of the start."""
     global_batch_size: int
     """Kept by a start on other ranks, as long as there is no ordinary checkpoint that says it."""
 
 
-def read(folder: Path) -> Ledger | None:
+def read(folder: Path) -> LocalRecord | None:
     try:
         found = parse_json(inside.read(folder, NAME, 1 << 16))
-        ledger = Ledger(found["start"], found["global_batch_size"])
+        ledger = LocalRecord(found["start"], found["global_batch_size"])
         if type(ledger.start) is not str or type(ledger.global_batch_size) is not int:
             raise TypeError("an entry has the wrong type")
         return ledger
@@ -40,7 +40,7 @@ def read(folder: Path) -> Ledger | None:
         raise CheckpointError(f"{folder / NAME} is damaged: {type(error).__name__} {error}") from None
 
 
-def write(folder: Path, ledger: Ledger) -> None:
+def write(folder: Path, ledger: LocalRecord) -> None:
     fresh = folder / f"{NAME}.new"
     layout.write(fresh, json.dumps(asdict(ledger)) + "\n")
     os.replace(fresh, folder / NAME)

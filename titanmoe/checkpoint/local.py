@@ -100,7 +100,7 @@ class Local:
         text = shared_by(lambda: Manifest(step, self.number, files, record).text(), 0, group)
         together(group, lambda: layout.seal(target, text) if hosts.leads else None)
         if not self.made:
-            entry = ledger.Ledger(self.start, self.global_batch_size)
+            entry = ledger.LocalRecord(self.start, self.global_batch_size)
             together(group, lambda: ledger.write(self.shared, entry) if self.first else None)
         self.kept = target.name
         together(group, lambda: self._remove_others() if hosts.leads else None)

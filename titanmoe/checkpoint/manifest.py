@@ -13,7 +13,7 @@ from typing import Any
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.config.fields import fields
 from titanmoe.config.parse_json import parse_json
-from titanmoe.config.values import Misfit, fit, shown
+from titanmoe.config.values import WrongType, fit, shown
 
 FORMAT = 2
 """1: tensors are described by torch's .metadata, a pickle, and the manifest has no checksum. 2: by tensors.json."""
@@ -158,7 +158,7 @@ def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
     wrong = [
         f"{path} = {shown(values[path])} is not {known[path].expected}"
         for path, value in fitted.items()
-        if isinstance(value, Misfit)
+        if isinstance(value, WrongType)
     ]
     if wrong:
         raise CheckpointError(f"{source}: {'; '.join(wrong)}")

@@ -14,7 +14,7 @@ from titanmoe.checkpoint import inside
 from titanmoe.checkpoint.folder import Checkpoint, Wanted
 from titanmoe.checkpoint.hosts import Hosts, Parcel, exchange
 from titanmoe.checkpoint.manifest import Manifest
-from titanmoe.checkpoint.tensors import Block, Box, from_json, load, shared, within
+from titanmoe.checkpoint.tensors import Box, Extent, from_json, load, shared, within
 from titanmoe.checkpoint.together import Group, together
 from titanmoe.checkpoint.write_tensors import Piece
 
@@ -67,7 +67,7 @@ class Scattered(Checkpoint):
             return asks
 
         asked = together(self.group, sort_out)
-        last: dict[Block, Tensor] = {}
+        last: dict[Extent, Tensor] = {}
 
         def give(parcel: Parcel) -> Tensor:
             ask = parcel.what[1]

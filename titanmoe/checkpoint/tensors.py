@@ -31,7 +31,7 @@ Sizes = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Block:
+class Extent:
     offset: Sizes
     shape: Sizes
     file: str
@@ -45,7 +45,7 @@ class Written:
 
     dtype: torch.dtype
     shape: Sizes
-    blocks: tuple[Block, ...]
+    blocks: tuple[Extent, ...]
 
 
 def to_json(tensors: Mapping[str, Written]) -> bytes:
@@ -82,9 +82,9 @@ def _tensor(name: str, entry: dict[str, Any], files: Mapping[str, Sum]) -> Writt
     return Written(dtype, shape, blocks)
 
 
-def _block(name: str, entry: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Sum]) -> Block:
+def _block(name: str, entry: list[Any], whole: Sizes, dtype: torch.dtype, files: Mapping[str, Sum]) -> Extent:
     offset, shape, file, start, length = entry
-    block = Block(_sizes(offset), _sizes(shape), file, *_sizes([start, length]))
+    block = Extent(_sizes(offset), _sizes(shape), file, *_sizes([start, length]))
     if not len(block.offset) == len(block.shape) == len(whole) or any(
         first + n > all_ for first, n, all_ in zip(block.offset, block.shape, whole, strict=True)
     ):
@@ -105,7 +105,7 @@ def _sizes(values: Any) -> Sizes:
 class _Part(io.RawIOBase):
     """The bytes of a block, as a file."""
 
-    def __init__(self, file: BinaryIO, block: Block):
+    def __init__(self, file: BinaryIO, block: Extent):
         super().__init__()
         self.file, self.start, self.size, self.at = file, block.start, block.bytes, 0
 
@@ -131,7 +131,7 @@ class _Part(io.RawIOBase):
         return done
 
 
-def load(block: Block, dtype: torch.dtype, file: BinaryIO) -> Tensor:
+def load(block: Extent, dtype: torch.dtype, file: BinaryIO) -> Tensor:
     """The tensor that torch.save wrote there."""
     stream = _Part(file, block)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in zipfile.ZipFile(stream).infolist()):
@@ -147,7 +147,7 @@ Box = list[tuple[int, int]]
 """First and last of each dim of a whole tensor."""
 
 
-def shared(block: Block, offset: Sizes, sizes: Sizes) -> Box | None:
+def shared(block: Extent, offset: Sizes, sizes: Sizes) -> Box | None:
     """The part of a tensor that a block and a piece of those sizes both cover."""
     starts = [max(pair) for pair in zip(block.offset, offset, strict=True)]
     ends = [min(a + n, b + m) for a, n, b, m in zip(block.offset, block.shape, offset, sizes, strict=True)]
@@ -155,7 +155,7 @@ def shared(block: Block, offset: Sizes, sizes: Sizes) -> Box | None:
     return box if all(first < last for first, last in box) else None
 
 
-def needed(stored: Written | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Block]:
+def needed(stored: Written | None, whole: Sizes, offset: Sizes, sizes: Sizes) -> list[Extent]:
     """The blocks that a piece of a tensor of that shape is made from; ValueError if it cannot be."""
     if stored is None:
         raise ValueError("is not in it")

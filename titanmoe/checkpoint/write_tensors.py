@@ -29,7 +29,7 @@ from titanmoe.checkpoint.disk import Doing, unwritten
 from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Sum
-from titanmoe.checkpoint.tensors import TENSORS, Block, Written, to_json
+from titanmoe.checkpoint.tensors import TENSORS, Extent, Written, to_json
 
 SMALL = 4096
 """Up to this many numbers, a rank also checks copies that another rank writes, such as a router's bias."""
@@ -190,7 +190,7 @@ class Writer(StorageWriter):
                 torch.save(tensor.clone() if tensor.untyped_storage().nbytes() != tensor.nbytes else tensor, stream)
                 del tensor
                 chunk = item.tensor_data.chunk
-                place = Block(tuple(chunk.offsets), tuple(chunk.sizes), stream.path.name, start, stream.tell() - start)
+                place = Extent(tuple(chunk.offsets), tuple(chunk.sizes), stream.path.name, start, stream.tell() - start)
                 results.append(WriteResult(item.index, place.bytes, place))
             if stream is not None:
                 self._done(stream)
@@ -237,7 +237,7 @@ class Writer(StorageWriter):
         self.sums[stream.path.name] = stream.sum
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        blocks: dict[str, list[Block]] = {}
+        blocks: dict[str, list[Extent]] = {}
         for result in (result for rank in results for result in rank):
             blocks.setdefault(result.index.fqn, []).append(result.storage_data)
         written = {

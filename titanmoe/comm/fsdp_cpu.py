@@ -84,7 +84,7 @@ class NarrowOnTheWire:
     The result equals that of a wide reduce-scatter, which sends the same 16 bits as 32.
     """
 
-    def __init__(self, ranks: int, wide: torch.dtype, sums: Kept):
+    def __init__(self, ranks: int, wide: torch.dtype, sums: ReusedMemory):
         self.ranks, self.wide, self.sums = ranks, wide, sums
         self._sent = 0
 
@@ -111,7 +111,7 @@ class NarrowOnTheWire:
                 out += other
 
 
-class Kept:
+class ReusedMemory:
     """Memory of this rank that is reused as soon as no tensor is in it.
 
     The heap would fragment what a step's gradients free and grow for ten steps, at 4 CPU-seconds per new gigabyte.

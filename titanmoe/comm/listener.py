@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 
-class Listener(Protocol):
+class MessageListener(Protocol):
     place: int
     """Where the step is, as the listener counts it."""
 
@@ -24,12 +24,12 @@ class Listener(Protocol):
         """Backward has come to what forward did there."""
 
 
-_listener: Listener | None = None
+_listener: MessageListener | None = None
 """A global, because messages are sent by autograd's own threads too, and by functions that take no such argument."""
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Iterator[None]:
+def heard_by(listener: MessageListener) -> Iterator[None]:
     global _listener
     before, _listener = _listener, listener
     try:

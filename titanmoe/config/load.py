@@ -17,7 +17,7 @@ from titanmoe.config.fields import build, fields, flat, help_page, tables, to_to
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
 from titanmoe.config.recipes import find
 from titanmoe.config.schema import Config
-from titanmoe.config.values import Misfit, fit, fit_texts, nearest_field, shortened, shown
+from titanmoe.config.values import WrongType, fit, fit_texts, nearest_field, shortened, shown
 
 Preset = Callable[[str, str], dict[str, object]]
 HINTS = 20
@@ -130,7 +130,7 @@ class _Given:
     def put(self, path: str, value: Any, text: str, on_command_line: bool = False) -> None:
         if on_command_line:
             self.on_command_line.add(path)
-        if isinstance(value, Misfit):
+        if isinstance(value, WrongType):
             self.unsound.add(path)
             self.blame((path,), f"{path} = {text} is not {fields()[path].expected}{value.correction}")
         else:

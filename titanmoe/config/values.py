@@ -12,7 +12,7 @@ from titanmoe.config.fields import Field, fields, tables, toml_value
 from titanmoe.config.recipe import parsed
 
 
-class Misfit(NamedTuple):
+class WrongType(NamedTuple):
     """Takes the place of a value of the wrong type."""
 
     correction: str
@@ -32,7 +32,7 @@ def fit(value: Any, target: Field) -> Any:
         return float(value) if abs(value) < ranges.LIMIT else math.inf
     elif type(value) is target.kind:
         return value
-    return Misfit(_correction(value, target))
+    return WrongType(_correction(value, target))
 
 
 def fit_texts(texts: list[str], target: Field) -> Any:

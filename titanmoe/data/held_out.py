@@ -14,17 +14,17 @@ import numpy as np
 from titanmoe.data.documents import Documents
 
 
-def split(documents: Documents, every: int) -> tuple[Part, Part]:
+def split(documents: Documents, every: int) -> tuple[DocumentRange, DocumentRange]:
     """All but every n-th document, and every n-th."""
     held = np.arange(every - 1, len(documents), every)
     first, end = np.append(0, held + 1), np.append(held, len(documents))
     some = end > first
-    return Part(documents, first[some], end[some], f"without every {every}th"), Part(
+    return DocumentRange(documents, first[some], end[some], f"without every {every}th"), DocumentRange(
         documents, held, held + 1, f"every {every}th"
     )
 
 
-class Part:
+class DocumentRange:
     """Documents [first, end) of each run."""
 
     def __init__(self, whole: Documents, first_R: np.ndarray, end_R: np.ndarray, which: str):
@@ -67,7 +67,7 @@ class Part:
 
 
 class _Starts:
-    def __init__(self, part: Part):
+    def __init__(self, part: DocumentRange):
         self.part = part
 
     def __len__(self) -> int:

@@ -32,7 +32,7 @@ from titanmoe.data.documents import Documents
 from titanmoe.data.mix import Mix, Sample
 from titanmoe.data.pack import Arrays
 from titanmoe.data.sources import apart, training_sources, validation_sources
-from titanmoe.data.work import Work, assign
+from titanmoe.data.work import DocumentWork, assign
 
 Tensors = tuple[torch.Tensor | None, ...]
 """A Batch's fields, with all microbatches concatenated."""
@@ -71,7 +71,7 @@ class StepPlan(NamedTuple):
 class StepPlans:
     """Every step from here on, endlessly."""
 
-    def __init__(self, mix: Mix, share: Share, work: Work | None, consumed: int, state: list[list[int]]):
+    def __init__(self, mix: Mix, share: Share, work: DocumentWork | None, consumed: int, state: list[list[int]]):
         self.mix, self.share, self.work, self.consumed, self.at = mix, share, work, consumed, state
 
     def __iter__(self) -> Iterator[StepPlan]:
@@ -104,7 +104,7 @@ class Loader:
         self.global_batch_size, self.microbatches = self.share.global_batch_size, self.share.microbatches
         self.seed, self.options = config.training.seed, config.data
         self.mix, self.held_out = training_sources(config)
-        self.work = Work(config.model) if config.data.balance_work else None
+        self.work = DocumentWork(config.model) if config.data.balance_work else None
         self.waited = 0.0
         """Seconds that the last step waited for its samples."""
         self._ahead: Ahead | None = None

@@ -13,7 +13,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.shards import MANIFEST, ShardDocuments, is_shards, read_manifest
 from titanmoe.data.tokenize import is_begun, plan_shards, tokenize
 from titanmoe.data.tokenize_command import cores, summary
-from titanmoe.data.tokenize_unit import Job
+from titanmoe.data.tokenize_unit import TokenizeJob
 
 
 def open_documents(config: Config, entry: str) -> ShardDocuments:
@@ -42,7 +42,7 @@ def open_documents(config: Config, entry: str) -> ShardDocuments:
 
 def _cached(config: Config, entry: str, name: str) -> Path:
     data = config.data
-    job = Job([entry], "", data.tokenizer, data.format, data.field, data.chat_template, data.bad_lines)
+    job = TokenizeJob([entry], "", data.tokenizer, data.format, data.field, data.chat_template, data.bad_lines)
     job = replace(job, max_document_mb=data.max_document_mb)
     planned = plan_shards(job)
     _fits(config, entry, planned.tokenizer.vocab_size)

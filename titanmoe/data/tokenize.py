@@ -38,7 +38,7 @@ from titanmoe.data.shards import (
     read_manifest,
     write_json,
 )
-from titanmoe.data.tokenize_unit import Job, dtype_name, record_name
+from titanmoe.data.tokenize_unit import TokenizeJob, dtype_name, record_name
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
 
 LOCK, PLAN = ".lock", "plan.json"
@@ -56,14 +56,14 @@ def is_begun(folder: Path) -> bool:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    job: Job
+    job: TokenizeJob
     tokenizer: Tokenizer
     sources: list[InputFile]
     identity: str
     """Of the shards' contents."""
 
 
-def plan_shards(job: Job) -> ShardPlan:
+def plan_shards(job: TokenizeJob) -> ShardPlan:
     problems: list[str] = []
 
     def tried(make: Callable[..., Any], *args: Any) -> Any:
@@ -223,7 +223,9 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
 # ---- the processes
 
 
-def _run(job: Job, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], workers: int, meter: Meter) -> None:
+def _run(
+    job: TokenizeJob, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], workers: int, meter: Meter
+) -> None:
     """A thread per process hands it units until there are none left, or one fails."""
     waiting, processes = deque(todo), []
     answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
@@ -254,7 +256,7 @@ def _run(job: Job, todo: list[tuple[int, list[Span], list[dict[str, Any]]]], wor
             thread.join()
 
 
-def _start(job: Job) -> subprocess.Popen[str]:
+def _start(job: TokenizeJob) -> subprocess.Popen[str]:
     # Not multiprocessing: its processes import the parent's main module, which in a training run is the trainer.
     home = str(Path(titanmoe.__file__).parent.parent)
     paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))

@@ -82,7 +82,7 @@ def run_tokenize(args: argparse.Namespace) -> int:
 
 def _tokenize(args: argparse.Namespace) -> int:
     from titanmoe.data.tokenize import plan_shards, tokenize
-    from titanmoe.data.tokenize_unit import Job
+    from titanmoe.data.tokenize_unit import TokenizeJob
 
     problems = []
     if not args.paths:
@@ -102,7 +102,7 @@ def _tokenize(args: argparse.Namespace) -> int:
             problems.append(f"{option} = {value} is out of range: give at least 1")
     if problems:
         raise ConfigError(problems)
-    job = Job(
+    job = TokenizeJob(
         args.paths,
         args.out,
         args.tokenizer,

@@ -30,7 +30,7 @@ EXAMPLES = 3
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """What was asked for."""
 
     paths: list[str]
@@ -49,7 +49,7 @@ class Job:
 
 
 @dataclass
-class Made:
+class Progress:
     """The shard being made, counted in items of its unit: lines or rows."""
 
     items: int
@@ -65,10 +65,10 @@ def record_name(unit: int, shard: int) -> str:
     return f"{unit:05d}-{shard:03d}"
 
 
-class Unit:
-    def __init__(self, job: Job, tokenizer: Tokenizer, chat: Chat | None, number: int, shard: int, items: int):
+class ShardUnit:
+    def __init__(self, job: TokenizeJob, tokenizer: Tokenizer, chat: Chat | None, number: int, shard: int, items: int):
         self.job, self.tokenizer, self.chat, self.number, self.shard = job, tokenizer, chat, number, shard
-        self.made, self.examples = Made(items), []
+        self.made, self.examples = Progress(items), []
         self.writer: ShardWriter | None = None
         self.bos_N = np.array([] if tokenizer.bos is None else [tokenizer.bos], np.uint32)
         self.eos_N = np.array([tokenizer.eos], np.uint32)
@@ -152,7 +152,7 @@ class Unit:
         made["counted"] = self.writer.counted if self.writer and self.chat else 0
         made["shard"] = self.writer.close() if self.writer else None
         write_json(Path(self.job.out) / WORK / f"{record_name(self.number, self.shard)}.json", made)
-        self.writer, self.made, self.examples = None, Made(self.made.items), []
+        self.writer, self.made, self.examples = None, Progress(self.made.items), []
         self.shard += 1
 
 
@@ -177,12 +177,12 @@ def serve() -> None:
         print(json.dumps(what), file=answers, flush=True)
 
     try:
-        job = Job(**json.loads(sys.stdin.readline()))
+        job = TokenizeJob(**json.loads(sys.stdin.readline()))
         tokenizer = open_tokenizer(job.tokenizer)
         chat = open_chat(job.chat_template, tokenizer) if job.format == "chat" else None
         for line in sys.stdin:
             asked = json.loads(line)
-            unit = Unit(job, tokenizer, chat, asked["unit"], asked["shard"], asked["items"])
+            unit = ShardUnit(job, tokenizer, chat, asked["unit"], asked["shard"], asked["items"])
             unit.run([Span(*span) for span in asked["spans"]], lambda size, tokens: answer(at=[size, tokens]))
             answer(done=asked["unit"])
     except ConfigError as error:

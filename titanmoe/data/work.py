@@ -18,7 +18,7 @@ from titanmoe.config.schema import Model
 from titanmoe.models.count import layer_flops
 
 
-class Work:
+class DocumentWork:
     """Forward FLOPs of documents, with the arithmetic of titanmoe.models.count."""
 
     def __init__(self, model: Model):

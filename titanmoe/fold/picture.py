@@ -16,7 +16,7 @@ from titanmoe.config.divisors import divisors
 from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import View, coordinates, crossing, group_of, iter_groups
-from titanmoe.fold.search import Stage
+from titanmoe.fold.search import StageViews
 
 WIDTH = 100
 CELL = 8  # columns of a rank, at least
@@ -227,7 +227,7 @@ def _folding(fold: Fold) -> Iterator[Text]:
     )
 
 
-def listing(stages: list[Stage], node: int) -> Iterator[Text]:
+def listing(stages: list[StageViews], node: int) -> Iterator[Text]:
     """Every legal mapping, compactly: within one pp, any attention row goes with any expert row."""
     total = sum(len(stage.attention) * len(stage.experts) for stage in stages)
     yield Text(f"{count(total, 'legal mapping')} of {count(stages[0].world, 'rank')}, on nodes of {node:,}", "bold")

@@ -20,7 +20,7 @@ from titanmoe.fold.legality import broken_laws
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageViews:
     """The legal views of a pipeline stage; any attention view goes with any expert view."""
 
     world: int
@@ -35,7 +35,7 @@ class Stage:
         return product(self.attention, self.experts)
 
 
-def legal_stages(world: int, config: Config | None = None) -> Iterator[Stage]:
+def legal_stages(world: int, config: Config | None = None) -> Iterator[StageViews]:
     """By pp. Without a config only the laws of the ranks apply; with one, all of its laws, but not its degrees."""
 
     def legal(pp: int, view: dict[str, int]) -> bool:
@@ -48,7 +48,7 @@ def legal_stages(world: int, config: Config | None = None) -> Iterator[Stage]:
         splits = list(_four_factors(world // pp))
         attention = [dict(zip(("dp_replicate", "dp_shard", "cp", "tp"), split, strict=True)) for split in splits]
         experts = [dict(zip(("edp_replicate", "edp", "ep", "etp"), split, strict=True)) for split in splits]
-        yield Stage(
+        yield StageViews(
             world,
             pp,
             [view for view in attention if legal(pp, view | {"dp": view["dp_replicate"] * view["dp_shard"]})],

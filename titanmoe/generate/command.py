@@ -17,8 +17,8 @@ from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
     from titanmoe.data.tokenizer import Tokenizer
-    from titanmoe.generate.loop import Made, Prompt
-    from titanmoe.generate.model import Weights
+    from titanmoe.generate.loop import Generated, Prompt
+    from titanmoe.generate.model import Trained
 
 EPILOG = """\
 Under torchrun (torchrun --no-python --nproc-per-node 4 titanmoe generate ...) --tp, --ep and --etp split the model,
@@ -148,7 +148,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Weights) -> list[Prompt]:
+def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Trained) -> list[Prompt]:
     """A prompt starts as a document of the training data did. Anything in it that looks like a mark is text."""
     from titanmoe.generate.loop import Prompt
 
@@ -172,7 +172,7 @@ def _generate(
     texts: list[str],
     prompts: list[Prompt],
     tokenizer: Tokenizer,
-    found: Weights,
+    found: Trained,
     config: Any,
     runtime: Any,
 ) -> None:
@@ -217,7 +217,9 @@ def _continuation(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) ->
     return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :]
 
 
-def _line(args: argparse.Namespace, texts: list[str], prompts: list[Prompt], tokenizer: Tokenizer, made: Made) -> str:
+def _line(
+    args: argparse.Namespace, texts: list[str], prompts: list[Prompt], tokenizer: Tokenizer, made: Generated
+) -> str:
     number, ids = made.number, prompts[made.number].ids
     text = _continuation(tokenizer, ids, made.tokens)
     if args.json:
@@ -234,10 +236,10 @@ class _Stream:
         self.prompt, self.tokenizer, self.shown = prompt, tokenizer, 0
         print(text, end="", flush=True)
 
-    def update(self, made: Made) -> None:
+    def update(self, made: Generated) -> None:
         self._show(_continuation(self.tokenizer, self.prompt.ids, made.tokens).rstrip("\ufffd"))
 
-    def finish(self, made: Made) -> None:
+    def finish(self, made: Generated) -> None:
         self._show(_continuation(self.tokenizer, self.prompt.ids, made.tokens))
         print(flush=True)
 

@@ -30,7 +30,7 @@ class Prompt(NamedTuple):
 
 
 @dataclass
-class Made:
+class Generated:
     number: int
     tokens: list[int] = field(default_factory=list)
     """After the prompt; without the end mark."""
@@ -38,7 +38,7 @@ class Made:
     """eos, or length."""
 
 
-OnToken = Callable[[Made], None]
+OnToken = Callable[[Generated], None]
 
 
 class Generator:
@@ -51,7 +51,7 @@ class Generator:
 
     def batches(
         self, prompts: Sequence[Prompt], size: int, most: int, sampling: Sampling, on_token: OnToken | None = None
-    ) -> Iterator[list[Made]]:
+    ) -> Iterator[list[Generated]]:
         """All prompts, `size` at a time on each data rank; every rank gets what all have made, in order."""
         data = self.meshes.data
         for first in range(0, len(prompts), size * data.size):
@@ -67,8 +67,8 @@ class Generator:
     @torch.no_grad()
     def batch(
         self, prompts: Sequence[Prompt], most: int, sampling: Sampling, on_token: OnToken | None = None
-    ) -> list[Made]:
-        made = [Made(prompt.number) for prompt in prompts]
+    ) -> list[Generated]:
+        made = [Generated(prompt.number) for prompt in prompts]
         going = list(made)
         self.rows.begin([len(prompt.ids) for prompt in prompts], most)
         ids = [token for prompt in prompts for token in prompt.ids]
@@ -111,7 +111,7 @@ class Generator:
         )
         return self.model(ids_1T, tokens)[0]
 
-    def _next(self, logits_BV: Tensor, sampling: Sampling, going: list[Made]) -> list[int]:
+    def _next(self, logits_BV: Tensor, sampling: Sampling, going: list[Generated]) -> list[int]:
         logits_BV[:, self.vocab_size :] = -torch.inf
         return choose(logits_BV, sampling, [one.number for one in going], self.rows.ends)
 

@@ -24,7 +24,7 @@ from titanmoe.fold.legality import model_violations
 
 
 @dataclass(frozen=True)
-class Weights:
+class Trained:
     """Where weights are, and the config they were trained with."""
 
     path: Path
@@ -43,7 +43,7 @@ class Weights:
         return self.path / name
 
 
-def find(path: Path) -> Weights:
+def find(path: Path) -> Trained:
     """RUN, one of its checkpoints, or a Hugging Face folder."""
     if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():
         from titanmoe.checkpoint.hf.config import describe
@@ -51,17 +51,17 @@ def find(path: Path) -> Weights:
         described = describe(path)
         seq_len = described.json.get("max_position_embeddings") or Config().training.seq_len
         config = Config(model=described.model, training=replace(Config().training, seq_len=seq_len))
-        return Weights(path, config, None)
+        return Trained(path, config, None)
     path = the_latest(path)
     if broken := layout.damage(path, contents=False):
         raise CheckpointError("; ".join(broken))
     record = layout.read_manifest(path).record
     if "model" not in record.get("config", {}):
         raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
-    return Weights(path, build_config(config_of(record, path / layout.MANIFEST)), record.get("step", 0))
+    return Trained(path, build_config(config_of(record, path / layout.MANIFEST)), record.get("step", 0))
 
 
-def tokenizer_of(found: Weights, asked: str | None) -> Tokenizer:
+def tokenizer_of(found: Trained, asked: str | None) -> Tokenizer:
     """As asked for, else the one that the run's tokens came from."""
     data, carried = found.config.data, found.tokenizer
     if asked is not None or data.tokenizer != "bytes":
@@ -79,7 +79,7 @@ def tokenizer_of(found: Weights, asked: str | None) -> Tokenizer:
     return own
 
 
-def fold(found: Weights, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
+def fold(found: Trained, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
     """The config to run; ConfigError with everything that is wrong with it."""
     problems = [
         f"parallelism.{name} = {degrees[name]}: {why}, so generating needs {name} = 1; tp, ep and etp split the model"
@@ -113,7 +113,7 @@ def fold(found: Weights, world: int, degrees: dict[str, int], dtype: str | None,
     return replace(config, parallelism=Parallelism(tp=tp, dp_shard=1, dp_replicate=resolved["dp"], experts=experts))
 
 
-def build(config: Config, meshes: Any, found: Weights, device: Any) -> Any:
+def build(config: Config, meshes: Any, found: Trained, device: Any) -> Any:
     """The transformer on this rank, filled."""
     import torch
     from torch import nn
@@ -147,7 +147,7 @@ def build(config: Config, meshes: Any, found: Weights, device: Any) -> Any:
     return model.eval()
 
 
-def _fill(model: Any, found: Weights, config: Config) -> None:
+def _fill(model: Any, found: Trained, config: Config) -> None:
     from titanmoe.checkpoint import state
 
     tied = config.model.tie_embeddings

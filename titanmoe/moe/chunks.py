@@ -35,7 +35,7 @@ SHARES = (8, 4, 2, 1)
 ROUNDS, CALLS = 3, 4
 
 
-class Line(NamedTuple):
+class LinearCost(NamedTuple):
     """The seconds that a message or a product takes: latency + rows * slope."""
 
     latency: float
@@ -45,7 +45,7 @@ class Line(NamedTuple):
         return self.latency + rows * self.slope
 
 
-def fit(rows: list[int], seconds: list[float]) -> Line:
+def fit(rows: list[int], seconds: list[float]) -> LinearCost:
     """Least squares of the relative errors, so that small sizes, which determine the latency, count as much as large
     ones. Neither number is negative: if one would be, it is set to 0 and the other is fitted alone.
     """
@@ -57,14 +57,14 @@ def fit(rows: list[int], seconds: list[float]) -> Line:
     covariance = sum(w * (r - x) * (s - y) for w, r, s in zip(weight, rows, seconds, strict=True))
     slope = covariance / spread if spread else 0.0
     if slope <= 0:
-        return Line(y, 0.0)
+        return LinearCost(y, 0.0)
     if y < slope * x:
         square = sum(w * r * r for w, r in zip(weight, rows, strict=True))
-        return Line(0.0, sum(w * r * s for w, r, s in zip(weight, rows, seconds, strict=True)) / square)
-    return Line(y - slope * x, slope)
+        return LinearCost(0.0, sum(w * r * s for w, r, s in zip(weight, rows, seconds, strict=True)) / square)
+    return LinearCost(y - slope * x, slope)
 
 
-def pipelined(there: Line, products: Line, back: Line, rows: int, chunks: int) -> float:
+def pipelined(there: LinearCost, products: LinearCost, back: LinearCost, rows: int, chunks: int) -> float:
     """T(n) of the module docstring."""
     a, m, b = (cost(rows / chunks) for cost in (there, products, back))
     done = returned = 0.0
@@ -78,10 +78,10 @@ def pipelined(there: Line, products: Line, back: Line, rows: int, chunks: int) -
 class Costs:
     """Of one layer on the slowest rank. A row goes to its expert with its routing weight and comes back without it."""
 
-    there: Line
-    back: Line
-    forward: Line
-    backward: Line
+    there: LinearCost
+    back: LinearCost
+    forward: LinearCost
+    backward: LinearCost
 
     def forward_s(self, rows: int, chunks: int) -> float:
         return pipelined(self.there, self.forward, self.back, rows, chunks)

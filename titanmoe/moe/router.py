@@ -60,11 +60,11 @@ class Router(nn.Module):
         return scores_TE, weights_TK * model.route_scale, chosen_TK, count_BE
 
     def _fused(self, logits_TE: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        from titanmoe.ops.kernels.route import MODES, Routing
+        from titanmoe.ops.kernels.route import MODES, RouteFunction
 
         model, of = self.model, (tokens.index_T, tokens.sample_T, tokens.valid_T, len(tokens.position_BS))
         shape = (model.top_k, model.num_groups, model.top_groups, MODES[model.score_function], model.norm_topk)
-        return Routing.apply(
+        return RouteFunction.apply(
             logits_TE, self.expert_bias, *of, *shape, float(model.route_scale), self.options.force_balance
         )
 

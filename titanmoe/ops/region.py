@@ -16,19 +16,19 @@ OTHERS_TURN = "the other half's turn"
 """Work of another thread, which does not belong to any region of this one."""
 
 
-class Listener(Protocol):
+class RegionListener(Protocol):
     def region(self, name: str) -> AbstractContextManager[None] | None:
         """A context to enter and leave with the region of this name, or None to ignore it."""
 
 
-_listener: Listener | None = None
+_listener: RegionListener | None = None
 """The listener of the running step. A global, because regions are also entered by recomputation, in autograd's own
 threads, and in plain functions that no caller could pass it to.
 """
 
 
 @contextmanager
-def measured_by(listener: Listener) -> Iterator[None]:
+def measured_by(listener: RegionListener) -> Iterator[None]:
     global _listener
     before, _listener = _listener, listener
     try:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from titanmoe.comm.fsdp_cpu import Kept, NarrowOnTheWire, StraightToPlace
+from titanmoe.comm.fsdp_cpu import NarrowOnTheWire, ReusedMemory, StraightToPlace
 from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Block, Transformer
@@ -83,7 +83,7 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
             if end is not model.head:
                 end.set_unshard_in_backward(False)  # the gradient of a lookup needs no weights
     fully_shard(model, **last, mp_policy=policy)
-    sums = Kept()
+    sums = ReusedMemory()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             mesh = meshes.expert_data if isinstance(module, Experts) else meshes.dense_data

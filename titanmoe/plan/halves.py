@@ -19,7 +19,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.plan.devices import Device
-from titanmoe.plan.links import Factors, Group, Links, exposed
+from titanmoe.plan.links import Factors, LinkGroup, Links, exposed
 
 BACKWARD = 2.0
 """Products of backward over those of forward."""
@@ -178,7 +178,7 @@ class Halves:
         flops = heads * (model.head_dim + value) * (2 * width - width * width / seq) * X
         narrow = min(1.0, 2 / (1 + WIDE / max(model.head_dim, NARROW)))
         core = flops / (self.peak * self.device.attention * self.factors.attention * narrow)
-        tp_group = Group(tp, 1)
+        tp_group = LinkGroup(tp, 1)
         tp_time = self.links.gather(tp_group, X * gathered * self.w) + self.links.gather(tp_group, X * D * self.w)
         cp_time = self._context(cp, tp, X, keys, query, core)
         host = self.factors.block / 9
@@ -193,7 +193,7 @@ class Halves:
         """Of forward; backward sends twice as much. The ring's messages hide behind the attention of other pieces."""
         if cp == 1:
             return 0.0
-        kind, group = self.config.parallelism.cp_kind, Group(cp, tp)
+        kind, group = self.config.parallelism.cp_kind, LinkGroup(cp, tp)
         if kind == "ulysses":
             return self.links.exchange(group, X * (query + keys) * self.w) + self.links.exchange(
                 group, X * query * self.w
@@ -209,13 +209,13 @@ class Halves:
         return Cost(
             matrix=(1 + BACKWARD) * self.product(X, V, D) * again,
             memory=self._moved(X * V * 16),
-            tp=2 * self.links.gather(Group(tp, 1), X * D * self.w),
+            tp=2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w),
         )
 
     def _dense(self, tp: int, cp: int, samples: int, hidden: int) -> tuple[Cost, Cost]:
         D, X = self.model.dim, samples * self.config.training.seq_len / cp
         products = self.product(X, 2 * hidden / tp, D) + self.product(X, D, hidden / tp)
-        tp_time = 2 * self.links.gather(Group(tp, 1), X * D * self.w)
+        tp_time = 2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w)
         found = []
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(X / tp * D, part) + self._activation(X * hidden / tp, part)
@@ -262,7 +262,7 @@ class Halves:
         if G == 1:
             return 0.0
         row, K = model.dim * self.w, model.top_k
-        links, group = self.links, Group(G, 1)
+        links, group = self.links, LinkGroup(G, 1)
         if dispatcher == "allgather":
             return 2 * links.gather(group, T * G * row)
         near = group.near(self.device.domain)
@@ -272,10 +272,10 @@ class Halves:
             return 2 * links.relay(group, across, T * row * self.visits(ep) * etp)
         if dispatcher == "hierarchical" and domains > 1:
             # First once to each domain, then, of all that came, copies for the experts there.
-            there = links.exchange(Group(domains, near), T * row * self.visits(domains))
-            return 2 * (there + links.exchange(Group(near, 1), T * K * etp * row))
+            there = links.exchange(LinkGroup(domains, near), T * row * self.visits(domains))
+            return 2 * (there + links.exchange(LinkGroup(near, 1), T * K * etp * row))
         if self.stack.etp_gathers and etp > 1:
-            there = links.exchange(Group(ep, etp), T * K * row) + links.gather(Group(etp, 1), T * K * etp * row)
+            there = links.exchange(LinkGroup(ep, etp), T * K * row) + links.gather(LinkGroup(etp, 1), T * K * etp * row)
             return 2 * there
         return 2 * links.exchange(group, T * K * etp * row)
 

@@ -36,7 +36,7 @@ class Factors:
 
 
 @dataclass(frozen=True)
-class Group:
+class LinkGroup:
     size: int
     stride: int
 
@@ -68,12 +68,12 @@ class Links:
         self.rows, self.fused = factors.rows, device.network * FUSED_NETWORK
         self.link_latency, self.network_latency = device.link_latency, device.network_latency
 
-    def _delay(self, group: Group) -> float:
+    def _delay(self, group: LinkGroup) -> float:
         near = group.near(self.domain)
         domains = ceil(group.size / near)
         return self.link_latency * log2(max(near, 2)) + self.network_latency * (log2(domains) if domains > 1 else 0)
 
-    def gather(self, group: Group, whole: float) -> float:
+    def gather(self, group: LinkGroup, whole: float) -> float:
         """All-gather to `whole` bytes on each rank, or the reduce-scatter of as many."""
         n, near = group.size, group.near(self.domain)
         if n == 1:
@@ -82,7 +82,7 @@ class Links:
         between = whole * (n - near) / n / (self.network * near)
         return self._delay(group) + max(inside, between)
 
-    def exchange(self, group: Group, sent: float) -> float:
+    def exchange(self, group: LinkGroup, sent: float) -> float:
         """All-to-all of `sent` bytes per rank, its own included."""
         n, near = group.size, group.near(self.domain)
         if n == 1:
@@ -90,7 +90,7 @@ class Links:
         inside, across = sent * (near - 1) / n / self.link, sent * (n - near) / n / self.network
         return self._delay(group) + max(inside, across) / self.rows
 
-    def relay(self, group: Group, across: float, inside: float) -> float:
+    def relay(self, group: LinkGroup, across: float, inside: float) -> float:
         """By one-sided kernels: bytes that leave each rank's domain, and bytes that each rank sends within one."""
         near = group.near(self.domain)
         within = inside * (near - 1) / near / self.link

@@ -20,7 +20,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.schedules import stage_ranks
 from titanmoe.models.stages import split_layers
 from titanmoe.plan.schedule import held
-from titanmoe.plan.sizes import Key, Sizes, Unit, fsdp, units_of_stage
+from titanmoe.plan.sizes import Key, Sizes, WeightUnit, fsdp, units_of_stage
 
 SLICE = 2**30
 """Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""
@@ -44,7 +44,7 @@ class Rank:
         return sum(self.components.values())
 
 
-class Kept(NamedTuple):
+class KeptBytes(NamedTuple):
     """Bytes that one microbatch leaves in a block for backward, and what recomputation brings back."""
 
     attention: int
@@ -118,7 +118,7 @@ def _router(s: Widths) -> int:
     return T * model.dim * s.W + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
-def kept(s: Widths, layer: int, mode: str = "") -> Kept:
+def kept(s: Widths, layer: int, mode: str = "") -> KeptBytes:
     """For one microbatch. mode: in place of the recipe's."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     options = s.config.activation_checkpoint
@@ -137,10 +137,10 @@ def kept(s: Widths, layer: int, mode: str = "") -> Kept:
         if model.shared_hidden:
             ffn += X * D * w + _dense(s, model.shared_hidden, selective) + model.shared_gate * T * (D + 2) * w
     if mode == "full":
-        return Kept(T * D * w, T * D * w, 0, ffn)
+        return KeptBytes(T * D * w, T * D * w, 0, ffn)
     if mode == "moe":
-        return Kept(attention, T * D * w, 0, ffn)
-    return Kept(attention, ffn, rows, 0)
+        return KeptBytes(attention, T * D * w, 0, ffn)
+    return KeptBytes(attention, ffn, rows, 0)
 
 
 def ranks(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[Rank]:
@@ -172,7 +172,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank
     stored, w = WIDTHS[config.training.dtype], s.w
     reduced = max(w, WIDTHS[config.training.mixed_precision_reduce])
     data, piped = fsdp(fold), fold.pp > 1
-    units: list[Unit] = []
+    units: list[WeightUnit] = []
     moe = 0
     for layers, first, last in stages:
         more, experts = units_of_stage(config, sizes, layers, first, last)

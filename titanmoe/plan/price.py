@@ -14,7 +14,7 @@ from titanmoe.fold.schedules import stage_ranks
 from titanmoe.models.count import flops_per_token
 from titanmoe.plan.devices import Device
 from titanmoe.plan.halves import OURS, Cost, Halves, Stack
-from titanmoe.plan.links import Factors, Group, exposed
+from titanmoe.plan.links import Factors, LinkGroup, exposed
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.schedule import played
 from titanmoe.plan.sizes import Sizes, fsdp
@@ -51,7 +51,7 @@ NAMES = {
 }
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """All that the price of a block depends on, beside the mapping."""
 
     experts: bool
@@ -59,9 +59,9 @@ class Kind(NamedTuple):
     recomputed: bool
 
 
-def held(stages: list[dict[Kind, tuple[int, int]]], owners: list[int], rank: int) -> dict[Kind, int]:
+def held(stages: list[dict[BlockKind, tuple[int, int]]], owners: list[int], rank: int) -> dict[BlockKind, int]:
     """How many blocks of each kind a rank has."""
-    found: dict[Kind, int] = {}
+    found: dict[BlockKind, int] = {}
     for owner, stage in zip(owners, stages, strict=True):
         if owner == rank:
             for kind, (count, _) in stage.items():
@@ -85,13 +85,13 @@ class Pricer(Halves):
             return [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
         return stages_of(self.config, stages)
 
-    def _counts(self, stages: int, every: int, uneven: tuple[int, ...]) -> list[dict[Kind, tuple[int, int]]]:
+    def _counts(self, stages: int, every: int, uneven: tuple[int, ...]) -> list[dict[BlockKind, tuple[int, int]]]:
         """Of each stage, how many blocks of each kind it has, and the number of one of them."""
         found = []
         for layers in stages_of(self.config, stages, uneven) if uneven else self.split(stages):
-            stage: dict[Kind, tuple[int, int]] = {}
+            stage: dict[BlockKind, tuple[int, int]] = {}
             for layer in layers:
-                kind = Kind(has_experts(self.model, layer), window(self.model, layer), layer % every == 0)
+                kind = BlockKind(has_experts(self.model, layer), window(self.model, layer), layer % every == 0)
                 stage[kind] = stage.get(kind, (0, 0))[0] + 1, layer
             found.append(stage)
         return found
@@ -103,14 +103,14 @@ class Pricer(Halves):
         parts = [
             (
                 sizes.block(layer).whole,
-                Group(fsdp(fold), fold.tp),
-                Group(fold.dp_replicate, fold.stage // fold.dp_replicate),
+                LinkGroup(fsdp(fold), fold.tp),
+                LinkGroup(fold.dp_replicate, fold.stage // fold.dp_replicate),
             )
         ]
         if has_experts(self.model, layer):
             inner = fold.ep * fold.etp
-            replicas = Group(fold.edp_replicate, inner * fold.edp)
-            parts.append((sizes.experts.whole, Group(fold.edp, inner), replicas))
+            replicas = LinkGroup(fold.edp_replicate, inner * fold.edp)
+            parts.append((sizes.experts.whole, LinkGroup(fold.edp, inner), replicas))
         for count, group, replicas in parts:
             gather += self.links.gather(group, count * self.w)
             reduce += self.links.gather(group, count * reduced)
@@ -190,7 +190,7 @@ class Pricer(Halves):
             one = self.weights(fold, sizes, layer)
             gather, reduce = gather + count * one[0], reduce + count * one[1]
         ends = sizes.head.whole
-        group = Group(fsdp(fold), fold.tp)
+        group = LinkGroup(fsdp(fold), fold.tp)
         gather += self.links.gather(group, ends * self.w)
         reduce += self.links.gather(group, ends * max(self.w, WIDTHS[config.training.mixed_precision_reduce]))
         how = stack.gathers

@@ -17,7 +17,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Unit:
+class WeightUnit:
     """The local pieces of its tensors after tp, ep and etp."""
 
     shapes: tuple[Shape, ...]
@@ -52,10 +52,10 @@ class Unit:
         return len(self.shapes) + len(self.replicated)
 
 
-def _unit(split: int, parts: list[tuple[Shape, int | None]], replicated: tuple[int, ...] = ()) -> Unit:
+def _unit(split: int, parts: list[tuple[Shape, int | None]], replicated: tuple[int, ...] = ()) -> WeightUnit:
     """parts: shape of each tensor, and the dim that `split` ranks divide among them, if any."""
     shapes = tuple(tuple(n // split if dim == i else n for i, n in enumerate(shape)) for shape, dim in parts)
-    return Unit(shapes, (0,) * len(shapes), replicated)
+    return WeightUnit(shapes, (0,) * len(shapes), replicated)
 
 
 def _swiglu(dim: int, hidden: int) -> list[tuple[Shape, int | None]]:
@@ -100,7 +100,7 @@ class Key:
 
 
 @lru_cache(maxsize=4096)
-def _block(key: Key, tp: int, experts: bool) -> Unit:
+def _block(key: Key, tp: int, experts: bool) -> WeightUnit:
     model = key.model
     parts = [((model.dim,), None), ((model.dim,), None), *_attention(model)]
     if not experts:
@@ -112,7 +112,7 @@ def _block(key: Key, tp: int, experts: bool) -> Unit:
 
 
 @lru_cache(maxsize=4096)
-def _experts(key: Key, ep: int, etp: int, edp: int) -> Unit:
+def _experts(key: Key, ep: int, etp: int, edp: int) -> WeightUnit:
     model = key.model
     held, hidden, dim = model.num_experts // ep, model.expert_hidden // etp, model.dim
     shapes: list[Shape] = [(held, hidden, dim), (held, hidden, dim), (held, dim, hidden)]
@@ -121,7 +121,7 @@ def _experts(key: Key, ep: int, etp: int, edp: int) -> Unit:
         shapes += [(held, hidden), (held, hidden), (held, dim // etp)]
         dims += [1, 1, 1]
     # Whole experts to each data rank if they divide evenly, else slices of a width: titanmoe.parallel.sharded.
-    return Unit(tuple(shapes), tuple(dims) if held % edp else (0,) * len(shapes))
+    return WeightUnit(tuple(shapes), tuple(dims) if held % edp else (0,) * len(shapes))
 
 
 class Sizes:
@@ -133,19 +133,21 @@ class Sizes:
         self.experts = _experts(self._key, ep, etp, edp)
         self._tp = tp
         dim, split = model.dim, model.vocab_size // tp
-        self.embedding = Unit(((split, dim),), (0,))
-        self.head = Unit(((dim,), (split, dim)), (0, 0))
+        self.embedding = WeightUnit(((split, dim),), (0,))
+        self.head = WeightUnit(((dim,), (split, dim)), (0, 0))
 
-    def block(self, layer: int) -> Unit:
+    def block(self, layer: int) -> WeightUnit:
         return _block(self._key, self._tp, has_experts(self.model, layer))
 
     @property
-    def multi_token(self) -> Unit:
+    def multi_token(self) -> WeightUnit:
         dim = self.model.dim
         return _unit(1, [((dim,), None)] * 3 + [((dim, 2 * dim), None)])
 
 
-def units_of_stage(config: Config, sizes: Sizes, layers: range, first: bool, last: bool) -> tuple[list[Unit], int]:
+def units_of_stage(
+    config: Config, sizes: Sizes, layers: range, first: bool, last: bool
+) -> tuple[list[WeightUnit], int]:
     """Those sharded over attention's data ranks, and how many blocks have experts."""
     model = config.model
     numbers = [*layers, *range(model.num_layers, model.num_layers + model.mtp_depth * last)]
@@ -156,7 +158,7 @@ def units_of_stage(config: Config, sizes: Sizes, layers: range, first: bool, las
         units.append(sizes.embedding)
     if last:
         tied = model.tie_embeddings and first
-        units.append(Unit(((model.dim,),), (0,)) if tied else sizes.head)
+        units.append(WeightUnit(((model.dim,),), (0,)) if tied else sizes.head)
     return units, sum(has_experts(model, layer) for layer in numbers)
 
 

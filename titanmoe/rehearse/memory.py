@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from titanmoe.rehearse.place import GATHER, RECEIVE, REDUCE, Place
+from titanmoe.rehearse.place import GATHER, RECEIVE, REDUCE, CodePlace
 from titanmoe.rehearse.work import tensors
 
 WEIGHTS, GRADIENTS, MOMENTS, KEPT, OTHER = "weights", "gradients", "moments", "activations kept", "other"
@@ -43,7 +43,7 @@ POINTS = 600
 class Storage:
     __slots__ = ("backward", "component", "kept", "place", "size")
 
-    def __init__(self, size: int, place: Place, backward: int, component: str = ""):
+    def __init__(self, size: int, place: CodePlace, backward: int, component: str = ""):
         self.size, self.place, self.backward, self.component = size, place, backward, component
         self.kept = False
 
@@ -67,7 +67,7 @@ class AtPeak:
     """Storages alive at the peak that one line of code made for one component."""
 
     component: str
-    place: Place
+    place: CodePlace
     count: int
     size: int
 
@@ -75,7 +75,7 @@ class AtPeak:
 @dataclass
 class Memory:
     peak: int
-    place: Place
+    place: CodePlace
     """Of the operation that reached the peak."""
     before: int
     """Bytes at the start of the step."""
@@ -92,7 +92,7 @@ class Memory:
 class Ledger:
     """Records storages as they are allocated and freed."""
 
-    def __init__(self, where: Callable[[], Place]) -> None:
+    def __init__(self, where: Callable[[], CodePlace]) -> None:
         self._where, self._live, self._elsewhere = where, dict[int, _Watch](), set[int]()
         self.operations = self.backward = 0
         """Operations of the step so far, and how many of them were in backward."""
@@ -105,7 +105,7 @@ class Ledger:
         self._changes, self._when = array("q", (x.size for x in self._whose)), array("q", bytes(8 * len(self._whose)))
         self.before = self.now = self.peak = sum(self._changes)
         self._first = self._highest = len(self._whose)
-        self._place = Place()
+        self._place = CodePlace()
 
     def assign(self, given: Iterable[Tensor], component: str) -> None:
         """Counts these tensors, from before the step or already recorded, as that component."""
@@ -114,13 +114,13 @@ class Ledger:
             if watch is not None:
                 watch.storage.component = component
             else:
-                self._open(x.untyped_storage(), Place(), component)
+                self._open(x.untyped_storage(), CodePlace(), component)
 
     def leave_out(self, given: Iterable[Tensor]) -> None:
         """They are not on the device."""
         self._elsewhere |= {x.untyped_storage()._cdata for x in tensors(list(given))}
 
-    def note(self, out: Any, place: Place) -> None:
+    def note(self, out: Any, place: CodePlace) -> None:
         """Records the results of an operation."""
         self.operations += 1
         if place.phase in ("backward", "recomputed"):
@@ -130,7 +130,7 @@ class Ledger:
             if storage._cdata not in self._live and storage._cdata not in self._elsewhere:
                 self._open(storage, place)
 
-    def _open(self, storage: torch.UntypedStorage, place: Place, component: str = "") -> None:
+    def _open(self, storage: torch.UntypedStorage, place: CodePlace, component: str = "") -> None:
         size = storage.nbytes()
         if not size:
             return

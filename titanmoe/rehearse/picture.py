@@ -9,7 +9,7 @@ from titanmoe.rehearse.memory import COMPONENTS, Memory
 from titanmoe.rehearse.memory_table import where
 from titanmoe.rehearse.world import Rehearsal
 from titanmoe.report.charts import Curve, Frame
-from titanmoe.report.draw import Area, Line, Sheet, Words
+from titanmoe.report.draw import Area, Sheet, Stroke, Words
 from titanmoe.report.page import document, figure
 
 ROLES = dict(zip(COMPONENTS, ("c0", "c1", "c2", "c4", "c3", "c5", "ink", "c6", "c7", "soft", "muted"), strict=True))
@@ -44,7 +44,7 @@ def chart(memory: Memory, title: str) -> Sheet:
         below = above
     at = x[below.index(max(below))]
     foot, top = frame.place(at, 0.0), frame.place(at, frame.y[1])
-    frame.sheet.marks.append(Line([foot, top], "event", 1.2, dash=True))
+    frame.sheet.marks.append(Stroke([foot, top], "event", 1.2, dash=True))
     frame.sheet.marks.append(Words(top[0] + 3, top[1] + 9, "peak", "event", 10))
     frame.hover(curves)
     frame.sheet.hover["what"] = "operation "

@@ -30,7 +30,7 @@ TORCH_REGIONS = {"unshard": GATHER, "wait_for_unshard": GATHER, "post_backward":
 FORWARD_BACKWARD = "forward backward"
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     file: str = ""
     number: int = 0
     layer: str = ""
@@ -115,7 +115,7 @@ class Places:
     def _format_place(self) -> list[str]:
         return [str(x) for x in self.here()]
 
-    def here(self) -> Place:
+    def here(self) -> CodePlace:
         """The place of the operation that runs in this thread."""
         node = torch._C._current_autograd_node()
         stored = None if node is None else node.metadata.get(TRACEBACK_KEY)
@@ -154,4 +154,4 @@ class Places:
                 file, number = stored[0], int(stored[1])
             if phase != "recomputed":  # recomputation enters its regions again
                 layer, region = layer or stored[2], region or stored[3]
-        return Place(file, number, layer, region, phase)
+        return CodePlace(file, number, layer, region, phase)

@@ -63,7 +63,7 @@ SENDERS = (SymmetricBuffers.dispatch.__code__, SymmetricBuffers.combine.__code__
 """These send for their callers, as the functions of titanmoe.comm do."""
 
 
-class Line(NamedTuple):
+class CodeLine(NamedTuple):
     """A line of code, and the layer that it runs for ("" if none)."""
 
     file: str
@@ -84,7 +84,7 @@ class Message:
     """Bytes of the input."""
     received: int
     """Bytes of the output."""
-    line: Line
+    line: CodeLine
     backward: bool
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """All-to-alls only: rows sent to each rank of the group, and received from each."""
@@ -107,7 +107,7 @@ class Event(NamedTuple):
 class Log:
     messages: list[Message] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    syncs: list[Line] = field(default_factory=list)
+    syncs: list[CodeLine] = field(default_factory=list)
     """Lines where the host waits for the device."""
     side_streams: dict[Stream, list[int]] = field(default_factory=dict, repr=False)
     """Messages that another stream has waited for, and the computation's stream has not."""
@@ -239,7 +239,7 @@ class Recorder(TorchDispatchMode):
         self.log.syncs.append(self.line()[0])
         self.log.events.append(Event("sync", len(self.log.syncs) - 1))
 
-    def line(self) -> tuple[Line, bool]:
+    def line(self) -> tuple[CodeLine, bool]:
         """The line of code that is running, and whether that is in backward."""
         caller, torch_caller, layer, backward = None, None, "", False
         functions = []  # autograd functions in their forward
@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode):
                 if torch_caller is None and "distributed/pipelining" in file:
                     torch_caller = "torch/" + file[len(TORCH) :], frame.f_lineno
             frame = frame.f_back
-        line = Line(*(caller or torch_caller or ("", 0)), layer)
+        line = CodeLine(*(caller or torch_caller or ("", 0)), layer)
         for ctx in functions:
             setattr(ctx, REQUESTED_BY, line)
         return line, backward

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
-from titanmoe.rehearse.place import Place
+from titanmoe.rehearse.place import CodePlace
 
 PLAIN = (FakeTensor, Tensor)
 NO_KERNEL = frozenset(
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
     """What one launch does, and where it belongs in the program."""
 
     name: str
-    place: Place
+    place: CodePlace
     flops: int
     read: int
     written: int
@@ -65,7 +65,7 @@ class Operation(NamedTuple):
 class Operations(Counter[Operation]):
     """How often a step runs each operation."""
 
-    def add(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, place: Place) -> None:
+    def add(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, place: CodePlace) -> None:
         name = func._overloadpacket.__name__
         if func.is_view or name in NO_KERNEL:
             return

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titanmoe.load_colours import colour_share_clear
-from titanmoe.report.draw import Area, Line, Picture, Point, Sheet, Words
+from titanmoe.report.draw import Area, Picture, Point, Sheet, Stroke, Words
 from titanmoe.report.read import Run
 
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
@@ -121,14 +121,14 @@ class Frame:
             wide = 33 + LETTER * len(curve.name)
             if at + wide > width:
                 at, self.top = 12.0, self.top + LEGEND
-            add(Line([(at, self.top - 15), (at + 14, self.top - 15)], curve.role, 3))
+            add(Stroke([(at, self.top - 15), (at + 14, self.top - 15)], curve.role, 3))
             add(Words(at + 19, self.top - 11, curve.name, "soft", 11))
             at += wide
         for value in ticks(*self.y, about=max(4, round(height / 70))):
             at = self.place(x[0], value)[1]
-            add(Line([(LEFT, at), (width - RIGHT, at)], "grid", 1))
+            add(Stroke([(LEFT, at), (width - RIGHT, at)], "grid", 1))
             add(Words(LEFT - 6, at + 4, form(value), anchor="end"))
-        add(Line([(LEFT, height - BOTTOM), (width - RIGHT, height - BOTTOM)], "base", 1))
+        add(Stroke([(LEFT, height - BOTTOM), (width - RIGHT, height - BOTTOM)], "base", 1))
         for value in ticks(*x, about=max(2, round(width / 110))):
             if value == int(value):
                 add(Words(self.place(value, 0)[0], height - BOTTOM + 16, number(value), anchor="middle"))
@@ -140,7 +140,7 @@ class Frame:
         return LEFT + across * (right - LEFT), floor - up * (floor - self.top)
 
     def line(self, points: list[Point], role: str, width: float = 1.6, opacity: float = 1.0) -> None:
-        self.sheet.marks.append(Line([self.place(*point) for point in points], role, width, opacity))
+        self.sheet.marks.append(Stroke([self.place(*point) for point in points], role, width, opacity))
 
     def hover(self, curves: list[Curve]) -> None:
         self.sheet.hover = {
@@ -171,7 +171,7 @@ def curves_chart(
     for mark in marks:
         if min(xs) <= mark.step <= max(xs):
             ends = [frame.place(mark.step, frame.y[0]), frame.place(mark.step, frame.y[1])]
-            frame.sheet.marks.append(Line(ends, mark.role, 1.2, dash=True))
+            frame.sheet.marks.append(Stroke(ends, mark.role, 1.2, dash=True))
             frame.sheet.marks.append(Words(ends[1][0] + 3, ends[1][1] + 9, mark.text, mark.role, 10))
     for curve in curves:
         soft = smoothed and len(curve.x) >= 30

@@ -46,7 +46,7 @@ SHARP = 2
 
 
 @dataclass
-class Line:
+class Stroke:
     points: list[Point]
     role: str
     width: float = 1.6
@@ -86,7 +86,7 @@ class Sheet:
     width: float
     height: float
     title: str
-    marks: list[Line | Area | Words | Picture] = field(default_factory=list)
+    marks: list[Stroke | Area | Words | Picture] = field(default_factory=list)
     hover: dict | None = None
     """What the page's script needs to name the values under the pointer."""
 
@@ -124,13 +124,13 @@ def svg(sheet: Sheet, more: str = "") -> str:
             )
         else:
             points = " ".join(f"{_n(x)},{_n(y)}" for x, y in mark.points)
-            if isinstance(mark, Line):
+            if isinstance(mark, Stroke):
                 style = f"fill:none;stroke:var(--{mark.role});stroke-width:{_n(mark.width)}"
                 style += ";stroke-dasharray:3 3" * mark.dash
             else:
                 style = f"fill:var(--{mark.role});stroke:none"
             style += f";opacity:{mark.opacity:.2f}" if mark.opacity < 1 else ""
-            out.append(f'<poly{"line" if isinstance(mark, Line) else "gon"} points="{points}" style="{style}"/>')
+            out.append(f'<poly{"line" if isinstance(mark, Stroke) else "gon"} points="{points}" style="{style}"/>')
     return "".join([*out, "</svg>"])
 
 
@@ -164,7 +164,7 @@ def png(sheet: Sheet, file: Path, scale: int = 2) -> None:
     picture.save(file)
 
 
-def _trace(draw: Any, mark: Line | Area, fill: Any, k: int) -> None:
+def _trace(draw: Any, mark: Stroke | Area, fill: Any, k: int) -> None:
     points = [(x * k, y * k) for x, y in mark.points]
     if isinstance(mark, Area):
         draw.polygon(points, fill=fill)

@@ -83,7 +83,7 @@ class KnownToHost:
 
 
 @dataclass
-class Work:
+class StepWork:
     """What a rank's forward and backward of a step are made of."""
 
     batches: list[Batch]
@@ -273,7 +273,7 @@ class Trainer:
         totals = self.count(batches)
         self.clock.lap("data")
 
-        work = Work(batches, self.slices(batches), totals)
+        work = StepWork(batches, self.slices(batches), totals)
         self.last_work = work if self.config.debug.rerun else None
         found, norm, experts = self.sums(work)
         self.stopping = bool(found.stop)
@@ -298,7 +298,7 @@ class Trainer:
         self.clock.lap("optimizer")
         return self.report(found, lr)
 
-    def sums(self, work: Work) -> Sums:
+    def sums(self, work: StepWork) -> Sums:
         """The gradients of the step, and what is known of it."""
         sums = self.gradients(work.slices, work.totals, self.shared_buffers)
         if sums.found.overflowed:  # the receive buffer of some rank was too small, so the pass is void

@@ -25,7 +25,7 @@ from titanmoe.data.batch import Batch
 from titanmoe.data.shards import is_shards
 from titanmoe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanmoe.moe.experts import Experts
-from titanmoe.train.trainer import Sums, Trainer, Work
+from titanmoe.train.trainer import StepWork, Sums, Trainer
 from titanmoe.watch.replicas import few
 
 TEXT = 60
@@ -110,7 +110,7 @@ class Trace:
         rows_B = odd.flatten(1).any(1) if x.dim() == 3 and len(x) == len(self.batches[0].tokens_BS) else None
         self.notes.append(Note(backward, name, microbatch, odd.sum(), x.numel(), rows_B))
 
-    def run(self, work: Work) -> Sums:
+    def run(self, work: StepWork) -> Sums:
         self.batches = work.batches
         compiled = self.trainer.config.compile.enable
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext(), self.watching():
@@ -167,7 +167,7 @@ def beginning(batch: Batch, row: int, tokenizer: Tokenizer | None) -> str:
     return " ".join(tokenizer.decode(batch.tokens_BS[row, :TEXT].tolist()).split())[:TEXT]
 
 
-def find(trainer: Trainer, work: Work) -> tuple[Sums, str]:
+def find(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
     """The sums of the repeated step, whose gradients replace those of the first pass, and what was found.
 
     All ranks call it together.

@@ -39,7 +39,7 @@ assert COUNTS + 4 * (GROUPS + 2 * PEERS) <= RING
 assert RING + RECORDS * RECORD.size <= MAIL
 
 
-class Message(NamedTuple):
+class Heard(NamedTuple):
     """One that a rank has issued."""
 
     total: int
@@ -109,14 +109,14 @@ class Heartbeat:
 
     # ---- of any rank of the machine
 
-    def messages(self, most: int = RECORDS) -> list[Message]:
+    def messages(self, most: int = RECORDS) -> list[Heard]:
         """The last ones, oldest first."""
         total = self.numbers[TOTAL]
         return [self._message(one) for one in range(max(0, total - most), total)]
 
-    def _message(self, number: int) -> Message:
+    def _message(self, number: int) -> Heard:
         *others, op, dtype, peer = RECORD.unpack_from(self.memory, RING + number % RECORDS * RECORD.size)
-        return Message(*others, OPS[op], NAMES[dtype] if dtype >= 0 else "other", peer)
+        return Heard(*others, OPS[op], NAMES[dtype] if dtype >= 0 else "other", peer)
 
     @property
     def last(self) -> float:

@@ -22,7 +22,7 @@ SHARED = Path("/dev/shm")
 
 
 @dataclass
-class Hosts:
+class Machines:
     """All machines of the run, in the order of their first ranks."""
 
     mine: Heartbeat
@@ -36,7 +36,7 @@ class Hosts:
     token: str
 
     @staticmethod
-    def meet(rank: int, world: int) -> Hosts:
+    def meet(rank: int, world: int) -> Machines:
         """All ranks call it together."""
         box: list[Any] = [uuid.uuid4().hex]
         dist.broadcast_object_list(box, 0)
@@ -54,7 +54,7 @@ class Hosts:
         dist.all_gather_object(found, found[rank])  # all have opened all
         if rank == ranks[number][0]:
             shutil.rmtree(folder, ignore_errors=True)
-        return Hosts(mine, local, number, ranks, [found[some[0]][1] for some in ranks], token)
+        return Machines(mine, local, number, ranks, [found[some[0]][1] for some in ranks], token)
 
 
 def _begin(where: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
@@ -75,7 +75,7 @@ def _identity(folder: Path) -> str:
 class Between:
     """What machines tell each other, through the store of the process group; nothing if there is only one."""
 
-    def __init__(self, hosts: Hosts, store: dist.Store | None = None):
+    def __init__(self, hosts: Machines, store: dist.Store | None = None):
         self.hosts, self.store = hosts, store
         if store is None and len(hosts.ranks) > 1:
             # A connection of its own: another thread may wait in the step's.

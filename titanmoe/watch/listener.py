@@ -51,7 +51,7 @@ def name_groups(lanes: Lanes, fold: Fold) -> list[Named]:
     return [Named(lane, parts, axes_of(fold, lane, parts[0])) for lane, parts in lanes.made]
 
 
-class Listener:
+class HeartbeatListener:
     """Tells the heartbeat. `step`: the number of the step that is running."""
 
     def __init__(self, heart: Heartbeat, lanes: Lanes, step: Callable[[], int]):

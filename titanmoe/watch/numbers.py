@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 from titanmoe.train.checks import Checks, Restore, Unsound
 
 if TYPE_CHECKING:
-    from titanmoe.train.trainer import Sums, Trainer, Work
+    from titanmoe.train.trainer import StepWork, Sums, Trainer
 
 
 def checks(trainer: Trainer) -> Checks:
@@ -28,7 +28,7 @@ class NumberChecks(Checks):
         self.bundled = False
         """Whether this process has written a bundle: one is enough."""
 
-    def suspect(self, why: str, work: Work, finite: bool) -> Sums | None:
+    def suspect(self, why: str, work: StepWork, finite: bool) -> Sums | None:
         trainer, sums, self.said = self.trainer, None, []
         self._compare(trainer.step - 1)
         if self.options.rerun:

@@ -48,13 +48,13 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class LateRanks:
     late: dict[int, str]
     """Ranks that others wait for, or that failed, and why they are named."""
     text: str
 
 
-def judge(seen: Sequence[Seen], groups: Sequence[Named], stage: int) -> Verdict:
+def judge(seen: Sequence[Seen], groups: Sequence[Named], stage: int) -> LateRanks:
     """stage: ranks of a pipeline stage, which issue the same messages."""
     by_rank = {one.rank: one for one in seen}
     late = (
@@ -63,7 +63,7 @@ def judge(seen: Sequence[Seen], groups: Sequence[Named], stage: int) -> Verdict:
         or dict.fromkeys(_awaited(by_rank, groups), "")
         or {one.rank: "" for one in seen if _writes(one)}
     )
-    return Verdict(late, report(by_rank, groups, late))
+    return LateRanks(late, report(by_rank, groups, late))
 
 
 def _lost(seen: Iterable[Seen]) -> dict[int, str]:

@@ -31,7 +31,7 @@ NAMED = 6
 """How many tensors and ranks a message names."""
 
 
-class Kind(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """Ranks that differ in these axes of the view only hold the same."""
 
     view: View
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
 
 class Odd(NamedTuple):
-    kind: Kind
+    kind: ReplicaGroup
     group: tuple[int, ...]
     ranks: list[int]
     """Those of the group that differ from most; the whole group if there is no majority."""
@@ -51,19 +51,19 @@ class Replicas:
         self.kinds = [*self._of_view("experts"), *self._of_view("attention")]  # the last one is the whole stage
         self.kind_of = {name: self._kind(p) for name, p in trainer.parameters.items()}
         self.kind_of |= dict.fromkeys(trainer.buffers, self.kinds[-1] if self.fold.stage > 1 else None)
-        self.world = Kind("attention", ("pp", *chain.from_iterable(AXES["attention"].values())))
+        self.world = ReplicaGroup("attention", ("pp", *chain.from_iterable(AXES["attention"].values())))
         if self.fold.world > 1:
             self.kinds.append(self.world)
         self.agreed = -1
         """The last step after which all were found alike."""
 
-    def _of_view(self, view: View) -> Iterator[Kind]:
+    def _of_view(self, view: View) -> Iterator[ReplicaGroup]:
         axes = {name: parts for name, parts in AXES[view].items() if len(group_of(self.fold, view, parts, 0)) > 1}
         for count in range(1, len(axes) + 1):
             for some in combinations(axes.values(), count):
-                yield Kind(view, tuple(chain.from_iterable(some)))
+                yield ReplicaGroup(view, tuple(chain.from_iterable(some)))
 
-    def _kind(self, parameter: nn.Parameter) -> Kind | None:
+    def _kind(self, parameter: nn.Parameter) -> ReplicaGroup | None:
         if not isinstance(parameter, DTensor):
             return None
         mesh = parameter.device_mesh
@@ -73,10 +73,12 @@ class Replicas:
             for name, size, placement in zip(mesh.mesh_dim_names, mesh.shape, parameter.placements, strict=True)
             if size > 1 and isinstance(placement, Replicate)
         }
-        kind = Kind(view, tuple(chain.from_iterable(axes for name, axes in AXES[view].items() if name in alike)))
+        kind = ReplicaGroup(
+            view, tuple(chain.from_iterable(axes for name, axes in AXES[view].items() if name in alike))
+        )
         return kind if alike else None
 
-    def held(self) -> Iterator[tuple[str, Tensor, Kind]]:
+    def held(self) -> Iterator[tuple[str, Tensor, ReplicaGroup]]:
         """What this rank holds of the run's state and others do too, apart from moments that were moved to the host."""
         trainer = self.trainer
         moments = trainer.optimizer.moments() if not trainer.config.optimizer.offload else {}
@@ -88,7 +90,7 @@ class Replicas:
 
     def table(self) -> Tensor:
         """A number for each kind."""
-        prints: dict[Kind, list[Tensor]] = {kind: [] for kind in self.kinds}
+        prints: dict[ReplicaGroup, list[Tensor]] = {kind: [] for kind in self.kinds}
         for _, tensor, kind in self.held():
             prints[kind].append(fingerprint(tensor))
         if self.world in prints:

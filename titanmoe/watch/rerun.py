@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.parallel.norm import local_grad
-from titanmoe.train.trainer import Sums, Trainer, Work
+from titanmoe.train.trainer import StepWork, Sums, Trainer
 from titanmoe.watch.bits import fingerprint
 from titanmoe.watch.replicas import few
 
@@ -29,7 +29,7 @@ def computed(trainer: Trainer) -> dict[str, int]:
     return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
 
 
-def again(trainer: Trainer, work: Work) -> tuple[Sums, str]:
+def again(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
     """The sums of a second pass, whose gradients replace those of the first, and what differs. All ranks call it."""
     first = computed(trainer)
     trainer.drop_gradients()

@@ -16,8 +16,8 @@ from titanmoe.config.schema import Config
 from titanmoe.ops import device
 from titanmoe.train import failure
 from titanmoe.watch import heartbeat as at
-from titanmoe.watch.hosts import Hosts
-from titanmoe.watch.listener import Listener, name_groups
+from titanmoe.watch.hosts import Machines
+from titanmoe.watch.listener import HeartbeatListener, name_groups
 from titanmoe.watch.stacks import ROOT
 from titanmoe.watch.watchdog import Limits, Watchdog, ignore
 
@@ -47,11 +47,11 @@ def limits(config: Config, gpu: bool) -> Limits:
 class Watch:
     def __init__(self, trainer: Trainer):
         self.trainer, runtime = trainer, trainer.runtime
-        self.hosts = Hosts.meet(runtime.rank, runtime.world)
+        self.hosts = Machines.meet(runtime.rank, runtime.world)
         self.heart = self.hosts.mine
         lanes, gpu = trainer.meshes.lanes, device.kind(trainer.device) == "cuda"
         groups = name_groups(lanes, trainer.fold)
-        self.listener = Listener(self.heart, lanes, lambda: trainer.step)
+        self.listener = HeartbeatListener(self.heart, lanes, lambda: trainer.step)
         self.dog = Watchdog(
             runtime.rank,
             self.hosts,

@@ -27,9 +27,9 @@ from titanmoe.train.folder import EVENTS
 from titanmoe.train.outlet import LineFile
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch.heartbeat import Heartbeat, where
-from titanmoe.watch.hosts import Between, Hosts
+from titanmoe.watch.hosts import Between, Machines
 from titanmoe.watch.listener import Named
-from titanmoe.watch.places import Seen, Verdict, judge
+from titanmoe.watch.places import LateRanks, Seen, judge
 from titanmoe.watch.stacks import main_stack, other_stacks
 
 TICK_S = 0.5
@@ -66,7 +66,7 @@ class Watchdog(threading.Thread):
     def __init__(
         self,
         rank: int,
-        hosts: Hosts,
+        hosts: Machines,
         groups: list[Named],
         stage: int,
         limits: Limits,
@@ -232,7 +232,7 @@ class Watchdog(threading.Thread):
                 one.state = "unknown"
         return [one for some in found.values() for one in some]
 
-    def _write(self, seen: list[Seen], verdict: Verdict) -> None:
+    def _write(self, seen: list[Seen], verdict: LateRanks) -> None:
         folder = self.folder()
         if folder is None:
             return

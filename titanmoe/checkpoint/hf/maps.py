@@ -25,7 +25,7 @@ BIAS = ".expert_bias"
 """Tensors of a router: all zeros in families whose files have none."""
 
 
-class Place(NamedTuple):
+class HfPart(NamedTuple):
     """A Hugging Face tensor, or a part of its last dim, that is one of our tensors, or one expert of it."""
 
     ours: str
@@ -47,9 +47,9 @@ class Map:
         self.model, self.hf = model, hf
         self.ours = our_shapes(model)
         self.theirs: dict[str, Shape] = {}
-        self.places: dict[str, list[Place]] = {name: list(self._places(name)) for name in self.ours}
+        self.places: dict[str, list[HfPart]] = {name: list(self._places(name)) for name in self.ours}
         """Places of each of our tensors; none for an expert bias that the family does not have."""
-        self.parts: dict[str, list[Place]] = {}
+        self.parts: dict[str, list[HfPart]] = {}
         """Places of each of theirs."""
         self.copies: dict[str, str] = {}
         """Those of theirs that repeat another."""
@@ -66,23 +66,23 @@ class Map:
             for place in self.parts[of]:
                 self._add(place._replace(theirs=copy))
 
-    def _add(self, place: Place) -> None:
+    def _add(self, place: HfPart) -> None:
         self.theirs[place.theirs] = self._their_shape(place)
         self.parts.setdefault(place.theirs, []).append(place)
 
-    def _places(self, name: str) -> Iterator[Place]:
+    def _places(self, name: str) -> Iterator[HfPart]:
         number = re.match(r"layers\.(\d+)\.", name)
         home = self.hf.homes.get(re.sub(r"^layers\.\d+\.", "layers.{layer}.", name))
         if home is None:
             return
         their = home.name.replace("{layer}", number[1] if number else "").replace("{last}", str(self.model.num_layers))
         if "{expert}" not in their:
-            yield Place(name, their, None, home)
+            yield HfPart(name, their, None, home)
             return
         for expert in range(self.ours[name][0]):
-            yield Place(name, their.replace("{expert}", str(expert)), expert, home)
+            yield HfPart(name, their.replace("{expert}", str(expert)), expert, home)
 
-    def _their_shape(self, place: Place) -> Shape:
+    def _their_shape(self, place: HfPart) -> Shape:
         shape = self.ours[place.ours]
         shape = shape if place.expert is None else shape[1:]
         if place.home.transposed:
@@ -103,7 +103,7 @@ class Map:
             out[row] = self._take(place, offset[1:], shape[1:], read)
         return out
 
-    def _take(self, place: Place, offset: Shape, shape: Shape, read: Read) -> Tensor:
+    def _take(self, place: HfPart, offset: Shape, shape: Shape, read: Read) -> Tensor:
         home = place.home
         if home.turned is not None:
             rows = torch.tensor([self._turned(home, row) for row in range(offset[0], offset[0] + shape[0])])

@@ -21,7 +21,7 @@ GROUP = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-class Weights:
+class Dequantised:
     """A folder's tensors as a model sees them."""
 
     def __init__(self, folder: Folder, config: dict[str, Any]):

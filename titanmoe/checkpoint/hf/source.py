@@ -14,7 +14,7 @@ from torch import Tensor
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.files import Folder, Stored
 from titanmoe.checkpoint.hf.maps import Map, Shape
-from titanmoe.checkpoint.hf.quantised import Weights
+from titanmoe.checkpoint.hf.quantised import Dequantised
 from titanmoe.checkpoint.state import FREE
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
@@ -27,7 +27,7 @@ EMBEDDING = "model.embed_tokens.weight"
 class HuggingFaceSource:
     def __init__(self, path: Path, described: configs.Described, model: Model, drop: tuple[str, ...] = ()):
         self.path, self.described, self.model, self.drop = path, described, model, drop
-        self.weights = Weights(Folder(path), described.json)
+        self.weights = Dequantised(Folder(path), described.json)
         self.map = Map(model, described.hf)
         self.skipped: dict[str, list[str]] = {}
         """Tensors that are left out on purpose, by the reason; known once checked."""

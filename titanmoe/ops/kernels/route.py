@@ -239,7 +239,7 @@ def _(grad_scores_TE, grad_weights_TK, logits_TE, scores_TE, *_):
     return scores_TE.new_empty(scores_TE.shape)
 
 
-class Routing(torch.autograd.Function):
+class RouteFunction(torch.autograd.Function):
     """`route` with the gradients of scores and weights."""
 
     @staticmethod
