@@ -46,7 +46,7 @@ class Clock:
         self._last = now
 
     def region(self, name: str) -> AbstractContextManager[None] | None:
-        """Called when a region is entered (`titanmoe.ops.region.Listener`)."""
+        """Called when a region is entered (`titanmoe.ops.region.RegionListener`)."""
         if not self.on:
             return None
         if name == OTHERS_TURN:

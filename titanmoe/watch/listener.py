@@ -59,7 +59,7 @@ class HeartbeatListener:
         self.groups = {group.group_name: i for i, group in enumerate(lanes.made.values()) if group is not None}
         self.microbatch, self.arrived = -1, heart.arrived
 
-    # ---- titanmoe.comm.listener.Listener
+    # ---- titanmoe.comm.listener.MessageListener
 
     @property
     def place(self) -> int:
