@@ -80,8 +80,8 @@ CASES = {
         (4, mapping(cp=2, etp=2) | V | EIGHT | {"pipeline.schedule": "Interleaved1F1B", "moe.dispatcher": "allgather"}),
     ),
     "model dim of experts to their number": (
-        (8, mapping(ep=2) | {"model.num_experts": 4}),
-        (4, mapping(ep=4) | {"model.num_experts": 4}),
+        (8, mapping(ep=2) | {"model.num_experts": 4, "training.global_batch_size": 8}),
+        (4, mapping(ep=4) | {"model.num_experts": 4, "training.global_batch_size": 8}),
     ),
     "biases sliced over data ranks and etp, few sinks, a norm over all heads": (
         (8, mapping(tp=2, ep=2, etp=2) | BIASED),
