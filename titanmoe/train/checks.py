@@ -19,8 +19,8 @@ class Checks:
     def suspect(self, why: str, work: Any, finite: bool) -> Any:
         """Called between gradients and update when the step's loss or norm is not usual.
 
-        why: what is wrong with it. work: the step's Work. finite: whether both are finite. Returns other Sums if the
-        step's forward and backward were repeated, else None.
+        why: what is wrong with it. work: the step's StepWork. finite: whether both are finite. Returns other Sums
+        if the step's forward and backward were repeated, else None.
         """
 
     def after_step(self, saves: bool) -> None:

@@ -31,7 +31,7 @@ class Clock:
         self._seconds: Counter[str] = Counter()
         self._begun: dict[int, tuple[str, Any]] = {}  # the part that each thread is in
         self.listener: Callable[[str], None] | None = None
-        """Told the name of every lap, on every rank."""
+        """Called with the name of every lap, on every rank."""
 
     def lap(self, name: str) -> None:
         """The time since the last lap went into `name`. So laps add up to the whole."""
