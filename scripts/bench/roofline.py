@@ -23,7 +23,6 @@ from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -40,6 +39,7 @@ from titanmoe.rehearse.fake_recorder import FakeRecorder  # noqa: E402
 from titanmoe.rehearse.place import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse  # noqa: E402
+from titanmoe.replace import replaced  # noqa: E402
 
 MODELS = {
     "mixtral": "family=mixtral size=8x7b",
@@ -97,8 +97,8 @@ def theirs(config: Config) -> Counted:
     with ExitStack() as stack:
         stack.enter_context(as_on(hardware.HARDWARE[HARDWARE]))
         stack.enter_context(fake)
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
-        stack.enter_context(mock.patch.object(F, "rms_norm", stand_ins.rms_norm))
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(replaced(F, "rms_norm", stand_ins.rms_norm))
         block = layer.build()
         for parameter in block.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -125,7 +125,7 @@ def test_a_rank_leaves_its_reason_for_the_launcher_alone(tmp_path, monkeypatch):
     ],
 )
 def test_errors_that_only_follow_those_of_other_ranks(error, caused):
-    assert failure.of_others(error) is caused
+    assert failure.caused_by_others(error) is caused
 
 
 def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):

@@ -16,13 +16,13 @@ import torch.distributed as dist
 
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch import watchdog
-from titanmoe.watch.heartbeat import Heartbeat, place, where
+from titanmoe.watch.heartbeat import Heartbeat, pack_position
 from titanmoe.watch.hosts import Between, Machines
-from titanmoe.watch.listener import Named
+from titanmoe.watch.listener import LaneGroups
 from titanmoe.watch.watchdog import Limits, Watchdog
 
 RANKS = [[0, 1], [2, 3]]
-GROUPS = [Named("waited", ((0, 1, 2, 3),), "world")]
+GROUPS = [LaneGroups("waited", ((0, 1, 2, 3),), "world")]
 LIMITS = Limits(step=0.6, first=60, between=60, thread=60, by_age=False)
 
 
@@ -30,23 +30,23 @@ def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
     mine = Heartbeat(tmp_path / "0", create=True)
     other = Heartbeat(tmp_path / "0")
     (tmp_path / "0").unlink()
-    assert other.messages() == [] and not other.waits and other.left() == b""
-    mine.place = place(3, 14, True)
+    assert other.messages() == [] and not other.is_waiting and other.answer() == b""
+    mine.step_position = pack_position(3, 14, True)
     x = torch.zeros(6, dtype=torch.bfloat16)
     for i in range(at.RECORDS + 3):
-        mine.message("all-to-all" if i % 2 else "all-gather", x, i % 2)
-    mine.message("send", x.to(torch.complex64), 2, 5)
-    mine.message("receive", x, 2, 5)
+        mine.issued("all-to-all" if i % 2 else "all-gather", x, i % 2)
+    mine.issued("send", x.to(torch.complex64), 2, 5)
+    mine.issued("receive", x, 2, 5)
     *_, sent, received = other.messages()
     assert len(other.messages()) == at.RECORDS and received.total == at.RECORDS + 5
     assert (sent.op, sent.dtype, sent.bytes, sent.number, sent.peer) == ("send", "other", 48, 1, 5)
-    assert (received.op, received.dtype, where(received.place)) == ("receive", "bfloat16", (3, 14, True))
-    assert other.counted() == {"0": 258, "1": 257, "send 5": 1, "receive 5": 1}
-    assert other.waits
+    assert (received.op, received.dtype, received.step_position) == ("receive", "bfloat16", (3, 14, True))
+    assert other.message_counts() == {"0": 258, "1": 257, "send 5": 1, "receive 5": 1}
+    assert other.is_waiting
     mine.arrived()
-    assert not other.waits and abs(other.last - time.monotonic()) < 5
-    mine.leave(b"words")
-    assert other.left() == b"words"
+    assert not other.is_waiting and abs(other.last_progress - time.monotonic()) < 5
+    mine.write_answer(b"words")
+    assert other.answer() == b"words"
 
 
 class Watched:
@@ -73,7 +73,7 @@ class Watched:
 
     def send(self, *ranks: int) -> None:
         for rank in ranks:
-            self.hearts[rank].message("all-reduce", torch.zeros(2), 0)
+            self.hearts[rank].issued("all-reduce", torch.zeros(2), 0)
 
     def run(self, *ranks: int) -> None:
         for rank in ranks:
@@ -148,11 +148,11 @@ def test_what_counts_as_trouble(machines: Watched) -> None:
     (dog, *_), (heart, other, *_) = machines.dogs, machines.hearts
     heart.tick(), other.tick()
     assert not dog.trouble()
-    other.message("all-reduce", torch.zeros(2), 0)
+    other.issued("all-reduce", torch.zeros(2), 0)
     machines.dogs[0].limits = Limits(step=0, first=60, between=60, thread=60, by_age=False)
     time.sleep(0.01)
     seen = Heartbeat(machines.folder / "1")
-    assert seen.waits and dog.trouble()
+    assert seen.is_waiting and dog.trouble()
     other.numbers[at.FIRST] = 3  # its first step, which may compile
     assert not dog.trouble()
     other.numbers[at.FIRST] = 1

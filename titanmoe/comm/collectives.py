@@ -88,48 +88,48 @@ def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) ->
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group, ctx.place = dim, group, listener.place()
+        ctx.dim, ctx.group, ctx.step_position = dim, group, listener.step_position()
         return all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad):
-        listener.back_to(ctx.place)
+        listener.backward_of(ctx.step_position)
         return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group, ctx.place = dim, group, listener.place()
+        ctx.dim, ctx.group, ctx.step_position = dim, group, listener.step_position()
         return _reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad):
-        listener.back_to(ctx.place)
+        listener.backward_of(ctx.step_position)
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
 class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group, ctx.place = group, listener.place()
+        ctx.group, ctx.step_position = group, listener.step_position()
         return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx, grad):
-        listener.back_to(ctx.place)
+        listener.backward_of(ctx.step_position)
         return all_reduce(grad, ctx.group), None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, receive, group):
-        ctx.send, ctx.receive, ctx.group, ctx.place = send, receive, group, listener.place()
+        ctx.send, ctx.receive, ctx.group, ctx.step_position = send, receive, group, listener.step_position()
         return _all_to_all(x, send, receive, group)
 
     @staticmethod
     def backward(ctx, grad):
-        listener.back_to(ctx.place)
+        listener.backward_of(ctx.step_position)
         return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
@@ -139,7 +139,7 @@ class _Wire:
     def __init__(self, send: list[int], receive: list[int], group: Group):
         self.send, self.receive, self.group = send, receive, group
         self.flying: Tensor | None = None
-        self.place = listener.place()
+        self.step_position = listener.step_position()
 
     def depart(self, x: Tensor, send: list[int], receive: list[int]) -> None:
         self.flying = send_rows(x, send, receive, self.group)
@@ -172,7 +172,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         wire = ctx.wire
-        listener.back_to(wire.place)
+        listener.backward_of(wire.step_position)
         wire.depart(grad, wire.receive, wire.send)
         return grad.new_empty(0), None
 

@@ -1,41 +1,37 @@
-"""Who hears of every message that forward and backward send: the watch over a run's ranks, if there is one."""
+"""Tells the watch, if a run has one, of every message that forward and backward send."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from titanmoe.replace import replaced
+
 
 class MessageListener(Protocol):
-    place: int
-    """Where the step is, as the listener counts it."""
+    step_position: int
+    """Where the step is: a number that only the listener understands."""
 
     def issued(self, op: str, x: Tensor, group: str) -> None:
-        """A message whose input is x, to the group that torch calls so."""
+        """A message with input x is being sent; `group` is torch's name of its process group."""
 
     def arrived(self) -> None:
-        """What this rank has waited for."""
+        """This rank has waited for a message, and has it."""
 
-    def back_to(self, place: int) -> None:
-        """Backward has come to what forward did there."""
+    def backward_of(self, step_position: int) -> None:
+        """Backward has come to what forward did at that position."""
 
 
 _listener: MessageListener | None = None
-"""A global, because messages are sent by autograd's own threads too, and by functions that take no such argument."""
+"""A global, because messages are also sent by autograd's own threads and by functions that take no such argument."""
 
 
-@contextmanager
-def heard_by(listener: MessageListener) -> Iterator[None]:
-    global _listener
-    before, _listener = _listener, listener
-    try:
-        yield
-    finally:
-        _listener = before
+def heard_by(listener: MessageListener) -> AbstractContextManager[None]:
+    return replaced(sys.modules[__name__], "_listener", listener)
 
 
 def issued(op: str, x: Tensor, group: str) -> None:
@@ -48,10 +44,10 @@ def arrived() -> None:
         _listener.arrived()
 
 
-def place() -> int:
-    return 0 if _listener is None or is_compiling() else _listener.place
+def step_position() -> int:
+    return 0 if _listener is None or is_compiling() else _listener.step_position
 
 
-def back_to(place: int) -> None:
+def backward_of(step_position: int) -> None:
     if _listener is not None and not is_compiling():
-        _listener.back_to(place)
+        _listener.backward_of(step_position)

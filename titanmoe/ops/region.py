@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -9,6 +10,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.autograd import profiler
+
+from titanmoe.replace import replaced
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -27,14 +30,8 @@ threads, and in plain functions that no caller could pass it to.
 """
 
 
-@contextmanager
-def measured_by(listener: RegionListener) -> Iterator[None]:
-    global _listener
-    before, _listener = _listener, listener
-    try:
-        yield
-    finally:
-        _listener = before
+def measured_by(listener: RegionListener) -> AbstractContextManager[None]:
+    return replaced(sys.modules[__name__], "_listener", listener)
 
 
 def region(name: str) -> AbstractContextManager[None]:

@@ -314,14 +314,14 @@ class _Ring(torch.autograd.Function):
                 kv = wait(coming)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse, document)
-        ctx.placement, ctx.group, ctx.window, ctx.place = placement, group, window, listener.place()
+        ctx.placement, ctx.group, ctx.window, ctx.step_position = placement, group, window, listener.step_position()
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, sinks, out, lse, document = ctx.saved_tensors
         placement, group = ctx.placement, ctx.group
-        listener.back_to(ctx.place)
+        listener.backward_of(ctx.step_position)
         mine = placement.held(group.rank)
         dq, kv = _wide_zeros(q), _pack(k, v)
         dkv = _wide_zeros(kv)

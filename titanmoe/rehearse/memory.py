@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from titanmoe.rehearse.place import GATHER, RECEIVE, REDUCE, CodePlace
 from titanmoe.rehearse.work import tensors
+from titanmoe.replace import replaced
 
 WEIGHTS, GRADIENTS, MOMENTS, KEPT, OTHER = "weights", "gradients", "moments", "activations kept", "other"
 RECOMPUTED, DISPATCH, SYMMETRIC = "recomputed activations", "dispatch buffers", "symmetric buffers"
@@ -179,8 +179,8 @@ class Ledger:
             return reduce(group, *args, **kwargs)
 
         with (
-            mock.patch.object(torch.UntypedStorage, "resize_", resized),
-            mock.patch.object(FSDPParamGroup, "post_backward", reduces),
+            replaced(torch.UntypedStorage, "resize_", resized),
+            replaced(FSDPParamGroup, "post_backward", reduces),
         ):
             yield
 

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import CodeType
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 from torch.fx import traceback
 
 from titanmoe.ops.region import measured_by
 from titanmoe.rehearse.record import BLOCK_METHODS, COMM, HERE, LAUNCH, OURS, TORCH
+from titanmoe.replace import replaced
 
 TRACEBACK_KEY = "traceback_"
 """The key of a node's metadata that holds what `traceback.format_stack` returned when the node was made."""
@@ -78,7 +78,7 @@ class Places:
     def on(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(measured_by(self))
-            stack.enter_context(mock.patch.object(traceback, "format_stack", self._format_place))
+            stack.enter_context(replaced(traceback, "format_stack", self._format_place))
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             yield
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 import titanmoe
 from titanmoe.moe.symmetric import SymmetricBuffers
+from titanmoe.replace import replaced
 from titanmoe.torch_private import process_group
 
 OURS = os.path.dirname(titanmoe.__file__) + os.sep
@@ -277,11 +277,11 @@ class Recorder(TorchDispatchMode):
     def on(self) -> Iterator[Recorder]:
         with ExitStack() as stack:
             for cls in (FakeWork, Work):
-                stack.enter_context(mock.patch.object(cls, "wait", self._waiting(cls.wait)))
-            stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
+                stack.enter_context(replaced(cls, "wait", self._waiting(cls.wait)))
+            stack.enter_context(replaced(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))
             if self.on_gpu:
                 for name in ("record_event", "wait_event", "wait_stream"):
-                    stack.enter_context(mock.patch.object(Stream, name, self._stream_method(name)))
+                    stack.enter_context(replaced(Stream, name, self._stream_method(name)))
             stack.enter_context(self)
             yield self
 

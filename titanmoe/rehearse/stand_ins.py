@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from torch import Tensor
 from titanmoe.models.layers import promote
 from titanmoe.moe.assign import assign_all_rows, by_expert
 from titanmoe.parallel import attend, flex
+from titanmoe.replace import replaced
 
 _aten = torch.ops.aten
 _rms_norm = F.rms_norm
@@ -82,10 +82,10 @@ def rms_norm(x: Tensor, shape: Any, weight_D: Tensor | None = None, eps: float |
 @contextmanager
 def on_gpus() -> Iterator[None]:
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", attention))
-        stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm))
+        stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
+        stack.enter_context(replaced(F, "rms_norm", rms_norm))
         for module in attend, flex:
-            stack.enter_context(mock.patch.object(module, "flex", flex_attention))
+            stack.enter_context(replaced(module, "flex", flex_attention))
         yield
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 import torch.distributed._symmetric_memory as symm_mem
@@ -24,6 +23,7 @@ from titanmoe.config.blocks import moe_blocks
 from titanmoe.moe.symmetric import Symmetric, SymmetricBuffers, bins
 from titanmoe.rehearse import values
 from titanmoe.rehearse.memory import SYMMETRIC
+from titanmoe.replace import replaced
 
 if TYPE_CHECKING:
     from titanmoe.rehearse.fake_recorder import FakeRecorder
@@ -93,7 +93,7 @@ def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[N
             (symm_mem, "empty", empty),
             (symm_mem, "rendezvous", lambda *_: None),
         ):
-            stack.enter_context(mock.patch.object(owner, name, replacement))
+            stack.enter_context(replaced(owner, name, replacement))
         yield
 
 
@@ -110,7 +110,7 @@ def _before_the_first_step(recorder: FakeRecorder, fake: FakeTensorMode, real: C
 @contextmanager
 def as_if_supported() -> Iterator[None]:
     """The machine that rehearses need not have what the rehearsed one needs."""
-    with mock.patch.object(Symmetric, "missing", staticmethod(lambda device: "")):
+    with replaced(Symmetric, "missing", staticmethod(lambda device: "")):
         yield
 
 

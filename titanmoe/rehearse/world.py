@@ -10,7 +10,6 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,6 +39,7 @@ from titanmoe.rehearse.routing import Exchange, Routing, StatedRouting, with_imb
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.symmetric import as_if_supported, notes, repeat_if_too_small, symmetric_memory
 from titanmoe.rehearse.work import Operations
+from titanmoe.replace import replaced
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import refusals
 from titanmoe.train.runtime import Runtime
@@ -243,7 +243,7 @@ def rehearse(
         stack.enter_context(as_on(hardware))
         stack.enter_context(fake_world(rank, world))
         # Building meshes reads real values, and modules are built on meta: fake tensors start where weights are made.
-        stack.enter_context(mock.patch.object(apply, "materialize", _without_numbers(fake)))
+        stack.enter_context(replaced(apply, "materialize", _without_numbers(fake)))
         stack.callback(gc.enable)
         runtime = Runtime(rank, rank % node, world, torch.device("cpu"))
         layers: dict[int, str] = {}
@@ -255,8 +255,8 @@ def rehearse(
         exchange = _state_routing(trainer, recorder, Routing(config, fold, Samples, stated))
         _set_modes_in_pair_thread(trainer, [fake, recorder])
         # One wait of the host, where fake tensors would read element by element.
-        stack.enter_context(mock.patch.object(FakeTensor, "tolist", lambda x: recorder.number(x)))
-        stack.enter_context(mock.patch.object(fsdp_cpu._Exchange, "wait", _without_timeout))
+        stack.enter_context(replaced(FakeTensor, "tolist", lambda x: recorder.number(x)))
+        stack.enter_context(replaced(fsdp_cpu._Exchange, "wait", _without_timeout))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.on_gpus())
         trainer.clock = recorder.places

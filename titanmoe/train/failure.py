@@ -61,12 +61,12 @@ def leave_traceback(error: BaseException) -> None:
     ours = [frame for frame in frames if "/titanmoe/" in frame.filename] or frames
     place = f" ({ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name})" if ours else ""
     said = str(error).strip().partition("\n")[0]
-    leave(f"{type(error).__name__}{': ' if said else ''}{said}{place}", of_others(error))
+    leave(f"{type(error).__name__}{': ' if said else ''}{said}{place}", caused_by_others(error))
 
 
-def of_others(error: BaseException) -> bool:
+def caused_by_others(error: BaseException) -> bool:
     """Or one that was raised because of such an error: torch's pipeline wraps them."""
-    if error.__cause__ is not None and of_others(error.__cause__):
+    if error.__cause__ is not None and caused_by_others(error.__cause__):
         return True
     distributed = type(error).__name__.startswith("Dist") or isinstance(error, RuntimeError | ConnectionError)
     return distributed and OF_OTHERS.search(str(error)) is not None

@@ -1,7 +1,7 @@
-"""What a rank is doing, in memory that the other ranks of its machine can read, whatever has become of it.
+"""What a rank is doing, in memory that the other ranks of its machine can read even after it has stopped or died.
 
-The step writes a few numbers there and calls nothing: a stopped or dead rank leaves what it did last. The file loses
-its name once all ranks of the machine have opened it, so nothing stays behind.
+The step only stores a few numbers there; it makes no system call. The file is deleted as soon as all ranks of the
+machine have opened it, so nothing is left behind.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ PHASES = ("starting", "data", "forward and backward", "norm and update", "betwee
 STARTING, BETWEEN = 0, PHASES.index("between steps")
 RUNNING, ENDED, FAILED = range(3)
 
-NUMBERS, COUNTS, RING, MAIL, END = 0, 128, 1280, 24576, 65536
-"""Where each part of the memory begins: numbers, counts, the last messages, and text for the others."""
-PID, STATE, FIRST, STEP, PHASE, BEGUN, TOTAL, ARRIVED, ALARM, ENDS, LENGTH, BEAT, TICK = range(13)
-"""Numbers. FIRST: the step that this start of the run began with; BEGUN: messages before this step; TOTAL: messages so
-far; ARRIVED: as many when one was last waited for; ENDS: the report has been made. BEAT, TICK: when the step entered
-its phase and when the watching thread last ran, in nanoseconds of the machine's monotonic clock."""
+NUMBERS, COUNTS, RING, ANSWER, END = 0, 128, 1280, 24576, 65536
+"""Where each part of the memory begins: numbers, counts, the latest messages, and text for the other ranks."""
+PID, STATE, FIRST, STEP, PHASE, BEGUN, TOTAL, ARRIVED, ALARM, REPORTED, ANSWER_LENGTH, PHASE_BEGAN, TICK = range(13)
+"""Indices into the numbers. FIRST: the step that this start of the run began with. BEGUN: messages before this step.
+TOTAL: messages so far. ARRIVED: what TOTAL was when this rank last finished waiting for a message. REPORTED: the report
+is out. PHASE_BEGAN, TICK: when the step entered its phase and when the watchdog thread last ran, in nanoseconds of the
+machine's monotonic clock."""
 GROUPS, PEERS = 64, 112
-"""Counts: of the collectives of each group, then of what was sent to each rank of the pipeline and received from it."""
+"""Counts: collectives of each group, then messages sent to and received from each rank of the pipeline."""
 RECORDS = 512
 RECORD = struct.Struct("<QQdIIHbbhxx")
 assert COUNTS + 4 * (GROUPS + 2 * PEERS) <= RING
-assert RING + RECORDS * RECORD.size <= MAIL
+assert RING + RECORDS * RECORD.size <= ANSWER
 
 
-class Heard(NamedTuple):
-    """One that a rank has issued."""
+class LoggedMessage(NamedTuple):
+    """A message that a rank has issued."""
 
     total: int
-    """Messages of the run, with this one."""
+    """Messages of the run up to and including this one."""
     bytes: int
     when: float
     number: int
-    """Among the messages of its group; of a send or receive, among those with this peer."""
-    place: int
+    """Counted from 1 within its group; for a send or receive, among those with this peer."""
+    step_position: tuple[int, int, bool]
+    """Microbatch, layer (-1 for none), whether backward."""
     group: int
     op: str
     dtype: str
@@ -66,70 +68,73 @@ class Heartbeat:
             os.close(descriptor)
         self.numbers = memoryview(self.memory)[NUMBERS:COUNTS].cast("q")
         self.counts = memoryview(self.memory)[COUNTS:RING].cast("I")
-        self.place, self.message = 0, self._writer()
+        self.step_position, self.issued = 0, self._writer()
         if create:
             self.numbers[PID] = os.getpid()
-            self.beat(STARTING)
+            self.enter_phase(STARTING)
             self.tick()
 
-    # ---- of the rank itself
+    # ---- written by the rank itself
 
-    def beat(self, phase: int) -> None:
+    def enter_phase(self, phase: int) -> None:
         self.numbers[PHASE] = phase
-        self.numbers[BEAT] = int(monotonic() * 1e9)
+        self.numbers[PHASE_BEGAN] = int(monotonic() * 1e9)
 
     def tick(self) -> None:
         self.numbers[TICK] = int(monotonic() * 1e9)
 
     def _writer(self) -> Callable[..., None]:
-        """A function with everything at hand: it is called hundreds of times in a step."""
+        """A function with everything it needs in local variables: it is called hundreds of times in a step."""
         memory, numbers, counts, last = self.memory, self.numbers, self.counts, RECORDS - 1
         pack, size, codes, dtypes = RECORD.pack_into, RECORD.size, CODES, DTYPES
 
-        def message(op: str, x: torch.Tensor, group: int, peer: int = -1) -> None:
-            """A message that the step issues."""
+        def issued(op: str, x: torch.Tensor, group: int, peer: int = -1) -> None:
+            """The step has issued a message."""
             total, code = numbers[TOTAL], codes[op]
             slot = group if peer < 0 else GROUPS + 2 * (peer % PEERS) + (code == RECEIVE)
             counts[slot] = number = counts[slot] + 1
             numbers[TOTAL] = total + 1
             at, dtype = RING + (total & last) * size, dtypes.get(x.dtype, -1)
-            pack(memory, at, total + 1, x.nbytes, monotonic(), number, self.place, group, code, dtype, peer)
+            pack(memory, at, total + 1, x.nbytes, monotonic(), number, self.step_position, group, code, dtype, peer)
 
-        return message
+        return issued
 
     def arrived(self) -> None:
+        """The rank has waited for what it issued last."""
         self.numbers[ARRIVED] = self.numbers[TOTAL]
 
-    def leave(self, text: bytes) -> None:
+    def write_answer(self, text: bytes) -> None:
         """For the other ranks of this machine."""
-        self.numbers[LENGTH] = 0
-        text = text[: END - MAIL]
-        self.memory[MAIL : MAIL + len(text)] = text
-        self.numbers[LENGTH] = len(text)
+        self.numbers[ANSWER_LENGTH] = 0
+        text = text[: END - ANSWER]
+        self.memory[ANSWER : ANSWER + len(text)] = text
+        self.numbers[ANSWER_LENGTH] = len(text)
 
-    # ---- of any rank of the machine
+    # ---- read by any rank of the machine
 
-    def messages(self, most: int = RECORDS) -> list[Heard]:
-        """The last ones, oldest first."""
+    def messages(self, most: int = RECORDS) -> list[LoggedMessage]:
+        """The latest ones, oldest first."""
         total = self.numbers[TOTAL]
         return [self._message(one) for one in range(max(0, total - most), total)]
 
-    def _message(self, number: int) -> Heard:
-        *others, op, dtype, peer = RECORD.unpack_from(self.memory, RING + number % RECORDS * RECORD.size)
-        return Heard(*others, OPS[op], NAMES[dtype] if dtype >= 0 else "other", peer)
+    def _message(self, number: int) -> LoggedMessage:
+        fields = RECORD.unpack_from(self.memory, RING + number % RECORDS * RECORD.size)
+        *counts, step_position, group, op, dtype, peer = fields
+        name = NAMES[dtype] if dtype >= 0 else "other"
+        return LoggedMessage(*counts, unpack_position(step_position), group, OPS[op], name, peer)
 
     @property
-    def last(self) -> float:
+    def last_progress(self) -> float:
         """When the step last entered a phase or issued a message."""
-        began, total = self.numbers[BEAT] / 1e9, self.numbers[TOTAL]
+        began, total = self.numbers[PHASE_BEGAN] / 1e9, self.numbers[TOTAL]
         return max(began, self._message(total - 1).when) if total else began
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         return self.numbers[ARRIVED] < self.numbers[TOTAL]
 
-    def counted(self) -> dict[str, int]:
-        """The number of its last message, by group, or "send PEER" and "receive PEER" for the pipeline."""
+    def message_counts(self) -> dict[str, int]:
+        """Messages so far, by group, or by "send PEER" and "receive PEER" for the pipeline."""
         counts = self.counts.tolist()
         found = {str(group): count for group, count in enumerate(counts[:GROUPS]) if count}
         for slot, count in enumerate(counts[GROUPS:]):
@@ -137,14 +142,14 @@ class Heartbeat:
                 found[f"{'receive' if slot % 2 else 'send'} {slot // 2}"] = count
         return found
 
-    def left(self) -> bytes:
-        return self.memory[MAIL : MAIL + self.numbers[LENGTH]]
+    def answer(self) -> bytes:
+        return self.memory[ANSWER : ANSWER + self.numbers[ANSWER_LENGTH]]
 
 
-def place(microbatch: int, layer: int, backward: bool) -> int:
+def pack_position(microbatch: int, layer: int, backward: bool) -> int:
+    """Where a rank is in its step, as one number."""
     return microbatch << 17 | layer + 1 << 1 | backward
 
 
-def where(place: int) -> tuple[int, int, bool]:
-    """Microbatch, layer (-1 for none), whether backward."""
-    return place >> 17, (place >> 1 & 0xFFFF) - 1, bool(place & 1)
+def unpack_position(step_position: int) -> tuple[int, int, bool]:
+    return step_position >> 17, (step_position >> 1 & 0xFFFF) - 1, bool(step_position & 1)

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from titanmoe.watch.heartbeat import Heartbeat
-from titanmoe.watch.places import Seen
+from titanmoe.watch.late_ranks import Seen
 
 SHARED = Path("/dev/shm")
 

@@ -1,4 +1,4 @@
-"""From the step to the heartbeat: what it calls when it enters a phase, a layer or a microbatch, or sends something."""
+"""Writes into the heartbeat when the step enters a phase, a microbatch or a layer, and when it sends a message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -18,10 +17,11 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
 from titanmoe.models.transformer import Transformer
-from titanmoe.watch.heartbeat import BEGUN, BETWEEN, FIRST, PHASES, STEP, TOTAL, Heartbeat, place
+from titanmoe.replace import replaced
+from titanmoe.watch.heartbeat import BEGUN, BETWEEN, FIRST, PHASES, STEP, TOTAL, Heartbeat, pack_position
 
 AFTER = {"other": "data", "data": "forward and backward", "forward_backward": "norm and update"}
-"""By the lap of the step's clock that has just ended: what begins."""
+"""By the lap of the step's clock that has just ended: the phase that begins."""
 COLLECTIVES = {
     "all_gather_into_tensor": ("all-gather", 1),
     "all_gather_single": ("all-gather", 1),
@@ -29,30 +29,31 @@ COLLECTIVES = {
     "reduce_scatter_single": ("reduce-scatter", 1),
     "all_reduce": ("all-reduce", 0),
 }
-"""Functions of torch.distributed that FSDP calls (under either name) and ours do not: the op, and which argument is
-sent."""
+"""Functions of torch.distributed that FSDP calls (the name depends on torch's version) and our code does not: the op,
+and the index of the argument that is sent."""
 
 
 @dataclass(frozen=True)
-class Named:
-    """Groups that were made together."""
+class LaneGroups:
+    """The groups of a lane over the same axes."""
 
     lane: str
     parts: tuple[tuple[int, ...], ...]
-    """Their ranks."""
+    """The ranks of each group."""
     axes: str
 
     def of(self, rank: int) -> tuple[int, ...]:
+        """The ranks of the group that this rank is in."""
         return next((part for part in self.parts if rank in part), ())
 
 
-def name_groups(lanes: Lanes, fold: Fold) -> list[Named]:
-    """The same list on every rank, which has made them in the same order."""
-    return [Named(lane, parts, axes_of(fold, lane, parts[0])) for lane, parts in lanes.made]
+def name_groups(lanes: Lanes, fold: Fold) -> list[LaneGroups]:
+    """The same list on every rank, because all make their groups in the same order."""
+    return [LaneGroups(lane, parts, axes_of(fold, lane, parts[0])) for lane, parts in lanes.made]
 
 
 class HeartbeatListener:
-    """Tells the heartbeat. `step`: the number of the step that is running."""
+    """step: returns the number of the running step."""
 
     def __init__(self, heart: Heartbeat, lanes: Lanes, step: Callable[[], int]):
         self.heart, self.step = heart, step
@@ -62,16 +63,16 @@ class HeartbeatListener:
     # ---- titanmoe.comm.listener.MessageListener
 
     @property
-    def place(self) -> int:
-        return self.heart.place
+    def step_position(self) -> int:
+        return self.heart.step_position
 
     def issued(self, op: str, x: Tensor, group: str) -> None:
         number = self.groups.get(group)
         if number is not None:
-            self.heart.message(op, x, number)
+            self.heart.issued(op, x, number)
 
-    def back_to(self, place: int) -> None:
-        self.heart.place = place | 1
+    def backward_of(self, step_position: int) -> None:
+        self.heart.step_position = step_position | 1
 
     # ---- the rest
 
@@ -83,8 +84,8 @@ class HeartbeatListener:
             heart.numbers[FIRST] = heart.numbers[FIRST] or heart.numbers[STEP]
             heart.numbers[BEGUN] = heart.numbers[TOTAL]
             self.microbatch = -1
-        heart.place = 0
-        heart.beat(PHASES.index(AFTER[name]) if name in AFTER else BETWEEN)
+        heart.step_position = 0
+        heart.enter_phase(PHASES.index(AFTER[name]) if name in AFTER else BETWEEN)
 
     @contextmanager
     def on(self, parts: list[Transformer], clock: Any) -> Iterator[None]:
@@ -94,26 +95,26 @@ class HeartbeatListener:
                     stack.callback(handle.remove)
             for name, (op, sent) in COLLECTIVES.items():
                 if hasattr(dist, name):
-                    stack.enter_context(mock.patch.object(dist, name, self._heard(getattr(dist, name), op, sent)))
-            stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)))
-            stack.enter_context(mock.patch.object(clock, "listener", self.lap))
+                    stack.enter_context(replaced(dist, name, self._heard(getattr(dist, name), op, sent)))
+            stack.enter_context(replaced(dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)))
+            stack.enter_context(replaced(clock, "listener", self.lap))
             stack.enter_context(heard_by(self))
             yield
 
     def _hooks(self, part: Transformer) -> Iterator[Any]:
-        """Norms, not blocks: they also run when a block is computed again, and nothing compiles around them."""
+        """On the norms, not the blocks: they also run when a block is recomputed, and are never in a compiled graph."""
 
         def begins(module: nn.Module, args: Any) -> None:
             self.microbatch = self.microbatch + 1 & 0x7FFF
-            self.heart.place = place(self.microbatch, -1, False)
+            self.heart.step_position = pack_position(self.microbatch, -1, False)
 
         yield part.register_forward_pre_hook(begins)
         for number, block in part.blocks().items():
-            layer = place(0, number, False)
+            layer = pack_position(0, number, False)
 
             def enters(module: nn.Module, args: Any, layer: int = layer) -> None:
-                here = self.heart.place
-                self.heart.place = here & ~0x1FFFE | layer
+                before = self.heart.step_position
+                self.heart.step_position = before & ~0x1FFFE | layer
 
             yield block.attention_norm.register_forward_pre_hook(enters)
             yield block.ffn_norm.register_forward_pre_hook(enters)
@@ -132,7 +133,7 @@ class HeartbeatListener:
         return heard
 
     def _batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Sends and receives of the pipeline."""
+        """The pipeline's sends and receives."""
 
         @wraps(function)
         def heard(ops: list[dist.P2POp]) -> Any:
@@ -140,7 +141,7 @@ class HeartbeatListener:
                 number = self.groups.get(one.group.group_name)
                 if number is not None:
                     op = "receive" if one.op is dist.irecv else "send"
-                    self.heart.message(op, one.tensor, number, one.group_peer)
+                    self.heart.issued(op, one.tensor, number, one.group_peer)
             return function(ops)
 
         return heard

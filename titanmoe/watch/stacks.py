@@ -39,7 +39,7 @@ def other_stacks() -> dict[str, list[str]]:
     return found
 
 
-def place_in(stack: list[str]) -> str:
+def line_in(stack: list[str]) -> str:
     """The innermost line that is neither torch's nor Python's own, nor that which sends for others."""
     others = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
     return next((line for line in stack if not any(part in line for part in others)), "")

@@ -1,4 +1,4 @@
-"""Puts the parts of the watch together for a Trainer."""
+"""The watch over a Trainer: its heartbeat, what writes into it, and the watchdog thread."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from titanmoe.train.trainer import Trainer
 
 EARLY_S = 2.0
-"""The report comes so much before the messages' own time-out, or a fifth of it: else their errors would come first."""
+"""How long before the time-out of torch's messages the report comes, or a fifth of that time-out if that is less. Else
+torch's own errors would come first."""
 PATIENCE_S = 30.0
-"""For the report, once an error shows that another rank is gone."""
+"""How long to wait for the report after an error which shows that another rank is gone."""
 DUMPS = "flight_recorder"
-"""The folder, in that of the run."""
+"""A folder in the run folder."""
 
 
 def limits(config: Config, gpu: bool) -> Limits:
@@ -76,21 +77,21 @@ class Watch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and of_others(error) and not self._known():
+        if error is not None and caused_by_others(error) and not self._explained():
             self.dog.raised = _stack(error)
             self.heart.numbers[at.ALARM] = 1
             self.dog.join(PATIENCE_S)  # it ends the process
         elif error is not None:
-            self.heart.leave(json.dumps({"note": f"{kind.__name__}: {error}", "stack": _stack(error)}).encode())
+            self.heart.write_answer(json.dumps({"note": f"{kind.__name__}: {error}", "stack": _stack(error)}).encode())
         self.heart.numbers[at.STATE] = at.ENDED if error is None else at.FAILED
         self._stack.close()
 
-    def _known(self) -> bool:
-        """Whether a rank of this machine has failed, and has said why."""
+    def _explained(self) -> bool:
+        """Whether a rank of this machine has failed and has said why."""
         return any(heart.numbers[at.STATE] == at.FAILED for heart in self.hosts.local.values())
 
     def _dump(self) -> str:
-        """What NCCL's flight recorder holds, for `titanmoe rehearse --trace`."""
+        """Save what NCCL's flight recorder holds, for `titanmoe rehearse --trace`, and say where."""
         c10d = torch._C._distributed_c10d
         dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
         if self.trainer.folder is None or dump is None:
@@ -98,12 +99,12 @@ class Watch:
         folder = Path(self.trainer.folder, DUMPS)
         folder.mkdir(exist_ok=True)
         (folder / f"nccl_trace_rank_{self.trainer.runtime.rank}").write_bytes(dump())
-        return f"what it has sent is in {folder}: titanmoe rehearse --trace {folder}"
+        return f"the messages it sent are in {folder}: titanmoe rehearse --trace {folder}"
 
 
-def of_others(error: BaseException) -> bool:
-    """An error because another rank is gone or does not answer. The system's own time-outs have an errno."""
-    return failure.of_others(error) or (isinstance(error, TimeoutError) and error.errno is None)
+def caused_by_others(error: BaseException) -> bool:
+    """Whether another rank is to blame, which is gone or does not answer. The system's own time-outs have an errno."""
+    return failure.caused_by_others(error) or (isinstance(error, TimeoutError) and error.errno is None)
 
 
 def _stack(error: BaseException) -> list[str]:

@@ -26,10 +26,10 @@ from titanmoe.train import failure
 from titanmoe.train.folder import EVENTS
 from titanmoe.train.outlet import LineFile
 from titanmoe.watch import heartbeat as at
-from titanmoe.watch.heartbeat import Heartbeat, where
+from titanmoe.watch.heartbeat import Heartbeat
 from titanmoe.watch.hosts import Between, Machines
-from titanmoe.watch.listener import Named
-from titanmoe.watch.places import LateRanks, Seen, judge
+from titanmoe.watch.late_ranks import LateRanks, Seen, judge
+from titanmoe.watch.listener import LaneGroups
 from titanmoe.watch.stacks import main_stack, other_stacks
 
 TICK_S = 0.5
@@ -67,7 +67,7 @@ class Watchdog(threading.Thread):
         self,
         rank: int,
         hosts: Machines,
-        groups: list[Named],
+        groups: list[LaneGroups],
         stage: int,
         limits: Limits,
         folder: Callable[[], Path | None],
@@ -132,7 +132,7 @@ class Watchdog(threading.Thread):
             heart.numbers[at.STATE] == at.RUNNING
             and (
                 since(heart.numbers[at.TICK]) > self.limits.thread
-                or time.monotonic() - heart.last > self._limit(heart)
+                or time.monotonic() - heart.last_progress > self._limit(heart)
                 or gone(heart)
             )
             for heart in self.hosts.local.values()
@@ -142,7 +142,7 @@ class Watchdog(threading.Thread):
         phase, limits = heart.numbers[at.PHASE], self.limits
         if phase == at.STARTING:  # loading may take as long as it takes
             return float("inf")
-        if not (heart.waits or (limits.by_age and phase != at.BETWEEN)):
+        if not (heart.is_waiting or (limits.by_age and phase != at.BETWEEN)):
             return limits.between
         return limits.first if heart.numbers[at.STEP] == heart.numbers[at.FIRST] else limits.step
 
@@ -168,9 +168,9 @@ class Watchdog(threading.Thread):
         answer = {"stack": self.raised or main_stack(), "threads": other_stacks(), "note": ""}
         with contextlib.suppress(Exception):
             answer["note"] = self.dump()
-        self.hosts.mine.leave(json.dumps(answer).encode())
+        self.hosts.mine.write_answer(json.dumps(answer).encode())
         local = self.hosts.local.values()
-        self._until(lambda: all(heart.numbers[at.LENGTH] or state(heart) != "answers" for heart in local), ANSWER_S)
+        self._until(lambda: all(heart.answer() or state(heart) != "answers" for heart in local), ANSWER_S)
         if self.leads():
             seen = self.look()
             with contextlib.suppress(RuntimeError, OSError):
@@ -180,14 +180,14 @@ class Watchdog(threading.Thread):
             if self.hosts.number == 1 and not self._until(self._reported, ANSWER_S + GATHER_S + ENDING_S):
                 return self.report(seen)
         self._until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
-        self.hosts.mine.numbers[at.ENDS] = 1
+        self.hosts.mine.numbers[at.REPORTED] = 1
         self._in_time(lambda: failure.leave("another rank is late", consequence=True))
         if self.leads():
             self.end_others(wait=False)
         self.end(1)
 
     def _reported(self) -> bool:
-        if any(heart.numbers[at.ENDS] for heart in self.hosts.local.values()):
+        if any(heart.numbers[at.REPORTED] for heart in self.hosts.local.values()):
             return True
         try:
             return self.between.said("report")
@@ -201,7 +201,7 @@ class Watchdog(threading.Thread):
         left = bool(os.environ.get(failure.FILE))
         self._in_time(lambda: failure.leave(verdict.text, alike=True))
         self._in_time(lambda: self._write(everyone, verdict))
-        self.hosts.mine.numbers[at.ENDS] = 1
+        self.hosts.mine.numbers[at.REPORTED] = 1
         with contextlib.suppress(RuntimeError, OSError):
             self.between.say("report", verdict.text)
         self.end_others(wait=True)
@@ -275,19 +275,19 @@ class Watchdog(threading.Thread):
     def _seen(self, rank: int, heart: Heartbeat) -> Seen:
         numbers, begun = heart.numbers, heart.numbers[at.BEGUN]
         step = [message for message in heart.messages(KEPT) if message.total > begun]
-        idle = time.monotonic() - heart.last
+        idle = time.monotonic() - heart.last_progress
         seen = Seen(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
         seen.step, seen.phase = numbers[at.STEP], at.PHASES[numbers[at.PHASE]]
         seen.issued = numbers[at.TOTAL] - begun
-        seen.numbers = heart.counted()
+        seen.numbers = heart.message_counts()
         seen.last = [
-            (one.total - begun - 1, one.group, one.op, one.dtype, one.bytes, one.number, one.peer, *where(one.place))
+            (one.total - begun - 1, one.group, one.op, one.dtype, one.bytes, one.number, one.peer, *one.step_position)
             for one in step
         ]
         if step:
-            seen.microbatch, seen.layer, seen.backward = where(step[-1].place)
+            seen.microbatch, seen.layer, seen.backward = step[-1].step_position
         with contextlib.suppress(ValueError):
-            answer = json.loads(heart.left() or b"{}")
+            answer = json.loads(heart.answer() or b"{}")
             seen.stack, seen.threads = answer.get("stack", []), answer.get("threads", {})
             seen.note = answer.get("note", "")
         return seen

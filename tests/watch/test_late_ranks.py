@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from titanmoe.watch.listener import Named
-from titanmoe.watch.places import LateRanks, Seen, judge
+from titanmoe.watch.late_ranks import LateRanks, Seen, judge
+from titanmoe.watch.listener import LaneGroups
 
 GROUPS = [
-    Named("waited", ((0, 1, 2, 3),), "world"),
-    Named("waited", ((0, 1), (2, 3)), "tp"),
-    Named("rows", ((0, 1, 2, 3),), "ep"),
-    Named("stages", ((0, 2), (1, 3)), "pp"),
+    LaneGroups("waited", ((0, 1, 2, 3),), "world"),
+    LaneGroups("waited", ((0, 1), (2, 3)), "tp"),
+    LaneGroups("rows", ((0, 1, 2, 3),), "ep"),
+    LaneGroups("stages", ((0, 2), (1, 3)), "pp"),
 ]
 WORLD, TP, EP, PP = range(4)
 

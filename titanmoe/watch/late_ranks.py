@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from titanmoe.watch.listener import Named
-from titanmoe.watch.stacks import place_in
+from titanmoe.watch.listener import LaneGroups
+from titanmoe.watch.stacks import line_in
 
 Record = tuple[int, int, str, str, int, int, int, int, int, bool]
 """A message: index in its step, group, op, dtype, bytes, number in its group, peer, microbatch, layer, backward."""
@@ -54,7 +54,7 @@ class LateRanks:
     text: str
 
 
-def judge(seen: Sequence[Seen], groups: Sequence[Named], stage: int) -> LateRanks:
+def judge(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> LateRanks:
     """stage: ranks of a pipeline stage, which issue the same messages."""
     by_rank = {one.rank: one for one in seen}
     late = (
@@ -81,7 +81,7 @@ def _lost(seen: Iterable[Seen]) -> dict[int, str]:
     return {}
 
 
-def _odd(seen: Sequence[Seen], groups: Sequence[Named], stage: int) -> dict[int, str]:
+def _odd(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
     """Ranks that issued another message than most of their stage did at the same place of a step. Where a stage is
     divided equally, other stages decide, if one of its halves did what they did.
     """
@@ -110,14 +110,14 @@ def _odd(seen: Sequence[Seen], groups: Sequence[Named], stage: int) -> dict[int,
     return {}
 
 
-def _awaited(by_rank: dict[int, Seen], groups: Sequence[Named]) -> list[int]:
+def _awaited(by_rank: dict[int, Seen], groups: Sequence[LaneGroups]) -> list[int]:
     """Ranks at the end of chains of waits: others wait for them, and they wait for none; or those of a cycle."""
     waits = {rank: _waits_for(one, by_rank, groups) for rank, one in by_rank.items()}
     awaited = {other for others in waits.values() for other in others}
     return sorted(rank for rank in awaited if not waits[rank]) or sorted(awaited)
 
 
-def _waits_for(one: Seen, by_rank: dict[int, Seen], groups: Sequence[Named]) -> set[int]:
+def _waits_for(one: Seen, by_rank: dict[int, Seen], groups: Sequence[LaneGroups]) -> set[int]:
     """The ranks that have not issued what this one has."""
     found = set()
     for name, number in one.numbers.items():
@@ -142,7 +142,7 @@ def _writes(one: Seen) -> bool:
 # ---- in words
 
 
-def report(by_rank: dict[int, Seen], groups: Sequence[Named], late: dict[int, str]) -> str:
+def report(by_rank: dict[int, Seen], groups: Sequence[LaneGroups], late: dict[int, str]) -> str:
     if not late:
         longest = max(by_rank.values(), key=lambda one: one.silent_s)
         lines = [f"hang: {_ranks(by_rank)} wait for each other, and none is behind: check the network"]
@@ -165,7 +165,7 @@ def report(by_rank: dict[int, Seen], groups: Sequence[Named], late: dict[int, st
     return "\n".join(lines)
 
 
-def _about(one: Seen, groups: Sequence[Named], why: str) -> list[str]:
+def _about(one: Seen, groups: Sequence[LaneGroups], why: str) -> list[str]:
     lines = [
         f"  rank {one.rank}, process {one.pid} on {one.host}: " + (why or "others wait for it, and it waits for none")
     ]
@@ -181,27 +181,27 @@ def _about(one: Seen, groups: Sequence[Named], why: str) -> list[str]:
             f"message {last[INDEX] + 1} of its step"
         )
     if one.stack:
-        lines.append(f"    it is at {place_in(one.stack)}")
+        lines.append(f"    it is at {line_in(one.stack)}")
     for name, stack in one.threads.items():
         if name == "checkpoint":
-            lines.append(f"    its thread that saves is at {place_in(stack)}")
+            lines.append(f"    its thread that saves is at {line_in(stack)}")
     if one.note:
         lines.append(f"    {one.note.strip().partition(chr(10))[0]}")
     return lines
 
 
-def _waits_in(one: Seen, groups: Sequence[Named]) -> str:
-    where = f" at {place_in(one.stack)}" if one.stack else ""
+def _waits_in(one: Seen, groups: Sequence[LaneGroups]) -> str:
+    where = f" at {line_in(one.stack)}" if one.stack else ""
     if not one.last or one.phase in ("starting", "between steps"):
         return f"{one.phase}{where}"
     return f"{_named(groups, one.last[-1][GROUP], one.last[-1][OP])}, number {one.last[-1][NUMBER]}{where}"
 
 
-def _named(groups: Sequence[Named], group: int, op: str) -> str:
+def _named(groups: Sequence[LaneGroups], group: int, op: str) -> str:
     return f"{op} over {groups[group].axes}"
 
 
-def _sized(groups: Sequence[Named], group: int, op: str, size: int) -> str:
+def _sized(groups: Sequence[LaneGroups], group: int, op: str, size: int) -> str:
     return _named(groups, group, op) + (f" ({size} bytes)" if size else "")
 
 
