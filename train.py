@@ -3,7 +3,7 @@
 `titanmoe train train_configs/debug.toml` does the same, and its errors are easier to read.
 """
 
-from titanmoe.train.__main__ import run
+from titanmoe.rank import run
 
 if __name__ == "__main__":
     run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from titanmoe.config import ConfigError
 from titanmoe.launcher.agent import Ended, Logs
 from titanmoe.launcher.command import verdict
-from titanmoe.launcher.message import Failure, first, message, oom_kills
+from titanmoe.launcher.message import Failure, first, message, oom_kills, parts_of_step
 from titanmoe.train import failure
 
 
@@ -65,6 +66,20 @@ def test_what_the_last_message_says(tmp_path):
         f"its log: {tmp_path}/rank1.log (empty)",
     ]
     assert "rank 1 died of SIGSEGV" in message(failed(tmp_path, 1, -signal.SIGSEGV), 2)
+
+
+def test_a_killed_rank_is_said_to_be_where_the_others_saw_it_last(tmp_path):
+    part = "step 43, forward and backward: backward of layer 2, microbatch 0"
+    note = {"message": "hang: rank 1 on node is late", "alike": True, "during": {1: part}}
+    watch = failed(tmp_path, 0, 1, 5.0, note)
+    other = failed(tmp_path, 2, 1, 5.0, LOST)
+    parts = parts_of_step([watch.note_file, tmp_path / "rank1.json", other.note_file])
+    assert parts == {1: part}
+    killed = replace(failed(tmp_path, 1, -signal.SIGKILL), during=parts[1])
+    (tmp_path / "rank1.json.memory").write_text("each rank holds much")
+    assert message(killed, 4).splitlines()[1] == f"it was in {part}"
+    assert message(killed, 4, out_of_memory=True).splitlines()[1:3] == [f"it was in {part}", "each rank holds much"]
+    assert f"died of SIGSEGV\nit was in {part}" in message(replace(killed, exitcode=-signal.SIGSEGV), 4)
 
 
 def test_exit_codes_are_kept(tmp_path):
@@ -140,6 +155,14 @@ def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
     Path(env[1][failure.FILE] + failure.ADVICE).write_text("memory")
     logs.tidy()
     assert [file.name for file in (tmp_path / "logs").rglob("*")] == ["rank9.log"]
+
+
+def test_notes_of_an_earlier_start_in_the_same_folder_are_removed(tmp_path):
+    env: dict[int, dict[str, str]] = {0: {"RANK": "0"}}
+    note = Path(Logs(tmp_path).reify(env).error_files[0])
+    note.write_text("{}")
+    Logs(tmp_path).reify(env)
+    assert not note.exists()
 
 
 def test_kills_by_the_kernel_are_counted_where_it_reports_them():

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,6 @@ from torch import Tensor
 
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.together import Group, together
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -92,21 +90,6 @@ def _check_apart(hosts: Hosts, group: Group) -> None:
             f"checkpoint.local_folder: {hosts.folder} is shared by several hosts, and would be lost with one of them: "
             "name a folder that each host has for itself"
         )
-
-
-def shared_by(value: Callable[[], T], source: int, group: Group) -> T:
-    """What that rank finds, on every rank; CheckpointError on every rank if it cannot."""
-    box: list[Any] = [None]
-    if group is None or dist.get_rank(group) == source:
-        try:
-            box[0] = value()
-        except (CheckpointError, OSError) as error:
-            box[0] = CheckpointError(str(error))
-    if group is not None:
-        dist.broadcast_object_list(box, source, group)
-    if isinstance(box[0], CheckpointError):
-        raise box[0]
-    return box[0]
 
 
 @dataclass(frozen=True)

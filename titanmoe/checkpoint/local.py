@@ -26,12 +26,12 @@ from torch import Tensor
 from titanmoe.checkpoint import layout, ledger
 from titanmoe.checkpoint.disk import Doing
 from titanmoe.checkpoint.folder import write_pieces
-from titanmoe.checkpoint.hosts import Parcel, exchange, meet, shared_by
+from titanmoe.checkpoint.hosts import Parcel, exchange, meet
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.scattered import Scattered
 from titanmoe.checkpoint.tensors import TENSORS
-from titanmoe.checkpoint.together import Group, together
+from titanmoe.checkpoint.together import Group, from_rank, together
 from titanmoe.checkpoint.write_tensors import NotFinite, Pieces, Writer
 from titanmoe.config.schema import Config
 
@@ -47,10 +47,10 @@ class Local:
         """folder: of the run's checkpoints. group: on CPU tensors."""
         self.shared, self.group, self.say = folder, group, say
         self.root, self.global_batch_size = config.checkpoint.local_folder, config.training.global_batch_size
-        self.hosts = meet(self.root, shared_by(lambda: _name(run), 0, group), group)
+        self.hosts = meet(self.root, from_rank(group, 0, lambda: _name(run)), group)
         self.first = self.hosts.rank == 0
-        self.start = shared_by(lambda: uuid.uuid4().hex, 0, group)
-        self.number = shared_by(lambda: layout.next_number(folder), 0, group)
+        self.start = from_rank(group, 0, lambda: uuid.uuid4().hex)
+        self.number = from_rank(group, 0, lambda: layout.next_number(folder))
         """Of the next checkpoint: a local set comes after those made before it, and before that one unless it has the
         later step."""
         self.kept = ""
@@ -82,7 +82,7 @@ class Local:
         free = together(group, lambda: doing(f"making {target}", self._begin, target) if hosts.leads else 0)
         writer = Writer(target, doing, finite=True, room=lambda needs: self._check_room(needs, free))
         write_pieces(writer, target, pieces, group)
-        tables = shared_by(lambda: layout.content(target, TENSORS, writer.sums[TENSORS]), 0, group)
+        tables = from_rank(group, 0, lambda: layout.content(target, TENSORS, writer.sums[TENSORS]))
         sums = together(group, lambda: {name: s for name, s in writer.sums.items() if name != TENSORS})
         together(group, lambda: doing(f"copying {target} to another host", self._copy, target, sums))
 
@@ -97,7 +97,7 @@ class Local:
 
         found = together(group, lambda: doing(f"reading back {target}", complete))
         files = {name: s for theirs in sums for name, s in theirs.items()} | {TENSORS: found[0]}
-        text = shared_by(lambda: Manifest(step, self.number, files, record).text(), 0, group)
+        text = from_rank(group, 0, lambda: Manifest(step, self.number, files, record).text())
         together(group, lambda: layout.seal(target, text) if hosts.leads else None)
         if not self.made:
             entry = ledger.LocalRecord(self.start, self.global_batch_size)
@@ -167,7 +167,7 @@ class Local:
     def newest(self, verify: bool) -> Scattered | None:
         """The newest whole set of the start that the ledger names."""
         try:
-            entry = shared_by(lambda: ledger.read(self.shared), 0, self.group)
+            entry = from_rank(self.group, 0, lambda: ledger.read(self.shared))
         except CheckpointError as error:
             self._say(f"local copies cannot be used: {error}")
             return None
@@ -207,7 +207,7 @@ class Local:
             manifest = layout.read_manifest(path)
             return manifest, layout.content(path, TENSORS, manifest.files[TENSORS])
 
-        manifest, tables = shared_by(described, holder, self.group)
+        manifest, tables = from_rank(self.group, holder, described)
         names = [name for name in sorted(manifest.files) if name != TENSORS]
 
         def whole() -> list[str]:

@@ -1,4 +1,4 @@
-"""Work that every rank of a group does, and that counts as done only if none of them failed."""
+"""Work that all ranks of a group do, or one of them for all: if it fails on any rank, it fails on every rank."""
 
 from __future__ import annotations
 
@@ -16,15 +16,8 @@ Group = Any
 
 
 def together(group: Group, work: Callable[[], T]) -> list[T]:
-    """What work returns on each rank; if it fails on any, CheckpointError on all of them, with every different
-    reason."""
-    mine: tuple[T | None, str]
-    try:
-        mine = work(), ""
-    except CheckpointError as error:
-        mine = None, str(error)
-    except OSError as error:
-        mine = None, inside.error_text(error)
+    """What work returns on each rank. If it fails on any, all raise CheckpointError with every different reason."""
+    mine = _result(work)
     everyone: list[Any] = [mine]
     if group is not None:
         everyone = [None] * dist.get_world_size(group)
@@ -33,3 +26,26 @@ def together(group: Group, work: Callable[[], T]) -> list[T]:
     if reasons:
         raise CheckpointError("; ".join(reasons))
     return [result for result, _ in everyone]
+
+
+def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
+    """What work returns on this one rank, where alone it is called. If it fails, all raise CheckpointError."""
+    box: list[Any] = [None]
+    if group is None or dist.get_rank(group) == source:
+        box[0] = _result(work)
+    if group is not None:
+        dist.broadcast_object_list(box, source, group)
+    result, reason = box[0]
+    if reason:
+        raise CheckpointError(reason)
+    return result
+
+
+def _result(work: Callable[[], T]) -> tuple[T | None, str]:
+    """What it returns, or why it failed."""
+    try:
+        return work(), ""
+    except CheckpointError as error:
+        return None, str(error)
+    except OSError as error:
+        return None, inside.error_text(error)

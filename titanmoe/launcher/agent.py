@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from titanmoe.launcher.message import Failure
+from titanmoe.launcher.message import Failure, parts_of_step
 from titanmoe.train import failure
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -52,6 +52,7 @@ class Logs(LogsSpecs):
         names = {local: str(folder / f"rank{env['RANK']}") for local, env in envs.items()}
         notes = {local: f"{name}.json" for local, name in names.items()}
         for local, env in envs.items():
+            Path(notes[local]).unlink(missing_ok=True)  # an earlier start's, with the same --logs
             env[failure.FILE] = env["TORCHELASTIC_ERROR_FILE"] = notes[local]
         outputs = {local: f"{name}.out" if local else "" for local, name in names.items()}
         return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, notes)
@@ -114,12 +115,12 @@ class Agent(LocalElasticAgent):
                 os.kill(pid, number)
 
     def ended(self, failures: dict[int, Any]) -> Ended:
-        workers = self._worker_group.workers
-        found = []
+        workers, notes = self._worker_group.workers, self._pcontext.error_files if self._pcontext else {}
+        found, parts = [], parts_of_step(map(Path, notes.values()))
         for failed in failures.values():
             local = failed.local_rank
-            log, note = Path(self._pcontext.stderrs[local]), Path(self._pcontext.error_files[local])
-            found.append(Failure(workers[local].global_rank, failed.exitcode, failed.timestamp, log, note))
+            rank, log, note = workers[local].global_rank, Path(self._pcontext.stderrs[local]), Path(notes[local])
+            found.append(Failure(rank, failed.exitcode, failed.timestamp, log, note, parts.get(rank, "")))
         return Ended(self.signal, self.killed, found, workers[0].world_size if workers else 1)
 
 
@@ -127,7 +128,7 @@ def launch(options: Namespace, words: list[str], logs: Logs) -> Ended:
     """Start the ranks as torchrun would with these options, and wait for them; raises if the rendezvous fails."""
     _quiet(logs.folder)
     config, _, _ = config_from_args(options)
-    agent = Agent(_spec(config, ("-u", "-m", "titanmoe.train", *words)), logs)
+    agent = Agent(_spec(config, ("-u", "-m", "titanmoe.rank", *words)), logs)
     agent.handle_signals()
     handler = agent._worker_group.spec.rdzv_handler
     try:

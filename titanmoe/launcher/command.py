@@ -235,7 +235,7 @@ def start(prepared: Prepared) -> int:
 
     request = prepared.request
     _environment(prepared)
-    options = parse_args([*_as_for_torchrun(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.train"])
+    options = parse_args([*_as_for_torchrun(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.rank"])
     if options.rdzv_backend == "static" and options.node_rank == 0:
         check_port(options.master_addr, options.master_port)
     logs, before = Logs(_folder(prepared)), oom_kills()

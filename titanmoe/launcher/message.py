@@ -24,12 +24,11 @@ class Failure:
     log: Path
     note_file: Path
     """Written by titanmoe.train.failure, if the rank got that far."""
+    during: str = ""
+    """Which part of the step it was in, as far as other ranks of this machine know."""
 
     def note(self) -> dict:
-        try:
-            return json.loads(self.note_file.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return {}
+        return read_note(self.note_file)
 
     @property
     def code(self) -> int:
@@ -47,6 +46,21 @@ class Failure:
     def own_fault(self) -> bool:
         """Whether it failed on its own while it was being stopped."""
         return bool(self.note()) and not self.consequence
+
+
+def read_note(file: Path) -> dict:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+
+
+def parts_of_step(notes: Iterable[Path]) -> dict[int, str]:
+    """Which part of the step late ranks were in, from what the watch left in the notes of others."""
+    found: dict[int, str] = {}
+    for file in notes:
+        found |= {int(rank): text for rank, text in read_note(file).get("during", {}).items()}
+    return found
 
 
 def first(failures: Iterable[Failure]) -> Failure:
@@ -81,14 +95,18 @@ def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:
 
 
 def _killed(failure: Failure, world: int, out_of_memory: bool) -> str:
-    name = signal.Signals(-failure.exitcode).name
     who = f"rank {failure.rank}" if world > 1 else "the run"
-    if failure.exitcode == -signal.SIGKILL and out_of_memory:
-        why = "killed by the kernel (SIGKILL), because this machine, or this container, was out of memory"
-        return "\n".join([f"{who} was {why}", *_advice(failure)])
-    if failure.exitcode == -signal.SIGKILL:
-        return f"{who} was killed by SIGKILL: from outside, or by the kernel for lack of memory (see dmesg)"
-    return f"{who} died of {name}"
+    by_kernel = failure.exitcode == -signal.SIGKILL and out_of_memory
+    if by_kernel:
+        what = "was killed by the kernel (SIGKILL), because this machine, or this container, was out of memory"
+    elif failure.exitcode == -signal.SIGKILL:
+        what = "was killed by SIGKILL: from outside, or by the kernel for lack of memory (see dmesg)"
+    else:
+        what = f"died of {signal.Signals(-failure.exitcode).name}"
+    lines = [f"{who} {what}"]
+    if failure.during:
+        lines.append(f"it was in {failure.during}")
+    return "\n".join([*lines, *(_advice(failure) if by_kernel else [])])
 
 
 def _advice(failure: Failure) -> list[str]:

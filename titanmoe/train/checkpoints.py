@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, freshest
 from titanmoe.checkpoint.folder import Checkpoint
-from titanmoe.checkpoint.inside import CheckpointError, error_text
+from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.local import Local
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.scattered import Scattered
-from titanmoe.checkpoint.together import together
+from titanmoe.checkpoint.together import from_rank, together
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
@@ -135,33 +135,22 @@ class Checkpoints:
 
     def _choose(self, copies: Scattered | None) -> Beginning:
         """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""
-        if self.rank == 0:
-            try:
-                answer: Beginning | CheckpointError = freshest(
-                    self.config, self.run, self._damage, copies and (copies.manifest.number, copies.manifest.step)
-                )
-            except CheckpointError as error:
-                answer = error
-            except OSError as error:
-                answer = CheckpointError(error_text(error))
-            self._broadcast(answer)
-        else:
-            while isinstance(answer := self._broadcast(None), Path):
+        local = copies and (copies.manifest.number, copies.manifest.step)
+
+        def choose() -> Beginning:
+            return freshest(self.config, self.run, self._damage, local)
+
+        try:
+            while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
                 self._check_together(answer)
-        if isinstance(answer, CheckpointError):
-            raise ConfigError([str(answer)])
+        except CheckpointError as error:
+            raise ConfigError([str(error)]) from None
         return answer
 
     def _damage(self, path: Path) -> list[str]:
         layout.read_manifest(path)  # raises before the other ranks are involved if this is not a checkpoint
-        self._broadcast(path)
+        from_rank(self.group, 0, lambda: path)
         return self._check_together(path)
-
-    def _broadcast(self, what: Any) -> Any:
-        box = [what]
-        if self.group is not None:
-            dist.broadcast_object_list(box, 0, self.group)
-        return box[0]
 
     def _check_together(self, path: Path) -> list[str]:
         def mine() -> list[str]:

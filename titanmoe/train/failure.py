@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,13 +29,13 @@ OF_OTHERS = re.compile(
 """In the message of an error that torch.distributed raises when another rank is gone or does not answer."""
 
 
-def leave(text: str, consequence: bool = False, alike: bool = False) -> bool:
-    """Whether there is a launcher to read it. consequence: another rank failed before. alike: all ranks say the
-    same."""
+def leave(text: str, consequence: bool = False, alike: bool = False, during: Mapping[int, str] | None = None) -> bool:
+    """Returns whether there is a launcher to read it. consequence: another rank failed before this one. alike: all
+    ranks say the same. during: which part of the step ranks were in that cannot say so themselves."""
     if not (file := os.environ.get(FILE)):
         return False
     found = {"message": text, "timestamp": time.time()}  # torch's names, which its agent reads
-    found |= {"consequence": consequence, "alike": alike}
+    found |= {"consequence": consequence, "alike": alike, "during": during or {}}
     new = Path(f"{file}.new")
     new.write_text(json.dumps(found), encoding="utf-8")
     new.replace(file)

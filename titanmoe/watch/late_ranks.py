@@ -52,6 +52,8 @@ class LateRanks:
     late: dict[int, str]
     """Ranks that others wait for, or that failed, and why they are named."""
     text: str
+    during: dict[int, str]
+    """Which part of the step each late rank is in."""
 
 
 def judge(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> LateRanks:
@@ -63,7 +65,7 @@ def judge(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> Lat
         or dict.fromkeys(_awaited(by_rank, groups), "")
         or {one.rank: "" for one in seen if _writes(one)}
     )
-    return LateRanks(late, report(by_rank, groups, late))
+    return LateRanks(late, report(by_rank, groups, late), {rank: _during(by_rank[rank]) for rank in late})
 
 
 def _lost(seen: Iterable[Seen]) -> dict[int, str]:
@@ -169,11 +171,7 @@ def _about(one: Seen, groups: Sequence[LaneGroups], why: str) -> list[str]:
     lines = [
         f"  rank {one.rank}, process {one.pid} on {one.host}: " + (why or "others wait for it, and it waits for none")
     ]
-    doing = f"    step {one.step}, {one.phase}"
-    if one.phase == "forward and backward":
-        layer = f" of layer {one.layer}" if one.layer >= 0 else ""
-        doing += f": {'backward' if one.backward else 'forward'}{layer}, microbatch {one.microbatch}"
-    lines.append(f"{doing}; no progress for {one.silent_s:.0f} s")
+    lines.append(f"    {_during(one)}; no progress for {one.silent_s:.0f} s")
     if one.last:
         last = one.last[-1]
         lines.append(
@@ -188,6 +186,14 @@ def _about(one: Seen, groups: Sequence[LaneGroups], why: str) -> list[str]:
     if one.note:
         lines.append(f"    {one.note.strip().partition(chr(10))[0]}")
     return lines
+
+
+def _during(one: Seen) -> str:
+    during = f"step {one.step}, {one.phase}"
+    if one.phase == "forward and backward":
+        layer = f" of layer {one.layer}" if one.layer >= 0 else ""
+        during += f": {'backward' if one.backward else 'forward'}{layer}, microbatch {one.microbatch}"
+    return during
 
 
 def _waits_in(one: Seen, groups: Sequence[LaneGroups]) -> str:

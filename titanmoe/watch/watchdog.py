@@ -181,7 +181,7 @@ class Watchdog(threading.Thread):
                 return self.report(seen)
         self._until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
         self.hosts.mine.numbers[at.REPORTED] = 1
-        self._in_time(lambda: failure.leave("another rank is late", consequence=True))
+        self._in_time(lambda: failure.leave("another rank is late", consequence=True, during=self._told()))
         if self.leads():
             self.end_others(wait=False)
         self.end(1)
@@ -194,16 +194,22 @@ class Watchdog(threading.Thread):
         except (RuntimeError, OSError):
             return False
 
+    def _told(self) -> dict[int, str]:
+        """What the report says that late ranks were doing, if it came from another machine."""
+        with contextlib.suppress(RuntimeError, OSError):
+            return self.between.heard("report") if self.between.said("report") else {}
+        return {}
+
     def report(self, seen: list[Seen]) -> None:
         """On the first machine."""
         everyone = seen + self._others()
         verdict = judge(everyone, self.groups, self.stage)
         left = bool(os.environ.get(failure.FILE))
-        self._in_time(lambda: failure.leave(verdict.text, alike=True))
+        self._in_time(lambda: failure.leave(verdict.text, alike=True, during=verdict.during))
         self._in_time(lambda: self._write(everyone, verdict))
         self.hosts.mine.numbers[at.REPORTED] = 1
         with contextlib.suppress(RuntimeError, OSError):
-            self.between.say("report", verdict.text)
+            self.between.say("report", verdict.during)
         self.end_others(wait=True)
         if not left:
             os.write(2, f"error: {verdict.text}\n".encode())  # as it is, without the rank before each line

@@ -1,4 +1,4 @@
-"""One rank of a run: python -m titanmoe.train --config RECIPE.toml, which train.py and `titanmoe train` start."""
+"""One rank of a run: python -m titanmoe.rank --config RECIPE.toml. `titanmoe train` starts it; train.py calls it."""
 
 import gc
 import sys
