@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titanmoe.ops.kernels import installed
-from titanmoe.rehearse.place import CodePlace
+from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.work import Operation
 
 FILE = Path(__file__).resolve().parent.parent / "scripts/bench/roofline.py"
@@ -18,12 +18,12 @@ spec.loader.exec_module(roofline)
 
 
 def test_the_ceiling_of_one_operation() -> None:
-    product = Operation("mm", CodePlace(), 989 * 10**9, 10**6, 10**6)  # a millisecond of products
+    product = Operation("mm", CodeSite(), 989 * 10**9, 10**6, 10**6)  # a millisecond of products
     device = roofline.DEVICES["H100"]
     assert roofline.ceiling({product: 2}, device) == pytest.approx(1 / 1.001)
-    copies = Operation("clone", CodePlace(), 0, 1675 * 10**6, 1675 * 10**6)  # and one of copies
+    copies = Operation("clone", CodeSite(), 0, 1675 * 10**6, 1675 * 10**6)  # and one of copies
     assert roofline.ceiling({product: 1, copies: 1}, device) == pytest.approx(1 / 2.002)
-    small = {Operation("add", CodePlace(), 0, 8, 8): 1000}  # the host takes five
+    small = {Operation("add", CodeSite(), 0, 8, 8): 1000}  # the host takes five
     assert roofline.ceiling({product: 1} | small, device) == pytest.approx(1 / 5.005)
 
 

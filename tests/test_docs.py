@@ -15,7 +15,7 @@ from titanmoe.config import load
 from titanmoe.config.fields import fields, tables
 from titanmoe.config.recipe import toml
 from titanmoe.config.values import WrongType, fit
-from titanmoe.launcher.command import split
+from titanmoe.launcher.command import parse_words
 from titanmoe.models.families import preset
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -152,7 +152,7 @@ def starts() -> list[tuple[str, list[str]]]:
                 continue
             start = next((words[i + 1 :] for i, word in enumerate(words) if word in ("train.py", "train")), None)
             if start:
-                request = split(start)
+                request = parse_words(start)
                 assert not request.problems, line
                 found.append((request.recipe, request.rest))
     return found

@@ -208,7 +208,7 @@ PRIVATE = (
     Private("torch.utils._pytree", ("tree_leaves",), "watch/culprit.py", "tensors among a module's results"),
     Private("torch._ops.OpOverload", ("_schema", "_overloadpacket"), "rehearse", "an operation's name and arguments"),
     Private("torch.Tensor", ("_make_subclass",), "rehearse/shapes.py", "parameters without numbers"),
-    Private("torch._C", ("_current_autograd_node",), "rehearse/place.py", "the node that backward has come to"),
+    Private("torch._C", ("_current_autograd_node",), "rehearse/code_site.py", "the node that backward has come to"),
     Private(
         "torch._C._distributed_c10d",
         ("FakeWork", "ProcessGroup", "Work"),
@@ -229,7 +229,9 @@ PRIVATE = (
         "gradients of whole weights",
     ),
     Private("torch.autograd.graph", ("_engine_run_backward",), "rehearse", "the frame below which backward runs"),
-    Private("torch.distributed.pipelining.stage", ("_make_tensor_from_meta",), "rehearse/place.py", "receive buffers"),
+    Private(
+        "torch.distributed.pipelining.stage", ("_make_tensor_from_meta",), "rehearse/code_site.py", "receive buffers"
+    ),
 )
 
 

@@ -34,9 +34,9 @@ import torchtitan_side  # noqa: E402
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.ops.device import as_on  # noqa: E402
 from titanmoe.rehearse import hardware, stand_ins  # noqa: E402
+from titanmoe.rehearse.code_site import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.columns import columns  # noqa: E402
 from titanmoe.rehearse.fake_recorder import FakeRecorder  # noqa: E402
-from titanmoe.rehearse.place import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.work import Operation, Work, work_of  # noqa: E402
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse  # noqa: E402
 from titanmoe.replace import replaced  # noqa: E402
@@ -80,7 +80,7 @@ def ours(config: Config) -> Counted:
     return {
         one: count
         for one, count in found.operations.items()
-        if one.place.layer == "layers.1" and one.place.region not in (GATHER, REDUCE)
+        if one.site.layer == "layers.1" and one.site.region not in (GATHER, REDUCE)
     }
 
 
@@ -106,7 +106,7 @@ def theirs(config: Config) -> Counted:
         position_BL = torch.arange(shape[1]).unsqueeze(0)
         with recorder.on():
             recorder.begin_step()
-            with recorder.places.region(FORWARD_BACKWARD):
+            with recorder.sites.region(FORWARD_BACKWARD):
                 y_BLD = block(x_BLD, None, position_BL)
                 y_BLD.backward(torch.zeros_like(y_BLD))
     return dict(recorder.operations)
@@ -117,9 +117,9 @@ def summary(counted: Counted, tokens: int) -> dict[str, Any]:
     phases: dict[str, Work] = defaultdict(Work)
     for one, count in counted.items():
         work = work_of(one) * count
-        phases[one.place.phase] += work
+        phases[one.site.phase] += work
         if not one.flops:
-            phases["outside " + one.place.phase] += work
+            phases["outside " + one.site.phase] += work
     row: dict[str, Any] = {}
     for phase in ("forward", "backward"):
         work, outside = phases[phase], phases["outside " + phase]
@@ -148,7 +148,7 @@ def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
     """Operations that move more than NAMED of all bytes, by name, line and pass."""
     total, moved = 0, defaultdict(Work)
     for one, count in counted.items():
-        moved[one.name, one.place.region, one.place.phase, str(one.place)] += work_of(one) * count
+        moved[one.name, one.site.region, one.site.phase, str(one.site)] += work_of(one) * count
         total += (one.read + one.written) * count
     return [
         (name, region, phase, line, str(work.kernels), f"{work.moved / tokens / 1e3:.1f}", f"{work.moved / total:.1%}")

@@ -17,7 +17,7 @@ from tests import world
 from tests.checkpoint.folders import make
 from tests.checkpoint.test_layout import config
 from titanmoe.checkpoint import choose_checkpoint, inside, layout
-from titanmoe.checkpoint.choose_checkpoint import choose
+from titanmoe.checkpoint.choose_checkpoint import wanted_checkpoint
 from titanmoe.checkpoint.folder import open_checkpoint, save
 from titanmoe.checkpoint.inside import CheckpointError, Unreadable
 from titanmoe.checkpoint.manifest import Manifest
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 def taken(folder: Path) -> choose_checkpoint.Beginning:
     run = folder.parent
-    return choose(config(run), run, layout.damage)
+    return wanted_checkpoint(config(run), run, layout.damage)
 
 
 # ---- disks that do not answer
@@ -150,7 +150,7 @@ def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at
         again = {"model.a": Lazy((64,), torch.float32, lambda: torch.full((64,), -1.0))}
         save(folder / layout.name_of(step), again, lambda sums: Manifest(step, layout.next_number(folder), sums))
         layout.point(folder, layout.name_of(step))
-    ahead = choose(config(folder.parent), folder.parent, layout.damage).path
+    ahead = wanted_checkpoint(config(folder.parent), folder.parent, layout.damage).path
     said = layout.sweep(folder)
     best = taken(folder).path
     assert best == folder / layout.name_of(step if whole else 30) and layout.damage(best) == []

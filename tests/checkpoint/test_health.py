@@ -158,7 +158,7 @@ def test_a_small_file_on_a_full_disk_is_named_too(tmp_path):
     file = tmp_path / "latest.new"
     file.symlink_to("/dev/full")
     with pytest.raises(CheckpointError, match=f"{file}: No space left on device: 14 more bytes are needed and "):
-        layout.write(file, "step-00000002\n")
+        layout.write_text(file, "step-00000002\n")
 
 
 # ---- a disk that does not answer

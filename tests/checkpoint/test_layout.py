@@ -13,7 +13,7 @@ import torch
 
 from tests.checkpoint.folders import flip_a_bit, make, rewrite
 from titanmoe.checkpoint import layout, manifest
-from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, choose
+from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, wanted_checkpoint
 from titanmoe.checkpoint.folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.write_tensors import Lazy, _Summing
@@ -35,7 +35,7 @@ def config(run: Path, load: str = "auto") -> Config:
 
 
 def taken(run: Path, load: str = "auto") -> tuple[str, list[str]]:
-    beginning = choose(config(run, load), run, layout.damage)
+    beginning = wanted_checkpoint(config(run, load), run, layout.damage)
     return beginning.path.name if beginning.path else "", beginning.said
 
 
@@ -96,7 +96,7 @@ def test_all_damaged_is_refused_with_each_reason_and_how_to_start_over(run, load
         and "--checkpoint.load=none starts from scratch on purpose" in text
         and "\n" not in text
     )
-    assert choose(config(run, "none"), run, layout.damage).path is None
+    assert wanted_checkpoint(config(run, "none"), run, layout.damage).path is None
 
 
 def test_a_name_in_latest_alone_does_not_mean_a_new_run(run):

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint_hf import models
 from tests.checkpoint_hf.test_convert import convert, equal
-from titanmoe.checkpoint.hf.config import describe, write
+from titanmoe.checkpoint.hf.config import describe, to_config_json
 from titanmoe.checkpoint.hf.source import open_hf
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Model
@@ -57,7 +57,7 @@ def test_which_blocks_are_narrow(tmp_path, every, kinds):
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = describe(tmp_path).model
     assert (model.sliding_window, model.full_attention_every) == (7 if every != 1 else 0, every)
-    assert write(model, None, "float32", 64)["layer_types"] == config["layer_types"]
+    assert to_config_json(model, None, "float32", 64)["layer_types"] == config["layer_types"]
 
 
 def test_blocks_in_another_order_are_refused(tmp_path):

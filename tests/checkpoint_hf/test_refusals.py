@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint import folders
 from tests.checkpoint_hf import models
 from titanmoe.checkpoint.folder import open_checkpoint, write_checkpoint
-from titanmoe.checkpoint.hf.config import describe, write
+from titanmoe.checkpoint.hf.config import describe, to_config_json
 from titanmoe.checkpoint.hf.source import compressed, open_hf
 from titanmoe.checkpoint.write_tensors import Lazy
 from titanmoe.cli import main
@@ -118,7 +118,7 @@ def test_yarn_is_read_and_written(copy, old):
     model = describe(folder).model
     assert (model.rope_scaling, model.rope_factor, model.rope_original_len) == ("yarn", 8, 16)
     assert (model.rope_theta, model.rope_beta_fast, model.rope_beta_slow) == (5e5, 20, 1)
-    (folder / "config.json").write_text(json.dumps(write(model, None, "float32", 64)))
+    (folder / "config.json").write_text(json.dumps(to_config_json(model, None, "float32", 64)))
     assert describe(folder).model == model
     rope = models.transformers.AutoConfig.from_pretrained(folder).rope_parameters
     assert rope.items() >= (yarn | {"rope_theta": 5e5, "beta_slow": 1.0, "truncate": True}).items()
@@ -157,7 +157,7 @@ def test_which_blocks_of_qwen_are_dense(tmp_path, alone, step, dense, every):
     (tmp_path / "config.json").write_text(json.dumps(config))
     model = describe(tmp_path).model
     assert (model.num_dense_layers, model.moe_every) == (dense, every)
-    written = write(model, None, "float32", 64)
+    written = to_config_json(model, None, "float32", 64)
     assert written["mlp_only_layers"] == [i for i in range(8) if i in alone or (i + 1) % step]
 
 

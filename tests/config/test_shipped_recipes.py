@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titanmoe.config import ConfigError, load
-from titanmoe.config.recipes import SHIPPED, find, names
+from titanmoe.config.recipes import SHIPPED, find_recipe, names
 from titanmoe.models.families import preset
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,14 +18,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_name_stands_for_the_shipped_recipe_unless_there_is_such_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert names() == sorted(path.stem for path in (ROOT / "train_configs").glob("*.toml"))
-    assert find("debug") == SHIPPED / "debug.toml" and find("debug").samefile(ROOT / "train_configs" / "debug.toml")
+    assert find_recipe("debug") == SHIPPED / "debug.toml" and find_recipe("debug").samefile(
+        ROOT / "train_configs" / "debug.toml"
+    )
     assert load(["--config", "debug"], preset, lambda config: []).job.name == "debug"
     Path("debug").mkdir()  # a run's folder, for example
-    assert find("debug") == SHIPPED / "debug.toml"
+    assert find_recipe("debug") == SHIPPED / "debug.toml"
     Path("mine.toml").touch()
     Path("mixtral_8x7b").touch()
     for path in ("mine.toml", "mixtral_8x7b", "nowhere/debug", "debug.toml"):
-        assert find(path) == Path(path)
+        assert find_recipe(path) == Path(path)
 
 
 @pytest.mark.parametrize("name", ["debugg", "debug.toml", "train_configs/debug.toml"])

@@ -13,7 +13,7 @@ from titanmoe.config import Config, ConfigError
 from titanmoe.data import read as reading
 from titanmoe.data import unpack
 from titanmoe.data.open import open_documents
-from titanmoe.data.read import Bad, Reader, find, spans
+from titanmoe.data.read import Bad, Reader, find_files, spans
 from titanmoe.data.unpack import opened
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: zstandard.ZstdCompressor().compress(data)}
@@ -22,7 +22,7 @@ LINE = json.dumps({"text": "one"}).encode() + b"\n"
 
 def read(file, most_mb=1, size=1 << 30):
     found = []
-    for source in find([str(file)], "auto"):
+    for source in find_files([str(file)], "auto"):
         for span in spans(source, size):
             found += Reader(span, "text", most_mb)
     return found
@@ -55,7 +55,7 @@ def test_a_line_is_refused_by_number_and_limit(tmp_path, packed):
 def test_a_cut_into_a_long_line_is_refused_by_its_number(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(LINE + long_line(3))
-    (source,) = find([str(file)], "auto")
+    (source,) = find_files([str(file)], "auto")
     last = list(spans(source, 1 << 20))[1]
     with pytest.raises(ConfigError, match=r"a.jsonl:2: the line has more than 1 MiB"):
         list(Reader(last, "text", 1))
@@ -181,7 +181,7 @@ def test_a_long_value_many_times_over_is_held_few_times(tmp_path):
     parquet(file, ["a" * (1 << 19)] * 64, compression="none", use_dictionary=True, dictionary_pagesize_limit=8 << 20)
     assert file.stat().st_size < 1 << 20
     before = pyarrow.default_memory_pool().max_memory()
-    for record in Reader(next(spans(find([str(file)], "auto")[0], 1 << 30)), "text", 1):
+    for record in Reader(next(spans(find_files([str(file)], "auto")[0], 1 << 30)), "text", 1):
         assert len(record.value) == 1 << 19
         assert pyarrow.total_allocated_bytes() < 12 << 20
     assert pyarrow.default_memory_pool().max_memory() <= max(before, 12 << 20)

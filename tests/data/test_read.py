@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanmoe.config import ConfigError
-from titanmoe.data.read import Bad, Reader, find, spans
+from titanmoe.data.read import Bad, Reader, find_files, spans
 
 TEXTS = ["one", "zwei\nlines", "", "drei 日本", "vier " * 50]
 
@@ -37,7 +37,7 @@ def write(file, kind, texts):
 
 def read(paths, format="auto", field="text", size=1 << 20):
     entries = []
-    for source in find([str(path) for path in paths], format):
+    for source in find_files([str(path) for path in paths], format):
         for span in spans(source, size):
             reader = Reader(span, field)
             entries += list(reader)
@@ -80,7 +80,8 @@ def test_folders_and_globs(tmp_path):
 
     def names(paths, format="auto"):
         return [
-            source.file.removeprefix(str(tmp_path) + "/") for source in find([str(tmp_path / p) for p in paths], format)
+            source.file.removeprefix(str(tmp_path) + "/")
+            for source in find_files([str(tmp_path / p) for p in paths], format)
         ]
 
     assert names(["b.jsonl", "a.jsonl"]) == ["b.jsonl", "a.jsonl"]
@@ -97,7 +98,7 @@ def test_paths_without_files_are_reported_together(tmp_path):
     (tmp_path / "shards").mkdir()
     (tmp_path / "shards" / "00000-000.tokens").write_bytes(b"1")
     with pytest.raises(ConfigError) as error:
-        find([str(tmp_path / name) for name in ("gone", "empty", "a.jsonl", "*.txt", "shards")], "auto")
+        find_files([str(tmp_path / name) for name in ("gone", "empty", "a.jsonl", "*.txt", "shards")], "auto")
     gone, empty, glob, shards, zero = error.value.problems
     assert "gone' does not exist" in gone and "empty' contains no files" in empty and "*.txt' does not exist" in glob
     assert "a.jsonl is empty" in zero and "holds token shards" in shards

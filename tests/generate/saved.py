@@ -51,10 +51,12 @@ def generator(path: Path, degrees: dict[str, int], eos: int | None = None) -> An
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.meshes import build_meshes
     from titanmoe.generate.loop import Generator
-    from titanmoe.generate.model import build, find, fold
+    from titanmoe.generate.model import build, config_to_run, find_model
 
-    found, device = find(path), torch.device("cpu")
-    config = fold(found, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, None, "cpu")
+    found, device = find_model(path), torch.device("cpu")
+    config = config_to_run(
+        found, dist.get_world_size(), {"pp": 1, "cp": 1, "tp": 1, "ep": 1, "etp": 1} | degrees, None, "cpu"
+    )
     meshes = build_meshes(derive(dist.get_world_size(), config.parallelism), "cpu", trains=False)
     return Generator(build(config, meshes, found, device), meshes, device, config.model.vocab_size, eos)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from titanmoe.generate.sample import Sampling, choose, distribution
+from titanmoe.generate.sample import Sampling, choose_tokens, distribution
 
 LOGITS = [2.0, -1.0, 0.5, 2.0, 1.3, -3.0, 0.0, 1.1, -0.5, 0.4]
 CASES: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ def test_the_distribution(case: str) -> None:
 @pytest.mark.parametrize("case", ["all", "both"])
 def test_tokens_are_as_frequent_as_their_shares(case: str) -> None:
     logits_BV = torch.tensor([LOGITS]).expand(DRAWS, -1)
-    drawn = choose(logits_BV, Sampling(**CASES[case], seed=3), [5] * DRAWS, list(range(DRAWS)))
+    drawn = choose_tokens(logits_BV, Sampling(**CASES[case], seed=3), [5] * DRAWS, list(range(DRAWS)))
     count = torch.bincount(torch.tensor(drawn), minlength=len(LOGITS)).double()
     share = torch.tensor(plain(LOGITS, **CASES[case]), dtype=torch.float64)
     deviation = (DRAWS * share * (1 - share)).sqrt()
@@ -64,7 +64,7 @@ def test_draws_are_functions_of_seed_prompt_and_position() -> None:
     numbers, positions = [0] * 32 + [1] * 32, [*range(32), *range(32)]
 
     def draw(seed: int, of: slice = slice(None)) -> list[int]:
-        return choose(logits_BV[of], Sampling(seed=seed), numbers[of], positions[of])
+        return choose_tokens(logits_BV[of], Sampling(seed=seed), numbers[of], positions[of])
 
     first = draw(0)
     assert draw(0) == first and draw(1) != first
@@ -73,10 +73,10 @@ def test_draws_are_functions_of_seed_prompt_and_position() -> None:
 
 
 def test_temperature_zero_takes_the_likeliest() -> None:
-    assert choose(torch.tensor([LOGITS[1:], [*LOGITS[4:], 9.0, 0, 0]]), Sampling(0), [0, 1], [3, 4]) == [2, 6]
+    assert choose_tokens(torch.tensor([LOGITS[1:], [*LOGITS[4:], 9.0, 0, 0]]), Sampling(0), [0, 1], [3, 4]) == [2, 6]
 
 
 def test_excluded_tokens_are_never_chosen() -> None:
     logits_BV = torch.full((2000, 5), -math.inf)
     logits_BV[:, 3] = 0
-    assert set(choose(logits_BV, Sampling(), [0] * 2000, list(range(2000)))) == {3}
+    assert set(choose_tokens(logits_BV, Sampling(), [0] * 2000, list(range(2000)))) == {3}

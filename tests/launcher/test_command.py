@@ -13,7 +13,7 @@ import pytest
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.launcher import command, ranks
-from titanmoe.launcher.command import Request, check_port, prepare, split
+from titanmoe.launcher.command import Request, check_port, parse_words, prepare
 from titanmoe.launcher.ranks import Machine
 from titanmoe.train import launch
 
@@ -29,7 +29,7 @@ def two_cores(monkeypatch):
 
 def refused(*words: str) -> ConfigError:
     with pytest.raises(ConfigError) as refusal:
-        prepare(split(words))
+        prepare(parse_words(words))
     return refusal.value
 
 
@@ -49,7 +49,7 @@ def refused(*words: str) -> ConfigError:
     ],
 )
 def test_the_launchers_options_are_separated_from_the_runs(words, recipe, options, rest):
-    found = split(words.split())
+    found = parse_words(words.split())
     assert (found.recipe, found.options, found.rest, found.problems) == (recipe, options, rest.split(), [])
 
 
@@ -84,7 +84,7 @@ def test_help_has_the_launchers_options_and_every_field(capsys):
 
 def test_torchrun_gets_its_own_options():
     def words(text: str) -> set[str]:
-        return set(command._as_for_torchrun(split(text.split())))
+        return set(command._as_for_torchrun(parse_words(text.split())))
 
     alone = words("debug --max-restarts 2")
     assert {"--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"} <= alone
@@ -118,7 +118,7 @@ def test_the_environment_of_the_ranks(monkeypatch):
     ],
 )
 def test_how_many_ranks(nproc, nodes, wanted, machine, count):
-    assert ranks.choose(nproc, nodes, wanted, machine, "r.toml") == (count, "")
+    assert ranks.choose_ranks(nproc, nodes, wanted, machine, "r.toml") == (count, "")
 
 
 @pytest.mark.parametrize(
@@ -131,14 +131,14 @@ def test_how_many_ranks(nproc, nodes, wanted, machine, count):
     ],
 )  # fmt: skip
 def test_ranks_that_this_machine_does_not_have(nproc, nodes, wanted, machine, said):
-    assert said in ranks.choose(nproc, nodes, wanted, machine, "r.toml")[1]
+    assert said in ranks.choose_ranks(nproc, nodes, wanted, machine, "r.toml")[1]
 
 
 # ---- a mapping that fits
 
 
 def test_the_recipes_own_number_needs_no_option():
-    found = prepare(split(["debug"]))
+    found = prepare(parse_words(["debug"]))
     assert found.nproc == 4 and found.config.parallelism.experts.ep == 4 and found.config.parallelism.dp_shard == 2
 
 
@@ -146,7 +146,7 @@ def test_the_nearest_mapping_is_offered_and_taken(capsys):
     refusal = refused("debug", "--nproc", "auto")
     assert "parallelism.experts.ep = 4 does not divide the stage of 2 ranks" in refusal.problems[0]
     assert refusal.offer == ("The nearest mapping that fits 2 ranks: parallelism.experts.ep 4 -> 2; --fit takes it.")
-    found = prepare(split(["debug", "--nproc", "auto", "--fit"]))
+    found = prepare(parse_words(["debug", "--nproc", "auto", "--fit"]))
     assert found.config.parallelism.experts.ep == 2 and found.request.words[-1] == "--parallelism.experts.ep=2"
     assert "fitted to 2 ranks: parallelism.experts.ep 4 -> 2" in capsys.readouterr().err
     assert launch.read(found.request.words, 2).parallelism.experts.ep == 2, "the ranks agree"
@@ -239,7 +239,7 @@ def test_a_second_start_next_to_a_live_run_is_refused_before_any_rank(tmp_path: 
         (problem,) = refused(*words).problems
         assert f"a run is alive in {tmp_path}/debug (process {live.pid} on {socket.gethostname()}, since 2" in problem
         assert "start this one beside it with another --job.name" in problem
-        assert prepare(split([*words, "--job.name", "other"])).nproc == 4
+        assert prepare(parse_words([*words, "--job.name", "other"])).nproc == 4
     finally:
         live.communicate("")
-    assert prepare(split(words)).nproc == 4
+    assert prepare(parse_words(words)).nproc == 4

@@ -117,7 +117,7 @@ def test_a_node_that_only_lost_another_says_where_to_look(tmp_path):
 def test_a_rank_leaves_its_reason_for_the_launcher_alone(tmp_path, monkeypatch):
     file = tmp_path / "left.json"
     monkeypatch.delenv(failure.FILE, raising=False)
-    assert not failure.leave("x")
+    assert not failure.leave_note("x")
     monkeypatch.setenv(failure.FILE, str(file))
     with pytest.raises(SystemExit) as end:
         failure.refuse(ConfigError(["no"], "a.toml"))

@@ -15,7 +15,18 @@ from tests import parity, world
 from tests.events import Clock
 from titanmoe.comm.collectives import Group
 from titanmoe.moe import chunks as module
-from titanmoe.moe.chunks import MOST, Choice, Costs, LinearCost, choose, dummy_experts, fewest, fit, measure, pipelined
+from titanmoe.moe.chunks import (
+    MOST,
+    Choice,
+    Costs,
+    LinearCost,
+    choose_chunks,
+    dummy_experts,
+    fewest,
+    fit,
+    measure,
+    pipelined,
+)
 
 ROWS = [1024, 2048, 4096, 8192]
 FREE = LinearCost(0.0, 0.0)
@@ -66,16 +77,18 @@ def test_pipelined_times_by_hand() -> None:
 
 def test_latency_alone_keeps_one_chunk() -> None:
     costs = Costs(LinearCost(1e-3, 0), LinearCost(1e-3, 0), LinearCost(1e-3, 0), LinearCost(1e-3, 0))
-    assert choose(costs, 4096).chunks == 1
-    assert choose(Costs(FREE, FREE, LinearCost(0, 1e-6), LinearCost(0, 2e-6)), 4096).chunks == 1  # nothing to hide
+    assert choose_chunks(costs, 4096).chunks == 1
+    assert (
+        choose_chunks(Costs(FREE, FREE, LinearCost(0, 1e-6), LinearCost(0, 2e-6)), 4096).chunks == 1
+    )  # nothing to hide
 
 
 def test_long_products_take_many_chunks_and_long_messages_two() -> None:
     """All messages but the first and the last hide behind products; on a busy wire two chunks hide all products."""
     wire = LinearCost(0.0, 1e-6)
-    many = choose(Costs(wire, wire, LinearCost(0, 4e-6), LinearCost(0, 8e-6)), 4096)
+    many = choose_chunks(Costs(wire, wire, LinearCost(0, 4e-6), LinearCost(0, 8e-6)), 4096)
     assert many.chunks > 3 and sum(many.seconds) < 0.85 * sum(many.whole)
-    two = choose(Costs(wire, wire, wire, wire), 4096)
+    two = choose_chunks(Costs(wire, wire, wire, wire), 4096)
     assert two.chunks == 2 and sum(two.seconds) == pytest.approx(2 / 3 * sum(two.whole))
 
 
@@ -83,14 +96,14 @@ def test_forward_and_backward_are_weighed_together() -> None:
     """Forward's products have a launch cost that chunks pay again, backward's none."""
     wire = LinearCost(0.0, 1e-6)
     costs = Costs(wire, wire, LinearCost(20e-3, 1e-7), LinearCost(1e-5, 2e-6))
-    choice = choose(costs, 4096)
+    choice = choose_chunks(costs, 4096)
     forward, backward = choice.alone
     assert forward == 1 < backward
     total = [costs.forward_s(4096, n) + costs.backward_s(4096, n) for n in range(1, MOST + 1)]
     assert choice.chunks == 1 + next(i for i, t in enumerate(total) if t <= 1.02 * min(total))
     # Forward twice, as under full recomputation, counts twice.
     weighed = [2 * costs.forward_s(4096, n) + costs.backward_s(4096, n) for n in range(1, MOST + 1)]
-    assert choose(costs, 4096, 2.0).chunks == fewest(lambda n: weighed[n - 1]) == 1
+    assert choose_chunks(costs, 4096, 2.0).chunks == fewest(lambda n: weighed[n - 1]) == 1
 
 
 def test_a_hair_is_not_worth_a_chunk() -> None:
@@ -100,7 +113,7 @@ def test_a_hair_is_not_worth_a_chunk() -> None:
 
 def test_a_choice_shows_its_numbers() -> None:
     line = LinearCost(2e-5, 3e-8)
-    choice = choose(Costs(line, line, line, line), 4096)
+    choice = choose_chunks(Costs(line, line, line, line), 4096)
     text = str(choice)
     assert text.startswith(f"{choice.chunks} (forward alone ") and "there 20 us + 30 ns a row" in text
     assert choice.numbers()["costs"]["backward"] == {"latency": 2e-5, "slope": 3e-8}
@@ -120,11 +133,11 @@ def measured(changes: dict[str, Any]) -> tuple[Any, tuple[int, float], list[tupl
         asked.append((rows, forwards))
         return Choice(CHOSEN, (CHOSEN, CHOSEN), rows, costs, (1.0, 1.0), (1.0, 1.0))
 
-    choose, expert.choose = expert.choose, chosen
+    choose_chunks, expert.choose_chunks = expert.choose_chunks, chosen
     try:
         outcome = parity.measure(changes, prepare=trainers.append)
     finally:
-        expert.choose = choose
+        expert.choose_chunks = choose_chunks
     (work,) = asked
     return outcome, work, [(d.chunks, getattr(d, "inner", d).chunks) for d in trainers[0].dispatchers]
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.rehearse.small import config_of
 from titanmoe.ops.kernels import installed
-from titanmoe.rehearse.place import GATHER, REDUCE
+from titanmoe.rehearse.code_site import GATHER, REDUCE
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
@@ -25,10 +25,10 @@ DEEPSEEK = {"model.score_function": "sigmoid", "model.num_groups": 4, "model.top
 def launches(found: Rehearsal, layer: str = "layers.1") -> Counter[str]:
     counted: Counter[str] = Counter()
     for one, times in found.operations.items():
-        place = one.place
-        if place.layer == layer and place.region not in (GATHER, REDUCE, "attention"):
+        site = one.site
+        if site.layer == layer and site.region not in (GATHER, REDUCE, "attention"):
             # Norm and residual sum have no region; those of attention are as many.
-            counted[place.phase] += times if place.region else times / 2
+            counted[site.phase] += times if site.region else times / 2
     for message in found.log.messages:
         if message.line.layer == layer and found.groups[message.group].lane == "rows":
             counted["backward" if message.backward else "forward"] += 1

@@ -168,7 +168,7 @@ def chosen(latency: float, message: float, product: float) -> chunks.Choice:
 
     experts.products = lambda x, *work: _Work.apply(products(x, *work), takes)
     with Wire(Events(), clock, latency, message), mock.patch.object(chunks, "time", clock):
-        return chunks.choose(chunks.measure(experts, 16, group, group), 16)
+        return chunks.choose_chunks(chunks.measure(experts, 16, group, group), 16)
 
 
 def test_chunks_are_chosen_where_messages_are_slow() -> None:

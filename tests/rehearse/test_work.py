@@ -11,7 +11,7 @@ import torch
 from tests.rehearse.small import config_of
 from titanmoe.models.count import flops_per_token
 from titanmoe.ops.kernels import installed
-from titanmoe.rehearse.place import CodePlace
+from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.work import Operations, Work, stored_bytes
 from titanmoe.rehearse.work_table import work_as_json
 from titanmoe.rehearse.world import rehearse
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 def total(func: Any, args: tuple, out: Any = (), given: dict[str, Any] | None = None) -> Work:
     operations = Operations()
-    operations.add(func, args, given or {}, out, CodePlace())
+    operations.add(func, args, given or {}, out, CodeSite())
     return operations.total()
 
 
@@ -65,7 +65,7 @@ def test_every_operation_has_a_layer_a_region_and_a_pass() -> None:
     operations = rehearse(config, 1, 0, "cpu").operations
     flops: Counter[tuple[str, str, str]] = Counter()
     for one, count in operations.items():
-        flops[one.place.layer, one.place.region, one.place.phase] += one.flops * count
+        flops[one.site.layer, one.site.region, one.site.phase] += one.flops * count
     rows = 2 * config.training.seq_len * config.model.top_k
     once = 3 * 2 * rows * config.model.dim * config.model.expert_hidden
     for layer in ("layers.0", "layers.1", "layers.2"):
@@ -76,8 +76,8 @@ def test_every_operation_has_a_layer_a_region_and_a_pass() -> None:
     assert {layer for layer, _, _ in flops} == {"", "layers.0", "layers.1", "layers.2"}
     products = {region for (_, region, _), count in flops.items() if count}
     assert products == {"attention", "router", "experts", "head and loss"}
-    assert {one.place.phase for one in operations if one.place.region == "optimizer"} == {"update"}
-    lines = {one.place.file for one in operations if one.place.region == "experts" and one.flops}
+    assert {one.site.phase for one in operations if one.site.region == "optimizer"} == {"update"}
+    lines = {one.site.file for one in operations if one.site.region == "experts" and one.flops}
     assert lines == {"moe/experts.py"}
     report = work_as_json(operations)
     for unit in ("flops", "read", "written"):

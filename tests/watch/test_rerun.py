@@ -13,7 +13,7 @@ from tests.checkpoint import runs
 from titanmoe.config import ConfigError
 from titanmoe.train.checks import Unsound
 from titanmoe.watch.numbers import checks
-from titanmoe.watch.rerun import verdict
+from titanmoe.watch.rerun import describe
 
 RUN = runs.RUN | {"debug.rerun": True, "optimizer.skip_window": 4}
 FAULTY, STEPS = 5, 6
@@ -74,11 +74,11 @@ def test_data_that_gives_the_same_again_is_blamed_as_such() -> None:
 
 def test_the_first_difference_tells_where() -> None:
     routers = [f"the router of layer {n}" for n in range(12)]
-    assert verdict([[], []]) == ""
-    assert verdict([routers[10:], [*routers[9:], "the loss"], []]) == (
+    assert describe([[], []]) == ""
+    assert describe([routers[10:], [*routers[9:], "the loss"], []]) == (
         "not reproducible on rank 1, first seen in the router of layer 9; what 1 other rank made of it differs too"
     )
-    assert verdict([["the gradient of a"], [], ["the gradient of b"]]) == (
+    assert describe([["the gradient of a"], [], ["the gradient of b"]]) == (
         "not reproducible on ranks 0, 2, first seen in gradients"
     )
 

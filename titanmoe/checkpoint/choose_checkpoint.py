@@ -48,7 +48,7 @@ class Beginning:
     """From the local copies, and path is None."""
 
 
-def choose(config: Config, run: Path, damage: Callable[[Path], list[str]]) -> Beginning:
+def wanted_checkpoint(config: Config, run: Path, damage: Callable[[Path], list[str]]) -> Beginning:
     """The checkpoint that [checkpoint] load asks for; damage(folder) lists what is wrong with one."""
     asked = config.checkpoint.load
     if asked == "none":
@@ -72,12 +72,12 @@ Made = tuple[float, int]
 def freshest(config: Config, run: Path, damage: Callable[[Path], list[str]], local: Made | None) -> Beginning:
     """As choose, but the local copies, if there are any and no sound checkpoint of the run's own was made later."""
     if local is None:
-        return choose(config, run, damage)
+        return wanted_checkpoint(config, run, damage)
     own = checkpoints_of(run, config)
     if all(_made(path) < local for path in layout.candidates(own, unfinished=True)):
         return Beginning(local=True)
     try:
-        found = choose(config, run, damage)
+        found = wanted_checkpoint(config, run, damage)
     except Unreadable:
         raise
     except CheckpointError as error:
@@ -164,7 +164,7 @@ def record_ahead(config: Config) -> dict[str, Any]:
     """
     try:
         run = run_folder(config)
-        found = choose(config, run, _no_manifest)
+        found = wanted_checkpoint(config, run, _no_manifest)
         if found.path is not None and not found.model_only:
             return layout.read_manifest(found.path).record
         entry = ledger.read(checkpoints_of(run, config)) if continues(config) else None

@@ -235,7 +235,7 @@ def publish(aside: Path, target: Path, manifest: Manifest) -> None:
 def seal(folder: Path, text: str) -> None:
     """Write the manifest, which comes last, completely or not at all."""
     fresh = folder / f"{MANIFEST}.new"
-    write(fresh, text)
+    write_text(fresh, text)
     os.rename(fresh, folder / MANIFEST)
     sync(folder)
 
@@ -251,7 +251,7 @@ def _take_place(aside: Path, target: Path) -> list[str]:
 def point(folder: Path, name: str) -> None:
     """Point `latest` at a checkpoint."""
     fresh = folder / f"{LATEST}.new"
-    write(fresh, name + "\n")
+    write_text(fresh, name + "\n")
     os.replace(fresh, folder / LATEST)
     sync(folder)
 
@@ -306,7 +306,7 @@ def erase(path: Path) -> list[str]:
     return []
 
 
-def write(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
     try:
         with open(file, "w", encoding="utf-8") as stream:
             stream.write(text)

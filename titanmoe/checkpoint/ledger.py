@@ -42,6 +42,6 @@ def read(folder: Path) -> LocalRecord | None:
 
 def write(folder: Path, ledger: LocalRecord) -> None:
     fresh = folder / f"{NAME}.new"
-    layout.write(fresh, json.dumps(asdict(ledger)) + "\n")
+    layout.write_text(fresh, json.dumps(asdict(ledger)) + "\n")
     os.replace(fresh, folder / NAME)
     layout.sync(folder)

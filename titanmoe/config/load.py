@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from titanmoe.config import laws, ranges
 from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
-from titanmoe.config.recipes import find
+from titanmoe.config.recipes import find_recipe
 from titanmoe.config.schema import Config
 from titanmoe.config.values import WrongType, fit, fit_texts, nearest_field, shortened, shown
 
@@ -77,7 +77,7 @@ def load(
     source = " and ".join(filter(None, [asked.recipe, "the command line" if asked.overrides or asked.problems else ""]))
     try:
         if asked.recipe is not None:
-            given.recipe = read_recipe(str(find(asked.recipe)))
+            given.recipe = read_recipe(str(find_recipe(asked.recipe)))
             _take(given.recipe.data, "", given)
     except RecipeError as error:
         raise ConfigError([str(error), *asked.problems], source) from None

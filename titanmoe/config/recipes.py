@@ -12,7 +12,7 @@ def names() -> list[str]:
     return sorted(file.stem for file in SHIPPED.glob("*.toml"))
 
 
-def find(name_or_path: str | Path) -> Path:
+def find_recipe(name_or_path: str | Path) -> Path:
     """The file that is meant: a file of that path if there is one, else the shipped recipe of that name.
 
     What is neither comes back as it is: `read_recipe` refuses it and says what is near.

@@ -69,7 +69,7 @@ class Span:
 # ---- which files
 
 
-def find(paths: list[str], format: str) -> list[InputFile]:
+def find_files(paths: list[str], format: str) -> list[InputFile]:
     """Every file that the paths name, in their order; the files of a folder sorted by name."""
     found: list[InputFile] = []
     problems: list[str] = []

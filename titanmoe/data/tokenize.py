@@ -26,7 +26,7 @@ from typing import Any
 import titanmoe
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import open_chat
-from titanmoe.data.read import InputFile, Span, find, spans
+from titanmoe.data.read import InputFile, Span, find_files, spans
 from titanmoe.data.shards import (
     DTYPES,
     FORMAT,
@@ -73,7 +73,7 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
             problems.extend(error.problems)
 
     tokenizer = tried(open_tokenizer, job.tokenizer)
-    sources = tried(find, job.paths, job.format)
+    sources = tried(find_files, job.paths, job.format)
     chat = tried(open_chat, job.chat_template, tokenizer) if job.format == "chat" and tokenizer else None
     if problems:
         raise ConfigError(problems)

@@ -97,14 +97,14 @@ def run_generate(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from titanmoe.generate.model import find, fold, tokenizer_of
+    from titanmoe.generate.model import config_to_run, find_model, tokenizer_of
     from titanmoe.train.runtime import start, stop, world_size
 
     texts = _prompts(args)
-    found = find(args.checkpoint)
+    found = find_model(args.checkpoint)
     tokenizer = tokenizer_of(found, args.tokenizer)
     degrees = {name: getattr(args, name) for name in ("pp", "cp", *DEGREES)}
-    config = fold(found, world_size(), degrees, args.dtype, args.device)
+    config = config_to_run(found, world_size(), degrees, args.dtype, args.device)
     ids = _encode(texts, tokenizer, found)
     runtime = start(config)
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from titanmoe.comm.collectives import all_reduce
 from titanmoe.fold.meshes import Meshes
 from titanmoe.generate.cache import Rows, add_caches
-from titanmoe.generate.sample import Sampling, choose
+from titanmoe.generate.sample import Sampling, choose_tokens
 from titanmoe.models.transformer import Transformer
 from titanmoe.tokens import Tokens
 
@@ -113,7 +113,7 @@ class Generator:
 
     def _next(self, logits_BV: Tensor, sampling: Sampling, going: list[Generated]) -> list[int]:
         logits_BV[:, self.vocab_size :] = -torch.inf
-        return choose(logits_BV, sampling, [one.number for one in going], self.rows.ends)
+        return choose_tokens(logits_BV, sampling, [one.number for one in going], self.rows.ends)
 
     def _anywhere(self, here: bool) -> bool:
         world = self.meshes.world

@@ -43,7 +43,7 @@ class Trained:
         return self.path / name
 
 
-def find(path: Path) -> Trained:
+def find_model(path: Path) -> Trained:
     """RUN, one of its checkpoints, or a Hugging Face folder."""
     if (path / "config.json").is_file() and not (path / layout.MANIFEST).is_file():
         from titanmoe.checkpoint.hf.config import describe
@@ -79,7 +79,7 @@ def tokenizer_of(found: Trained, asked: str | None) -> Tokenizer:
     return own
 
 
-def fold(found: Trained, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
+def config_to_run(found: Trained, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:
     """The config to run; ConfigError with everything that is wrong with it."""
     problems = [
         f"parallelism.{name} = {degrees[name]}: {why}, so generating needs {name} = 1; tp, ep and etp split the model"

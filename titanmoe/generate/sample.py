@@ -40,7 +40,7 @@ def distribution(logits_BV: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]
     return share_BV, token_BV
 
 
-def choose(logits_BV: Tensor, sampling: Sampling, numbers: list[int], positions: list[int]) -> list[int]:
+def choose_tokens(logits_BV: Tensor, sampling: Sampling, numbers: list[int], positions: list[int]) -> list[int]:
     """numbers: of the prompts; positions: where each token will be in its row."""
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).tolist()

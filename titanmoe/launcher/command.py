@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from titanmoe.config import ConfigError, load
 from titanmoe.config.load import format_problems
 from titanmoe.config.recipe import RecipeError, declared, read_recipe
-from titanmoe.config.recipes import find
+from titanmoe.config.recipes import find_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
@@ -90,7 +90,7 @@ def add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def run_train(words: Sequence[str]) -> int:
-    request = split(words)
+    request = parse_words(words)
     if request.get("help"):
         print(usage(), end="", flush=True)
         load([*request.words, "--help"], preset, lambda config: [])  # prints every field, and exits
@@ -106,7 +106,7 @@ def run_train(words: Sequence[str]) -> int:
         return 2
 
 
-def split(words: Sequence[str]) -> Request:
+def parse_words(words: Sequence[str]) -> Request:
     """The recipe comes first, or after an option of the launcher; after an override it would be read as its value."""
     request, rest, override = Request(typed=list(words)), list(words), False
     known = OWN | TORCHRUN
@@ -161,12 +161,12 @@ def prepare(request: Request) -> Prepared:
     waiting("reading the recipe")
     wanted, device = _requested(request)
     machine = ranks.this_machine(device)
-    nproc, problem = ranks.choose(request.get("nproc"), request.nodes, wanted, machine, request.recipe)
+    nproc, problem = ranks.choose_ranks(request.get("nproc"), request.nodes, wanted, machine, request.recipe)
     if problem:
         raise ConfigError([problem])
     world = nproc * request.nodes
     try:
-        return Prepared(request, judge(request, world, nproc), nproc, machine)
+        return Prepared(request, final_config(request, world, nproc), nproc, machine)
     except Misfit as misfit:
         change = ranks.fitting(misfit.config, world) if request.get("fit") else {}
         if not change:
@@ -174,7 +174,7 @@ def prepare(request: Request) -> Prepared:
             raise
     taken = [f"--{path}={new}" for path, (_, new) in change.items()]
     request = replace(request, rest=[*request.rest, *taken])
-    config = judge(request, world, nproc)
+    config = final_config(request, world, nproc)
     waiting("")
     print(f"fitted to {world} rank{'s' * (world > 1)}: {ranks.text(change)}", file=sys.stderr, flush=True)
     return Prepared(request, config, nproc, machine)
@@ -184,13 +184,13 @@ def _requested(request: Request) -> tuple[int | None, str]:
     """The number of ranks that the recipe is written for and its device, as far as they can be read."""
     wanted, seen = None, []
     with contextlib.suppress(RecipeError):
-        wanted = declared(read_recipe(str(find(request.recipe))).text) if request.recipe else None
-    with contextlib.suppress(ConfigError):  # `judge` raises it again
+        wanted = declared(read_recipe(str(find_recipe(request.recipe))).text) if request.recipe else None
+    with contextlib.suppress(ConfigError):  # `final_config` raises it again
         load(request.words, preset, lambda config: seen.append(config) or ["only looked at"])
     return wanted, seen[0].training.device if seen else "auto"
 
 
-def judge(request: Request, world: int, nproc: int) -> Config:
+def final_config(request: Request, world: int, nproc: int) -> Config:
     """The config that the ranks will have; refuses what they would refuse."""
     from titanmoe.train.folder import check_free
     from titanmoe.train.launch import fitted, resolve

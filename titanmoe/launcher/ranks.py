@@ -39,7 +39,7 @@ def this_machine(device: str) -> Machine:
     return Machine(torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0, cores)
 
 
-def choose(given: str, nodes: int, wanted: int | None, machine: Machine, recipe: str) -> tuple[int, str]:
+def choose_ranks(given: str, nodes: int, wanted: int | None, machine: Machine, recipe: str) -> tuple[int, str]:
     """Ranks on this machine, and what is wrong with that. given: --nproc, "" if absent."""
     if given == "auto" or (not given and wanted is None):
         return machine.ranks, ""

@@ -129,7 +129,7 @@ class Choice:
         }
 
 
-def choose(costs: Costs, rows: int, forwards: float = 1.0) -> Choice:
+def choose_chunks(costs: Costs, rows: int, forwards: float = 1.0) -> Choice:
     """One number of chunks for forward and backward, because backward follows forward's graph: the one with the least
     total time. forwards: how often forward runs per backward, more than once under recomputation.
     """

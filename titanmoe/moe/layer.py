@@ -51,14 +51,14 @@ class MoE(nn.Module):
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         x_TD = x_BsD.flatten(0, 1)
-        weights_TK, chosen_TK, bin = self.route(x_TD, tokens)
+        weights_TK, chosen_TK, bin = self.choose_experts(x_TD, tokens)
         sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin)
         shared_BsD = self.run_shared(x_BsD)  # while the rows are in flight
         parts, route = self.dispatcher.parts(sent)
         y_BsD = self.dispatcher.land(self.experts(parts, self.dispatcher), route).view_as(x_BsD)
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
-    def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
+    def choose_experts(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
         """The routing weights, the chosen experts, and the rows of a padded bin (0: bins are not padded)."""
         logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
         weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)

@@ -12,7 +12,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.capacity import Capacity
-from titanmoe.moe.chunks import Choice, choose, dummy_experts, measure
+from titanmoe.moe.chunks import Choice, choose_chunks, dummy_experts, measure
 from titanmoe.moe.dispatch import Dispatcher, SharedBuffers, dispatcher_class
 from titanmoe.parallel.tensor import put_on_mesh
 
@@ -63,7 +63,7 @@ def measured_chunks(
     compute = getattr(torch, config.training.mixed_precision_param)
     experts = dummy_experts(config.model, config.moe, meshes.fold.ep, meshes.fold.etp, compute, device)
     rows = routed_rows(config, meshes)
-    choice = choose(measure(experts, rows, wire, meshes.world), rows, forwards)
+    choice = choose_chunks(measure(experts, rows, wire, meshes.world), rows, forwards)
     for dispatcher in dispatchers:
         dispatcher.set_chunks(choice.chunks)
     return choice

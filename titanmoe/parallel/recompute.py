@@ -38,12 +38,12 @@ class _Recomputed:
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], made: tuple[Tensor, ...]):
         self.make = make
-        self.place = {x.untyped_storage()._cdata: i for i, x in enumerate(made)}
+        self.index_of = {x.untyped_storage()._cdata: i for i, x in enumerate(made)}
         self.saved = self.left = 0
         self.again: tuple[Tensor, ...] = ()
 
     def pack(self, x: Tensor) -> Tensor | tuple:
-        i = self.place.get(x.untyped_storage()._cdata)
+        i = self.index_of.get(x.untyped_storage()._cdata)
         if i is None:
             return x
         self.saved += 1

@@ -147,11 +147,11 @@ def picture(name: str, points: list[tuple[float, float]], device: Device) -> str
     top = 1.1 * max(y for _, y in points)
     low, high = points[0][0], points[-1][0]
 
-    def place(x: float, y: float) -> tuple[float, float]:
+    def point(x: float, y: float) -> tuple[float, float]:
         along = (x - low) / (high - low) if high > low else 0.5
         return edge + along * (width - 2 * edge), height - edge - y / top * (height - 2 * edge)
 
-    dots = [place(*point) for point in points]
+    dots = [point(*pair) for pair in points]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         'font-size="12">',

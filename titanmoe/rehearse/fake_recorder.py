@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
 from titanmoe.rehearse import stand_ins, values
+from titanmoe.rehearse.code_site import CodeSites
 from titanmoe.rehearse.memory import Ledger
-from titanmoe.rehearse.place import Places
 from titanmoe.rehearse.record import Log, Message, Recorder
 from titanmoe.rehearse.routing import Exchange
 from titanmoe.rehearse.shapes import Shapes
@@ -38,8 +38,8 @@ class FakeRecorder(Recorder):
     def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
         super().__init__(layers, on_gpu)
         self.rank, self.dispatching, self.shapes = rank, _Dispatching(), Shapes(fake)
-        self.places, self.operations = Places(layers), Operations()
-        self.ledger = Ledger(self.places.here)
+        self.sites, self.operations = CodeSites(layers), Operations()
+        self.ledger = Ledger(self.sites.here)
         self.start_up: list[Message] = []
 
     def begin_step(self) -> None:
@@ -49,7 +49,7 @@ class FakeRecorder(Recorder):
 
     @contextmanager
     def on(self) -> Iterator[Recorder]:
-        with self.places.on(), self.ledger.on(), super().on():
+        with self.sites.on(), self.ledger.on(), super().on():
             yield self
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -66,9 +66,9 @@ class FakeRecorder(Recorder):
         out = stand_ins.grouped_product(*args, **kwargs) if name == "_grouped_mm" else self.shapes(func, args, kwargs)
         values.follow(func, args, kwargs, out)
         if not func.is_view:
-            place = self.places.here()
-            self.operations.add(func, args, kwargs, out, place)
-            self.ledger.note(out, place)
+            site = self.sites.here()
+            self.operations.add(func, args, kwargs, out, site)
+            self.ledger.note(out, site)
         return out
 
     def run_message(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -106,7 +106,7 @@ class FakeRecorder(Recorder):
                 values.set_known(x, torch.ones(x.shape, dtype=x.dtype))
 
     def after_message(self, func: Any, args: tuple, out: Any) -> None:
-        self.ledger.note(out, self.places.here())
+        self.ledger.note(out, self.sites.here())
         if func._overloadpacket.__name__ == "recv_":
             self.agree_on_shapes(*args[0])
         if not isinstance(out, FakeTensor) or out.dtype.is_floating_point:

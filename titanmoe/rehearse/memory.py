@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from titanmoe.rehearse.place import GATHER, RECEIVE, REDUCE, CodePlace
+from titanmoe.rehearse.code_site import GATHER, RECEIVE, REDUCE, CodeSite
 from titanmoe.rehearse.work import tensors
 from titanmoe.replace import replaced
 
@@ -41,21 +41,21 @@ POINTS = 600
 
 
 class Storage:
-    __slots__ = ("backward", "component", "kept", "place", "size")
+    __slots__ = ("backward", "component", "kept", "site", "size")
 
-    def __init__(self, size: int, place: CodePlace, backward: int, component: str = ""):
-        self.size, self.place, self.backward, self.component = size, place, backward, component
+    def __init__(self, size: int, site: CodeSite, backward: int, component: str = ""):
+        self.size, self.site, self.backward, self.component = size, site, backward, component
         self.kept = False
 
     def counted_as(self) -> str:
-        region = self.place.region
+        region = self.site.region
         if self.component or region in COMPONENT_OF_REGION:
             return self.component or COMPONENT_OF_REGION[region]
         if self.kept:
             return KEPT
         if region in DISPATCH_REGIONS:
             return DISPATCH
-        return RECOMPUTED if self.place.phase == "recomputed" else OTHER
+        return RECOMPUTED if self.site.phase == "recomputed" else OTHER
 
 
 class _Watch(weakref.ref):
@@ -67,7 +67,7 @@ class AtPeak:
     """Storages alive at the peak that one line of code made for one component."""
 
     component: str
-    place: CodePlace
+    site: CodeSite
     count: int
     size: int
 
@@ -75,7 +75,7 @@ class AtPeak:
 @dataclass
 class Memory:
     peak: int
-    place: CodePlace
+    site: CodeSite
     """Of the operation that reached the peak."""
     before: int
     """Bytes at the start of the step."""
@@ -92,7 +92,7 @@ class Memory:
 class Ledger:
     """Records storages as they are allocated and freed."""
 
-    def __init__(self, where: Callable[[], CodePlace]) -> None:
+    def __init__(self, where: Callable[[], CodeSite]) -> None:
         self._where, self._live, self._elsewhere = where, dict[int, _Watch](), set[int]()
         self.operations = self.backward = 0
         """Operations of the step so far, and how many of them were in backward."""
@@ -105,7 +105,7 @@ class Ledger:
         self._changes, self._when = array("q", (x.size for x in self._whose)), array("q", bytes(8 * len(self._whose)))
         self.before = self.now = self.peak = sum(self._changes)
         self._first = self._highest = len(self._whose)
-        self._place = CodePlace()
+        self._site = CodeSite()
 
     def assign(self, given: Iterable[Tensor], component: str) -> None:
         """Counts these tensors, from before the step or already recorded, as that component."""
@@ -114,32 +114,32 @@ class Ledger:
             if watch is not None:
                 watch.storage.component = component
             else:
-                self._open(x.untyped_storage(), CodePlace(), component)
+                self._open(x.untyped_storage(), CodeSite(), component)
 
     def leave_out(self, given: Iterable[Tensor]) -> None:
         """They are not on the device."""
         self._elsewhere |= {x.untyped_storage()._cdata for x in tensors(list(given))}
 
-    def note(self, out: Any, place: CodePlace) -> None:
+    def note(self, out: Any, site: CodeSite) -> None:
         """Records the results of an operation."""
         self.operations += 1
-        if place.phase in ("backward", "recomputed"):
+        if site.phase in ("backward", "recomputed"):
             self.backward += 1
         for x in tensors(out):
             storage = x.untyped_storage()
             if storage._cdata not in self._live and storage._cdata not in self._elsewhere:
-                self._open(storage, place)
+                self._open(storage, site)
 
-    def _open(self, storage: torch.UntypedStorage, place: CodePlace, component: str = "") -> None:
+    def _open(self, storage: torch.UntypedStorage, site: CodeSite, component: str = "") -> None:
         size = storage.nbytes()
         if not size:
             return
         watch = _Watch(storage, self._gone)
-        watch.key, watch.storage = storage._cdata, Storage(size, place, self.backward, component)
+        watch.key, watch.storage = storage._cdata, Storage(size, site, self.backward, component)
         self._live[watch.key] = watch
         self._change(watch.storage, size)
         if self.now > self.peak:
-            self.peak, self._highest, self._place = self.now, len(self._whose), place
+            self.peak, self._highest, self._site = self.now, len(self._whose), site
 
     def _gone(self, watch: _Watch) -> None:
         if self._live.get(watch.key) is watch:
@@ -147,7 +147,7 @@ class Ledger:
             self._close(watch.storage)
 
     def _close(self, storage: Storage) -> None:
-        storage.kept |= storage.place.phase == "forward" and self.backward > storage.backward
+        storage.kept |= storage.site.phase == "forward" and self.backward > storage.backward
         self._change(storage, -storage.size)
 
     def _change(self, storage: Storage, size: int) -> None:
@@ -196,14 +196,14 @@ class Ledger:
         components: Counter[str] = Counter()
         lines: dict[tuple, AtPeak] = {}
         for storage in live.values():
-            component, place = storage.counted_as(), storage.place._replace(layer="")
+            component, site = storage.counted_as(), storage.site._replace(layer="")
             components[component] += storage.size
-            one = lines.setdefault((component, place), AtPeak(component, place, 0, 0))
+            one = lines.setdefault((component, site), AtPeak(component, site, 0, 0))
             one.count += 1
             one.size += storage.size
         return Memory(
             self.peak,
-            self._place,
+            self._site,
             self.before,
             {name: components[name] for name in COMPONENTS},
             sorted(lines.values(), key=lambda one: -one.size),

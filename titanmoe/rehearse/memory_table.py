@@ -14,17 +14,17 @@ def memory_as_json(memory: Memory) -> dict[str, Any]:
     return {
         "peak": memory.peak,
         "at_start": memory.before,
-        "line": str(memory.place),
-        "layer": memory.place.layer,
-        "region": memory.place.region,
-        "pass": memory.place.phase,
+        "line": str(memory.site),
+        "layer": memory.site.layer,
+        "region": memory.site.region,
+        "pass": memory.site.phase,
         "components": memory.components,
         "standing": [
             {
                 "component": one.component,
-                "line": _line(one.place),
-                "region": one.place.region,
-                "pass": one.place.phase,
+                "line": _line(one.site),
+                "region": one.site.region,
+                "pass": one.site.phase,
                 "count": one.count,
                 "bytes": one.size,
             }
@@ -35,9 +35,9 @@ def memory_as_json(memory: Memory) -> dict[str, Any]:
 
 def where(memory: Memory) -> str:
     """The line of code at the peak, with its layer, region and pass."""
-    place = memory.place
-    context = ", ".join(x for x in (place.layer, place.region, place.phase) if x)
-    return f"{place} ({context})" if place.number else "the start of the step"
+    site = memory.site
+    context = ", ".join(x for x in (site.layer, site.region, site.phase) if x)
+    return f"{site} ({context})" if site.number else "the start of the step"
 
 
 def memory_table(memory: Memory) -> list[str]:
@@ -48,11 +48,11 @@ def memory_table(memory: Memory) -> list[str]:
     lines += ["", f"The {SHOWN} lines that allocated most of it:", ""]
     head = ("component", "region", "pass", "tensors", "bytes", "line")
     body = [
-        (one.component, one.place.region, one.place.phase, f"{one.count:,}", format_bytes(one.size), _line(one.place))
+        (one.component, one.site.region, one.site.phase, f"{one.count:,}", format_bytes(one.size), _line(one.site))
         for one in memory.at_peak[:SHOWN]
     ]
     return lines + columns([head, *body], right=(3, 4))
 
 
-def _line(place: Any) -> str:
-    return str(place) if place.number else "before the step"
+def _line(site: Any) -> str:
+    return str(site) if site.number else "before the step"

@@ -38,12 +38,12 @@ def chart(memory: Memory, title: str) -> Sheet:
     below = [0.0] * len(x)
     for curve in curves:
         above = [a + b for a, b in zip(below, curve.y, strict=True)]
-        edge = [frame.place(*point) for point in zip(x, above, strict=True)]
-        floor = [frame.place(*point) for point in zip(x[::-1], below[::-1], strict=True)]
+        edge = [frame.point(*point) for point in zip(x, above, strict=True)]
+        floor = [frame.point(*point) for point in zip(x[::-1], below[::-1], strict=True)]
         frame.sheet.marks.append(Area(edge + floor, curve.role, 0.85))
         below = above
     at = x[below.index(max(below))]
-    foot, top = frame.place(at, 0.0), frame.place(at, frame.y[1])
+    foot, top = frame.point(at, 0.0), frame.point(at, frame.y[1])
     frame.sheet.marks.append(Stroke([foot, top], "event", 1.2, dash=True))
     frame.sheet.marks.append(Words(top[0] + 3, top[1] + 9, "peak", "event", 10))
     frame.hover(curves)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import flop_registry
 
-from titanmoe.rehearse.place import CodePlace
+from titanmoe.rehearse.code_site import CodeSite
 
 PLAIN = (FakeTensor, Tensor)
 NO_KERNEL = frozenset(
@@ -56,7 +56,7 @@ class Operation(NamedTuple):
     """What one launch does, and where it belongs in the program."""
 
     name: str
-    place: CodePlace
+    site: CodeSite
     flops: int
     read: int
     written: int
@@ -65,7 +65,7 @@ class Operation(NamedTuple):
 class Operations(Counter[Operation]):
     """How often a step runs each operation."""
 
-    def add(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, place: CodePlace) -> None:
+    def add(self, func: Any, args: tuple, kwargs: dict[str, Any], out: Any, site: CodeSite) -> None:
         name = func._overloadpacket.__name__
         if func.is_view or name in NO_KERNEL:
             return
@@ -79,13 +79,13 @@ class Operations(Counter[Operation]):
         written = sum(map(stored_bytes, outputs))
         if name in PICKS_ROWS:
             inputs[0] = outputs[0]
-        self[Operation(name, place, flops(func, args, kwargs, out), sum(map(stored_bytes, inputs)), written)] += 1
+        self[Operation(name, site, flops(func, args, kwargs, out), sum(map(stored_bytes, inputs)), written)] += 1
 
     def by(self, what: str) -> dict[str, Work]:
         """Totals by a field of Place."""
         found: dict[str, Work] = {}
         for one, count in self.items():
-            found.setdefault(getattr(one.place, what), Work()).__iadd__(work_of(one) * count)
+            found.setdefault(getattr(one.site, what), Work()).__iadd__(work_of(one) * count)
         return found
 
     def total(self) -> Work:

@@ -17,7 +17,7 @@ def by_layer(operations: Operations) -> dict[Operation, Counter[str]]:
     """Counts by layer of operations that differ in nothing else."""
     found: dict[Operation, Counter[str]] = {}
     for one, count in operations.items():
-        found.setdefault(one._replace(place=one.place._replace(layer="")), Counter())[one.place.layer] += count
+        found.setdefault(one._replace(site=one.site._replace(layer="")), Counter())[one.site.layer] += count
     return found
 
 
@@ -26,9 +26,9 @@ def work_as_json(operations: Operations) -> dict[str, Any]:
         "operations": [
             {
                 "op": one.name,
-                "line": str(one.place),
-                "region": one.place.region,
-                "pass": one.place.phase,
+                "line": str(one.site),
+                "region": one.site.region,
+                "pass": one.site.phase,
                 "count": layers.total(),
                 "flops": one.flops,
                 "read": one.read,
@@ -49,8 +49,8 @@ def _regions(operations: Operations) -> dict[str, dict[str, Work]]:
     """By region, then by phase; operations outside any region are under ""."""
     found: dict[str, dict[str, Work]] = {}
     for one, count in operations.items():
-        phases = found.setdefault(one.place.region, {})
-        phases.setdefault(one.place.phase, Work()).__iadd__(work_of(one) * count)
+        phases = found.setdefault(one.site.region, {})
+        phases.setdefault(one.site.phase, Work()).__iadd__(work_of(one) * count)
     return found
 
 
@@ -72,7 +72,7 @@ def work_table(operations: Operations) -> list[str]:
     lines += ["", f"The {SHOWN} operations that move the most bytes:", ""]
     moved: dict[tuple, Work] = {}
     for one, count in operations.items():
-        key = one.name, one.place.region, one.place.phase, str(one.place)
+        key = one.name, one.site.region, one.site.phase, str(one.site)
         moved.setdefault(key, Work()).__iadd__(work_of(one) * count)
     body = [("operation", "region", "pass", "kernels", "FLOPs", "bytes", "of all", "line")]
     for (name, region, phase, line), work in sorted(moved.items(), key=lambda x: -x[1].moved)[:SHOWN]:

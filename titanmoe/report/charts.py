@@ -125,22 +125,22 @@ class Frame:
             add(Words(at + 19, self.top - 11, curve.name, "soft", 11))
             at += wide
         for value in ticks(*self.y, about=max(4, round(height / 70))):
-            at = self.place(x[0], value)[1]
+            at = self.point(x[0], value)[1]
             add(Stroke([(LEFT, at), (width - RIGHT, at)], "grid", 1))
             add(Words(LEFT - 6, at + 4, form(value), anchor="end"))
         add(Stroke([(LEFT, height - BOTTOM), (width - RIGHT, height - BOTTOM)], "base", 1))
         for value in ticks(*x, about=max(2, round(width / 110))):
             if value == int(value):
-                add(Words(self.place(value, 0)[0], height - BOTTOM + 16, number(value), anchor="middle"))
+                add(Words(self.point(value, 0)[0], height - BOTTOM + 16, number(value), anchor="middle"))
 
-    def place(self, x: float, y: float) -> Point:
+    def point(self, x: float, y: float) -> Point:
         across = (x - self.x[0]) / ((self.x[1] - self.x[0]) or 1)
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
         right, floor = self.width - RIGHT, self.height - BOTTOM
         return LEFT + across * (right - LEFT), floor - up * (floor - self.top)
 
     def line(self, points: list[Point], role: str, width: float = 1.6, opacity: float = 1.0) -> None:
-        self.sheet.marks.append(Stroke([self.place(*point) for point in points], role, width, opacity))
+        self.sheet.marks.append(Stroke([self.point(*point) for point in points], role, width, opacity))
 
     def hover(self, curves: list[Curve]) -> None:
         self.sheet.hover = {
@@ -170,7 +170,7 @@ def curves_chart(
     frame = Frame(title, unit, (min(xs), max(xs)), (min(ys), max(ys)), form, *size, curves if len(curves) > 1 else None)
     for mark in marks:
         if min(xs) <= mark.step <= max(xs):
-            ends = [frame.place(mark.step, frame.y[0]), frame.place(mark.step, frame.y[1])]
+            ends = [frame.point(mark.step, frame.y[0]), frame.point(mark.step, frame.y[1])]
             frame.sheet.marks.append(Stroke(ends, mark.role, 1.2, dash=True))
             frame.sheet.marks.append(Words(ends[1][0] + 3, ends[1][1] + 9, mark.text, mark.role, 10))
     for curve in curves:
@@ -179,7 +179,7 @@ def curves_chart(
         if soft:
             frame.line(thin(curve.x, smooth(curve.y)), curve.role, 2.0)
         for point in zip(curve.x, curve.y, strict=True) if len(curve.x) <= FEW else ():
-            x, y = frame.place(*point)
+            x, y = frame.point(*point)
             frame.sheet.marks.append(Area([(x - 3, y), (x, y - 3), (x + 3, y), (x, y + 3)], curve.role))
     frame.hover(curves)
     return frame.sheet
@@ -210,8 +210,8 @@ def times_chart(run: Run, title: str, size: tuple[float, float] = SIZE) -> Sheet
     below = np.zeros(len(x))
     for curve in curves[: len(parts)]:
         above = below + curve.y
-        edge = [frame.place(*point) for point in zip(x, above, strict=True)]
-        floor = [frame.place(*point) for point in zip(x[::-1], below[::-1], strict=True)]
+        edge = [frame.point(*point) for point in zip(x, above, strict=True)]
+        floor = [frame.point(*point) for point in zip(x[::-1], below[::-1], strict=True)]
         frame.sheet.marks.append(Area(edge + floor, curve.role, 0.85))
         below = above
     frame.hover(curves)

@@ -23,7 +23,7 @@ def add_report(commands: argparse._SubParsersAction) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    from titanmoe.report.page import write
+    from titanmoe.report.page import write_page
     from titanmoe.report.read import read_runs
 
     if len(args.RUN) > MOST_RUNS:
@@ -32,7 +32,7 @@ def run_report(args: argparse.Namespace) -> int:
         return 2
     folder = args.out or args.RUN[0] / "report"
     try:
-        files = write(runs := read_runs(args.RUN), folder)
+        files = write_page(runs := read_runs(args.RUN), folder)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

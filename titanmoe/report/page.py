@@ -67,7 +67,7 @@ def marks_of(run: Run) -> list[Mark]:
     return marks
 
 
-def write(runs: list[Run], folder: Path) -> list[Path]:
+def write_page(runs: list[Run], folder: Path) -> list[Path]:
     """The page and the PNGs; returns what was written."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {name: sheet for name, sheet in sheets(runs).items() if sheet is not None}

@@ -29,7 +29,9 @@ OF_OTHERS = re.compile(
 """In the message of an error that torch.distributed raises when another rank is gone or does not answer."""
 
 
-def leave(text: str, consequence: bool = False, alike: bool = False, during: Mapping[int, str] | None = None) -> bool:
+def leave_note(
+    text: str, consequence: bool = False, alike: bool = False, during: Mapping[int, str] | None = None
+) -> bool:
     """Returns whether there is a launcher to read it. consequence: another rank failed before this one. alike: all
     ranks say the same. during: which part of the step ranks were in that cannot say so themselves."""
     if not (file := os.environ.get(FILE)):
@@ -50,7 +52,7 @@ def leave_advice(make: Callable[[], str]) -> None:
 
 def refuse(error: ConfigError) -> NoReturn:
     """A user's mistake: exit code 2, said once."""
-    if leave(str(error), alike=True):
+    if leave_note(str(error), alike=True):
         sys.exit(2)
     exit_with(error.problems, error.source)
 
@@ -61,7 +63,7 @@ def leave_traceback(error: BaseException) -> None:
     ours = [frame for frame in frames if "/titanmoe/" in frame.filename] or frames
     place = f" ({ours[-1].filename}:{ours[-1].lineno}, in {ours[-1].name})" if ours else ""
     said = str(error).strip().partition("\n")[0]
-    leave(f"{type(error).__name__}{': ' if said else ''}{said}{place}", caused_by_others(error))
+    leave_note(f"{type(error).__name__}{': ' if said else ''}{said}{place}", caused_by_others(error))
 
 
 def caused_by_others(error: BaseException) -> bool:

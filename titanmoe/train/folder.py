@@ -90,7 +90,7 @@ def rewind(folder: Path, step: int) -> None:
         kept = [line for line in lines if _stays(line, step)]
         if len(kept) < len(lines):
             fresh = folder / f"{name}.new"
-            layout.write(fresh, "".join(kept))
+            layout.write_text(fresh, "".join(kept))
             os.replace(fresh, file)
 
 

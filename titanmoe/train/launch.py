@@ -138,7 +138,7 @@ def main(
         failure.refuse(error)
     except (CheckpointError, Unsound) as error:  # raised on all ranks, printed by one
         abandon = isinstance(error, CheckpointError)  # its saving thread may be stuck in a message
-        if not failure.leave(str(error), alike=True) and runtime.rank == 0:
+        if not failure.leave_note(str(error), alike=True) and runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -151,7 +151,7 @@ def main(
             raise
         abandon = True  # other ranks are in the middle of a message
         text = out_of_memory.explain(error, trainer, runtime.rank, config)
-        if not failure.leave(text):
+        if not failure.leave_note(text):
             print(f"error: {text}", file=sys.stderr)
         return 1
     finally:

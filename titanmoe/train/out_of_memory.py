@@ -17,7 +17,7 @@ from titanmoe.fold.degrees import Fold
 
 PHRASES = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc")
 """How PyTorch, CUDA libraries and C++ put it, in lower case."""
-PLACES = {  # the innermost one in the traceback counts
+PARTS = {  # the innermost one in the traceback counts
     "train/trainer.py:__init__": "building the model",
     "parallel/materialize.py": "making the weights",
     "train/checkpoints.py:load": "loading the checkpoint",
@@ -83,15 +83,15 @@ def explain(error: BaseException, trainer: FailedTrainer | None, rank: int, conf
 
 def _where(error: BaseException) -> str:
     frames = list(traceback.extract_tb(error.__traceback__))
-    place, backward = "starting", False
+    part, backward = "starting", False
     for frame in frames:
         _, inside, path = frame.filename.rpartition("/titanmoe/")
         if inside:
             named = (f"{path}:{frame.name}", path)
-            found = [at for at in PLACES if any(name.startswith(at) for name in named)]
-            place = PLACES[max(found, key=len)] if found else place
+            found = [at for at in PARTS if any(name.startswith(at) for name in named)]
+            part = PARTS[max(found, key=len)] if found else part
         backward = backward or frame.name in ("_engine_run_backward", "backward")
-    return f"in backward of {place}" if backward else f"in {place}"
+    return f"in backward of {part}" if backward else f"in {part}"
 
 
 def _torch_said(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from titanmoe.train.trainer import Trainer
 BATCH, WEIGHTS, CONFIG, REPORT = "batch.safetensors", "weights", "config.toml", "report.json"
 
 
-def write(trainer: Trainer, batches: list[Batch], text: str) -> str:
+def write_bundle(trainer: Trainer, batches: list[Batch], text: str) -> str:
     """Returns how to repeat the step, or why it cannot be. All ranks call it together."""
     folder = trainer.folder / "bundles" / f"step-{trainer.step:08d}"
     group = dist.group.WORLD if trainer.runtime.world > 1 else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from titanmoe.data.batch import Batch
 from titanmoe.data.shards import is_shards
 from titanmoe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
 from titanmoe.moe.experts import Experts
+from titanmoe.replace import replaced
 from titanmoe.train.trainer import StepWork, Sums, Trainer
 from titanmoe.watch.replicas import few
 
@@ -75,21 +76,14 @@ class Trace:
                         stack.enter_context(self._around_products(name, module))
             yield
 
-    @contextmanager
-    def _around_products(self, name: str, experts: Experts) -> Iterator[None]:
+    def _around_products(self, name: str, experts: Experts) -> AbstractContextManager[None]:
         def products(*args: Any) -> Tensor:
             out = plain(*args)
             self._look(name, experts, args, out)
             return out
 
-        plain, own = experts.products, "products" in vars(experts)
-        experts.products = products
-        try:
-            yield
-        finally:
-            del experts.products
-            if own:  # it is compiled
-                experts.products = plain
+        plain = experts.products
+        return replaced(experts, "products", products)
 
     def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.microbatch.now = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
@@ -121,17 +115,17 @@ class Trace:
         nth: Counter[tuple[bool, int, int]] = Counter()
         found: list[tuple[tuple[bool, int, int, int], Note]] = []
         for note in self.notes:
-            place = note.backward, int(note.microbatch), self._layer(note.module) * (-1 if note.backward else 1)
+            key = note.backward, int(note.microbatch), self._layer(note.module) * (-1 if note.backward else 1)
             if int(note.bad):
-                found.append(((*place, nth[place]), note))
-            nth[place] += 1
+                found.append(((*key, nth[key]), note))
+            nth[key] += 1
         if not found:
             return None
-        place, note = min(found, key=lambda entry: entry[0])
+        key, note = min(found, key=lambda entry: entry[0])
         # Where rows are in no order of samples, the layer's next tensor shows which of this rank's are concerned.
-        rows = [n.rows_B for at, n in sorted(found, key=lambda entry: entry[0]) if at[:3] == place[:3]]
+        rows = [n.rows_B for its, n in sorted(found, key=lambda entry: entry[0]) if its[:3] == key[:3]]
         apart = [rows_B for rows_B in rows if rows_B is not None]
-        return First(*place, note.module, int(note.bad), note.numbers, self._samples(place[1], apart[:1]))
+        return First(*key, note.module, int(note.bad), note.numbers, self._samples(key[1], apart[:1]))
 
     def _layer(self, module: str) -> int:
         kind, _, rest = module.partition(".")
@@ -167,7 +161,7 @@ def beginning(batch: Batch, row: int, tokenizer: Tokenizer | None) -> str:
     return " ".join(tokenizer.decode(batch.tokens_BS[row, :TEXT].tolist()).split())[:TEXT]
 
 
-def find(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
+def first_not_finite(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
     """The sums of the repeated step, whose gradients replace those of the first pass, and what was found.
 
     All ranks call it together.
@@ -177,10 +171,10 @@ def find(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
     sums = trace.run(work)
     everyone: list[First | None] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, trace.first())
-    return sums, named(everyone)
+    return sums, describe(everyone)
 
 
-def named(everyone: list[First | None]) -> str:
+def describe(everyone: list[First | None]) -> str:
     found = {rank: first for rank, first in enumerate(everyone) if first}
     if not found:
         return "forward and backward once more are finite in every module on all ranks"

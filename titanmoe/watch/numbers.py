@@ -32,21 +32,21 @@ class NumberChecks(Checks):
         trainer, sums, self.said = self.trainer, None, []
         self._compare(trainer.step - 1)
         if self.options.rerun:
-            from titanmoe.watch.rerun import again
+            from titanmoe.watch.rerun import repeat
 
-            sums, text = again(trainer, work)
+            sums, text = repeat(trainer, work)
             same = "the data does it: forward and backward once more give the same bits on all ranks"
             self._say(f"{why}: {text or same}")
             finite = math.isfinite(sums.found.loss + sums.found.norm)
         if not finite and self.options.culprit != "none":
-            from titanmoe.watch.culprit import find
+            from titanmoe.watch.culprit import first_not_finite
 
-            sums, text = find(trainer, work)
+            sums, text = first_not_finite(trainer, work)
             if self.options.culprit == "bundle" and not self.bundled and trainer.folder is not None:
-                from titanmoe.watch.bundle import write
+                from titanmoe.watch.bundle import write_bundle
 
                 self.bundled = True
-                text = f"{text}; {write(trainer, work.batches, text)}"
+                text = f"{text}; {write_bundle(trainer, work.batches, text)}"
             self._say(text)
         return sums
 
@@ -66,11 +66,11 @@ class NumberChecks(Checks):
         """Whether the last step's pass over the weights as they are now gives the same bits twice."""
         if self.trainer.last_work is None:
             return ""
-        from titanmoe.watch.rerun import again
+        from titanmoe.watch.rerun import repeat
 
         self.trainer.drop_gradients()
         self.trainer.sums(self.trainer.last_work)
-        _, text = again(self.trainer, self.trainer.last_work)
+        _, text = repeat(self.trainer, self.trainer.last_work)
         self.trainer.drop_gradients()
         return f"; two more passes over the last batch are {text or 'the same on all ranks'}"
 

@@ -29,7 +29,7 @@ def computed(trainer: Trainer) -> dict[str, int]:
     return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
 
 
-def again(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
+def repeat(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
     """The sums of a second pass, whose gradients replace those of the first, and what differs. All ranks call it."""
     first = computed(trainer)
     trainer.drop_gradients()
@@ -38,10 +38,10 @@ def again(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
     mine = [name for name in first if first[name] != second[name]]
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
-    return sums, verdict(everyone)
+    return sums, describe(everyone)
 
 
-def verdict(everyone: list[list[str]]) -> str:
+def describe(everyone: list[list[str]]) -> str:
     """Which rank computes what cannot be reproduced, "" if none does.
 
     everyone: by rank, what came out differently, in the order of `computed`.
@@ -50,13 +50,13 @@ def verdict(everyone: list[list[str]]) -> str:
     if not hit:
         return ""
 
-    def place(name: str) -> tuple[int, int]:
+    def order(name: str) -> tuple[int, int]:
         if name.startswith("the router"):
             return 0, int(name.rpartition(" ")[2])
         return (1, 0) if name == "the loss" else (2, 0)
 
-    where = min((names[0] for names in hit.values()), key=place)
-    ranks = [rank for rank, names in hit.items() if place(names[0]) == place(where)]
+    where = min((names[0] for names in hit.values()), key=order)
+    ranks = [rank for rank, names in hit.items() if order(names[0]) == order(where)]
     what = "gradients" if where.startswith("the gradient") else where
     text = f"not reproducible on rank{'s' * (len(ranks) > 1)} {few(ranks)}, first seen in {what}"
     others = len(hit) - len(ranks)

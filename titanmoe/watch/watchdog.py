@@ -181,7 +181,7 @@ class Watchdog(threading.Thread):
                 return self.report(seen)
         self._until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
         self.hosts.mine.numbers[at.REPORTED] = 1
-        self._in_time(lambda: failure.leave("another rank is late", consequence=True, during=self._told()))
+        self._in_time(lambda: failure.leave_note("another rank is late", consequence=True, during=self._told()))
         if self.leads():
             self.end_others(wait=False)
         self.end(1)
@@ -205,7 +205,7 @@ class Watchdog(threading.Thread):
         everyone = seen + self._others()
         verdict = judge(everyone, self.groups, self.stage)
         left = bool(os.environ.get(failure.FILE))
-        self._in_time(lambda: failure.leave(verdict.text, alike=True, during=verdict.during))
+        self._in_time(lambda: failure.leave_note(verdict.text, alike=True, during=verdict.during))
         self._in_time(lambda: self._write(everyone, verdict))
         self.hosts.mine.numbers[at.REPORTED] = 1
         with contextlib.suppress(RuntimeError, OSError):

@@ -248,7 +248,7 @@ def table(model: Model) -> str:
 # ---- [model] to config.json
 
 
-def write(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int) -> dict[str, Any]:
+def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq_len: int) -> dict[str, Any]:
     """A config.json that transformers loads; ConfigError if no such file says the same.
 
     carried: that of the checkpoint the model came from. What it says about other things (special tokens, context) is

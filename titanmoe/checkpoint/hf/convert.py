@@ -159,7 +159,7 @@ class Export:
         carried = configs.read_json(self.carried[configs.CONFIG]) if configs.CONFIG in self.carried else None
         dtype = str(self.sizes["model.embed_tokens.weight"][1]).removeprefix("torch.")
         seq_len = self.record.get("config", {}).get("training", {}).get("seq_len", 4096)
-        return configs.write(self.model, carried, dtype, seq_len)
+        return configs.to_config_json(self.model, carried, dtype, seq_len)
 
 
 def _model(record: dict[str, Any], path: Path) -> Model:
@@ -185,9 +185,9 @@ class FolderPlan(NamedTuple):
             write_file(folder / name, self.files[name], self.export.make)
 
     def complete(self, folder: Path) -> None:
-        layout.write(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
+        layout.write_text(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
         if len(self.files) > 1:
-            layout.write(folder / INDEX, json.dumps(index(self.files), indent=2) + "\n")
+            layout.write_text(folder / INDEX, json.dumps(index(self.files), indent=2) + "\n")
         for name, file in self.others.items():
             shutil.copyfile(file, folder / name)
         layout.sync(folder)

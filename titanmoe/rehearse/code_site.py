@@ -1,7 +1,7 @@
 """Where in the program an operation belongs: its line of code, layer and region, and the phase of the step.
 
 In forward the Python stack shows all of it. In backward most operations have no Python stack, but they belong to a node
-of autograd's graph. Under anomaly detection torch stores on every node the stack that made it; here it stores the place
+of autograd's graph. Under anomaly detection torch stores on every node the stack that made it; here it stores the site
 instead.
 """
 
@@ -30,7 +30,7 @@ TORCH_REGIONS = {"unshard": GATHER, "wait_for_unshard": GATHER, "post_backward":
 FORWARD_BACKWARD = "forward backward"
 
 
-class CodePlace(NamedTuple):
+class CodeSite(NamedTuple):
     file: str = ""
     number: int = 0
     layer: str = ""
@@ -65,7 +65,7 @@ def _kind(code: CodeType) -> str:
     return "receive" if name == "_make_tensor_from_meta" else ""
 
 
-class Places:
+class CodeSites:
     """layers: names of blocks, by the id of the module."""
 
     def __init__(self, layers: dict[int, str]):
@@ -78,7 +78,7 @@ class Places:
     def on(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(measured_by(self))
-            stack.enter_context(replaced(traceback, "format_stack", self._format_place))
+            stack.enter_context(replaced(traceback, "format_stack", self._format_site))
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             yield
 
@@ -110,13 +110,13 @@ class Places:
             self._thread.regions = []
             return self._thread.regions
 
-    # ---- places
+    # ---- code sites
 
-    def _format_place(self) -> list[str]:
+    def _format_site(self) -> list[str]:
         return [str(x) for x in self.here()]
 
-    def here(self) -> CodePlace:
-        """The place of the operation that runs in this thread."""
+    def here(self) -> CodeSite:
+        """The code site of the operation that runs in this thread."""
         node = torch._C._current_autograd_node()
         stored = None if node is None else node.metadata.get(TRACEBACK_KEY)
         regions = self._regions()
@@ -154,4 +154,4 @@ class Places:
                 file, number = stored[0], int(stored[1])
             if phase != "recomputed":  # recomputation enters its regions again
                 layer, region = layer or stored[2], region or stored[3]
-        return CodePlace(file, number, layer, region, phase)
+        return CodeSite(file, number, layer, region, phase)
