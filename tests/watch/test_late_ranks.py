@@ -43,9 +43,9 @@ def of(some: list[Seen], stage: int = 4) -> LateRanks:
     [
         ("stopped", "stopped by a signal"),
         ("silent", "does not answer"),
-        ("gone", "has left"),
+        ("gone", "has exited"),
         ("unknown", "its machine does not answer"),
-        ("ended", "has ended its run"),
+        ("ended", "has finished its run"),
     ],
 )
 def test_a_rank_that_does_not_answer(state: str, why: str) -> None:

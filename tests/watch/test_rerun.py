@@ -69,14 +69,15 @@ def with_bad_data(changes: dict[str, Any]) -> str:
 def test_data_that_gives_the_same_again_is_blamed_as_such() -> None:
     texts = world.run(2, with_bad_data, {"parallelism.tp": 2})
     assert texts[0] == texts[1] and texts[0].startswith("step 2: loss nan")
-    assert "Loss nan: the data does it: forward and backward once more give the same bits on all ranks. " in texts[0]
+    assert "Loss nan: the data is the cause: a second forward and backward gives the same bits on all" in texts[0]
 
 
 def test_the_first_difference_tells_where() -> None:
     routers = [f"the router of layer {n}" for n in range(12)]
     assert describe([[], []]) == ""
     assert describe([routers[10:], [*routers[9:], "the loss"], []]) == (
-        "not reproducible on rank 1, first seen in the router of layer 9; what 1 other rank made of it differs too"
+        "not reproducible on rank 1, first seen in the router of layer 9; "
+        "what 1 other rank computed from it differs too"
     )
     assert describe([["the gradient of a"], [], ["the gradient of b"]]) == (
         "not reproducible on ranks 0, 2, first seen in gradients"

@@ -1,6 +1,6 @@
-"""The watch over a run: `with watched(trainer):` around its training.
+"""`with watched(trainer):` around training watches the run's ranks.
 
-Imports torch and the rest only once training begins: a refusal must not wait for them.
+torch and the rest are imported only when training begins, so that a refusal does not wait for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def watched(trainer: Trainer) -> Iterator[None]:
-    """All ranks enter it together. When one of them is late, the process ends in here, with a report."""
+    """All ranks enter it together. If one of them is late, the process ends here with a report."""
     if trainer.runtime.world == 1 or not trainer.config.training.watch:
         yield
         return

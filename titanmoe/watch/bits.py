@@ -1,4 +1,4 @@
-"""A number that two tensors share if they have the same bits."""
+"""One number for the bits of a tensor: equal for equal tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 BLOCK = 1 << 18
-"""Words hashed at a time, which take three times their size for a moment."""
+"""How many words are hashed at a time. They briefly need three times their size in memory."""
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def words(tensor: Tensor) -> Tensor:
-    """Its bits as integers, eight bytes each if they come out even."""
+    """Its bits as integers, of eight bytes each if its size is a multiple of that."""
     flat = tensor.detach().reshape(-1)
     if flat.nbytes % 8:
         return flat.view(WORDS[flat.element_size()])
@@ -22,9 +22,9 @@ def words(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Tensor:
-    """The sum, modulo 2**64, of all words times odd numbers, so that one changed bit always changes it; on the device.
+    """The sum of all words, each times its own odd number, modulo 2**64: one changed bit always changes it.
 
-    Words whose places are exchanged change it too. Nothing waits for it.
+    Words that swap places change it too. It stays on the device, and the host does not wait for it.
     """
     whole = words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -38,5 +38,5 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def combined(prints: list[Tensor]) -> Tensor:
-    """Of several fingerprints in order."""
+    """One fingerprint of several, in their order."""
     return (torch.stack(prints) * torch.arange(1, 2 * len(prints), 2, device=prints[0].device)).sum()

@@ -1,9 +1,9 @@
-"""A step in a folder: its batch, the weights before it and the config, to be repeated without the run.
+"""A step saved in a folder, so that it can be repeated without the run: its batch, the weights before it, the config.
 
-batch.safetensors   every sample of the step in the order of their numbers
-weights/            a checkpoint with weights and biases alone, independent of the mapping
-config.toml         the run's
-report.json         step, ranks and what was found
+batch.safetensors   all samples of the step, ordered by number
+weights/            a checkpoint of weights and biases alone, for any mapping
+config.toml         the run's config
+report.json         the step, the number of ranks, and what was found
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BATCH, WEIGHTS, CONFIG, REPORT = "batch.safetensors", "weights", "config.toml", 
 
 
 def write_bundle(trainer: Trainer, batches: list[Batch], text: str) -> str:
-    """Returns how to repeat the step, or why it cannot be. All ranks call it together."""
+    """Returns the command that repeats the step, or why there is no bundle. All ranks call it together."""
     folder = trainer.folder / "bundles" / f"step-{trainer.step:08d}"
     group = dist.group.WORLD if trainer.runtime.world > 1 else None
     several = trainer.meshes.pp.rank or trainer.meshes.sequence.rank  # another rank has the same samples
@@ -66,7 +66,7 @@ def joined(batches: list[Batch]) -> dict[str, Tensor]:
 
 
 def in_order(parts: list[tuple[list[int], dict[str, Tensor]]]) -> dict[str, Tensor]:
-    """By the samples' numbers, which are kept too."""
+    """All samples, sorted by their numbers, which are kept too."""
     number_N = torch.tensor([number for numbers, _ in parts for number in numbers])
     order_N = number_N.argsort()
     out = {name: torch.cat([tensors[name] for _, tensors in parts])[order_N] for name in parts[0][1]}
@@ -74,7 +74,7 @@ def in_order(parts: list[tuple[list[int], dict[str, Tensor]]]) -> dict[str, Tens
 
 
 class Bundled:
-    """A Trainer's loader of the one step in a bundle, under any mapping."""
+    """A loader that has only the step of a bundle, under any mapping."""
 
     def __init__(self, folder: Path, config: Config, data_rank: int, data_ranks: int):
         share = Share(config, data_rank, data_ranks)

@@ -1,7 +1,7 @@
-"""A step whose numbers are not finite, once more with a look at every module: where it began, on which rank, with what.
+"""Repeat a step whose numbers are not finite, checking every module: where did it begin, and on which rank and samples?
 
-Under every mapping a microbatch passes the layers in the same order. So of what all ranks found, the first is the one
-of the earliest microbatch in the earliest layer, forward before backward; within a layer, ranks run the same modules.
+Under every mapping a microbatch goes through the layers in the same order. So the first finding of all ranks is that of
+the earliest microbatch in the earliest layer, forward before backward; within a layer, all ranks run the same modules.
 """
 
 from __future__ import annotations
@@ -34,35 +34,37 @@ TEXT = 60
 
 
 class Note(NamedTuple):
+    """A tensor that was checked."""
+
     backward: bool
     module: str
     microbatch: Tensor
     bad: Tensor
-    """How many numbers are not finite."""
+    """How many of its numbers are not finite."""
     numbers: int
     rows_B: Tensor | None
-    """Which samples of the microbatch have any, where the tensor has them apart."""
+    """Which samples of the microbatch have such numbers, if the tensor has a row per sample."""
 
 
 class First(NamedTuple):
-    """Compared in this order."""
+    """The first tensor of a rank that is not finite. The fields are in the order in which ranks are compared."""
 
     backward: bool
     microbatch: int
     layer: int
     nth: int
-    """Of the notes of this layer and microbatch."""
+    """Its index among the notes of this layer and microbatch."""
     module: str
     bad: int
     numbers: int
     samples: dict[int, str]
-    """Number in the run and beginning of the text."""
+    """The beginning of the text, by number in the run."""
 
 
 class Trace:
     def __init__(self, trainer: Trainer):
         self.trainer, self.notes = trainer, list[Note]()
-        self.microbatch = threading.local()  # two that take turns have a thread each
+        self.microbatch = threading.local()  # two microbatches that take turns have a thread each
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -72,7 +74,7 @@ class Trace:
                     hook = part.register_forward_pre_hook(self._enter, with_kwargs=True) if not name else None
                     hook = hook or module.register_forward_hook(partial(self._look, name))
                     stack.callback(hook.remove)
-                    if isinstance(module, Experts):  # what they return is in flight already
+                    if isinstance(module, Experts):  # what they return is already in flight
                         stack.enter_context(self._around_products(name, module))
             yield
 
@@ -90,7 +92,7 @@ class Trace:
 
     def _look(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         microbatch = getattr(self.microbatch, "now", None)
-        if microbatch is None:  # recomputed in a thread of autograd's: its first run has been seen
+        if microbatch is None:  # recomputed in one of autograd's threads: its first run was checked
             return
         for x in _numbers(out):
             self._note(False, name, microbatch, x)
@@ -122,7 +124,8 @@ class Trace:
         if not found:
             return None
         key, note = min(found, key=lambda entry: entry[0])
-        # Where rows are in no order of samples, the layer's next tensor shows which of this rank's are concerned.
+        # If its rows are not samples, the next tensor of this layer with a row per sample shows which ones are
+        # affected.
         rows = [n.rows_B for its, n in sorted(found, key=lambda entry: entry[0]) if its[:3] == key[:3]]
         apart = [rows_B for rows_B in rows if rows_B is not None]
         return First(*key, note.module, int(note.bad), note.numbers, self._samples(key[1], apart[:1]))
@@ -145,13 +148,13 @@ def _numbers(values: Any) -> list[Tensor]:
 
 
 def decoder(config: Config) -> Tokenizer | None:
-    """The tokenizer of the run's text, if the config names it; that of token shards is known to them alone."""
+    """The tokenizer of the run's text, if the config names it. Only token shards know theirs."""
     data = config.data
     if data.source == "synthetic" or any(is_shards(Path(entry).expanduser()) for entry in data.paths):
         return None
     try:
         return open_tokenizer(data.tokenizer) if data.source == "files" else ByteTokenizer()
-    except ConfigError:  # a bundle's is on another machine
+    except ConfigError:  # a bundle's tokenizer may be on another machine
         return None
 
 
@@ -162,7 +165,7 @@ def beginning(batch: Batch, row: int, tokenizer: Tokenizer | None) -> str:
 
 
 def first_not_finite(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
-    """The sums of the repeated step, whose gradients replace those of the first pass, and what was found.
+    """The sums of a second pass, whose gradients replace those of the first, and what it found first.
 
     All ranks call it together.
     """
@@ -177,7 +180,7 @@ def first_not_finite(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
 def describe(everyone: list[First | None]) -> str:
     found = {rank: first for rank, first in enumerate(everyone) if first}
     if not found:
-        return "forward and backward once more are finite in every module on all ranks"
+        return "a second forward and backward is finite in every module on all ranks"
     where = min(first[:4] for first in found.values())
     ranks = [rank for rank, first in found.items() if first[:4] == where]
     first = found[ranks[0]]

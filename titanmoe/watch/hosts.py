@@ -1,4 +1,4 @@
-"""The ranks of this machine, and what it passes on to the other machines."""
+"""Which ranks share a machine, and what machines tell each other."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ SHARED = Path("/dev/shm")
 
 @dataclass
 class Machines:
-    """All machines of the run, in the order of their first ranks."""
+    """All machines of the run, ordered by their first ranks."""
 
     mine: Heartbeat
     local: dict[int, Heartbeat]
-    """The ranks of this machine, this one too."""
+    """Of all ranks of this machine, by rank."""
     number: int
-    """Of this machine."""
+    """The index of this machine."""
     ranks: list[list[int]]
-    """By machine."""
+    """The ranks of each machine."""
     names: list[str]
     token: str
 
@@ -43,7 +43,7 @@ class Machines:
         token = box[0]
         try:
             folder, mine = _begin(SHARED, token, rank)
-        except OSError:  # there is none, or it is full
+        except OSError:  # there is no /dev/shm, or it is full
             folder, mine = _begin(Path(tempfile.gettempdir()), token, rank)
         found: list[Any] = [None] * world
         dist.all_gather_object(found, (_identity(folder), socket.gethostname()))
@@ -51,7 +51,7 @@ class Machines:
         ranks = [[r for r, (key, _) in enumerate(found) if key == one] for one in keys]
         number = keys.index(found[rank][0])
         local = {r: mine if r == rank else Heartbeat(folder / str(r)) for r in ranks[number]}
-        dist.all_gather_object(found, found[rank])  # all have opened all
+        dist.all_gather_object(found, found[rank])  # after this, every rank has opened all files of its machine
         if rank == ranks[number][0]:
             shutil.rmtree(folder, ignore_errors=True)
         return Machines(mine, local, number, ranks, [found[some[0]][1] for some in ranks], token)
@@ -64,7 +64,7 @@ def _begin(where: Path, token: str, rank: int) -> tuple[Path, Heartbeat]:
 
 
 def _identity(folder: Path) -> str:
-    """The same for those that see the same files: names of machines need not differ, nor their containers' disks."""
+    """The same for all ranks that see the same files. Neither host names nor container disks need differ."""
     draft = folder / f"{uuid.uuid4().hex}.new"
     draft.write_text(draft.stem)
     with contextlib.suppress(FileExistsError):
@@ -73,12 +73,12 @@ def _identity(folder: Path) -> str:
 
 
 class Between:
-    """What machines tell each other, through the store of the process group; nothing if there is only one."""
+    """Messages between machines through the process group's store; none if there is only one machine."""
 
     def __init__(self, hosts: Machines, store: dist.Store | None = None):
         self.hosts, self.store = hosts, store
         if store is None and len(hosts.ranks) > 1:
-            # A connection of its own: another thread may wait in the step's.
+            # On its own connection: another thread may be waiting on the step's.
             self.store = dist.PrefixStore(f"watch/{hosts.token}", dist.distributed_c10d._get_default_store().clone())
 
     def say(self, what: str, value: Any = "") -> None:
@@ -92,7 +92,7 @@ class Between:
         return json.loads(self.store.get(what))
 
     def put(self, what: str, seen: list[Seen]) -> None:
-        """This machine's ranks."""
+        """Publish what is known of this machine's ranks."""
         self.say(f"{what} {self.hosts.number}", [asdict(one) for one in seen])
 
     def take(self, what: str, host: int) -> list[Seen] | None:

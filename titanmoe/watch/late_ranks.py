@@ -1,4 +1,4 @@
-"""What is known of each rank when a run hangs, who of them is late, and the report."""
+"""From what is known of each rank when a run hangs: which ranks are late, and the report."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ class Seen:
     host: str
     pid: int
     state: str
-    """answers; stopped (by a signal), silent (it lives, and its watching thread does not run), gone, failed, ended, or
-    unknown: its machine does not answer."""
+    """answers, stopped (by a signal), silent (alive, but its watchdog does not run), gone, failed, ended, or unknown
+    (its machine does not answer)."""
     silent_s: float
-    """Since its last sign of progress."""
+    """Seconds since it last made progress."""
     step: int = 0
     phase: str = ""
     issued: int = 0
-    """Messages of this step."""
+    """Messages of this step so far."""
     microbatch: int = 0
     layer: int = -1
     backward: bool = False
     last: list[Record] = field(default_factory=list)
-    """Its last messages."""
+    """Its latest messages."""
     numbers: dict[str, int] = field(default_factory=dict)
-    """Messages so far, by group, or "send PEER" and "receive PEER" for the pipeline."""
+    """Messages so far, by group, or by "send PEER" and "receive PEER" for the pipeline."""
     stack: list[str] = field(default_factory=list)
     threads: dict[str, list[str]] = field(default_factory=dict)
     note: str = ""
@@ -57,7 +57,7 @@ class LateRanks:
 
 
 def judge(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> LateRanks:
-    """stage: ranks of a pipeline stage, which issue the same messages."""
+    """stage: the size of a pipeline stage, whose ranks all issue the same messages."""
     by_rank = {one.rank: one for one in seen}
     late = (
         _odd(seen, groups, stage)
@@ -73,8 +73,8 @@ def _lost(seen: Iterable[Seen]) -> dict[int, str]:
         "failed": "failed",
         "stopped": "stopped by a signal",
         "silent": "does not answer: its process lives, but none of its Python threads runs",
-        "gone": "has left: its process has ended",
-        "ended": "has ended its run",
+        "gone": "has exited: its process is gone",
+        "ended": "has finished its run",
         "unknown": "its machine does not answer",
     }
     for states in (("failed",), ("gone", "unknown"), ("stopped", "silent"), ("ended",)):
@@ -84,14 +84,14 @@ def _lost(seen: Iterable[Seen]) -> dict[int, str]:
 
 
 def _odd(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
-    """Ranks that issued another message than most of their stage did at the same place of a step. Where a stage is
-    divided equally, other stages decide, if one of its halves did what they did.
+    """Ranks that issued a different message from most of their stage at the same point of a step. If a stage is split
+    evenly, the other stages decide, provided that one of its halves did what they did.
     """
     issued: dict[tuple[int, int], dict[int, What]] = {}  # by step and index in it, then by rank
     for one in seen:
         for record in one.last:
             if record[OP] not in TO_PEER and record[INDEX] < one.issued:
-                size = 0 if record[OP] == "all-to-all" else record[BYTES]  # which depends on the data
+                size = 0 if record[OP] == "all-to-all" else record[BYTES]  # its size depends on the data
                 issued.setdefault((one.step, record[INDEX]), {})[one.rank] = record[GROUP], record[OP], size
     for (_, index), by_rank in sorted(issued.items()):
         for first in range(0, max(by_rank) + 1, stage):
@@ -113,14 +113,14 @@ def _odd(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> dict
 
 
 def _awaited(by_rank: dict[int, Seen], groups: Sequence[LaneGroups]) -> list[int]:
-    """Ranks at the end of chains of waits: others wait for them, and they wait for none; or those of a cycle."""
+    """Ranks at the end of a chain of waits: others wait for them, and they wait for nobody; or those of a cycle."""
     waits = {rank: _waits_for(one, by_rank, groups) for rank, one in by_rank.items()}
     awaited = {other for others in waits.values() for other in others}
     return sorted(rank for rank in awaited if not waits[rank]) or sorted(awaited)
 
 
 def _waits_for(one: Seen, by_rank: dict[int, Seen], groups: Sequence[LaneGroups]) -> set[int]:
-    """The ranks that have not issued what this one has."""
+    """The ranks that have not yet issued a message that this one has."""
     found = set()
     for name, number in one.numbers.items():
         way, _, peer = name.partition(" ")
@@ -136,12 +136,12 @@ def _waits_for(one: Seen, by_rank: dict[int, Seen], groups: Sequence[LaneGroups]
 
 
 def _writes(one: Seen) -> bool:
-    """Whether the thread that saves is doing something itself, and not waiting for other ranks."""
+    """Whether the saving thread is busy itself, and not waiting for other ranks."""
     lines = one.threads.get("checkpoint", [])
     return bool(lines) and not any(" in together" in line for line in lines)
 
 
-# ---- in words
+# ---- the report
 
 
 def report(by_rank: dict[int, Seen], groups: Sequence[LaneGroups], late: dict[int, str]) -> str:
@@ -169,7 +169,7 @@ def report(by_rank: dict[int, Seen], groups: Sequence[LaneGroups], late: dict[in
 
 def _about(one: Seen, groups: Sequence[LaneGroups], why: str) -> list[str]:
     lines = [
-        f"  rank {one.rank}, process {one.pid} on {one.host}: " + (why or "others wait for it, and it waits for none")
+        f"  rank {one.rank}, process {one.pid} on {one.host}: " + (why or "others wait for it, and it waits for nobody")
     ]
     lines.append(f"    {_during(one)}; no progress for {one.silent_s:.0f} s")
     if one.last:
@@ -212,7 +212,7 @@ def _sized(groups: Sequence[LaneGroups], group: int, op: str, size: int) -> str:
 
 
 def _ranks(ranks: Iterable[int]) -> str:
-    """0-3, 5"""
+    """As text: ranks 0-3, 5."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][1] + 1:

@@ -1,6 +1,6 @@
-"""What a trainer asks about its numbers, by [debug].
+"""The checks of a trainer's numbers that [debug] asks for.
 
-Imports torch and the rest only once there is a trainer: a refusal must not wait for them.
+torch and the rest are imported only when there is a trainer, so that a refusal does not wait for them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NumberChecks(Checks):
         self.replicas = Replicas(trainer) if self.options.replicas_every else None
         self.said: list[str] = []
         self.bundled = False
-        """Whether this process has written a bundle: one is enough."""
+        """Whether this process has written a bundle. It writes only one."""
 
     def suspect(self, why: str, work: StepWork, finite: bool) -> Sums | None:
         trainer, sums, self.said = self.trainer, None, []
@@ -35,7 +35,7 @@ class NumberChecks(Checks):
             from titanmoe.watch.rerun import repeat
 
             sums, text = repeat(trainer, work)
-            same = "the data does it: forward and backward once more give the same bits on all ranks"
+            same = "the data is the cause: a second forward and backward gives the same bits on all ranks"
             self._say(f"{why}: {text or same}")
             finite = math.isfinite(sums.found.loss + sums.found.norm)
         if not finite and self.options.culprit != "none":
@@ -63,7 +63,7 @@ class NumberChecks(Checks):
             self._stop(f"{text}{self._reproducible()}")
 
     def _reproducible(self) -> str:
-        """Whether the last step's pass over the weights as they are now gives the same bits twice."""
+        """Whether two passes over the last batch with the present weights give the same bits."""
         if self.trainer.last_work is None:
             return ""
         from titanmoe.watch.rerun import repeat

@@ -1,7 +1,7 @@
 """Repeat the step of a bundle: python -m titanmoe.watch.replay FOLDER [--table.field value ...]
 
-In one process, or under torchrun with any number of ranks: with as many as the run had under its mapping, else without
-any but data parallelism. Exit code 0 if the step is finite here, else 1.
+In one process, or under torchrun with any number of ranks: as many as the run had repeat it under its mapping, other
+numbers with data parallelism alone. The exit code is 0 if the step is finite here, else 1.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OFF: dict[str, Any] = {
 
 
 def arguments(folder: Path, world: int) -> list[str]:
-    """What the recipe of the bundle is read with."""
+    """The command line with which the bundle's config is read."""
     values = OFF | {"checkpoint.load": folder / "weights"}
     if world != json.loads((folder / "report.json").read_text())["ranks"]:
         values |= {f"parallelism.{axis}": 1 for axis in ALONE} | {f"parallelism.{axis}": -1 for axis in DERIVED}
@@ -47,7 +47,7 @@ def arguments(folder: Path, world: int) -> list[str]:
 
 
 def repeat(folder: Path, config: Any, runtime: Any) -> str:
-    """What the step says of itself; "" if it is finite."""
+    """What is wrong with the step; "" if it is finite."""
     from titanmoe.checkpoint.folder import open_checkpoint
     from titanmoe.train.checkpoints import Checkpoints
     from titanmoe.train.checks import Unsound

@@ -1,7 +1,7 @@
-"""What several ranks hold alike must have the same bits: replicas of weights and moments, routers' biases, counters.
+"""Copies on several ranks must have the same bits: replicas of weights and moments, routers' biases, counters.
 
-Every rank makes one number of everything that it shares with the same ranks. All these numbers go to all ranks in one
-message, and the host waits once.
+For everything that it shares with the same ranks, a rank computes one number. One message gives all ranks these
+numbers, and the host waits once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from titanmoe.fold.groups import View, group_of, groups
 from titanmoe.train.trainer import Trainer
 from titanmoe.watch.bits import combined, fingerprint
 
-# The axes of the meshes (titanmoe.fold.meshes) in those of the fold.
+# The axes of the meshes (titanmoe.fold.meshes), as axes of the fold.
 AXES: dict[View, dict[str, tuple[str, ...]]] = {
     "attention": {"dp_replicate": ("dp_replicate",), "fsdp": ("dp_shard", "cp"), "tp": ("tp",)},
     "experts": {axis: (axis,) for axis in ("edp_replicate", "edp", "ep", "etp")},
@@ -32,7 +32,7 @@ NAMED = 6
 
 
 class ReplicaGroup(NamedTuple):
-    """Ranks that differ in these axes of the view only hold the same."""
+    """Ranks that differ only in these axes of the view hold the same."""
 
     view: View
     axes: tuple[str, ...]
@@ -42,7 +42,7 @@ class Odd(NamedTuple):
     kind: ReplicaGroup
     group: tuple[int, ...]
     ranks: list[int]
-    """Those of the group that differ from most; the whole group if there is no majority."""
+    """The ranks that differ from the majority; the whole group if there is none."""
 
 
 class Replicas:
@@ -55,7 +55,7 @@ class Replicas:
         if self.fold.world > 1:
             self.kinds.append(self.world)
         self.agreed = -1
-        """The last step after which all were found alike."""
+        """The last step after which all ranks agreed."""
 
     def _of_view(self, view: View) -> Iterator[ReplicaGroup]:
         axes = {name: parts for name, parts in AXES[view].items() if len(group_of(self.fold, view, parts, 0)) > 1}
@@ -79,7 +79,7 @@ class Replicas:
         return kind if alike else None
 
     def held(self) -> Iterator[tuple[str, Tensor, ReplicaGroup]]:
-        """What this rank holds of the run's state and others do too, apart from moments that were moved to the host."""
+        """The part of the run's state that other ranks hold too, except moments that are in the host's memory."""
         trainer = self.trainer
         moments = trainer.optimizer.moments() if not trainer.config.optimizer.offload else {}
         for name, kind in self.kind_of.items():
@@ -99,15 +99,16 @@ class Replicas:
         return torch.stack([combined(some) if some else nothing for some in prints.values()])
 
     def _counters(self) -> int:
-        """Where the run has got to; seed and step are the whole state of its random numbers."""
+        """How far the run is. Seed and step are the whole state of its random numbers."""
         trainer = self.trainer
         state = trainer.step, trainer.tokens, trainer.config.training.seed, trainer.skips.state_dict()
         text = repr((*state, trainer.loader.state_dict()))
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
     def compare(self, step: int) -> str:
-        """Which rank differs in the state after a step and in what, "" if none does. All ranks call it together and get
-        the same.
+        """Which ranks differ in the state after a step, and in what; "" if none does.
+
+        All ranks call it together and get the same answer.
         """
         if not self.kinds:
             return ""

@@ -1,8 +1,8 @@
-"""A suspect step's forward and backward once more: do they give the same bits?
+"""Repeat the forward and backward of a suspect step: do they give the same bits?
 
-Each rank keeps fingerprints of what it computed by itself: its part of the loss, each layer's routing (counts and
-statistics that the layer has made anyway) and its pieces of the gradients. Hidden states travel, so of the layers that
-came out differently only the first shows where.
+Each rank takes fingerprints of what it computed itself: its part of the loss, the routing of each layer (counts and
+statistics that exist anyway) and its pieces of the gradients. Hidden states travel between ranks, so only the first
+layer that came out differently shows where the fault is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from titanmoe.watch.replicas import few
 
 
 def computed(trainer: Trainer) -> dict[str, int]:
-    """Fingerprints of the last forward and backward, in the order in which a fault spreads; the host waits for them."""
+    """Fingerprints of the last forward and backward, in the order in which a fault spreads. The host waits for them."""
     prints: dict[str, Tensor] = {}
     for number, moe in sorted(trainer.moe_layers.items()):
         routing = torch.cat((moe.balance.count_ME, moe.balance.statistics_MX), 1)
@@ -30,7 +30,10 @@ def computed(trainer: Trainer) -> dict[str, int]:
 
 
 def repeat(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
-    """The sums of a second pass, whose gradients replace those of the first, and what differs. All ranks call it."""
+    """The sums of a second pass, whose gradients replace those of the first, and what differs.
+
+    All ranks call it together.
+    """
     first = computed(trainer)
     trainer.drop_gradients()
     sums = trainer.sums(work)
@@ -42,7 +45,7 @@ def repeat(trainer: Trainer, work: StepWork) -> tuple[Sums, str]:
 
 
 def describe(everyone: list[list[str]]) -> str:
-    """Which rank computes what cannot be reproduced, "" if none does.
+    """Which rank's results are not reproducible; "" if all are.
 
     everyone: by rank, what came out differently, in the order of `computed`.
     """
@@ -60,4 +63,4 @@ def describe(everyone: list[list[str]]) -> str:
     what = "gradients" if where.startswith("the gradient") else where
     text = f"not reproducible on rank{'s' * (len(ranks) > 1)} {few(ranks)}, first seen in {what}"
     others = len(hit) - len(ranks)
-    return text + (f"; what {others} other rank{'s' * (others > 1)} made of it differs too" if others else "")
+    return text + (f"; what {others} other rank{'s' * (others > 1)} computed from it differs too" if others else "")

@@ -1,4 +1,4 @@
-"""Where the threads of this process are, read by a thread of its own while the step hangs."""
+"""Where the threads of this process are, as a separate thread sees it while the step hangs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def main_stack() -> list[str]:
 
 
 def other_stacks() -> dict[str, list[str]]:
-    """Of threads that have code of titanmoe on their stack, such as one that saves or reads data."""
+    """The stacks of other threads that run titanmoe's code, such as one that saves or reads data."""
     frames, found = sys._current_frames(), {}
     for thread in threading.enumerate():
         if thread in (threading.main_thread(), threading.current_thread()) or thread.ident not in frames:
@@ -40,6 +40,6 @@ def other_stacks() -> dict[str, list[str]]:
 
 
 def line_in(stack: list[str]) -> str:
-    """The innermost line that is neither torch's nor Python's own, nor that which sends for others."""
+    """The innermost line that is not in torch, in Python itself, or in the code that sends messages or watches."""
     others = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
     return next((line for line in stack if not any(part in line for part in others)), "")

@@ -1,8 +1,9 @@
-"""A thread of every rank that sees when one of them is late, and ends the run with one report.
+"""A thread in every rank that notices when a rank is late, and ends the run with one report.
 
-It reads the heartbeats of its machine. The first thread that sees something wrong raises an alarm; then each rank that
-still answers leaves the stacks of its threads in its memory, the first of each machine passes on what its ranks left,
-and the first machine's judges and reports. Stopped ranks are killed by their neighbours: SIGTERM would not reach them.
+It reads the heartbeats of its machine. The first thread that sees something wrong raises an alarm. Then each rank that
+still answers writes the stacks of its threads into its heartbeat, the first such rank of each machine publishes the
+answers of its machine, and that of the first machine judges and reports. Stopped ranks are killed by others on their
+machine, since SIGTERM would not reach them.
 """
 
 from __future__ import annotations
@@ -34,18 +35,19 @@ from titanmoe.watch.stacks import main_stack, other_stacks
 
 TICK_S = 0.5
 CARRY_S = 5.0
-"""How often a machine's heartbeats are carried to the store."""
+"""How often a machine's heartbeats are copied to the store."""
 SILENT_S = 3.0
-"""A thread that has not run for this long does not answer; it need not, until the alarm."""
+"""After the alarm, a rank whose watchdog has not run for this long counts as silent."""
 ANSWER_S, GATHER_S = 2.0, 4.0
-"""How long ranks have to answer, and machines to pass that on."""
+"""How long ranks have to answer, and machines to publish the answers."""
 ENDING_S = 3.0
-"""How long the others have to end before the report is printed and they are killed."""
+"""How long the other ranks have to end before they are killed and the report is printed."""
 DISK_S = 2.0
+"""How long to wait for a write to a disk, which may be what hangs the run."""
 KEPT = 64
-"""Messages of each rank that the report is made from."""
+"""How many messages of each rank the report is made from."""
 IN_EVENT = 32
-"""Those that events.jsonl has."""
+"""How many of them go into events.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,10 @@ class Limits:
     between: float
     """Between steps, where a checkpoint may be written."""
     thread: float
-    """Without a sign of the watching thread."""
+    """Without a tick of the watchdog thread."""
     by_age: bool
-    """Whether a step makes no progress however it waits: on a GPU the host does not know what it waits for."""
+    """Whether a step is late even if it does not wait in a message: on a GPU the host does not know what it waits
+    for."""
 
 
 class Watchdog(threading.Thread):
@@ -75,7 +78,7 @@ class Watchdog(threading.Thread):
         between: Between | None = None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """folder: of the run. dump: leaves the flight recorder's dump and says where."""
+        """folder: the run folder. dump: saves the flight recorder's dump and returns where. end: ends the process."""
         super().__init__(name="titanmoe-watch", daemon=True)
         self.rank, self.hosts, self.groups, self.stage, self.limits = rank, hosts, groups, stage, limits
         self.folder, self.dump, self.end = folder, dump, end
@@ -85,7 +88,7 @@ class Watchdog(threading.Thread):
         self._wake.setblocking(False)
         self.over = threading.Event()
         self.raised: list[str] = []
-        """Where the step was when it found that another rank is gone."""
+        """The stack of the error that showed that another rank is gone."""
 
     def run(self) -> None:
         asked_to_end = 0.0
@@ -101,8 +104,8 @@ class Watchdog(threading.Thread):
                 self.hosts.mine.numbers[at.ALARM] = 1
                 with contextlib.suppress(RuntimeError, OSError):
                     self.between.say("alarm")
-                return self._last()
-            # A launcher asks all ranks to end when one has left: that is seen first.
+                return self._respond_and_end()
+            # A launcher sends SIGTERM to all ranks when one has exited; a report about that one comes first.
             if asked_to_end and time.monotonic() - asked_to_end > 2 * TICK_S and ends_by(signal.SIGTERM):
                 os._exit(128 + signal.SIGTERM)
 
@@ -114,10 +117,10 @@ class Watchdog(threading.Thread):
 
     @property
     def waker(self) -> int:
-        """For signal.set_wakeup_fd: a signal arrives here at once, whatever the main thread waits in."""
+        """For signal.set_wakeup_fd: signals arrive here at once, whatever the main thread is waiting for."""
         return self._wake.fileno()
 
-    # ---- what may be wrong
+    # ---- is anything wrong?
 
     def alarmed(self) -> bool:
         if any(heart.numbers[at.ALARM] for heart in self.hosts.local.values()):
@@ -127,7 +130,7 @@ class Watchdog(threading.Thread):
         return False
 
     def trouble(self) -> bool:
-        """Whether a rank of this machine has left, does not answer, or makes no progress."""
+        """Whether a rank of this machine has exited, does not answer, or makes no progress."""
         return any(
             heart.numbers[at.STATE] == at.RUNNING
             and (
@@ -140,14 +143,14 @@ class Watchdog(threading.Thread):
 
     def _limit(self, heart: Heartbeat) -> float:
         phase, limits = heart.numbers[at.PHASE], self.limits
-        if phase == at.STARTING:  # loading may take as long as it takes
+        if phase == at.STARTING:  # loading has no time limit
             return float("inf")
         if not (heart.is_waiting or (limits.by_age and phase != at.BETWEEN)):
             return limits.between
         return limits.first if heart.numbers[at.STEP] == heart.numbers[at.FIRST] else limits.step
 
     def leads(self) -> bool:
-        """Whether this rank is the first of its machine whose thread runs."""
+        """Whether this is the first rank of its machine whose watchdog runs."""
         return all(state(heart) != "answers" for rank, heart in self.hosts.local.items() if rank < self.rank)
 
     def _carry(self) -> None:
@@ -157,7 +160,7 @@ class Watchdog(threading.Thread):
 
     # ---- the report
 
-    def _last(self) -> None:
+    def _respond_and_end(self) -> None:
         try:
             self.respond()
         except Exception:  # nothing else would end this process
@@ -195,28 +198,28 @@ class Watchdog(threading.Thread):
             return False
 
     def _told(self) -> dict[int, str]:
-        """What the report says that late ranks were doing, if it came from another machine."""
+        """Which part of the step late ranks were in, if another machine made the report."""
         with contextlib.suppress(RuntimeError, OSError):
             return self.between.heard("report") if self.between.said("report") else {}
         return {}
 
     def report(self, seen: list[Seen]) -> None:
-        """On the first machine."""
+        """Judge, report, and end the run. Called on the first machine, or the second if the first is gone."""
         everyone = seen + self._others()
         verdict = judge(everyone, self.groups, self.stage)
-        left = bool(os.environ.get(failure.FILE))
+        launcher_reports = bool(os.environ.get(failure.FILE))
         self._in_time(lambda: failure.leave_note(verdict.text, alike=True, during=verdict.during))
         self._in_time(lambda: self._write(everyone, verdict))
         self.hosts.mine.numbers[at.REPORTED] = 1
         with contextlib.suppress(RuntimeError, OSError):
             self.between.say("report", verdict.during)
         self.end_others(wait=True)
-        if not left:
-            os.write(2, f"error: {verdict.text}\n".encode())  # as it is, without the rank before each line
+        if not launcher_reports:
+            os.write(2, f"error: {verdict.text}\n".encode())  # without the rank before each line
         self.end(1)
 
     def _others(self) -> list[Seen]:
-        """What the other machines say of their ranks, or what was last known of them."""
+        """What the other machines say about their ranks, or else what they last published."""
         found = {}
         others = [host for host in range(len(self.hosts.ranks)) if host != self.hosts.number]
 
@@ -259,7 +262,7 @@ class Watchdog(threading.Thread):
             file.close()
 
     def end_others(self, wait: bool) -> None:
-        """Kill those of this machine that cannot end by themselves; then, if they are waited for, all that have not."""
+        """Kill the ranks of this machine that cannot end themselves. wait: kill the others too if they do not end."""
         others = [heart for rank, heart in self.hosts.local.items() if rank != self.rank]
         for heart in others:
             if state(heart) in ("stopped", "silent"):
@@ -269,7 +272,7 @@ class Watchdog(threading.Thread):
                 kill(heart)
 
     def _in_time(self, work: Callable[[], Any]) -> None:
-        """What uses a disk, which may be what hangs the run."""
+        """Run work that writes to a disk, but do not wait for it for long."""
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         self._until(lambda: not thread.is_alive(), DISK_S)
@@ -309,7 +312,7 @@ class Watchdog(threading.Thread):
 
 
 def ignore(number: int, frame: Any) -> None:
-    """For SIGTERM, where there is no other handler: the thread ends the process, and may report first."""
+    """The handler of SIGTERM, if there is no other: the watchdog ends the process, and may report first."""
 
 
 def ends_by(number: int) -> bool:
@@ -321,7 +324,7 @@ def since(nanoseconds: int) -> float:
 
 
 def _kernel_state(pid: int) -> str:
-    """One letter, "" where the system has no /proc."""
+    """One letter; "" if the system has no /proc."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()[0]
