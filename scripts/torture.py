@@ -1,14 +1,14 @@
 #!/usr/bin/env python
-"""Disturbs runs under the real torchrun in every way a cluster does, and compares each with an undisturbed run.
+"""Makes runs under the real torchrun fail in the ways that a cluster fails, and compares each with an undisturbed run.
 
     python scripts/torture.py                                   # 200 trials, unattended; a table at the end
     python scripts/torture.py --results runs/torture.jsonl      # the same; the same command again resumes it
     python scripts/torture.py --only "full disk" --first 17 --trials 1     # repeat one trial, as a failure prints it
     python scripts/torture.py --soak 10000                      # one long run: memory, open files and threads
 
-A trial trains a small model on 2 CPU ranks, strikes at a moment drawn from its seed, lets torchrun start the ranks
-again (--max-restarts) or gives the same command again, and waits for the end. Losses, gradient norms, weights and
-moments must then be those of the undisturbed run, to the last bit. docs/reliability.md has the results.
+A trial trains a small model on 2 CPU ranks and causes a failure at a moment drawn from its seed. Then torchrun restarts
+the ranks (--max-restarts), or the same command is given again, and the run goes on to its end. Losses, gradient norms,
+weights and moments must be those of the undisturbed run, to the last bit. docs/reliability.md has the results.
 
 The first process imports torch once and each torchrun is a fork of it, which saves seconds; the ranks are started by
 torchrun as usual.
@@ -120,7 +120,7 @@ def trial(kind: str, seed: int, folder: Path, calm: Run) -> Run:
             shutil.copy(run.log, folder / f"{seed}.log")
             if os.path.ismount(run.folder):
                 subprocess.run(["umount", str(run.folder)], check=False)
-    raise Wrong("five times the run ended before the fault struck")
+    raise Wrong("in five attempts the run ended before the failure")
 
 
 def losses(run: Run) -> list[tuple[int, float, float]]:
@@ -155,7 +155,7 @@ def table(outcomes: list[Outcome]) -> str:
 
 
 def write(file: Path, name: str, text: str) -> None:
-    """Between the page's marks of that name, if it has them; else as a file of its own."""
+    """Put the text between the page's marks of that name. A file without them is overwritten."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     page = file.read_text(encoding="utf-8") if file.exists() else ""
     if begin in page:
@@ -207,8 +207,9 @@ def sample(pid: int) -> tuple[float, int, int]:
 
 
 def is_flat(rows: list[list[float]]) -> bool:
-    """After the first quarter, no more in the second half than in the first; of memory, 5 %. A single sample may have a
-    file or a thread more: that of a checkpoint being written.
+    """After the first quarter, no maximum is higher in the second half than in the first, memory by at most 5 %.
+
+    A single sample may have one more file or thread, while a checkpoint is being written.
     """
     settled = rows[len(rows) // 4 :]
     early, late = settled[: len(settled) // 2], settled[len(settled) // 2 :]
@@ -246,7 +247,7 @@ def soak(args: argparse.Namespace, folder: Path) -> int:
 
 
 def run_step(metrics: Path) -> int:
-    """From the last complete line; reading all of a long file each time would slow the run being watched."""
+    """From the last complete line. Reading all of a long file each time would slow down the run."""
     with metrics.open("rb") as stream:
         stream.seek(max(0, metrics.stat().st_size - 65536))
         whole = stream.read().rpartition(b"\n")[0]

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Makes runs hang under the real torchrun in every way that a rank can, and checks who is named, and how soon all end.
+"""Makes runs hang under the real torchrun in every way a rank can, and checks which rank is named and when all end.
 
     python scripts/torture_hangs.py                              # 20 trials, and a table
     python scripts/torture_hangs.py --only stop --first 5 --trials 1       # repeat one, as a failure prints it
     python scripts/torture_hangs.py --out docs/reliability.md    # the table between its marks there
 
-A trial trains a small model on 4 CPU ranks under a mapping drawn from its seed, with training.timeout_s = 10, and
-strikes one rank at a moment drawn likewise. The report must name that rank, and be the last thing that the ranks print.
+A trial trains a small model on 4 CPU ranks with training.timeout_s = 10. Its seed decides the mapping, the rank that
+fails and the moment. The report must name that rank, and be the last thing that the ranks print.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAPPINGS: tuple[dict[str, Any], ...] = (
     {"parallelism.pp": 2, "parallelism.experts.ep": 2},
 )
 SKIPPED = ("titanmoe.train.trainer:all_reduce", "titanmoe.parallel.norm:all_reduce")
-"""The first sums counts and losses, the second the norm."""
+"""The first sums counts and losses, the second the gradient norm."""
 
 
 class Hang(Run):
@@ -49,7 +49,7 @@ class Hang(Run):
         self.rank = self.draw.randrange(RANKS)
 
     def strike(self, number: int) -> None:
-        """The rank gets a signal, in a random step."""
+        """Send the rank a signal in a random step."""
         self.wait(lambda: self.step() >= 3 + self.draw.randrange(5), "a few steps")
         time.sleep(self.draw.uniform(0, 0.3))
         (pid,) = (pid for pid in self.ranks() if rank_of(pid) == self.rank)
@@ -57,7 +57,7 @@ class Hang(Run):
         self.struck()
 
     def named(self) -> float:
-        """How long it took until all had ended; Wrong unless the last report names the rank."""
+        """How long it took until all had ended. Raises Wrong unless the last report names the rank."""
         self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
         took = time.monotonic() - self.struck_at
         said = [line for line in self.log.read_text(errors="replace").splitlines() if line.startswith("error: ")]

@@ -23,7 +23,7 @@ from titanmoe.train.runtime import PR_SET_PDEATHSIG
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, INTERVAL, RANKS = 24, 3, 2
 EVERY = 2
-"""Steps between comparisons of what both ranks hold."""
+"""Steps between comparisons of the data that both ranks hold."""
 LIMIT_S = 240.0
 """For one attempt of a trial; after that it counts as failed."""
 TINY = {
@@ -36,7 +36,7 @@ TINY = {
     "metrics.tensorboard": "false", "metrics.console": "lines",
 }  # fmt: skip
 LOCAL = {"checkpoint.local": 2, "checkpoint.interval": STEPS // 2}
-"""Of runs that keep local copies, mostly later than their last checkpoint."""
+"""For runs with local copies, which are usually newer than their last checkpoint."""
 
 
 class Wrong(Exception):
@@ -62,7 +62,7 @@ def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]]) -> None:
 
 
 class Run:
-    """A run in a folder, over all its starts."""
+    """A run in a folder, across all its starts."""
 
     def __init__(self, folder: Path, seed: int = 0, options: dict[str, Any] = TINY, count: int = RANKS):
         self.folder, self.draw, self.options, self.count = folder, random.Random(seed), options, count
@@ -110,7 +110,7 @@ class Run:
         return [event["step"] for event in self.lines("events.jsonl") if event["kind"] in ("start", "restart")]
 
     def wait(self, condition: Callable[[], object], what: str, ended: type[Exception] | None = Missed) -> None:
-        """ended: the error if torchrun ends first, if that is one."""
+        """ended: what to raise if torchrun ends first; None if it may."""
         end = time.monotonic() + LIMIT_S
         while not condition():
             if ended and not self.agent.is_alive() and not condition():
@@ -125,10 +125,10 @@ class Run:
         self.wait(lambda: self.step() >= step and layout.latest(self.checkpoints), f"step {step}")
         time.sleep(self.draw.uniform(0, 0.1))
 
-    # ---- striking
+    # ---- causing failures
 
     def struck(self) -> None:
-        """Record the state at that moment: what follows is compared with it."""
+        """Record the state at the moment of the failure; what follows is compared with it."""
         self.struck_at, self.made, self.starts = time.monotonic(), self.step(), len(self.begun())
         self.committed = max(layout.steps(self.checkpoints), default=0)
 
@@ -152,13 +152,13 @@ class Run:
         self.struck()
 
     def ended(self) -> None:
-        """Struck with no restarts left: it must end by itself, and say why without a traceback."""
+        """Wait for the run to end by itself after a failure, with no restarts left."""
         self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
         self.agent.join()
         self.committed = max(layout.steps(self.checkpoints), default=0)
 
     def goes_on(self) -> None:
-        """Wait until the end, and measure."""
+        """Wait until the run has ended, and measure what the failure cost."""
         self.wait(lambda: len(self.begun()) > self.starts, "another start", Wrong)
         began = self.begun()[self.starts]
         self.wait(lambda: self.step() > began, "a step after the restart", Wrong)
@@ -185,7 +185,7 @@ def alive(pid: int) -> bool:
 
 
 def last_words(log: Path) -> str:
-    """What the run said about its end: our own line if there is one."""
+    """What the run printed about its end: titanmoe's own line, if there is one."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     ours = [line for line in lines if line.startswith(("error:", "rank "))]
     theirs = [line for line in lines if "Error: " in line]
@@ -236,7 +236,7 @@ def flipped_bit(run: Run) -> None:
     run.wait_for_a_moment(2 * INTERVAL + 1)
     run.kill_launcher()
     there = layout.steps(run.checkpoints)
-    if len(there) < 2:  # a save is late: there would be none to go back to
+    if len(there) < 2:  # a save is late: there would be no earlier one to go back to
         raise Missed(f"there are only {len(there)} checkpoints")
     newest = there.pop(max(there))
     run.committed = max(there)
@@ -248,7 +248,7 @@ def flipped_bit(run: Run) -> None:
 
 
 def full_disk(run: Run) -> None:
-    """A file takes all the space there is; later it is removed."""
+    """A file takes up all the space; later it is removed."""
     if tmpfs(run.folder):
         run.start()
         run.wait_for_a_moment()
@@ -275,7 +275,7 @@ def tmpfs(folder: Path) -> bool:
 
 
 def slow_disk(run: Run) -> None:
-    """Half a second for every access, and a rank is killed meanwhile."""
+    """Every access takes up to half a second, and a rank is killed meanwhile."""
     fault = {"do": "slow", "seconds": run.draw.uniform(0.1, 0.5), "on": ["write", "rename", "fsync"], "times": 10**9}
     run.start(restarts=3, faults=(fault | {"path": str(run.checkpoints)},))
     run.wait_for_a_moment()
@@ -312,7 +312,7 @@ def asked_to_stop(run: Run) -> None:
 
 
 def flipped_memory(run: Run) -> None:
-    """A bit of a router's weights, which both ranks hold; with two, both are named. The run goes back by itself."""
+    """Flip a bit of a router's weights. Both ranks hold them, so both are named, and the run goes back by itself."""
     at, rank = run.draw.randint(INTERVAL + 1, STEPS - 2 * INTERVAL), run.draw.choice([0, 1])
     shape = [TINY["model.num_experts"], TINY["model.dim"]]
     fault = {"do": "flip", "rank": rank, "at": at, "shape": shape, "once": str(run.struck_file)}
@@ -328,7 +328,7 @@ def flipped_memory(run: Run) -> None:
 
 
 def lost_host(run: Run) -> None:
-    """Each rank is a host with a memory of its own, a folder. One host's is gone when the run starts again."""
+    """Each rank is a host, and a folder is its memory. One host's folder is removed before the run starts again."""
     run.options = run.options | LOCAL | {"checkpoint.local_folder": f"{run.folder}/memory$RANK"}
     run.start()
     step = run.draw.randint(2 * LOCAL["checkpoint.local"] + 1, STEPS - 2 * INTERVAL)
@@ -360,4 +360,4 @@ KINDS: dict[str, Callable[[Run], None]] = {
 }
 
 BY_NAME: dict[str, Callable[[Run], None]] = {"a bit flipped in memory": flipped_memory}
-"""Made only with --only: the others need no options of [debug]."""
+"""Run only with --only, because it needs options of [debug] that the others do not."""

@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `pytest -m slow`, and what stands in for each: tests/wider.toml."""
+"""Reads tests/wider.toml: which tests `make test` leaves to `pytest -m slow`, and which quicker test replaces each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titanmoe.config.recipe import toml
 
 TABLE = Path(__file__).with_suffix(".toml")
 PROBLEMS = pytest.StashKey[list[str]]()
-"""What tests/conftest.py found wrong with the table, in a run of all tests."""
+"""What tests/conftest.py found wrong with the table when all tests were collected."""
 
 
 def stand_ins() -> dict[str, str]:
@@ -20,7 +20,7 @@ def stand_ins() -> dict[str, str]:
 
 
 def problems(table: dict[str, str], tests: Collection[str]) -> list[str]:
-    """tests: all there are."""
+    """What is wrong with the table. tests: the ids of all tests."""
     gone = sorted({*table, *table.values()}.difference(tests))
     absent = sorted(set(table.values()) & set(table))
     return [

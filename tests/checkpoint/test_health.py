@@ -90,7 +90,7 @@ def save_copies(folder: str, broken: list[int], numbers: int) -> tuple[str, int]
     return message, len(looked_at)
 
 
-@pytest.mark.parametrize(("broken", "others"), [([0], ""), ([1], ""), ([0, 1], ", and 1 more ranks have some")])
+@pytest.mark.parametrize(("broken", "others"), [([0], ""), ([1], ""), ([0, 1], ", and on 1 more rank")])
 def test_each_rank_checks_the_copies_that_it_writes(tmp_path, broken, others):
     size = write_tensors.SMALL + 1
     ends = world.run(2, save_copies, str(tmp_path), broken, size)

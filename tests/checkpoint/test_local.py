@@ -50,7 +50,7 @@ def sets(folder: Path, host: int = 0) -> dict[int, Path]:
 
 
 def begun(went: runs.Went) -> int:
-    """The step of the local copies that it went on from."""
+    """The step of the local copies that the run resumed from."""
     origin, _, step = went.notes["begins from"].partition(", after step ")
     assert origin.startswith("local copies in ")
     return int(step)
@@ -77,8 +77,8 @@ def same(went: runs.Went, straight: runs.Went) -> bool:
     ids=["2 ranks", "4 ranks"],
 )
 def test_hosts_lost_one_after_the_other_cost_no_more_than_the_steps_between_copies(tmp_path, hosts, shape, end) -> None:
-    """After each step of the run one of the two is lost. The one that takes its place gets its part at once, or the
-    next loss would be the end."""
+    """After each step of the run one of the two hosts is lost. Its replacement gets its copies at once; otherwise the
+    next loss could not be repaired."""
     straight = go(tmp_path / "straight", end, hosts, shape=shape, local=0)
     for killed in range(1, end + 1):
         went = go(tmp_path / "lost", killed, hosts, shape=shape)
@@ -139,7 +139,7 @@ def test_whichever_was_made_later(tmp_path, straight) -> None:
 
 
 def test_a_run_that_went_back_does_not_return_to_the_future_it_left(tmp_path) -> None:
-    """Host 1 is away meanwhile, with copies of that future."""
+    """Host 1 is away meanwhile. It has copies of steps that the run went back from."""
     go(tmp_path, 4, interval=1)
     shutil.copytree(tmp_path / "memory1", tmp_path / "away", copy_function=shutil.copy2)
     for step in (3, 4):
@@ -182,7 +182,7 @@ def test_a_run_without_another_host_still_outlives_its_processes(tmp_path, strai
 
 
 def found_by_the_next_start(folder: str) -> tuple[int, bool]:
-    """The step of its local copies, and whether every rank reads what was written."""
+    """Returns the step of the local copies, and whether every rank reads what was written."""
     saver = Saver(Path(folder), Checkpoint(enable=True, local=1), lambda line: None)
     copies = victims.local_of(saver, Path(folder)).newest(verify=True)
     step = copies.manifest.step
@@ -193,8 +193,8 @@ def found_by_the_next_start(folder: str) -> tuple[int, bool]:
 
 
 def local_saves(tmp: Path, victim: int = -1, at: int = 0) -> list[list[str]]:
-    """Copies of step 1, then of step 2, in which a rank is killed before its at-th operation on files; returns what
-    each rank did if nobody was killed."""
+    """Make copies of step 1, then of step 2, in which a rank is killed before its at-th file operation. Returns what
+    each rank did if none was killed."""
     seen = tmp / "seen"
     seen.mkdir(parents=True)
     with victims.pair(victims.save_two, str(tmp), "local", victim, at, str(seen), log=tmp / "log") as ranks:
@@ -238,7 +238,7 @@ def test_a_host_is_lost_before_each_operation_on_its_files(tmp_path, operations,
 
 
 def train(folder: str, hosts: tuple[int, ...], changes: dict[str, Any]) -> tuple[str, list[str], int]:
-    """What a whole run ends with, what it says of checkpoints, and how far it gets."""
+    """Returns the final state of a whole run, what it says about checkpoints, and how far it gets."""
     from titanmoe.checkpoint.inside import CheckpointError
     from titanmoe.train import checkpoints
 
@@ -298,7 +298,7 @@ def test_memory_that_fills_later_costs_a_copy_and_not_the_run(tmp_path) -> None:
 
 
 def train_beside_a_slow_disk(folder: str) -> list[int]:
-    """The steps of which there were local copies, while the ordinary checkpoint of step 1 is being written."""
+    """Returns the steps with local copies while the ordinary checkpoint of step 1 is being written."""
     import threading
 
     from titanmoe.checkpoint import write_tensors

@@ -1,4 +1,4 @@
-"""Steps that make no update: decided alike under every mapping, leaving no trace in the state, also after a resume."""
+"""Steps whose update is skipped: decided alike under every mapping, with no trace in the state, after a resume too."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def state(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any]:
-    """Train; which steps left the state as it was, what was logged, and the state at the end."""
+    """Train. Returns which steps left the state unchanged, what was logged, and the state at the end."""
     from titanmoe.train.checkpoints import Checkpoints
 
     trainer = parity.make_trainer(RUN | {"job.dump_folder": folder} | changes, loader=BadBatches)

@@ -1,4 +1,4 @@
-"""Where a number was first not finite: layer, direction, rank and samples; and the step again, from its bundle."""
+"""Where numbers were first not finite: layer, direction, rank and samples; and a bundle repeats the step."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_rank_of_a_bad_expert_is_named_and_not_those_that_got_its_rows() -> 
 
 
 def with_a_bad_gradient(changes: dict[str, Any], rank: int) -> str:
-    """What flows back into the first layer's attention norm."""
+    """The gradient that flows back into the first layer's attention norm is NaN."""
 
     def spoil(part: Any, args: Any, out: torch.Tensor) -> None:
         if trainer.step == 1:

@@ -20,7 +20,7 @@ WORLD, TP, EP, PP = range(4)
 
 
 def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", **more: Any) -> Seen:
-    """After these operations of step 7; of earlier steps each group has had 10."""
+    """A rank that has issued these operations in step 7, and 10 in each group before."""
     numbers, last = {str(i): 10 for i in range(3)}, []
     for index, (group, op) in enumerate(ops):
         numbers[str(group)] += 1
@@ -49,7 +49,7 @@ def of(some: list[Seen], stage: int = 4) -> LateRanks:
     ],
 )
 def test_a_rank_that_does_not_answer(state: str, why: str) -> None:
-    """The others may be further, and wait in different messages."""
+    """The other ranks may be further along, and wait in different messages."""
     found = of([seen(0, STEP[:4]), seen(1, STEP[:3]), seen(2, STEP[:2], state, stack=[]), seen(3, STEP[:3])])
     first, second, *rest = found.text.splitlines()
     assert list(found.late) == [2]
@@ -74,7 +74,7 @@ def test_a_rank_that_others_wait_for_while_it_waits_for_nobody() -> None:
 
 
 def test_a_rank_that_skipped_a_message() -> None:
-    """It waits as well, for ranks that wait for it; even if another has died of the confusion."""
+    """It waits too, for ranks that wait for it. It is named even if another has died because of it."""
     skipped = seen(2, [STEP[0], *STEP[2:4]])
     found = of([seen(0, STEP[:2], "gone"), seen(1, STEP[:2]), skipped, seen(3, STEP[:2])])
     assert list(found.late) == [2]
@@ -84,7 +84,7 @@ def test_a_rank_that_skipped_a_message() -> None:
 
 
 def test_a_stage_of_two_that_disagree() -> None:
-    """The other stage decides; if it does something else altogether, both are named."""
+    """The other stage decides. If that did something else, both are named."""
     skipped = seen(3, STEP[1:3])
     assert list(of([*(seen(rank, STEP[:1]) for rank in range(3)), skipped], stage=2).late) == [3]
     other = [(EP, "all-to-all")]
@@ -111,7 +111,7 @@ def test_a_cycle_names_its_ranks() -> None:
 
 
 def test_a_disk_that_does_not_answer() -> None:
-    """All others have written their part."""
+    """All the others have already written their part."""
     waits = {"checkpoint": ["torch/c10d.py:1 in wait", "titanmoe/checkpoint/folder.py:428 in together"]}
     writes = {"checkpoint": ["titanmoe/checkpoint/folder.py:90 in write"]}
     some = [seen(rank, STEP, phase="between steps", threads=writes if rank == 3 else waits) for rank in range(4)]

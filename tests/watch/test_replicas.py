@@ -49,7 +49,8 @@ def test_the_majority_is_right() -> None:
 
 
 def flips(changes: dict[str, Any]) -> list[str]:
-    """Train; each time a random bit of a random tensor flips on a random rank. Which was hit, and what was said."""
+    """Flip a random bit of a random tensor on a random rank, again and again. Returns which was hit, and the
+    message."""
     trainer = parity.make_trainer(RUN | changes | {"debug.replicas_every": EVERY}, checks=checks)
     draw, said = random.Random(0), []
     for _ in range(TRIALS):
@@ -83,7 +84,7 @@ def test_a_flipped_bit_is_found_in_20_of_20_and_its_rank_named() -> None:
 
 
 def hit(folder: str, changes: dict[str, Any], at: int, name: str) -> dict[str, torch.Tensor] | str:
-    """A run in which a weight's bit flips on rank 1 before the update of a step; its state at the end."""
+    """Returns the final state of a run in which a bit of a weight flips on rank 1 before a step's update."""
     pending = [at]
 
     def strike(step: int, parameters: dict[str, Any]) -> None:

@@ -1,4 +1,5 @@
-"""A suspect step is repeated: a passing fault is blamed on its rank and leaves no trace, bad data is blamed as such."""
+"""A suspect step is repeated: a passing fault is blamed on its rank and leaves no trace; bad data is blamed on the
+data."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ FAULTY, STEPS = 5, 6
 
 
 def go(changes: dict[str, Any], module: str, value: float, rank: int = 1) -> tuple[Any, ...]:
-    """Once, in one step, the first number that a module returns on one rank is another."""
+    """Once, in one step, the first number that a module returns on one rank is wrong."""
     struck = []
 
     def spoil(part: Any, args: Any, out: torch.Tensor) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""The watching threads of two machines of two ranks, in this process; other processes die in their place."""
+"""The watchdogs of two machines with two ranks each, in this process; other processes die for them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
 
 
 def test_a_machine_that_is_gone(machines: Watched, capfd: pytest.CaptureFixture) -> None:
-    """What it last carried to the store is known of it."""
+    """What it last copied to the store is reported."""
     machines.send(0, 1)
     machines.hearts[3].numbers[at.STEP] = 2
     machines.dogs[2]._carry()
@@ -172,11 +172,11 @@ def test_what_counts_as_trouble(machines: Watched) -> None:
     dog.limits = LIMITS
     machines.bodies[1].kill()
     machines.bodies[1].wait()
-    assert dog.trouble(), "it has left"
+    assert dog.trouble(), "it has exited"
 
 
 def test_sigterm_waits_for_the_report(monkeypatch: pytest.MonkeyPatch, machines: Watched) -> None:
-    """torchrun sends it to all ranks as soon as one has left."""
+    """torchrun sends it to all ranks as soon as one has exited."""
     ended = threading.Event()
     monkeypatch.setattr(watchdog, "os", SimpleNamespace(**vars(watchdog.os) | {"_exit": lambda code: ended.set()}))
     monkeypatch.setattr(watchdog, "ends_by", lambda number: True)

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: written by all ranks of a group together, and read by anyone, any block of any tensor."""
+"""A checkpoint's folder: all ranks of a group write it together; anyone can read any block of any tensor from it."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def save(
     finite: bool = False,
 ) -> None:
     """Called by all ranks of the group, or by one process without a group. When it returns, the checkpoint is complete
-    and has its name. When it raises, it does so on every rank, and what was there before is unchanged. finite: refuse a
-    NaN or an infinity."""
+    and has its name. If it raises, it does so on every rank, and whatever was there before is unchanged. finite: refuse
+    NaN and infinity."""
     first = group is None or dist.get_rank(group) == 0
     doing = doing or Doing()
     aside = target.with_name(target.name + layout.WRITING)
@@ -54,7 +54,7 @@ def save(
     writer = Writer(aside, doing, finite)
     write_pieces(writer, target, pieces, group)
     together(group, lambda: writer.carry(carried or {}) if first else None)
-    # Read back what was written: a byte that a file system lost should be found before anyone relies on it.
+    # Read back what was written, to find a byte that the file system lost before anyone relies on it.
     sums = together(group, lambda: doing(f"reading back {writer.opened}", layout.require, aside, writer.sums))
     everything = {name: s for theirs in sums for name, s in theirs.items()}
 
@@ -65,7 +65,7 @@ def save(
 
 
 def write_pieces(writer: Writer, target: Path, pieces: Pieces, group: Group) -> None:
-    """target: what error messages call it."""
+    """target: the name that error messages use."""
     try:
         with _without_remark(group):
             dcp.save(dict(pieces), storage_writer=writer, planner=Planner(pieces), process_group=group)
@@ -85,7 +85,7 @@ def _seen(aside: Path) -> None:
 
 
 Wanted = dict[str, dict[Extent, list[tuple[str, Piece]]]]
-"""By file: the blocks in it, and the pieces that take something from each, with their tensors' names."""
+"""By file: the blocks to read from it, and for each the pieces that need part of it, with their tensors' names."""
 
 
 class Checkpoint:
@@ -123,7 +123,7 @@ class Checkpoint:
         return out
 
     def fill(self, targets: Mapping[str, tuple[str, Piece]]) -> None:
-        """Fill pieces from the stored tensor that each one names, under names of the caller's own. No rank waits for
+        """Fill pieces, each from the stored tensor that it names. The keys are the caller's own. No rank waits for
         another."""
         self.read_files(self.wanted(targets))
 
@@ -170,8 +170,8 @@ def write_checkpoint(
     carried: Mapping[str, Path] | None = None,
     group: Group = None,
 ) -> None:
-    """A checkpoint that is not from a training run, such as a converted one. carried: files to copy along, by name in
-    hf/."""
+    """Write a checkpoint that does not come from training, such as a converted one. carried: files to copy into hf/, by
+    their names there."""
     target = Path(path)
     if target.exists() and not overwrite:
         raise CheckpointError(f"{target} exists: choose another folder, or give --overwrite")
@@ -181,7 +181,8 @@ def write_checkpoint(
 def _of(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
     errors = [error for error, _ in failure.failures.values()]
     if found := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NotFinite)}:
-        others = f", and {len(found) - 1} more ranks have some" if len(found) > 1 else ""
+        more = len(found) - 1
+        others = f", and on {more} more rank{'s' * (more > 1)}" if more else ""
         return NotFinite(
             f"{target} is not saved: on rank {min(found)} {found[min(found)]}{others}. Earlier checkpoints are "
             "untouched; start again to resume from the latest, with a lower optimizer.lr if it happens again"
@@ -193,7 +194,7 @@ def _of(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
 
 @contextlib.contextmanager
 def _without_remark(group: Group) -> Iterator[None]:
-    """Silences torch's remark that one process saves alone. Not in a background thread, which has a group."""
+    """Silence torch's warning that only one process saves. With a group, as in a background thread, there is none."""
     if group is not None:
         yield
         return

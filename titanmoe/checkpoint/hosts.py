@@ -1,7 +1,7 @@
-"""Which ranks share a host's memory, who keeps a copy for whom, and sending from rank to rank.
+"""Which ranks share a host's memory, which rank keeps a copy for which, and sending bytes from rank to rank.
 
-A host is whoever shares a folder: ranks that see the same local folder on the same machine. The ranks themselves find
-out, so it does not matter which of them a launcher puts where after a restart.
+A host is a set of ranks that see the same local folder on the same machine. The ranks find out by themselves, so a
+launcher may put them anywhere after a restart.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from titanmoe.checkpoint.together import Group, together
 @dataclass(frozen=True)
 class Hosts:
     folder: Path
-    """The run's own, in the memory of this rank's host."""
+    """The run's folder in the memory of this rank's host."""
     rank: int
     of: tuple[int, ...]
     """The host of each rank, counted from 0."""
     names: tuple[str, ...]
-    """Of the machines, by host."""
+    """The host name of each host."""
 
     @property
     def mine(self) -> int:
@@ -39,14 +39,14 @@ class Hosts:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does what is done once on its host."""
+        """Whether this rank does what only one rank of its host has to do."""
         return self.ranks(self.mine)[0] == self.rank
 
     def ranks(self, host: int) -> list[int]:
         return [rank for rank, its in enumerate(self.of) if its == host]
 
     def keeper(self, rank: int) -> int | None:
-        """The rank on the next host that keeps a copy of what this one writes."""
+        """The rank on the next host that keeps a copy of what this rank writes; None if there is only one host."""
         if len(self.names) == 1:
             return None
         host = self.of[rank]
@@ -55,7 +55,7 @@ class Hosts:
 
 
 def meet(root: str, name: str, group: Group) -> Hosts:
-    """Makes the run's folder on each host. All ranks call it."""
+    """Makes the run's folder on each host. All ranks call it together."""
     folder = Path(os.path.expandvars(root)) / name
     found = together(group, lambda: _own(folder))
     places = list(dict.fromkeys(place for place, _ in found))
@@ -67,7 +67,7 @@ def meet(root: str, name: str, group: Group) -> Hosts:
 
 
 def _own(folder: Path) -> tuple[Any, str]:
-    """A folder that no other user can read or has prepared, and what distinguishes it from those of other hosts."""
+    """Makes a folder that no other user can read or has prepared. Returns what identifies it, and the host's name."""
     if not folder.is_absolute():
         raise CheckpointError(f"checkpoint.local_folder must be an absolute path, and is {folder.parent} here")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -80,7 +80,7 @@ def _own(folder: Path) -> tuple[Any, str]:
 
 
 def _check_apart(hosts: Hosts, group: Group) -> None:
-    """Each host sees its own mark alone, or the folder lies on a file system that hosts share."""
+    """Each host must see only its own mark; otherwise the folder is on a file system that hosts share."""
     mark = hosts.folder / f"host-{uuid.uuid4().hex}"
     marks = together(group, lambda: (mark.touch(), mark.name)[1] if hosts.leads else "")
     seen = together(group, lambda: [name for name in marks if name and (hosts.folder / name).exists()])
@@ -88,7 +88,7 @@ def _check_apart(hosts: Hosts, group: Group) -> None:
     if any(len(some) > 1 for some in seen):
         raise CheckpointError(
             f"checkpoint.local_folder: {hosts.folder} is shared by several hosts, and would be lost with one of them: "
-            "name a folder that each host has for itself"
+            "name a folder that each host has to itself"
         )
 
 
@@ -106,11 +106,11 @@ def exchange(
     give: Callable[[Parcel], Tensor],
     take: Callable[[Parcel, Tensor], None],
 ) -> None:
-    """Sends each parcel, as bytes, from its source to its target. All ranks give the same ones in the same order, but
-    may leave out those of sources from which they get nothing.
+    """Sends each parcel, as bytes, from its source to its target. All ranks pass the same parcels in the same order,
+    but may leave out those of sources that send them nothing.
 
-    A source sends one at a time. If give or take fails, the rest is still sent, so that no rank waits in vain; then the
-    first failure is raised.
+    A source sends one parcel at a time. If give or take fails, the rest is still sent, so that no rank waits for ever;
+    then the first error is raised.
     """
     rank, sent = dist.get_rank(group) if group is not None else 0, Counter[int]()
     turns: dict[int, list[Parcel]] = {}

@@ -1,8 +1,8 @@
-"""local.json in a run's checkpoint folder: which start of the run made the local copies that count. Without torch.
+"""local.json in a run's checkpoint folder: which start of the run made the local copies that count. Needs no torch.
 
-Copies lie in the memory of hosts, which come and go; this file lies where the checkpoints are. It names the last
-start of the run that has made a whole set of copies, by a token drawn for that start. A set with another token is from
-another run, or from a future that the run went back from, and is never used.
+The copies are in the memory of hosts, which come and go; this file is where the checkpoints are. It has the token of
+the last start that made a complete set of copies. A set with another token is from another run, or from steps that the
+run went back from, and is never used.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ NAME = "local.json"
 @dataclass(frozen=True)
 class LocalRecord:
     start: str
-    """The token of the start."""
+    """A token drawn for each start."""
     global_batch_size: int
-    """Kept by a start on other ranks, as long as there is no ordinary checkpoint that says it."""
+    """For a start on another number of ranks, which keeps it. Later, ordinary checkpoints have it too."""
 
 
 def read(folder: Path) -> LocalRecord | None:

@@ -1,13 +1,14 @@
-"""Local copies: the state of a run every few steps in the memory of its hosts, for the day that one of them is lost.
+"""Local copies: every few steps the state of a run goes into the memory of its hosts, in case one of them is lost.
 
     /dev/shm/titanmoe-UID-RUN-DIGEST/            on each host
-        step-00000120.TOKEN/                     a set; it has the files of a checkpoint, but spread over the hosts:
-            rank-00003-000.distcp                what ranks of this host wrote, and copies of what those of the host
-            rank-00007-000.distcp                before it wrote
+        step-00000120.TOKEN/                     a set: the files of a checkpoint, spread over the hosts
+            rank-00003-000.distcp                written by a rank of this host
+            rank-00007-000.distcp                copied from a rank of the previous host
             tensors.json, manifest.json          on every host
 
 The manifest is written when every other file is complete on every host. So a set counts as soon as one host has its
-manifest, and is whole while each of its files is on some host. TOKEN is the start of the run that made it (ledger.py).
+manifest, and it is complete as long as each file is on some host. TOKEN names the start of the run that made the set
+(ledger.py).
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ MEMORY = Path("/dev/shm")
 
 
 class Local:
-    """The sets of a run: all ranks make, find and remove them together."""
+    """The sets of a run. All ranks make, find and remove them together."""
 
     def __init__(self, folder: Path, run: Path, config: Config, group: Group, say: Callable[[str], None]):
-        """folder: of the run's checkpoints. group: on CPU tensors."""
+        """folder: where the run's checkpoints are. group: for CPU tensors."""
         self.shared, self.group, self.say = folder, group, say
         self.root, self.global_batch_size = config.checkpoint.local_folder, config.training.global_batch_size
         self.hosts = meet(self.root, from_rank(group, 0, lambda: _name(run)), group)
         self.first = self.hosts.rank == 0
         self.start = from_rank(group, 0, lambda: uuid.uuid4().hex)
         self.number = from_rank(group, 0, lambda: layout.next_number(folder))
-        """Of the next checkpoint: a local set comes after those made before it, and before that one unless it has the
-        later step."""
+        """The number of the next checkpoint. A local set is newer than all checkpoints before it, and newer than that
+        one only if it has the later step."""
         self.kept = ""
-        """The set that this start would go back to: what is removed to make room is any other."""
+        """The set that a restart would go back to. All others are removed to make room."""
         self.made = 0
 
     # ---- making
@@ -63,8 +64,8 @@ class Local:
         return self.hosts.folder / f"{layout.name_of(step)}.{self.start}"
 
     def save(self, step: int, pieces: Pieces, record: dict[str, Any], doing: Doing) -> None:
-        """In the saver's thread. A set that cannot be made does not end the run, unless it is the first: then there is
-        no room for any."""
+        """Called in the saver's thread. A set that cannot be made does not end the run, unless it is the first: then
+        there is no room for any."""
         try:
             self._save(self.target(step), step, pieces, record, doing)
         except NotFinite:
@@ -87,7 +88,7 @@ class Local:
         together(group, lambda: doing(f"copying {target} to another host", self._copy, target, sums))
 
         def complete() -> Sum:
-            # The keeper's copy shows what is wrong with the file it was read from, too.
+            # Checking the keeper's copy also checks the file that it was copied from.
             alone = hosts.keeper(hosts.rank) is None
             for rank in [hosts.rank] if alone else [r for r in range(len(sums)) if hosts.keeper(r) == hosts.rank]:
                 layout.require(target, sums[rank])
@@ -106,7 +107,7 @@ class Local:
         together(group, lambda: self._remove_others() if hosts.leads else None)
 
     def _begin(self, target: Path) -> int:
-        """Bytes that this host has for two sets: those free now, and those of the set that it has."""
+        """How many bytes this host has for two sets: what is free now, and what the present set occupies."""
         self._remove_others()
         target.mkdir()
         held = sum(file.stat().st_size for file in (self.hosts.folder / (self.kept or target.name)).glob("*"))
@@ -118,8 +119,8 @@ class Local:
                 raise CheckpointError("; ".join(left))
 
     def _check_room(self, needs: list[int], free: list[int]) -> None:
-        """needs: bytes that each rank writes. There are two sets at a time: the newest whole one, and the one being
-        written. Asked before the first: all of a start's sets are alike."""
+        """needs: the bytes that each rank writes. There are two sets at a time: the newest complete one and the one
+        being written. Only the first set of a start is checked: the others have the same size."""
         if self.made:
             return
         hosts, short = self.hosts, []
@@ -131,7 +132,7 @@ class Local:
             if has < 2 * (mine + copies):
                 short.append(
                     f"{name} has {has:,} bytes free in {self.root} and needs {2 * (mine + copies):,}: twice the "
-                    f"{mine:,} of its own ranks and the {copies:,} it keeps for another host"
+                    f"{mine:,} of its own ranks plus the {copies:,} it keeps for another host"
                 )
         if short:
             raise CheckpointError(
@@ -165,7 +166,7 @@ class Local:
     # ---- finding
 
     def newest(self, verify: bool) -> Scattered | None:
-        """The newest whole set of the start that the ledger names."""
+        """The newest complete set of the start that the ledger names."""
         try:
             entry = from_rank(self.group, 0, lambda: ledger.read(self.shared))
         except CheckpointError as error:
@@ -187,7 +188,7 @@ class Local:
                 return found
             self._say(f"passing over the local copies of step {sets[name]}: {why}")
         if entry:
-            self._say(f"no local copies are left in {self.hosts.folder}, here or on the other hosts of this start")
+            self._say(f"no local copies are left in {self.hosts.folder} on this host or any other of this start")
         return None
 
     def _say(self, line: str) -> None:
@@ -195,12 +196,12 @@ class Local:
             self.say(f"checkpoint: {line}")
 
     def _held(self, start: str) -> dict[str, set[str]]:
-        """Files by set."""
+        """The files of each set on this host."""
         sets = [path for path in self.hosts.folder.iterdir() if path.name.endswith(f".{start}")]
         return {path.name: set(os.listdir(path)) for path in sets}
 
     def _open(self, name: str, holder: int, verify: bool) -> Scattered:
-        """CheckpointError on all ranks if it is not whole."""
+        """Raises CheckpointError on all ranks if the set is not complete."""
         path, hosts = self.hosts.folder / name, self.hosts
 
         def described() -> tuple[Manifest, bytes]:
@@ -220,22 +221,22 @@ class Local:
             for file in some:
                 where[file].add(hosts.of[rank])
         if gone := [name for name, on in where.items() if not on]:
-            raise CheckpointError(f"{', '.join(gone[:8])} {'is' if len(gone) == 1 else 'are'} whole on no host")
+            raise CheckpointError(f"no host has an intact copy of {', '.join(gone[:8])}")
         return Scattered(path, manifest, tables, where, hosts, self.group)
 
     def clear(self) -> None:
-        """The run has ended and is saved."""
+        """Remove all copies: the run has ended and is saved."""
         together(self.group, lambda: (self.shared / ledger.NAME).unlink(missing_ok=True) if self.first else None)
         together(self.group, lambda: shutil.rmtree(self.hosts.folder, ignore_errors=True) if self.hosts.leads else None)
 
 
 def _name(run: Path) -> str:
-    """The same at every start of the run, and no other run's."""
+    """A name that is the same at every start of the run, and that no other run has."""
     return f"titanmoe-{os.getuid()}-{run.name}-{hashlib.sha256(str(run.absolute()).encode()).hexdigest()[:12]}"
 
 
 def _free(folder: Path) -> int:
-    """What is in shared memory takes the machine's memory too, of which there may be less."""
+    """Bytes free in a folder. Shared memory also needs free memory, of which the machine may have less."""
     free = shutil.disk_usage(folder).free
     if MEMORY.exists() and os.stat(folder).st_dev == os.stat(MEMORY).st_dev:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

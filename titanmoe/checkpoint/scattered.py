@@ -1,4 +1,5 @@
-"""A checkpoint whose files are spread over hosts: ranks read what their host has, and the rest is sent to them."""
+"""A checkpoint whose files are spread over hosts: ranks read what their host has, and other ranks send them the
+rest."""
 
 from __future__ import annotations
 
@@ -21,17 +22,18 @@ from titanmoe.checkpoint.write_tensors import Piece
 
 @dataclass(frozen=True)
 class Ask:
-    """For a part of a block that lies on another host."""
+    """A request for part of a block that is on another host."""
 
     name: str
     offset: tuple[int, ...]
-    """Of the block."""
+    """Where the block begins in its tensor."""
     box: Box
     server: int
+    """The rank that is asked."""
 
 
 class Scattered(Checkpoint):
-    """Open for reading by all ranks together."""
+    """Open for reading; all ranks read it together."""
 
     def __init__(
         self,

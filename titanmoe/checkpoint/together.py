@@ -16,7 +16,7 @@ Group = Any
 
 
 def together(group: Group, work: Callable[[], T]) -> list[T]:
-    """What work returns on each rank. If it fails on any, all raise CheckpointError with every different reason."""
+    """What work returns on each rank. If it fails on any, all raise CheckpointError with every distinct reason."""
     mine = _result(work)
     everyone: list[Any] = [mine]
     if group is not None:
@@ -29,7 +29,7 @@ def together(group: Group, work: Callable[[], T]) -> list[T]:
 
 
 def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:
-    """What work returns on this one rank, where alone it is called. If it fails, all raise CheckpointError."""
+    """What work returns on rank `source`, the only one that calls it. If it fails, all ranks raise CheckpointError."""
     box: list[Any] = [None]
     if group is None or dist.get_rank(group) == source:
         box[0] = _result(work)

@@ -1,7 +1,7 @@
-"""What each rank writes of a checkpoint: its pieces of each logical tensor, through torch.distributed.checkpoint.
+"""Each rank writes its pieces of every logical tensor into a checkpoint, through torch.distributed.checkpoint.
 
-A piece says where it starts in the whole tensor, without any meshes or placements. So what was saved under one mapping
-can be read under any other, or whole, or block by block.
+A piece knows where it starts in the whole tensor, and nothing about meshes or placements. So what was saved under one
+mapping can be read under any other, or whole, or block by block.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from titanmoe.checkpoint.manifest import Sum
 from titanmoe.checkpoint.tensors import TENSORS, Extent, Written, to_json
 
 SMALL = 4096
-"""Up to this many numbers, a rank also checks copies that another rank writes, such as a router's bias."""
+"""Copies of at most this many numbers, such as a router's bias, are also checked by ranks that do not write them."""
 FILE_BYTES = 4 << 30
-"""A rank starts a new file past this: what is read back to verify, or lost to one bad byte, stays small."""
+"""A rank starts a new file past this size, so that one bad byte, or one file to verify, costs little."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Piece:
     tensor: Tensor
     offset: tuple[int, ...]
     shape: tuple[int, ...]
-    """Shape of the whole tensor."""
+    """The shape of the whole tensor."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -60,7 +60,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Lazy:
-    """A whole tensor that is only made when it is its turn to be written, and released afterwards."""
+    """A whole tensor that is made only when it is about to be written, and released afterwards."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -82,7 +82,7 @@ Pieces = Mapping[str, Piece | Lazy]
 
 
 class NotFinite(CheckpointError):
-    """The message says what is not finite on this rank."""
+    """Its message says what is not finite on this rank."""
 
 
 class Planner(DefaultSavePlanner):
@@ -152,13 +152,13 @@ class _Summing(io.RawIOBase):
 
 
 class Writer(StorageWriter):
-    """Writes tensors with torch.save one after the other, and tensors.json, and keeps every file's checksum."""
+    """Writes tensors one by one with torch.save, then tensors.json, and keeps the checksum of every file."""
 
     def __init__(
         self, folder: Path, doing: Doing, finite: bool, room: Callable[[list[int]], None] = lambda needs: None
     ):
-        """finite: refuse a NaN or an infinity. room: called on one rank with the bytes that each will write; it raises
-        if there is no room for them."""
+        """finite: refuse NaN and infinity. room: called on one rank with the bytes that each rank will write; raises if
+        there is no room for them."""
         self.folder, self.doing, self.finite, self.room = folder, doing, finite, room
         self.sums: dict[str, Sum] = {}
         self.opened = folder
@@ -209,7 +209,8 @@ class Writer(StorageWriter):
         return future
 
     def _look(self, plan: SavePlan, planner: Planner) -> None:
-        """Done here, where each rank knows what it will write: copies are checked once, without any messages."""
+        """Called here because now each rank knows what it will write: so copies are checked once, without any
+        message."""
         mine = {item.index.fqn for item in plan.items}
         pieces = {name: piece for name, piece in planner.pieces.items() if name in mine or prod(piece.sizes) <= SMALL}
         if bad := first_nonfinite({name: piece.get() for name, piece in pieces.items()}):

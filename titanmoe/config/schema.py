@@ -442,7 +442,7 @@ class Checkpoint:
     local: int = 0
     """Steps between copies in the memory of the hosts: each host keeps what its ranks hold and a copy of what those of another host do, so that a run that loses a host goes back to the last of these and not to the last checkpoint. Twice a set has to fit into `local_folder`. 0: none."""
     local_folder: str = "/dev/shm"
-    """Where `local` copies go: a folder that every host has for itself, in memory or on a local disk, and that outlives the run's processes. Environment variables are replaced on each host, as in "$SLURM_TMPDIR"."""
+    """Where `local` copies go: a folder that each host has to itself, in memory or on a local disk, and that outlives the run's processes. Environment variables are expanded on each host, as in "$SLURM_TMPDIR"."""
     keep_last: int = 3
     """How many of the latest to keep; 0 keeps all."""
     keep_every: int = 0

@@ -1,4 +1,5 @@
-"""Where a trainer asks whether its numbers can be trusted. What answers stands above it, in titanmoe/watch."""
+"""How a trainer asks whether its numbers can be trusted. The answers come from titanmoe/watch, which it does not
+know."""
 
 from __future__ import annotations
 
@@ -6,26 +7,26 @@ from typing import Any
 
 
 class Unsound(RuntimeError):
-    """Training cannot go on from its numbers. Raised on all ranks alike."""
+    """Training cannot go on with these numbers. Raised on all ranks."""
 
 
 class Restore(Unsound):
-    """It can go on from those of the newest checkpoint."""
+    """Training can go on from the newest checkpoint."""
 
 
 class Checks:
-    """This one trusts everything."""
+    """The default, which trusts everything."""
 
     def suspect(self, why: str, work: Any, finite: bool) -> Any:
-        """Called between gradients and update when the step's loss or norm is not usual.
+        """Called between gradients and update if the step's loss or gradient norm is unusual.
 
-        why: what is wrong with it. work: the step's StepWork. finite: whether both are finite. Returns other Sums
-        if the step's forward and backward were repeated, else None.
+        why: what is wrong. work: the step's StepWork. finite: whether both are finite. Returns new Sums if the forward
+        and backward were repeated, else None.
         """
 
     def after_step(self, saves: bool) -> None:
-        """Called before the state is saved, if it is, and after every other step. Raises Unsound."""
+        """Called after every step, and before the state is saved if this step saves. May raise Unsound."""
 
     def explained(self) -> str:
-        """What is known of the last suspicion, as sentences; "" for nothing."""
+        """What was found about the last suspect step, as sentences; "" if nothing was."""
         return ""

@@ -1,7 +1,7 @@
-"""Updates that are not made: of a step whose loss or gradient norm is not finite or far above those before.
+"""Skip the update of a step whose loss or gradient norm is not finite, or far above those of the steps before.
 
-The rule is that of OLMo-core's SkipStepOptimizer (https://github.com/allenai/OLMo-core), but a fall is no fault, and
-what was skipped is not part of what is usual. Every rank knows the same two numbers, so all decide alike.
+The rule is that of OLMo-core's SkipStepOptimizer (https://github.com/allenai/OLMo-core), except that a fall is fine and
+skipped steps do not count towards the mean. Every rank has the same two numbers, so all decide alike.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.train.checks import Unsound
 
 USUAL = 6.0
-"""Standard deviations above the mean that make a step suspect, if skip_spikes does not say."""
+"""How many standard deviations above the mean make a step suspect, if skip_spikes is not set."""
 LEAST = 1e-3
-"""The deviation is at least this fraction of the mean: that of numbers which hardly move is almost zero."""
+"""The deviation counts as at least this fraction of the mean; otherwise it is almost zero when values hardly change."""
 
 
 class Skips:
@@ -25,12 +25,12 @@ class Skips:
         self.options = options
         self.before = {name: deque[float](maxlen=options.skip_window) for name in ("loss", "gradient norm")}
         self.skipped = 0
-        """Steps of the run without an update, for whatever reason."""
+        """Steps of the run without an update, for any reason."""
         self.in_a_row = 0
-        """The last ones, as far as they were skipped by this rule."""
+        """How many of the latest steps this rule has skipped without a break."""
 
     def why(self, loss: float, norm: float, sigmas: float) -> str:
-        """What is wrong with these, "" for nothing. sigmas: how many deviations above the mean are too many."""
+        """What is wrong with these two; "" if nothing. sigmas: how many deviations above the mean are too many."""
         for (name, before), value in zip(self.before.items(), (loss, norm), strict=True):
             if not math.isfinite(value):
                 return f"{name} {value}"
@@ -63,7 +63,7 @@ class Skips:
         return {"skipped": self.skipped, "in_a_row": self.in_a_row, "before": {k: [*v] for k, v in self.before.items()}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Of a run that knew of no skips: {}."""
+        """state: {} from a run without this rule."""
         self.skipped, self.in_a_row = int(state.get("skipped", 0)), int(state.get("in_a_row", 0))
         for name, before in self.before.items():
             before.clear()
