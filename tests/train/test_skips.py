@@ -141,5 +141,5 @@ def test_a_run_is_told_of_steps_that_are_none() -> None:
     from titanmoe.config import ConfigError
 
     for text in ("0", "7-5", "a", "3-", "1,2", ""):
-        with pytest.raises(ConfigError, match="which is no step and no range"):
+        with pytest.raises(ConfigError, match="which is neither a step nor a range"):
             parity.read({"data.skip_steps": [text, text]}, 1)

@@ -17,7 +17,7 @@ def steps_in(texts: list[str]) -> list[range]:
     for text in texts:
         first, _, last = text.partition("-")
         if not re.fullmatch(r"[1-9]\d{0,17}(-[1-9]\d{0,17})?", text) or int(last or first) < int(first):
-            raise ValueError(f"data.skip_steps has {text!r}, which is no step and no range: write 120 or 120-130")
+            raise ValueError(f"data.skip_steps has {text!r}, which is neither a step nor a range: write 120 or 120-130")
         found.append(range(int(first), int(last or first) + 1))
     return found
 
