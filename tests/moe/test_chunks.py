@@ -27,6 +27,7 @@ from titanmoe.moe.chunks import (
     measure,
     pipelined,
 )
+from titanmoe.train.header import header_notes
 
 ROWS = [1024, 2048, 4096, 8192]
 FREE = LinearCost(0.0, 0.0)
@@ -180,7 +181,7 @@ def reported(ep: int, folder: str) -> tuple[Choice | None, dict[str, str]]:
     chosen = trainer.chunks.chunks if trainer.chunks else 1
     assert [d.chunks for d in trainer.dispatchers] == [chosen] * 2
     trainer.train()
-    return trainer.chunks, trainer.notes()
+    return trainer.chunks, header_notes(trainer)
 
 
 def test_header_and_events_show_the_choice(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from titanmoe.comm import collectives, turns
 from titanmoe.comm.turns import Turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
 from titanmoe.fold.schedules import pair_violations, schedule_violations
+from titanmoe.train.header import header_notes
 
 PP = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8}
 V = PP | {"pipeline.schedule": "DualPipeV"}
@@ -199,7 +200,7 @@ def test_the_header_names_them_and_a_trace_shows_both_halves(tmp_path: Path) -> 
 
 
 def header(changes: dict[str, Any]) -> dict[str, str]:
-    return parity.make_trainer(changes).notes()
+    return header_notes(parity.make_trainer(changes))
 
 
 class Broken(RuntimeError):

@@ -159,7 +159,7 @@ class Data:
     prefetch: int = 2
     """Steps to read ahead, for each worker if there are any. More where reading is uneven, at the price of memory."""
     skip_steps: list[str] = field(default_factory=list)
-    """Steps whose batches are passed over, such as ["120", "130-140"]: no update is made, and the run goes on with the step after. For batches that spoiled a run, which is resumed from before them; `events.jsonl` names the steps that `optimizer.skip_spikes` skipped. A run that passes over a step is equal to one that skipped it. Empty: none."""
+    """Steps whose batches are passed over, such as ["120", "130-140"]: they make no update, and the run goes on with the next step. For batches that spoiled a run: resume it from before them; `events.jsonl` names the steps that `optimizer.skip_spikes` skipped. A run that passes over a step equals one that skipped it. Empty: none."""
     field: str = "text"
     """The field of each JSONL or Parquet record that holds the text; chats have theirs in "messages" unless this says otherwise."""
 
@@ -213,7 +213,7 @@ class Training:
     timeout_s: int = 120
     """How long a collective may take after that, before the run is considered hung."""
     watch: bool = True
-    """Report which rank is late when a run hangs, and end it on all ranks (docs/reliability.md). false to hold a rank in a debugger."""
+    """Report which rank is late when a run hangs, and end all ranks (docs/reliability.md). false if you want to stop a rank in a debugger."""
 
 
 @dataclass
@@ -235,15 +235,15 @@ class Optimizer:
     max_grad_norm: float = 1.0
     """Clip the global gradient norm to this; 0 measures the norm without clipping."""
     skip_spikes: float = 0.0
-    """Make no update in a step whose loss or gradient norm is not finite, or this many standard deviations above the mean of the steps before: 6 is usual. Weights, moments and biases stay as they are, the learning rate's schedule goes on, and `events.jsonl` names the samples. For long runs on data that nobody has read. 0: such steps train on, and only a number that is not finite ends the run."""
+    """Skip the update of a step whose loss or gradient norm is not finite, or more than this many standard deviations above the mean of the steps before: 6 is usual. Weights, moments and biases stay as they are, the learning rate schedule goes on, and `events.jsonl` names the samples. For long runs on data that nobody has read. 0: every step is trained on, and only a number that is not finite ends the run."""
     skip_window: int = 128
-    """With skip_spikes: how many steps the mean and the deviation are taken of. Skipped ones are not among them. Before there are half as many, only what is not finite is skipped."""
+    """With skip_spikes: over how many steps the mean and the deviation are taken, not counting skipped ones. Until there are half as many, only steps that are not finite are skipped."""
     skip_limit: int = 10
-    """With skip_spikes: so many skips in a row end the run, because then it is not the batch."""
+    """With skip_spikes: this many skips in a row end the run, because then it is not the batch."""
     implementation: Literal["fused", "foreach", "for_loop"] = "fused"
     """fused is fastest; for_loop needs the least extra memory."""
     offload: bool = False
-    """Keep both moments in the host's memory (twice training.dtype for each parameter of the rank), page-locked for a GPU. They visit the device for the update, in turns of 64 MiB or of one parameter, of which it holds three; copies overlap with the update. No number changes, and checkpoints are the same. Where memory is short and steps are long; not run on GPUs yet."""
+    """Keep both moments in the host's memory (twice training.dtype for each parameter of the rank), page-locked for a GPU. They visit the device for the update, 64 MiB or one larger parameter at a time, and the device holds three of these; copies overlap with the update. It changes no number, and checkpoints are the same. For runs short of memory whose steps are long; not run on GPUs yet."""
 
 
 @dataclass
@@ -418,13 +418,13 @@ class Debug:
     """What to do about numbers that go wrong: which rank, which layer, which samples (docs/reliability.md)."""
 
     replicas_every: int = 0
-    """Compare the bits of everything that several ranks hold alike (replicas of weights and moments, routers, balance biases, counts) every so many steps and before each checkpoint, so that a bit that flips in one replica is found and its rank named. 100 costs nothing that can be seen. 0: never."""
+    """Every so many steps, and before each checkpoint, compare the bits of everything that several ranks hold (replicas of weights and moments, routers, balance biases, counts), so that a bit that flips in one replica is found and its rank is named. 100 has no noticeable cost. 0: never."""
     on_difference: Literal["stop", "restore"] = "stop"
-    """When ranks differ in that. stop: end the run; a launcher's restart then resumes from the last checkpoint, which was compared before it was saved. restore: go back to it at once, up to three times."""
+    """When these bits differ. stop: end the run; a restart by the launcher then resumes from the last checkpoint, which was compared before it was saved. restore: go back to that checkpoint at once, up to three times."""
     rerun: bool = False
-    """When a step's loss or gradient norm is not finite or far above those before (optimizer.skip_spikes, else 6 deviations), or replicas differ: repeat its forward and backward and say whether the same bits come out, or on which rank they do not. Later numbers replace earlier ones. Needs training.deterministic."""
+    """When a step's loss or gradient norm is not finite or far above those before (optimizer.skip_spikes, else 6 deviations), or replicas differ: repeat its forward and backward, and report whether the bits are the same or on which rank they are not. The second pass counts. Needs training.deterministic."""
     culprit: Literal["none", "name", "bundle"] = "none"
-    """When a step's loss or gradients are not finite: repeat it and say which layer's output was the first, forward or backward, on which rank and in which samples. bundle: also write batch and weights to the run's folder, with the command that repeats the step from them in one process. It takes the disk space of the weights."""
+    """When a step's loss or gradients are not finite: repeat it and report which layer's output or gradient was the first, on which rank and in which samples. bundle: also write batch and weights to the run's folder, with a command that repeats the step from them in one process. It takes as much disk space as the weights."""
 
 
 @dataclass
@@ -440,7 +440,7 @@ class Checkpoint:
     save: Literal["async", "sync"] = "async"
     """async copies the state to CPU memory and writes it while training continues. sync waits for the disk and needs no copy."""
     local: int = 0
-    """Steps between copies in the memory of the hosts: each host keeps what its ranks hold and a copy of what those of another host do, so that a run that loses a host goes back to the last of these and not to the last checkpoint. Twice a set has to fit into `local_folder`. 0: none."""
+    """Steps between copies in the memory of the hosts: each host keeps what its ranks hold, and a copy of what the ranks of another host hold. A run that loses a host then goes back to the latest copies and not to the last checkpoint. `local_folder` needs room for two sets. 0: none."""
     local_folder: str = "/dev/shm"
     """Where `local` copies go: a folder that each host has to itself, in memory or on a local disk, and that outlives the run's processes. Environment variables are expanded on each host, as in "$SLURM_TMPDIR"."""
     keep_last: int = 3

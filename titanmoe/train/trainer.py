@@ -24,7 +24,7 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import derive
-from titanmoe.fold.schedules import splits_backward, stage_ranks
+from titanmoe.fold.schedules import stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher, SharedBuffers
@@ -33,7 +33,6 @@ from titanmoe.moe.symmetric import SymmetricBuffers
 from titanmoe.ops.region import measured_by, named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.batch import Slice, check_alike, take_slice, to_device
-from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import measured_chunks, reserve_buffers
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
@@ -44,6 +43,7 @@ from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks, Restore, Unsound
 from titanmoe.train.clock import Clock
 from titanmoe.train.folder import claim, rewind
+from titanmoe.train.header import header_notes
 from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.profile import Profiler
@@ -156,7 +156,7 @@ class Trainer:
         check_alike(self.loader.peek(), self.meshes, self.device)
         run = self.folder = self.claim()
         with Checkpoints(self, run) as checkpoints:
-            notes = checkpoints.begin() | self.notes()
+            notes = checkpoints.begin() | header_notes(self)
             metrics = self.metrics(run, notes)
             checkpoints.log_event = self.log_event = metrics.event
             if self.chunks:
@@ -227,31 +227,6 @@ class Trainer:
         return Metrics(
             self.config, self.runtime, self.fold, count, self.flops_per_token, run, notes, self.step, self.clock
         )
-
-    def notes(self) -> dict[str, str]:
-        """Lines of the run's header besides the mapping."""
-        options, recompute = self.config.pipeline, self.config.activation_checkpoint.mode
-        splits, notes = splits_backward(options, self.fold.pp), self.loader.notes()
-        if self.config.moe.overlap_chunks == -1:
-            notes["overlap chunks"] = str(self.chunks or "1: no rows are sent in chunks")
-        if self.config.compile.enable:
-            reason = why_in_parts(self.config.moe, splits)
-            notes["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
-        if self.fold.pp == 1:
-            return notes
-        stages = len(stage_ranks(options, self.fold.pp))
-        name = options.schedule_csv or options.schedule
-        notes |= {
-            "pipeline": f"{name}: {stages} stages, {self.loader.microbatches} microbatches, "
-            f"bubble {self.engine.bubble:.1%} of the time"
-            + (", pairs of forward and backward take turns" if options.overlap_pairs else "")
-        }
-        if splits and recompute in ("full", "moe"):
-            notes["recompute"] = (
-                f'{name} splits backward, so with activation_checkpoint.mode = "{recompute}" a block runs up to '
-                "4 times per microbatch: exact, but 1F1B or Interleaved1F1B may be faster"
-            )
-        return notes
 
     @property
     def dispatchers(self) -> list[Dispatcher]:

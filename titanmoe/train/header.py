@@ -1,0 +1,36 @@
+"""What a run's header says besides its mapping: chunks, compilation, pipeline, recomputation."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from titanmoe.fold.schedules import splits_backward, stage_ranks
+from titanmoe.parallel.compiled import why_in_parts
+
+if TYPE_CHECKING:
+    from titanmoe.train.trainer import Trainer
+
+
+def header_notes(trainer: Trainer) -> dict[str, str]:
+    config, pp, notes = trainer.config, trainer.fold.pp, trainer.loader.notes()
+    options, recompute = config.pipeline, config.activation_checkpoint.mode
+    splits = splits_backward(options, pp)
+    if config.moe.overlap_chunks == -1:
+        notes["overlap chunks"] = str(trainer.chunks or "1: no rows are sent in chunks")
+    if config.compile.enable:
+        reason = why_in_parts(config.moe, splits)
+        notes["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
+    if pp == 1:
+        return notes
+    name = options.schedule_csv or options.schedule
+    notes["pipeline"] = (
+        f"{name}: {len(stage_ranks(options, pp))} stages, {trainer.loader.microbatches} microbatches, "
+        f"bubble {trainer.engine.bubble:.1%} of the time"
+        + (", pairs of forward and backward take turns" if options.overlap_pairs else "")
+    )
+    if splits and recompute in ("full", "moe"):
+        notes["recompute"] = (
+            f'{name} splits backward, so with activation_checkpoint.mode = "{recompute}" a block runs up to '
+            "4 times per microbatch: exact, but 1F1B or Interleaved1F1B may be faster"
+        )
+    return notes
