@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the tests as other processors would, and once more with a busy loop on every core. Prints a table for
+# Runs the tests as other processors would, and again with a busy loop on every core. Prints a table for
 # docs/benchmarks.md and every test whose result differed between runs; exit status 1 if there is one, or a failure.
 #
 #   scripts/test_cpus.sh                        all kinds below, one after the other

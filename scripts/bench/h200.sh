@@ -6,7 +6,7 @@
 #                                      where the time of a step of Qwen3 goes
 #     scripts/bench/h200.sh 3 [OUT]    9 minutes: the same layers beside TorchTitan, in 8 bits, and DeepSeek-V3's
 #
-# Run 1 and 2 first, mend what they show, and run them again. All GPU tests with all their cases: pytest -m gpu.
+# Run 1 and 2 first, fix what they show, and run them again. All GPU tests with all their cases: pytest -m gpu.
 # OUT: a folder for logs, figures and stage-N.tar.gz, runs/h200 by default. The exit status of stage 1 is that of its tests,
 # of the others that of their last benchmark.
 #

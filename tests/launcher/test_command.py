@@ -238,7 +238,7 @@ def test_a_second_start_next_to_a_live_run_is_refused_before_any_rank(tmp_path: 
         assert live.stdout.readline() == "locked\n"
         (problem,) = refused(*words).problems
         assert f"a run is alive in {tmp_path}/debug (process {live.pid} on {socket.gethostname()}, since 2" in problem
-        assert "start this one beside it with another --job.name" in problem
+        assert "start this one as a separate run with another --job.name" in problem
         assert prepare(parse_words([*words, "--job.name", "other"])).nproc == 4
     finally:
         live.communicate("")

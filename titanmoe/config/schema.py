@@ -418,7 +418,7 @@ class Debug:
     """What to do about numbers that go wrong: which rank, which layer, which samples (docs/reliability.md)."""
 
     replicas_every: int = 0
-    """Every so many steps, and before each checkpoint, compare the bits of everything that several ranks hold (replicas of weights and moments, routers, balance biases, counts), so that a bit that flips in one replica is found and its rank is named. 100 has no noticeable cost. 0: never."""
+    """Steps between comparisons of the bits of everything that several ranks hold (replicas of weights and moments, routers, balance biases, counts), so that a bit that flips in one replica is found and its rank is named. They are also compared before each checkpoint. 100 has no noticeable cost. 0: never."""
     on_difference: Literal["stop", "restore"] = "stop"
     """When these bits differ. stop: end the run; a restart by the launcher then resumes from the last checkpoint, which was compared before it was saved. restore: go back to that checkpoint at once, up to three times."""
     rerun: bool = False

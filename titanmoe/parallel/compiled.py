@@ -35,7 +35,8 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
     compiled = torch.compile(products, backend=backend, fullgraph=True)
 
     def run(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        # The loop over experts reads each one's number of rows on the host; and what a graph computes is not mended.
+        # The loop over experts reads each one's number of rows on the host, and a graph cannot zero the gradients that
+        # the grouped product leaves unwritten.
         if not experts.uses_grouped_mm(x_RD, local(experts.w1)) or (forgets_empty_groups(x_RD) and not static):
             return plain(x_RD, weight_R1, count_e)
         if static:

@@ -33,7 +33,7 @@ def _checkpointed(owner: nn.Module, name: str) -> None:
 
 class _Recomputed:
     """Tensors that autograd does not keep: for what it saves of their storages, only shape and strides are kept, and
-    backward computes the values once more and drops them after the last use.
+    backward computes the values again and drops them after the last use.
     """
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]], made: tuple[Tensor, ...]):

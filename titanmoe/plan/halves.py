@@ -93,7 +93,8 @@ class Cost(NamedTuple):
 
 
 def _and(total: list[float], count: int, forward: Cost, backward: Cost, again: str = "full") -> list[float]:
-    """With a half of so many blocks, by mode of recomputation. again: modes that compute it twice."""
+    """The totals with this half of `count` blocks added, by mode of recomputation. again: modes that compute it
+    twice."""
     once = sum(forward) + sum(backward)
     more = {mode: sum(forward) * (mode in again.split()) for mode in MODES} | {"selective": forward.memory / 2}
     return [x + count * (once + more[mode]) for x, mode in zip(total, MODES, strict=True)]
@@ -202,7 +203,7 @@ class Halves:
         return max(0.0, sent - core) + (cp - 1) * self.device.link_latency if kind == "ring" else sent
 
     def _head(self, tp: int, cp: int, samples: int) -> Cost:
-        """Forward and backward; ours multiplies once more, as the logits are not kept."""
+        """Forward and backward; titanmoe multiplies a second time, because it does not keep the logits."""
         X, D = samples * self.config.training.seq_len / cp, self.model.dim
         V = self.model.vocab_size / tp
         again = 1.0 if self.stack.fused else 4 / 3
@@ -281,7 +282,7 @@ class Halves:
 
     @cache  # noqa: B019  (few values, as long as the pricer)
     def visits(self, parts: int) -> float:
-        """Of so many equal parts of the experts, in how many a token has any, on average."""
+        """If the experts are split into `parts` equal parts, the average number of parts in which a token has any."""
         model = self.model
         K, groups = model.top_k, model.num_groups
         if self.stack.neighbours:

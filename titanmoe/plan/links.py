@@ -54,7 +54,7 @@ TAKEN = 20 / 132
 
 
 def exposed(message: float, behind: float) -> float:
-    """Seconds that a message of so many adds to the computation behind which it travels."""
+    """Seconds that a message adds to the computation that hides it. message, behind: what each takes alone."""
     return max(0.0, message - behind) + TAKEN * min(message, behind)
 
 

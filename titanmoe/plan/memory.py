@@ -1,7 +1,7 @@
 """The most a rank's memory holds, by component, in closed form: the largest of the moments that can be the peak.
 
 What is kept follows the modules' code as a rehearsal sees it on GPUs (docs/rehearse.md): bytes that tensors ask for,
-balanced routing, Triton's kernels, nothing compiled. tests/plan holds every formula here against rehearsals.
+balanced routing, Triton's kernels, nothing compiled. tests/plan compares every formula here with rehearsals.
 
 Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R routed rows, D model, w bytes of the
 compute dtype, W at least 4.

@@ -52,7 +52,7 @@ NAMES = {
 
 
 class BlockKind(NamedTuple):
-    """All that the price of a block depends on, beside the mapping."""
+    """All that the price of a block depends on, apart from the mapping."""
 
     experts: bool
     window: int

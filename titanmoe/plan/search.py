@@ -151,8 +151,8 @@ def search(
 
 
 def _found(config: Config, one: Candidate, pricer: Pricer) -> Iterator[Found]:
-    """With one replica, and with so many that each lies within one domain of the fast link. Memory and laws remain to
-    be looked at."""
+    """With one replica, and with as many as put each within one domain of the fast link. Memory and laws are not yet
+    checked."""
     fold = one.fold
     inside = pricer.device.domain // (fold.cp * fold.tp)
     replicas = {1, fold.dp // inside if inside and fold.dp % inside == 0 else 1}

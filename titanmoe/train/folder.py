@@ -54,7 +54,7 @@ def _locked(folder: Path) -> TextIO:
         raise ConfigError(
             [
                 f"a run is alive in {folder.absolute()} ({owner}), and this one would continue there: wait for it, "
-                "stop it, or start this one beside it with another --job.name"
+                "stop it, or start this one as a separate run with another --job.name"
             ]
         ) from None
     stream.truncate(0)
