@@ -128,7 +128,7 @@ def test_a_machine_that_is_gone(machines: Watched, capfd: pytest.CaptureFixture)
     """What it last copied to the store is reported."""
     machines.send(0, 1)
     machines.hearts[3].numbers[at.STEP] = 2
-    machines.dogs[2]._carry()
+    machines.dogs[2]._publish_heartbeats()
     machines.run(0, 1)
     said = capfd.readouterr().err
     assert "ranks 2-3 on" not in said

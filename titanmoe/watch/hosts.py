@@ -81,22 +81,22 @@ class Between:
             # On its own connection: another thread may be waiting on the step's.
             self.store = dist.PrefixStore(f"watch/{hosts.token}", dist.distributed_c10d._get_default_store().clone())
 
-    def say(self, what: str, value: Any = "") -> None:
+    def post(self, what: str, value: Any = "") -> None:
         if self.store is not None:
             self.store.set(what, json.dumps(value))
 
-    def said(self, what: str) -> bool:
+    def posted(self, what: str) -> bool:
         return self.store is not None and self.store.check([what])
 
-    def heard(self, what: str) -> Any:
+    def read(self, what: str) -> Any:
         return json.loads(self.store.get(what))
 
-    def put(self, what: str, seen: list[Seen]) -> None:
+    def publish(self, what: str, seen: list[Seen]) -> None:
         """Publish what is known of this machine's ranks."""
-        self.say(f"{what} {self.hosts.number}", [asdict(one) for one in seen])
+        self.post(f"{what} {self.hosts.number}", [asdict(one) for one in seen])
 
-    def take(self, what: str, host: int) -> list[Seen] | None:
+    def published(self, what: str, host: int) -> list[Seen] | None:
         name = f"{what} {host}"
-        if not self.said(name):
+        if not self.posted(name):
             return None
-        return [Seen(**one | {"last": [tuple(x) for x in one["last"]]}) for one in self.heard(name)]
+        return [Seen(**one | {"last": [tuple(x) for x in one["last"]]}) for one in self.read(name)]

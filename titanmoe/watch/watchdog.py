@@ -34,7 +34,7 @@ from titanmoe.watch.listener import LaneGroups
 from titanmoe.watch.stacks import main_stack, other_stacks
 
 TICK_S = 0.5
-CARRY_S = 5.0
+PUBLISH_S = 5.0
 """How often a machine's heartbeats are copied to the store."""
 SILENT_S = 3.0
 """After the alarm, a rank whose watchdog has not run for this long counts as silent."""
@@ -83,7 +83,7 @@ class Watchdog(threading.Thread):
         self.rank, self.hosts, self.groups, self.stage, self.limits = rank, hosts, groups, stage, limits
         self.folder, self.dump, self.end = folder, dump, end
         self.between = between or Between(hosts)
-        self.carried = 0.0
+        self.published_at = 0.0
         self.asked, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self.over = threading.Event()
@@ -99,11 +99,11 @@ class Watchdog(threading.Thread):
             if self.over.is_set():
                 return
             with contextlib.suppress(RuntimeError, OSError):  # the store may be gone with its machine
-                self._carry()
+                self._publish_heartbeats()
             if self.alarmed() or self.trouble():
                 self.hosts.mine.numbers[at.ALARM] = 1
                 with contextlib.suppress(RuntimeError, OSError):
-                    self.between.say("alarm")
+                    self.between.post("alarm")
                 return self._respond_and_end()
             # A launcher sends SIGTERM to all ranks when one has exited; a report about that one comes first.
             if asked_to_end and time.monotonic() - asked_to_end > 2 * TICK_S and ends_by(signal.SIGTERM):
@@ -126,7 +126,7 @@ class Watchdog(threading.Thread):
         if any(heart.numbers[at.ALARM] for heart in self.hosts.local.values()):
             return True
         with contextlib.suppress(RuntimeError, OSError):
-            return self.between.store is not None and self.leads() and self.between.said("alarm")
+            return self.between.store is not None and self.leads() and self.between.posted("alarm")
         return False
 
     def trouble(self) -> bool:
@@ -153,10 +153,10 @@ class Watchdog(threading.Thread):
         """Whether this is the first rank of its machine whose watchdog runs."""
         return all(state(heart) != "answers" for rank, heart in self.hosts.local.items() if rank < self.rank)
 
-    def _carry(self) -> None:
-        if self.between.store is not None and time.monotonic() - self.carried > CARRY_S and self.leads():
-            self.carried = time.monotonic()
-            self.between.put("heartbeats", self.look())
+    def _publish_heartbeats(self) -> None:
+        if self.between.store is not None and time.monotonic() - self.published_at > PUBLISH_S and self.leads():
+            self.published_at = time.monotonic()
+            self.between.publish("heartbeats", self.look())
 
     # ---- the report
 
@@ -177,14 +177,14 @@ class Watchdog(threading.Thread):
         if self.leads():
             seen = self.look()
             with contextlib.suppress(RuntimeError, OSError):
-                self.between.put("answers", seen)
+                self.between.publish("answers", seen)
             if self.hosts.number == 0:
                 return self.report(seen)
             if self.hosts.number == 1 and not self._until(self._reported, ANSWER_S + GATHER_S + ENDING_S):
                 return self.report(seen)
         self._until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
         self.hosts.mine.numbers[at.REPORTED] = 1
-        self._in_time(lambda: failure.leave_note("another rank is late", consequence=True, during=self._told()))
+        self._in_time(lambda: failure.leave_note("another rank is late", consequence=True, during=self._late_parts()))
         if self.leads():
             self.end_others(wait=False)
         self.end(1)
@@ -193,14 +193,14 @@ class Watchdog(threading.Thread):
         if any(heart.numbers[at.REPORTED] for heart in self.hosts.local.values()):
             return True
         try:
-            return self.between.said("report")
+            return self.between.posted("report")
         except (RuntimeError, OSError):
             return False
 
-    def _told(self) -> dict[int, str]:
+    def _late_parts(self) -> dict[int, str]:
         """Which part of the step late ranks were in, if another machine made the report."""
         with contextlib.suppress(RuntimeError, OSError):
-            return self.between.heard("report") if self.between.said("report") else {}
+            return self.between.read("report") if self.between.posted("report") else {}
         return {}
 
     def report(self, seen: list[Seen]) -> None:
@@ -212,7 +212,7 @@ class Watchdog(threading.Thread):
         self._in_time(lambda: self._write(everyone, verdict))
         self.hosts.mine.numbers[at.REPORTED] = 1
         with contextlib.suppress(RuntimeError, OSError):
-            self.between.say("report", verdict.during)
+            self.between.post("report", verdict.during)
         self.end_others(wait=True)
         if not launcher_reports:
             os.write(2, f"error: {verdict.text}\n".encode())  # without the rank before each line
@@ -225,7 +225,7 @@ class Watchdog(threading.Thread):
 
         def all_heard() -> bool:
             for host in others:
-                if host not in found and (answer := self.between.take("answers", host)) is not None:
+                if host not in found and (answer := self.between.published("answers", host)) is not None:
                     found[host] = answer
             return len(found) == len(others)
 
@@ -234,7 +234,7 @@ class Watchdog(threading.Thread):
         for host in set(others) - found.keys():
             before = None
             with contextlib.suppress(RuntimeError, OSError):
-                before = self.between.take("heartbeats", host)
+                before = self.between.published("heartbeats", host)
             name = self.hosts.names[host]
             found[host] = before or [Seen(rank, name, 0, "", 0.0) for rank in self.hosts.ranks[host]]
             for one in found[host]:
