@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,21 +71,23 @@ def test_an_export_has_what_an_evaluation_needs(exported: Path) -> None:
 
 
 def test_the_harness_finds_the_same_answers(exported: Path) -> None:
-    lm_eval = pytest.importorskip("lm_eval")
-    from lm_eval.tasks import TaskManager
-
-    found = lm_eval.simple_evaluate(
-        model="hf",
-        model_args=f"pretrained={exported},dtype=float32",
-        tasks=["capitals"],
-        task_manager=TaskManager(include_path="tasks", include_defaults=False),
-        device="cpu",
-        log_samples=True,
-        bootstrap_iters=0,
+    """By the page's own command."""
+    pytest.importorskip("lm_eval")
+    (command,) = re.findall(r"^\$ lm_eval (.* --include_path .*)$", PAGE, re.MULTILINE)
+    run = subprocess.run(
+        [sys.executable, "-m", "lm_eval", *shlex.split(command), "--log_samples", "--output_path", "found"],
+        cwd=exported.parent,
+        env=os.environ | {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
+    assert run.returncode == 0, run.stderr
+    (samples,) = (exported.parent / "found").rglob("samples_capitals_*.jsonl")
+    (results,) = (exported.parent / "found").rglob("results_*.json")
+    found = sorted(map(json.loads, samples.read_text().splitlines()), key=lambda sample: sample["doc_id"])
     want = answers(exported)
-    samples = sorted(found["samples"]["capitals"], key=lambda sample: sample["doc_id"])
-    for sample, numbers in zip(samples, want, strict=True):
+    for sample, numbers in zip(found, want, strict=True):
         assert [float(number) for number, _ in sample["filtered_resps"]] == pytest.approx(numbers, abs=1e-4)
     right = sum(numbers.index(max(numbers)) == one["answer"] for numbers, one in zip(want, QUESTIONS, strict=True))
-    assert found["results"]["capitals"]["acc,none"] == right / len(QUESTIONS)
+    assert json.loads(results.read_text())["results"]["capitals"]["acc,none"] == right / len(QUESTIONS)

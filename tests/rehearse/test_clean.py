@@ -75,27 +75,38 @@ def test_recomputation(mode: str) -> None:
     assert of_all(RECOMPUTE[mode] | {"parallelism.tp": 2}, 1.7).text == HOST_ORDER
 
 
-def smallest(recipe: Path) -> Config:
-    """As few layers as the stages and dense layers allow, and two microbatches per pipeline rank."""
-    world = ranks(recipe)
-    argv = ["--config", str(recipe)]
+def shortened(recipe: Path, most: int) -> tuple[Config, int]:
+    """With at most so many pipeline ranks, and stages of each; as few layers as they and dense layers allow, and two
+    microbatches per pipeline rank. Also how many ranks that is.
+    """
+    world, argv = ranks(recipe), ["--config", str(recipe)]
     config = recipe_to_rehearse(argv, world, "h100")
-    fold, pp = config.parallelism, config.parallelism.pp
-    stages = len(stage_ranks(config.pipeline, pp)) if pp > 1 else 1
-    microbatches = 2 * pp if pp > 1 else 1
-    samples = fold.dp_replicate * fold.dp_shard * config.training.local_batch_size * microbatches
+    fold, pp = config.parallelism, min(config.parallelism.pp, most)
+    world = world // fold.pp * pp
+    stages = len(stage_ranks(config.pipeline, fold.pp)) // fold.pp if pp > 1 else 1
     changes = {
-        "training.global_batch_size": samples,
-        "model.num_layers": max(stages, config.model.num_dense_layers + 1),
+        "training.global_batch_size": (
+            fold.dp_replicate * fold.dp_shard * config.training.local_batch_size * (2 * pp if pp > 1 else 1)
+        ),
+        "parallelism.pp": pp,
+        "model.num_layers": max(pp * min(stages, most), config.model.num_dense_layers + 1),
     }
-    return recipe_to_rehearse([*argv, *arguments(changes)], world, "h100")
+    if stages > most:
+        changes["pipeline.virtual_stages"] = most
+    return recipe_to_rehearse([*argv, *arguments(changes)], world, "h100"), world
 
 
-@pytest.mark.parametrize(
-    "recipe", [pytest.param(r, marks=() if "debug" in r.stem else pytest.mark.slow, id=r.stem) for r in RECIPES]
-)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_recipes(recipe: Path) -> None:
-    assert check_roles(roles(smallest(recipe), ranks(recipe), "h100")).text == HOST_ORDER
+    config, world = shortened(recipe, most=2)
+    assert check_roles(roles(config, world, "h100")).text == HOST_ORDER
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if "debug" not in r.stem], ids=lambda recipe: recipe.stem)
+def test_recipes_with_all_their_stages(recipe: Path) -> None:
+    config, world = shortened(recipe, most=1000)
+    assert world == ranks(recipe) and check_roles(roles(config, world, "h100")).text == HOST_ORDER
 
 
 # ---- faults
