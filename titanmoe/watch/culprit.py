@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from titanmoe.config import ConfigError
@@ -41,6 +42,8 @@ class Note(NamedTuple):
     numbers: int
     rows_B: Tensor | None
     """Which samples of the microbatch have any, where the tensor has them apart."""
+    weight: bool = False
+    """Whether it is a weight's gradient, before it is summed over ranks; `module` is the weight's name."""
 
 
 class First(NamedTuple):
@@ -56,11 +59,16 @@ class First(NamedTuple):
     numbers: int
     samples: dict[int, str]
     """Number in the run and beginning of the text."""
+    weight: bool
 
 
 class Trace:
     def __init__(self, trainer: Trainer):
         self.trainer, self.notes = trainer, list[Note]()
+        self.weights: dict[int, Any] = {}
+        """The hooks on those that have been used, by id."""
+        self.gradients: Counter[str] = Counter()
+        """How many each weight has got: as many microbatches have come back."""
         self.microbatch = threading.local()  # two that take turns have a thread each
 
     @contextmanager
@@ -71,9 +79,15 @@ class Trace:
                     hook = part.register_forward_pre_hook(self._enter, with_kwargs=True) if not name else None
                     hook = hook or module.register_forward_hook(partial(self._look, name))
                     stack.callback(hook.remove)
+                    # Only now FSDP has put in the whole weights, from which gradients flow.
+                    stack.callback(module.register_forward_pre_hook(partial(self._begin, name)).remove)
                     if isinstance(module, Experts):  # what they return is in flight already
                         stack.enter_context(self._around_products(name, module))
-            yield
+            try:
+                yield
+            finally:
+                for hook in self.weights.values():
+                    hook.remove()
 
     @contextmanager
     def _around_products(self, name: str, experts: Experts) -> Iterator[None]:
@@ -93,6 +107,19 @@ class Trace:
 
     def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.microbatch.now = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
+
+    def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        for short, weight in module.named_parameters(recurse=False):
+            if weight.requires_grad and id(weight) not in self.weights:
+                whole = f"{name}.{short}" if name else short
+                self.weights[id(weight)] = weight.register_hook(partial(self._gradient, whole))
+
+    @torch.no_grad()
+    def _gradient(self, name: str, grad: Tensor) -> None:
+        odd = (grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().logical_not()
+        microbatch = torch.tensor(self.gradients[name])
+        self.gradients[name] += 1
+        self.notes.append(Note(True, name, microbatch, odd.sum(), odd.numel(), None, weight=True))
 
     def _look(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         microbatch = getattr(self.microbatch, "now", None)
@@ -131,7 +158,7 @@ class Trace:
         # Where rows are in no order of samples, the layer's next tensor shows which of this rank's are concerned.
         rows = [n.rows_B for at, n in sorted(found, key=lambda entry: entry[0]) if at[:3] == place[:3]]
         apart = [rows_B for rows_B in rows if rows_B is not None]
-        return First(*place, note.module, int(note.bad), note.numbers, self._samples(place[1], apart[:1]))
+        return First(*place, note.module, int(note.bad), note.numbers, self._samples(place[1], apart[:1]), note.weight)
 
     def _layer(self, module: str) -> int:
         kind, _, rest = module.partition(".")
@@ -188,6 +215,7 @@ def named(everyone: list[First | None]) -> str:
     ranks = [rank for rank, first in found.items() if first[:4] == where]
     first = found[ranks[0]]
     way = "gradient that leaves the backward" if first.backward else "output"
+    way = "gradient" if first.weight else way
     near = [other for other in found.values() if other[:3] == where[:3]]
     samples = {number: text for other in near for number, text in other.samples.items()}
     shown = [f"{number} ({text!r})" if text else str(number) for number, text in sorted(samples.items())]

@@ -1,0 +1,275 @@
+"""What the watch over a run costs: of a step of the debug model, with and without in turns, and by count for any world.
+
+    torchrun --standalone --nproc-per-node 4 scripts/bench/watch_overhead.py [--seconds 150] [--json FILE]
+    titanmoe rehearse --config R.toml --world 1024 --json rank.json
+    titanmoe plan --config R.toml --gpus 1024 --explain --json plan.json
+    python scripts/bench/watch_overhead.py --rehearsal rank.json --plan plan.json
+
+In one run, blocks of a few steps are made with the watch (listener, heartbeat, thread) and without it. Two neighbours
+make a pair, whose order is drawn in blocks of two, so that neither goes first more often; of all pairs' ratios the
+median counts, with the interval that holds the true one in 95 of 100 cases. A machine with other work spreads the ratio
+of wall time more than that of CPU time, which all ranks' threads together have used. What is rare (comparing replicas)
+or part of every step (the rule for spikes) is timed by itself. Nothing here needs the machine to be idle; a message's
+and a tick's cost is the best of many rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from titanmoe.comm import listener
+from titanmoe.train.launch import read
+from titanmoe.train.runtime import leave, start, stop, world_size
+from titanmoe.train.skips import Skips
+from titanmoe.train.trainer import Trainer
+from titanmoe.watch import watchdog
+from titanmoe.watch.heartbeat import RECORDS, Heartbeat
+from titanmoe.watch.hosts import Machines
+from titanmoe.watch.listener import HeartbeatListener, Named
+from titanmoe.watch.numbers import checks
+from titanmoe.watch.watch import Watch
+from titanmoe.watch.watchdog import CARRY_S, TICK_S, Limits, Watchdog
+
+CONFIG = [
+    "--config", "train_configs/debug.toml", "--training.device=cpu", "--training.steps=1000000",
+    "--lr_schedule.decay=none", "--optimizer.skip_spikes=6", "--debug.replicas_every=100", "--debug.culprit=name",
+]  # fmt: skip
+STEPS = 4
+"""Of a block."""
+GOAL = 0.005
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=150, help="for the blocks (default 150)")
+    parser.add_argument("--rehearsal", type=Path, help="the JSON of titanmoe rehearse for a rank of a large world")
+    parser.add_argument(
+        "--plan", type=Path, help="the JSON of titanmoe plan --explain for the same, with a step's time"
+    )
+    parser.add_argument("--local-ranks", type=int, default=8, help="ranks of a machine there (default 8)")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args, overrides = parser.parse_known_args()
+    figures: dict[str, Any] = {"torch": torch.__version__, "command": " ".join(sys.argv)}
+    if "WORLD_SIZE" in os.environ:
+        runtime = start(config := read([*CONFIG, *overrides], world_size()))
+        try:
+            figures |= in_turns(Trainer(config, runtime, checks=checks), args.seconds)
+        finally:
+            stop()
+        if runtime.rank:
+            return
+    with tempfile.TemporaryDirectory() as folder:
+        figures |= parts(Path(folder), args.local_ranks)
+    if args.rehearsal:
+        figures |= by_count(args.rehearsal, args.plan, figures, args.local_ranks)
+    print("\n".join(lines(figures)))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+# ---- in turns
+
+
+def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
+    for _ in range(6):
+        trainer.train_step()
+    with Watch(trainer) as watch:
+        before = watch.heart.messages(1)
+        trainer.train_step()
+        messages = watch.heart.messages(1)[0].total - (before[0].total if before else 0)
+    compared = min(timed(lambda: trainer.checks.after_step(saves=True)) for _ in range(12))
+    draw, end = random.Random(1), time.monotonic() + seconds
+    wall, cpu = list[tuple[float, float]](), list[tuple[float, float]]()
+    while agreed(time.monotonic() < end):
+        orders = [(True, False), (False, True)]
+        draw.shuffle(orders)
+        for order in orders:
+            made = {watched: block(trainer, watched) for watched in order}
+            wall.append((made[True][0], made[False][0]))
+            cpu.append((made[True][1], made[False][1]))
+    step = statistics.median(off for _, off in wall) / STEPS
+    return {
+        "ranks": trainer.runtime.world,
+        "step_s": step,
+        "messages": messages,
+        "pairs": len(wall),
+        "wall": ratio(wall),
+        "cpu": ratio(cpu),
+        "compare_s": compared,
+        "replicas_every": trainer.config.debug.replicas_every,
+    }
+
+
+def block(trainer: Trainer, watched: bool) -> tuple[float, float]:
+    """Wall time on this rank, and CPU seconds of all of them, its start and end apart."""
+    watch = Watch(trainer).__enter__() if watched else None
+    dist.barrier()
+    began, used = time.perf_counter(), time.process_time()
+    for _ in range(STEPS):
+        trainer.train_step()
+    dist.barrier()
+    took, used = time.perf_counter() - began, time.process_time() - used
+    if watch:
+        watch.__exit__(None, None, None)
+    everyone = torch.tensor(used, dtype=torch.float64)
+    dist.all_reduce(everyone)
+    return took, float(everyone)
+
+
+def agreed(more: bool) -> bool:
+    """Whether the first rank has time left."""
+    box = torch.tensor(float(more))
+    dist.broadcast(box, 0)
+    return bool(box)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The median of the pairs' ratios less 1, and its interval of 95 %, from the order of the ratios alone."""
+    ratios = sorted(on / off - 1 for on, off in pairs)
+    count = len(ratios)
+    reach = 0.98 * math.sqrt(count)  # 1.96 deviations of a binomial with one half
+    low, high = max(0, math.floor(count / 2 - reach)), min(count - 1, math.ceil(count / 2 + reach))
+    return {"median": statistics.median(ratios), "low": ratios[low], "high": ratios[high]}
+
+
+# ---- one by one
+
+
+def best(work: Callable[[], Any], rounds: int, calls: int) -> float:
+    """Seconds of a call."""
+    return min(timed(lambda: [work() for _ in range(calls)]) for _ in range(rounds)) / calls
+
+
+def machine(folder: Path, ranks: int) -> Machines:
+    """Ranks of one machine, each of whose heartbeats is full."""
+    hearts = {rank: Heartbeat(folder / str(rank), create=True) for rank in range(ranks)}
+    x = torch.zeros(1000)
+    for heart in hearts.values():
+        heart.beat(2)
+        for number in range(RECORDS):
+            heart.place = number << 17
+            heart.message("all-to-all", x, number % 8)
+    return Machines(hearts[0], hearts, 0, [list(hearts)], ["node0"], "0" * 32)
+
+
+def parts(folder: Path, ranks: int) -> dict[str, float]:
+    hosts = machine(folder, ranks)
+    hearing = HeartbeatListener(hosts.mine, SimpleNamespace(made={("world",): SimpleNamespace(group_name="0")}), int)
+    x = torch.zeros(1000)
+
+    def message() -> None:
+        listener.issued("all-reduce", x, "0")
+        listener.arrived()
+
+    alone = best(message, 200, 1000)
+    with listener.heard_by(hearing):
+        heard = best(message, 200, 1000)
+    limits = Limits(step=1e9, first=1e9, between=1e9, thread=1e9, by_age=False)
+    group = Named("world", (tuple(range(ranks)),), "world")
+    dog = Watchdog(0, hosts, [group] * 8, ranks, limits, lambda: None)
+    for heart in hosts.local.values():
+        heart.tick()
+    tick = best(lambda: (hosts.mine.tick(), dog.alarmed() or dog.trouble(), dog.leads()), 50, 20)
+    seen = dog.look()
+    text = json.dumps([asdict(one) for one in seen])
+    assert [one.state for one in seen] == ["answers"] * ranks and all(len(one.last) == watchdog.KEPT for one in seen)
+    options = SimpleNamespace(skip_window=128)
+    skips = Skips(options)
+    for number in range(options.skip_window):
+        skips.accept(2 + number % 7 / 10, 1.0)
+    return {
+        "message_s": heard - alone,
+        "tick_s": tick,
+        "carry_s": best(lambda: json.dumps([asdict(one) for one in dog.look()]), 20, 1),
+        "carried_bytes": len(text),
+        "rule_s": best(lambda: skips.why(2.0, 1.0, 6.0), 50, 20),
+        "local_ranks": ranks,
+    }
+
+
+def thread_share(figures: dict[str, Any]) -> float:
+    """Of a core, the thread of the rank that speaks for its machine: all others do less."""
+    return figures["tick_s"] / TICK_S + figures["carry_s"] / CARRY_S
+
+
+# ---- a large world
+
+
+def by_count(rehearsal: Path, plan: Path | None, figures: dict[str, Any], local_ranks: int) -> dict[str, Any]:
+    rank = json.loads(rehearsal.read_text(encoding="utf-8"))["ranks"][0]
+    messages = sum(message["count"] for message in rank["messages"])
+    machines = rank["world"] // local_ranks
+    out = {
+        "world": rank["world"],
+        "messages_there": messages,
+        "cost_there_s": messages * figures["message_s"] + figures["rule_s"],
+        "requests_per_s": machines * (1 / TICK_S + 1 / CARRY_S),
+        "bytes_per_s": machines * figures["carried_bytes"] / CARRY_S,
+    }
+    if plan:
+        out["step_there_s"] = json.loads(plan.read_text(encoding="utf-8"))["plan"]["step_s"]
+        out["share_there"] = out["cost_there_s"] / out["step_there_s"] + thread_share(figures)
+    return out
+
+
+def lines(f: dict[str, Any]) -> list[str]:
+    out = [
+        f"a message costs {f['message_s'] * 1e6:.2f} us more; a tick of the thread {f['tick_s'] * 1e6:.0f} us, and to "
+        f"pass on {f['local_ranks']} ranks' heartbeats {f['carry_s'] * 1e3:.2f} ms ({f['carried_bytes']:,} bytes): "
+        f"{thread_share(f):.3%} of a core; the rule for spikes {f['rule_s'] * 1e6:.0f} us"
+    ]
+    if "pairs" in f:
+        out.append(f"{f['ranks']} ranks, a step of {f['step_s'] * 1e3:.0f} ms, {f['pairs']} pairs of {STEPS} steps")
+        for name, what in (("wall", "wall time"), ("cpu", "CPU time of all ranks")):
+            one = f[name]
+            out.append(f"  {what}: {one['median']:+.2%} with the watch ({one['low']:+.2%} to {one['high']:+.2%})")
+        counted = f["messages"] * f["message_s"] / f["step_s"]
+        replicas = f["compare_s"] / f["replicas_every"] / f["step_s"]
+        rule = f["rule_s"] / f["step_s"]
+        whole = counted + thread_share(f) + replicas + rule
+        out.append(
+            f"  by count: {f['messages']} messages {counted:.3%}, thread {thread_share(f):.3%}, comparing replicas "
+            f"({f['compare_s'] * 1e3:.0f} ms every {f['replicas_every']} steps) {replicas:.3%}, rule {rule:.3%}: "
+            f"{whole:.3%} in all, {'under' if whole < GOAL else 'NOT under'} {GOAL:.1%}"
+        )
+    if "world" in f:
+        out.append(
+            f"{f['world']:,} ranks: {f['messages_there']:,} messages in a step of a rank cost "
+            f"{f['cost_there_s'] * 1e3:.1f} ms on the host"
+        )
+        if "share_there" in f:
+            out[-1] += f", with the thread {f['share_there']:.3%} of a step of {f['step_there_s']:.2f} s"
+        out.append(
+            f"  the store gets {f['requests_per_s']:,.0f} requests and {f['bytes_per_s'] / 2**20:.2f} MiB a second"
+        )
+    return out
+
+
+if __name__ == "__main__":
+    main()
+    if "WORLD_SIZE" in os.environ:
+        leave(0)
