@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import shutil
@@ -35,7 +34,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from torture_named import STRUCK, WITHSTOOD, Struck, told
-from torture_runs import KINDS, RANKS, Missed, Run, Wrong, workplace, write
+from torture_runs import KINDS, RANKS, Missed, Run, Wrong, preload, workplace, write
 
 from titanmoe.checkpoint import layout
 
@@ -45,11 +44,6 @@ SOAK = {
     "checkpoint.enable": "true", "checkpoint.interval": 500, "validation.interval": 1000, "validation.held_out": 100,
     "validation.steps": 2, "metrics.console": "lines", "metrics.log_every": 100,
 }  # fmt: skip
-
-PRELOADED = (
-    "torch.distributed.run", "torch.distributed.fsdp", "titanmoe.checkpoint.folder", "titanmoe.train.trainer",
-    "titanmoe.watch.numbers", "titanmoe.watch.watch",
-)  # fmt: skip
 
 
 # ---- trials and their table
@@ -205,8 +199,7 @@ def named_table(outcomes: list[Outcome]) -> str:
 
 
 def torture(args: argparse.Namespace, folder: Path) -> int:
-    for name in PRELOADED:
-        importlib.import_module(name)
+    preload()
     named = args.named or args.only in STRUCK
     kinds = [args.only] if args.only else list(STRUCK if named else KINDS)
     results = Path(args.results) if args.results else None

@@ -25,7 +25,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torture_runs import TINY, Run, Wrong, workplace, write
+from torture_runs import TINY, Run, Wrong, preload, workplace, write
 
 from titanmoe.checkpoint import layout
 
@@ -149,13 +149,14 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20, metavar="N", help="how many (default 20)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first trial")
     parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
+    parser.add_argument("--forks", action="store_true", help="ranks are forks of torchrun, which have imported torch")
     parser.add_argument("--results", metavar="FILE", help="one line per trial; those already in it are not repeated")
     parser.add_argument("--out", metavar="FILE", help="also write the table there, between its marks")
     args = parser.parse_args()
     if not sys.platform.startswith("linux"):
         parser.error("this needs Linux: it reads /proc")
-    import torch.distributed.run  # noqa: F401 (before the first fork)
-
+    preload()
+    Hang.forks = args.forks
     kinds = [args.only] if args.only else list(KINDS)
     asked = [(kinds[seed % len(kinds)], seed) for seed in range(args.first, args.first + args.trials)]
     results = Path(args.results) if args.results else None

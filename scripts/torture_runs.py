@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import importlib
 import json
 import multiprocessing
 import os
@@ -39,6 +40,11 @@ TINY = {
 LOCAL = {"checkpoint.local": 2, "checkpoint.interval": STEPS // 2}
 """Of runs that keep local copies, mostly later than their last checkpoint."""
 
+PRELOADED = (
+    "torch.distributed.run", "torch.distributed.fsdp", "titanmoe.checkpoint.folder", "titanmoe.train.trainer",
+    "titanmoe.watch.numbers", "titanmoe.watch.watch",
+)  # fmt: skip
+
 
 class Wrong(Exception):
     """A trial did not end as it should."""
@@ -46,6 +52,12 @@ class Wrong(Exception):
 
 class Missed(Exception):
     """The run ended before the fault struck, or had not yet saved what the fault needs."""
+
+
+def preload() -> None:
+    """Before the first fork."""
+    for name in PRELOADED:
+        importlib.import_module(name)
 
 
 def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]], forks: bool) -> None:

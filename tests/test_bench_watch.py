@@ -44,8 +44,10 @@ def test_each_part_is_timed_alone(tmp_path):
 
 
 def turns():
-    options = parity.TINY | {"training.steps": 100, "debug.replicas_every": 100, "optimizer.skip_spikes": 6.0}
-    return watch_overhead.in_turns(parity.make_trainer(options, checks=checks), 0.01)
+    watch_overhead.STEPS = 2  # in this process alone
+    options = {"data.source": "synthetic", "debug.replicas_every": 100, "optimizer.skip_spikes": 6.0}
+    options |= {"training.steps": 1000, "lr_schedule.decay": "none"}
+    return watch_overhead.in_turns(parity.make_trainer(parity.TINY | options, checks=checks), 0.01)
 
 
 def test_steps_in_turns_are_made_with_and_without_the_watch():

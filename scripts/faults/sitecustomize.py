@@ -17,8 +17,8 @@ ends the process with exit code 0, and "skip" makes the next call of "path", MOD
 
 Others need torch, and have `rank` and `once` as above:
 
-flip    a bit of a parameter of this `shape`, or of its moment `of`, after the optimizer's step number `at`: bit `bit`
-        of its number `place`.
+flip    a bit of a parameter of this `shape`, the first in the last of the optimizer's groups that has one, or of its
+        moment `of`, after the optimizer's step number `at`: bit `bit` of its number `place`.
 delay   every message to the ranks `peers`, or in a group with them, waits up to `seconds` before it leaves, drawn from
         `seed`; number `at` waits for `stall` seconds.
 nan     number `place` of what the module named `module` returns becomes NaN in the step after `at` optimizer's steps,
@@ -110,7 +110,8 @@ class Flip(Steps):
     def after(self, optimizer):
         if self.made != self.at or not strikes(self.once):
             return
-        p = next(p for group in optimizer.param_groups for p in group["params"] if list(p.shape) == self.shape)
+        groups = reversed(optimizer.param_groups)
+        p = next(p for group in groups for p in group["params"] if list(p.shape) == self.shape)
         numbers = (optimizer.state[p][self.of] if self.of else p).data.view(-1)
         byte = self.place * numbers.element_size() + self.bit // 8
         numbers.view(sys.modules["torch"].uint8)[byte] ^= 1 << self.bit % 8
