@@ -338,3 +338,5 @@ def test_the_page_says_what_the_trials_say() -> None:
     assert all(each.equal and not each.failure and each.lost == 0 for each in outcomes)
     page = (ROOT / "docs" / "reliability.md").read_text()
     assert torture.table(outcomes) in page
+    hangs = [json.loads(line) for line in (ROOT / "docs" / "torture_hangs.jsonl").read_text().splitlines()]
+    assert torture_hangs.table(hangs) in page and not [hang for hang in hangs if hang["failure"]]
