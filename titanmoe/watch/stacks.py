@@ -39,7 +39,16 @@ def other_stacks() -> dict[str, list[str]]:
     return found
 
 
+OTHERS = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
+"""In lines of torch and Python themselves, and of what sends for others."""
+
+
 def place_in(stack: list[str]) -> str:
-    """The innermost line that is neither torch's nor Python's own, nor that which sends for others."""
-    others = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
-    return next((line for line in stack if not any(part in line for part in others)), "")
+    """The innermost line that is none of these."""
+    return next((line for line in stack if not any(part in line for part in OTHERS)), "")
+
+
+def in_message(stack: list[str]) -> bool:
+    """Whether it is inside of a function that sends, below that line."""
+    inner = stack[: stack.index(place)] if (place := place_in(stack)) else stack
+    return any("/torch/distributed/" in line or "titanmoe/comm/" in line for line in inner)
