@@ -340,3 +340,6 @@ def test_the_page_says_what_the_trials_say() -> None:
     assert torture.table(outcomes) in page
     hangs = [json.loads(line) for line in (ROOT / "docs" / "torture_hangs.jsonl").read_text().splitlines()]
     assert torture_hangs.table(hangs) in page and not [hang for hang in hangs if hang["failure"]]
+    named = torture.read(ROOT / "docs" / "torture_named.jsonl")
+    assert len({(each.kind, each.seed) for each in named}) == len(named) >= 100 and {e.kind for e in named} == {*STRUCK}
+    assert all(each.equal and not each.failure for each in named) and named_table(named) in page

@@ -266,9 +266,9 @@ def lines(f: dict[str, Any]) -> list[str]:
         replicas = f["compare_s"] / f["replicas_every"] / fast_s
         whole = counted + thread_share(f) + replicas + rule
         out.append(
-            f"  by count, of the fastest: {f['messages']} messages {counted:.3%}, thread {thread_share(f):.3%}, comparing "
-            f"replicas ({f['compare_s'] * 1e3:.0f} ms every {f['replicas_every']} steps) {replicas:.3%}, rule {rule:.3%}: "
-            f"{whole:.3%} in all, {'under' if whole < GOAL else 'NOT under'} {GOAL:.1%}"
+            f"  by count, of the fastest: {f['messages']} messages {counted:.3%}, thread {thread_share(f):.3%}, rule "
+            f"{rule:.3%}, comparing replicas ({f['compare_s'] * 1e3:.0f} ms every {f['replicas_every']} steps) "
+            f"{replicas:.3%}: {whole:.3%} in all, {'under' if whole < GOAL else 'NOT under'} {GOAL:.1%}"
         )
     if "world" in f:
         out.append(
