@@ -53,5 +53,8 @@ def test_steps_in_turns_are_made_with_and_without_the_watch(tmp_path):
     first, second = world.run(2, turns)
     assert len(first["wall"]) == len(second["wall"]) >= 2 and first["messages"] == second["messages"] > 10
     assert first["cpu"] == second["cpu"] and first["compare_s"] > 0 and first["message_s"] > 0
+    assert (
+        0 < first["in_place_s"] < 0.1 and watch_overhead.per_message(first) == first["in_place_s"] / first["messages"]
+    )
     text = "\n".join(watch_overhead.lines(watch_overhead.parts(tmp_path, 2) | first))
     assert "pairs of 2 steps" in text and "in all, " in text
