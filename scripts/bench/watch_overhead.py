@@ -286,9 +286,9 @@ def by_count(rehearsal: Path, plan: Path | None, figures: dict[str, Any], local_
 
 def lines(f: dict[str, Any]) -> list[str]:
     out = [
-        f"a message costs {f['message_s'] * 1e6:.2f} us more in a loop; a tick of the thread {f['tick_s'] * 1e6:.0f} us, "
-        f"and to pass on {f['local_ranks']} ranks' heartbeats {f['carry_s'] * 1e3:.2f} ms ({f['carried_bytes']:,} "
-        f"bytes): {thread_share(f):.3%} of a core; the rule for spikes {f['rule_s'] * 1e6:.0f} us"
+        f"a message costs {f['message_s'] * 1e6:.2f} us more in a loop; a tick of the thread "
+        f"{f['tick_s'] * 1e6:.0f} us, and to pass on {f['local_ranks']} ranks' heartbeats {f['carry_s'] * 1e3:.2f} ms "
+        f"({f['carried_bytes']:,} bytes): {thread_share(f):.3%} of a core; the rule for spikes {f['rule_s'] * 1e6:.0f} us"
     ]
     if "wall" in f:
         step_s = statistics.median(off for _, off in f["wall"]) / STEPS
@@ -304,8 +304,8 @@ def lines(f: dict[str, Any]) -> list[str]:
         replicas = f["compare_s"] / f["replicas_every"] / fast_s
         whole = counted + thread_share(f) + replicas + rule
         out.append(
-            f"  by count, of the fastest: {f['messages']} messages of {per_message(f) * 1e6:.0f} us {counted:.3%}, thread "
-            f"{thread_share(f):.3%}, rule {rule:.3%}, comparing replicas ({f['compare_s'] * 1e3:.0f} ms every "
+            f"  by count, of the fastest: {f['messages']} messages of {per_message(f) * 1e6:.0f} us {counted:.3%}, "
+            f"thread {thread_share(f):.3%}, rule {rule:.3%}, comparing replicas ({f['compare_s'] * 1e3:.0f} ms every "
             f"{f['replicas_every']} steps) {replicas:.3%}: {whole:.3%} in all, "
             f"{'under' if whole < GOAL else 'NOT under'} {GOAL:.1%}"
         )
