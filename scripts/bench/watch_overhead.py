@@ -288,7 +288,7 @@ def lines(f: dict[str, Any]) -> list[str]:
     out = [
         f"a message costs {f['message_s'] * 1e6:.2f} us more in a loop; a tick of the thread "
         f"{f['tick_s'] * 1e6:.0f} us, and to pass on {f['local_ranks']} ranks' heartbeats {f['carry_s'] * 1e3:.2f} ms "
-        f"({f['carried_bytes']:,} bytes): {thread_share(f):.3%} of a core; the rule for spikes {f['rule_s'] * 1e6:.0f} us"
+        f"({f['carried_bytes']:,} bytes): {thread_share(f):.3%} of a core; rule for spikes {f['rule_s'] * 1e6:.0f} us"
     ]
     if "wall" in f:
         step_s = statistics.median(off for _, off in f["wall"]) / STEPS
