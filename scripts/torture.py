@@ -2,6 +2,7 @@
 """Makes runs under the real torchrun fail in the ways that a cluster fails, and compares each with an undisturbed run.
 
     python scripts/torture.py                                   # 200 trials, unattended; a table at the end
+    python scripts/torture.py --named --trials 100              # of faults that the run itself must name or withstand
     python scripts/torture.py --results runs/torture.jsonl      # the same; the same command again resumes it
     python scripts/torture.py --only "full disk" --first 17 --trials 1     # repeat one trial, as a failure prints it
     python scripts/torture.py --soak 10000                      # one long run: memory, open files and threads
@@ -11,7 +12,7 @@ the ranks (--max-restarts), or the same command is given again, and the run goes
 weights and moments must be those of the undisturbed run, to the last bit. docs/reliability.md has the results.
 
 The first process imports torch once and each torchrun is a fork of it, which saves seconds; the ranks are started by
-torchrun as usual.
+torchrun as usual. Those of --named, 4 under a mapping drawn from the seed, are forks of their torchrun too.
 """
 
 from __future__ import annotations
@@ -25,16 +26,15 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torture_runs import BY_NAME, KINDS, RANKS, STEPS, Missed, Run, Wrong
+from torture_named import STRUCK, WITHSTOOD, Struck, told
+from torture_runs import KINDS, RANKS, Missed, Run, Wrong, preload, workplace, write
 
 from titanmoe.checkpoint import layout
 
@@ -61,10 +61,15 @@ class Outcome:
     seconds: float | None = None
     took: float = 0.0
     failure: str = ""
+    named_after: float | None = None
+    mapping: str = ""
 
     def __str__(self) -> str:
         if self.failure and not self.equal:
             return f"FAILED: {self.failure}"
+        if self.mapping:
+            named = "" if self.named_after is None else f", named after {self.named_after:.1f} s"
+            return f"equal{named}, in {self.took:.0f} s under {self.mapping}"
         return f"equal, {self.lost} saved steps lost, {self.again} repeated, resumed in {self.seconds:.1f} s"
 
     @property
@@ -75,11 +80,12 @@ class Outcome:
 def read(results: Path) -> list[Outcome]:
     """The last line may be incomplete."""
     names = {each.name for each in fields(Outcome)}
+    needed = {each.name for each in fields(Outcome) if each.default is MISSING}
     found = []
     for line in results.read_text(encoding="utf-8").splitlines() if results.exists() else []:
         with contextlib.suppress(ValueError):
             saved = json.loads(line)
-            if saved.keys() == names:
+            if needed <= saved.keys() <= names:
                 found.append(Outcome(**saved))
     return found
 
@@ -92,11 +98,28 @@ def note(results: Path, outcome: Outcome) -> None:
         stream.write(b"\n" * cut + json.dumps(asdict(outcome)).encode() + b"\n")
 
 
-def one(kind: str, seed: int, folder: Path, calm: Run) -> Outcome:
+class Calm:
+    """Undisturbed runs, each made when it is first needed; those in the folder already are used again."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def of(self, run: Run) -> Run:
+        calm = Struck.of_calm(run.calm, self.folder) if isinstance(run, Struck) else Run(self.folder / "calm")
+        if calm.options["training.steps"] not in layout.steps(calm.checkpoints):
+            shutil.rmtree(calm.folder, ignore_errors=True)
+            calm.start()
+            calm.finish()
+        return calm
+
+
+def one(kind: str, seed: int, folder: Path, calm: Calm) -> Outcome:
     outcome, began = Outcome(kind, seed), time.monotonic()
     try:
         run = trial(kind, seed, folder, calm)
         outcome = Outcome(kind, seed, True, run.lost, run.again, run.seconds)
+        if isinstance(run, Struck):
+            outcome.named_after, outcome.mapping = run.named_after, told(run)
         if run.lost:
             outcome.failure = f"{run.lost} saved steps lost"
     except Wrong as wrong:
@@ -105,13 +128,13 @@ def one(kind: str, seed: int, folder: Path, calm: Run) -> Outcome:
     return outcome
 
 
-def trial(kind: str, seed: int, folder: Path, calm: Run) -> Run:
+def trial(kind: str, seed: int, folder: Path, calm: Calm) -> Run:
     for attempt in range(5):
-        run = Run(folder / f"{seed}-{attempt}", seed + 1_000_000 * attempt)
+        run = (Struck if kind in STRUCK else Run)(folder / f"{seed}-{attempt}", seed + 1_000_000 * attempt)
         try:
-            (KINDS | BY_NAME)[kind](run)
+            (KINDS | STRUCK)[kind](run)
             run.goes_on()
-            compare(run, calm)
+            compare(run, calm.of(run))
             return run
         except Missed:
             continue
@@ -120,11 +143,15 @@ def trial(kind: str, seed: int, folder: Path, calm: Run) -> Run:
             shutil.copy(run.log, folder / f"{seed}.log")
             if os.path.ismount(run.folder):
                 subprocess.run(["umount", str(run.folder)], check=False)
+            shutil.rmtree(run.folder, ignore_errors=True)
     raise Wrong("in five attempts the run ended before the failure")
 
 
 def losses(run: Run) -> list[tuple[int, float, float]]:
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in run.lines("metrics.jsonl")]
+    """Without those of a step that made no update."""
+    skipped = getattr(run, "skips", 0)
+    lines = [line for line in run.lines("metrics.jsonl") if line["step"] != skipped]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
 def compare(run: Run, calm: Run) -> None:
@@ -133,7 +160,9 @@ def compare(run: Run, calm: Run) -> None:
     if (ours := losses(run)) != (theirs := losses(calm)):
         first = next((a for a, b in zip(ours, theirs, strict=False) if a != b), None)
         raise Wrong(f"a different loss or norm: {first or f'{len(ours)} lines for {len(theirs)} steps'}")
-    ours, theirs = (open_checkpoint(each.checkpoints / layout.name_of(STEPS)) for each in (run, calm))
+    ours, theirs = (
+        open_checkpoint(each.checkpoints / layout.name_of(run.options["training.steps"])) for each in (run, calm)
+    )
     if ours.tensors != theirs.tensors:
         raise Wrong("the last checkpoint has different tensors")
     if odd := [name for name in theirs.tensors if not ours.read(name).equal(theirs.read(name))]:
@@ -144,7 +173,7 @@ def table(outcomes: list[Outcome]) -> str:
     head = ("what happened", "trials", "equal to the last bit", "saved steps lost", "steps repeated, at most",
             "seconds to resume: median", "max")  # fmt: skip
     rows = [head, ("---",) * len(head)]
-    for kind in [kind for kind in KINDS | BY_NAME if any(each.kind == kind for each in outcomes)] + ["all"]:
+    for kind in [kind for kind in KINDS if any(each.kind == kind for each in outcomes)] + ["all"]:
         some = [each for each in outcomes if kind in (each.kind, "all")]
         seconds = [each.seconds for each in some if each.seconds is not None]
         lost, again = sum(each.lost for each in some), max((each.again for each in some), default=0)
@@ -154,21 +183,25 @@ def table(outcomes: list[Outcome]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
-def write(file: Path, name: str, text: str) -> None:
-    """Put the text between the page's marks of that name. A file without them is overwritten."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    page = file.read_text(encoding="utf-8") if file.exists() else ""
-    if begin in page:
-        text = page.partition(begin)[0] + begin + "\n" + text + "\n" + end + page.partition(end)[2]
-    file.write_text(text, encoding="utf-8")
+def named_table(outcomes: list[Outcome]) -> str:
+    head = ("what happened", "trials", "rightly named", "equal to the last bit",
+            "seconds until named: median", "max", "seconds to resume: median")  # fmt: skip
+    rows = [head, ("---",) * len(head)]
+    for kind in [kind for kind in STRUCK if any(each.kind == kind for each in outcomes)] + ["all"]:
+        some = [each for each in outcomes if kind in (each.kind, "all")]
+        named = [each.named_after for each in some if each.named_after is not None]
+        resumed = [each.seconds for each in some if each.seconds is not None]
+        shown = [f"{each:.1f}" for each in (statistics.median(named), max(named))] if named else ["", ""]
+        shown.append(f"{statistics.median(resumed):.1f}" if resumed else "")
+        count = "no false alarm" if kind in WITHSTOOD and all(each.equal for each in some) else str(len(named))
+        rows.append((kind, str(len(some)), count, str(sum(each.equal for each in some)), *shown))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
 
 
 def torture(args: argparse.Namespace, folder: Path) -> int:
-    import torch.distributed.run  # noqa: F401 (before the first fork)
-
-    from titanmoe.checkpoint import folder as _  # noqa: F401
-
-    kinds = [args.only] if args.only else list(KINDS)
+    preload()
+    named = args.named or args.only in STRUCK
+    kinds = [args.only] if args.only else list(STRUCK if named else KINDS)
     results = Path(args.results) if args.results else None
     outcomes = read(results) if results else []
     done = {(each.kind, each.seed) for each in outcomes}
@@ -176,11 +209,8 @@ def torture(args: argparse.Namespace, folder: Path) -> int:
     left = [each for each in asked if each not in done]
     if len(left) < len(asked):
         print(f"{len(asked) - len(left)} of {len(asked)} trials are already in {results}", flush=True)
+    calm = Calm(folder)
     try:
-        if left:
-            calm = Run(folder / "calm")
-            calm.start()
-            calm.finish()
         for kind, seed in left:
             outcome = one(kind, seed, folder, calm)
             outcomes.append(outcome)
@@ -190,10 +220,12 @@ def torture(args: argparse.Namespace, folder: Path) -> int:
     finally:
         failures = [each.command for each in outcomes if each.failure]
         spent = sum(each.took for each in outcomes)
-        text = table(outcomes) + f"\n{len(outcomes)} trials in {spent:.0f} s, {len(failures)} failures\n"
+        text = (named_table if named else table)(
+            outcomes
+        ) + f"\n{len(outcomes)} trials in {spent:.0f} s, {len(failures)} failures\n"
         print("\n" + text + "".join(f"  {line}\n" for line in failures))
         if args.out:
-            write(Path(args.out), "trials", text + "".join(f"* {line}\n" for line in failures))
+            write(Path(args.out), "named" if named else "trials", text + "".join(f"* {line}\n" for line in failures))
     return 1 if failures else 0
 
 
@@ -254,37 +286,29 @@ def run_step(metrics: Path) -> int:
     return json.loads(whole.rpartition(b"\n")[2])["step"]
 
 
-@contextlib.contextmanager
-def workplace() -> Iterator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="torture-"))
-    try:
-        yield folder
-    finally:
-        print(f"the runs' output: {folder}/*.log")
-        for entry in folder.iterdir():
-            if entry.is_dir():
-                shutil.rmtree(entry, ignore_errors=True)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=200, metavar="N", help="how many (default 200)")
     parser.add_argument(
         "--first", type=int, default=0, metavar="SEED", help="seed of the first trial; each further trial adds 1"
     )
-    parser.add_argument("--only", choices=KINDS | BY_NAME, metavar="KIND", help=f"one of: {', '.join(KINDS | BY_NAME)}")
+    parser.add_argument(
+        "--named", action="store_true", help=f"the kinds that a run must name or withstand: {', '.join(STRUCK)}"
+    )
+    parser.add_argument("--only", choices=KINDS | STRUCK, metavar="KIND", help=f"one of: {', '.join(KINDS | STRUCK)}")
     parser.add_argument(
         "--results", metavar="FILE", help="one line per finished trial; trials already in it are skipped"
     )
     parser.add_argument(
         "--out", metavar="FILE", help="also write the table there; in docs/reliability.md, between its marks"
     )
+    parser.add_argument("--work", metavar="FOLDER", help="keeps the undisturbed runs there for the next time")
     parser.add_argument("--soak", type=int, metavar="STEPS", help="one long run instead")
     args = parser.parse_args()
     if not sys.platform.startswith("linux"):
         parser.error("this needs Linux: it reads /proc")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the code that unmounts and reports
-    with workplace() as folder:
+    with workplace(args.work) as folder:
         return soak(args, folder) if args.soak else torture(args, folder)
 
 

@@ -12,6 +12,7 @@ fails and the moment. The report must name that rank, and be the last thing that
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import statistics
@@ -24,8 +25,9 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torture import workplace, write
-from torture_runs import TINY, Run, Wrong
+from torture_runs import TINY, Run, Wrong, preload, workplace, write
+
+from titanmoe.checkpoint import layout
 
 RANKS, TIMEOUT_S, WITHIN_S = 4, 10, 30.0
 LONG = {
@@ -43,6 +45,8 @@ SKIPPED = ("titanmoe.train.trainer:all_reduce", "titanmoe.parallel.norm:all_redu
 
 
 class Hang(Run):
+    timeout_s = TIMEOUT_S
+
     def __init__(self, folder: Path, seed: int, options: dict[str, Any] = LONG):
         super().__init__(folder, seed, {}, RANKS)
         self.options = TINY | options | self.draw.choice(MAPPINGS)
@@ -50,10 +54,10 @@ class Hang(Run):
 
     def strike(self, number: int) -> None:
         """Send the rank a signal in a random step."""
-        self.wait(lambda: self.step() >= 3 + self.draw.randrange(5), "a few steps")
+        step = 3 + self.draw.randrange(5)
+        self.wait(lambda: self.step() >= step, "a few steps")
         time.sleep(self.draw.uniform(0, 0.3))
-        (pid,) = (pid for pid in self.ranks() if rank_of(pid) == self.rank)
-        os.kill(pid, number)
+        os.kill(self.ranks()[self.rank], number)
         self.struck()
 
     def named(self) -> float:
@@ -68,11 +72,6 @@ class Hang(Run):
         if took > WITHIN_S:
             raise Wrong(f"all had ended only after {took:.1f} s")
         return took
-
-
-def rank_of(pid: int) -> int:
-    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return int(next(word[5:] for word in words if word.startswith(b"RANK=")))
 
 
 def stop(run: Hang) -> None:
@@ -95,10 +94,11 @@ def skip(run: Hang) -> None:
     run.strike(signal.SIGUSR1)
 
 
-def disk(run: Hang) -> None:
+def disk(run: Hang, path: str = layout.WRITING) -> None:
     """A disk that does not answer while a checkpoint is written."""
-    run.options |= {"checkpoint.enable": "true", "checkpoint.interval": 4, "checkpoint.timeout_s": TIMEOUT_S}
-    fault = {"do": "slow", "on": ["write"], "path": ".writing", "rank": run.rank, "seconds": 1000}
+    run.options = {"checkpoint.interval": 4} | run.options | {"checkpoint.enable": "true"}
+    run.options |= {"checkpoint.timeout_s": run.timeout_s}
+    fault = {"do": "slow", "on": ["write"], "path": path, "rank": run.rank, "seconds": 1000}
     run.start(faults=(fault | {"once": str(run.struck_file)},))
     run.wait_for_strike()
 
@@ -119,42 +119,65 @@ WHAT = {
 }
 
 
+def one(kind: str, seed: int, folder: Path) -> dict[str, Any]:
+    run = Hang(folder / str(seed), seed)
+    outcome = {"kind": kind, "seed": seed, "rank": run.rank, "seconds": None, "failure": ""}
+    try:
+        KINDS[kind](run)
+        outcome["seconds"] = run.named()
+    except Exception as wrong:
+        outcome["failure"] = f"{type(wrong).__name__} {wrong}"
+    finally:
+        run.close()
+        run.log.replace(folder / f"{seed}.log")
+    return outcome
+
+
+def table(outcomes: list[dict[str, Any]]) -> str:
+    head = ("what happened", "trials", "rank named", "seconds until all had ended: median", "max")
+    lines = [f"| {' | '.join(head)} |", "| --- | --- | --- | --- | --- |"]
+    for kind, what in WHAT.items():
+        if some := [each["seconds"] for each in outcomes if each["kind"] == kind]:
+            named = [seconds for seconds in some if seconds is not None]
+            shown = [f"{seconds:.1f}" for seconds in (statistics.median(named), max(named))] if named else ["", ""]
+            lines.append(f"| {what} | {len(some)} | {len(named)} | {' | '.join(shown)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=20, metavar="N", help="how many (default 20)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first trial")
     parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
+    parser.add_argument("--forks", action="store_true", help="ranks are forks of torchrun, which have imported torch")
+    parser.add_argument("--results", metavar="FILE", help="one line per trial; those already in it are not repeated")
     parser.add_argument("--out", metavar="FILE", help="also write the table there, between its marks")
     args = parser.parse_args()
     if not sys.platform.startswith("linux"):
         parser.error("this needs Linux: it reads /proc")
-    import torch.distributed.run  # noqa: F401 (before the first fork)
-
+    preload()
+    Hang.forks = args.forks
     kinds = [args.only] if args.only else list(KINDS)
-    took: dict[str, list[float]] = {kind: [] for kind in kinds}
-    tried, failures = dict.fromkeys(kinds, 0), []
+    asked = [(kinds[seed % len(kinds)], seed) for seed in range(args.first, args.first + args.trials)]
+    results = Path(args.results) if args.results else None
+    outcomes = [json.loads(line) for line in results.read_text().splitlines()] if results and results.exists() else []
+    done = {(each["kind"], each["seed"]) for each in outcomes}
     with workplace() as folder:
-        for seed in range(args.first, args.first + args.trials):
-            kind = kinds[seed % len(kinds)]
-            run = Hang(folder / str(seed), seed)
-            tried[kind] += 1
-            try:
-                KINDS[kind](run)
-                took[kind].append(run.named())
-                print(f"{kind}, seed {seed}: rank {run.rank} named, all ended after {took[kind][-1]:.1f} s", flush=True)
-            except Exception as wrong:
-                failures.append(f"--only {kind} --first {seed} --trials 1: {type(wrong).__name__} {wrong}")
-                print(failures[-1], flush=True)
-            finally:
-                run.close()
-                run.log.replace(folder / f"{seed}.log")
-        head = ("what happened", "trials", "rank named", "seconds until all had ended: median", "max")
-        lines = [f"| {' | '.join(head)} |", "| --- | --- | --- | --- | --- |"]
-        for kind, seconds in took.items():
-            shown = [f"{one:.1f}" for one in (statistics.median(seconds), max(seconds))] if seconds else ["", ""]
-            lines.append(f"| {WHAT[kind]} | {tried[kind]} | {len(seconds)} | {' | '.join(shown)} |")
-        text = "\n".join(lines) + "\n"
-        print("\n" + text)
+        for kind, seed in asked:
+            if (kind, seed) in done:
+                continue
+            outcomes.append(one(kind, seed, folder))
+            print(outcomes[-1], flush=True)
+            if results:
+                with results.open("a", encoding="utf-8") as stream:
+                    stream.write(json.dumps(outcomes[-1]) + "\n")
+        text = table(outcomes)
+        failures = [
+            f"--only {each['kind']} --first {each['seed']} --trials 1: {each['failure']}"
+            for each in outcomes
+            if each["failure"]
+        ]
+        print("\n" + text + "".join(f"  {line}\n" for line in failures))
         if args.out:
             write(Path(args.out), "hangs", text)
     return 1 if failures else 0

@@ -15,8 +15,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 import torture  # noqa: E402
-from torture import Outcome, is_flat, table, write  # noqa: E402
-from torture_runs import INTERVAL, KINDS, Missed, Run  # noqa: E402
+import torture_hangs  # noqa: E402
+from torture import Outcome, is_flat, named_table, table  # noqa: E402
+from torture_named import STRUCK, Struck, samples  # noqa: E402
+from torture_runs import INTERVAL, KINDS, Missed, Run, Wrong, write  # noqa: E402
+
+from tests import processes  # noqa: E402
 
 # What a rank does with the disk, in the order of a save; it reports how far it got.
 RANK = """
@@ -90,6 +94,78 @@ def test_a_fault_that_strikes_once_lets_the_next_start_pass(tmp_path):
     assert said(tmp_path / "second", 0, once) == (0, ALL)
 
 
+# Three steps under a fault as sitecustomize.py installs it, each of two microbatches and computed twice; what became of
+# their numbers.
+STEPS = """
+import json, os, runpy, torch
+faults = runpy.run_path("scripts/faults/sitecustomize.py")
+class Part(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+    def forward(self, x):
+        return self.inner(x).sum()
+part = Part()
+torch.nn.init.ones_(part.inner.weight)
+fault = json.loads(os.environ["FAULT"])
+faults["WITH_TORCH"][fault["do"]](**fault)
+weight, optimizer = part.inner.weight, torch.optim.AdamW(part.parameters(), lr=0.1)
+for step in range(3):
+    for run in range(4):
+        weight.grad = None
+        loss = part(torch.ones(1, 2))
+        loss.backward()
+        print(step, run, "loss" * (not loss.isfinite()) + "grad" * (not weight.grad.isfinite().all()))
+    weight.grad.fill_(1)
+    optimizer.step()
+    print("after", step, weight[0, 1].item(), optimizer.state[weight]["exp_avg"][0, 1].item())
+"""
+
+
+def after(tmp_path, **fault):
+    """The lines of runs that have numbers that are not finite, and weight and moment after each step."""
+    env = dict(os.environ) | {"FAULT": json.dumps(fault | {"once": str(tmp_path / "struck")})}
+    done = processes.run(["-c", STEPS], env)
+    assert not done.returncode, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    states = [(float(line[2]), float(line[3])) for line in lines if line[0] == "after"]
+    return [line for line in lines if line[0] != "after" and len(line) == 3], states
+
+
+@pytest.mark.parametrize(("more", "what"), [({}, "loss"), ({"parameter": "weight"}, "grad")])
+def test_a_number_becomes_nan_in_one_microbatch_and_when_its_step_is_repeated(tmp_path, more, what):
+    more = more | {"do": "nan", "module": "inner", "place": 1, "at": 1, "microbatch": 1, "of": 2}
+    odd, _ = after(tmp_path, **more)
+    assert odd == [["1", "1", what], ["1", "3", what]] and (tmp_path / "struck").exists()
+
+
+@pytest.mark.parametrize("of", ["", "exp_avg"])
+def test_a_flipped_bit_of_a_weight_or_moment(tmp_path, of):
+    odd, states = after(tmp_path, do="flip", shape=[2, 2], place=1, bit=31, at=2, of=of)
+    assert not odd and [[x < 0 for x in state] for state in states[:2]] == [[False] * 2, [of == "", of != ""]]
+
+
+# A rank alone in its world, all of whose messages go to itself.
+MESSAGES = """
+import os, runpy, time, torch, torch.distributed as dist
+Delay = runpy.run_path("scripts/faults/sitecustomize.py")["Delay"]
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for peers, once in (([1], "no"), ([0], "yes")):
+    Delay(peers, 0.0, 2, 0.4, 1, os.environ["FOLDER"] + "/" + once)
+    for _ in range(3):
+        began = time.monotonic()
+        torch.ops._c10d_functional.all_reduce(torch.zeros(1), "sum", dist.group.WORLD.group_name)
+        print(round(time.monotonic() - began, 1))
+"""
+
+
+def test_a_slow_link_delays_messages_to_its_ranks_alone(tmp_path):
+    done = processes.run(["-c", MESSAGES], dict(os.environ) | {"FOLDER": str(tmp_path)})
+    assert not done.returncode, done.stderr
+    took = [float(line) for line in done.stdout.split()]
+    assert max(took[:4] + took[5:]) < 0.4 <= took[4] and [path.name for path in tmp_path.iterdir()] == ["yes"]
+
+
 ONE, TWO, *_ = KINDS
 TRIED = [
     Outcome(ONE, 0, True, 0, 2, 5.0),
@@ -109,6 +185,61 @@ def test_the_table_adds_up():
     ]
 
 
+STOP, LINK, *_ = [kind for kind in STRUCK if kind in ("a rank stopped (SIGSTOP)", "a slow link")]
+NAMED = [
+    Outcome(STOP, 0, True, seconds=7.0, named_after=5.0, mapping="{}"),
+    Outcome(STOP, 8, failure="rank 3 should have been named: error: hang: rank 1"),
+    Outcome(STOP, 16, True, seconds=9.0, named_after=6.0, mapping="{}"),
+    Outcome(LINK, 3, True, seconds=None, mapping="{}"),
+]
+
+
+def test_what_was_named_is_a_table_of_its_own():
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in named_table(NAMED).splitlines()[2:]]
+    assert rows == [
+        [STOP, "3", "2", "2", "5.5", "6.0", "8.0"],
+        [LINK, "1", "no false alarm", "1", "", "", ""],
+        ["all", "4", "2", "3", "5.5", "6.0", "8.0"],
+    ]
+    assert str(NAMED[0]) == "equal, named after 5.0 s, in 0 s under {}" and str(NAMED[1]).startswith("FAILED: rank 3")
+
+
+def test_hangs_have_a_table_too(tmp_path):
+    tried = [("stop", 8.5, ""), ("stop", 9.5, ""), ("skip", None, "Wrong rank 1 was struck")]
+    lines = torture_hangs.table([{"kind": k, "seconds": s, "failure": f} for k, s, f in tried]).splitlines()[2:]
+    assert lines == ["| stopped (SIGSTOP) | 2 | 2 | 9.0 | 9.5 |", "| one rank skips a collective | 1 | 0 |  |  |"]
+
+
+def test_a_trial_that_names_another_rank_or_too_late_has_failed(tmp_path, monkeypatch):
+    run = Struck(tmp_path, 5)
+    run.folder.mkdir(exist_ok=True)
+    run.agent = SimpleNamespace(is_alive=lambda: True)
+    run.log.write_text("step 1\nerror: hang: rank 1 on a is late, in step 3\n")
+    run.struck_at = torture.time.monotonic()
+    run.named(run.said, "hang: rank 1 ")
+    assert run.named_after < 1
+    with pytest.raises(Wrong, match="rank 2  should have been named: error: hang: rank 1 on a"):
+        run.named(run.said, "hang: rank 2 ")
+    run.struck_at -= 100
+    with pytest.raises(Wrong, match="named only after 1"):
+        run.named(run.said, "hang: rank 1 ")
+    run.agent, run.restarts = SimpleNamespace(join=lambda s: None, exitcode=0), 0
+    with pytest.raises(Wrong, match="a false alarm"):
+        run.goes_on()
+
+
+def test_a_trials_mapping_comes_from_its_seed_and_its_calm_run_has_the_same(tmp_path):
+    assert {Struck(tmp_path, seed).mapping for seed in range(30)} == set(range(5))
+    run = Struck(tmp_path, 7)
+    run.skip(5)
+    calm = Struck.of_calm(run.calm, tmp_path)
+    assert calm.options == run.options | {"data.skip_steps": '["5"]'} and calm.folder == tmp_path / run.calm
+    tp = next(one for one in (Struck(tmp_path, seed) for seed in range(30)) if "parallelism.tp" in one.options)
+    tp.rank = 3
+    tp.skip(5)
+    assert tp.data_ranks == 2 and samples(tp, {}, 1) == ["; sample 19 of the run"]  # the last of the fifth four
+
+
 def test_trials_resume_where_they_stopped(tmp_path, monkeypatch, capsys):
     made = []
 
@@ -119,9 +250,8 @@ def test_trials_resume_where_they_stopped(tmp_path, monkeypatch, capsys):
         return Outcome(kind, seed, True, 0, 1, 5.0, 10.0)
 
     monkeypatch.setattr(torture, "one", one)
-    monkeypatch.setattr(torture, "Run", lambda folder: SimpleNamespace(start=lambda: None, finish=lambda: None))
     results, page = tmp_path / "a" / "results.jsonl", tmp_path / "page.md"
-    args = SimpleNamespace(only=None, first=0, trials=13, results=str(results), out=str(page))
+    args = SimpleNamespace(only=None, named=False, first=0, trials=13, results=str(results), out=str(page))
     stop = 3
     with pytest.raises(KeyboardInterrupt):
         torture.torture(args, tmp_path)
@@ -194,7 +324,9 @@ def test_a_table_goes_between_the_marks_of_a_page(tmp_path):
     assert page.read_text() == "a\n<!-- soak -->\n\ntwo\n\n<!-- end of soak -->\nb\n"
     assert apart.read_text() == "two\n"
     marks = [line for line in (ROOT / "docs/reliability.md").read_text().splitlines() if line.startswith("<!-- ")]
-    assert marks == [f"<!-- {end}{name} -->" for name in ("hangs", "trials", "soak") for end in ("", "end of ")]
+    names = [mark[5:-4] for mark in marks[::2]]
+    assert {"hangs", "trials", "soak", "named"} <= set(names)
+    assert marks == [f"<!-- {end}{name} -->" for name in names for end in ("", "end of ")]
 
 
 def test_the_page_says_what_the_trials_say() -> None:
@@ -204,4 +336,10 @@ def test_the_page_says_what_the_trials_say() -> None:
         *KINDS
     }
     assert all(each.equal and not each.failure and each.lost == 0 for each in outcomes)
-    assert torture.table(outcomes) in (ROOT / "docs" / "reliability.md").read_text()
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    assert torture.table(outcomes) in page
+    hangs = [json.loads(line) for line in (ROOT / "docs" / "torture_hangs.jsonl").read_text().splitlines()]
+    assert torture_hangs.table(hangs) in page and not [hang for hang in hangs if hang["failure"]]
+    named = torture.read(ROOT / "docs" / "torture_named.jsonl")
+    assert len({(each.kind, each.seed) for each in named}) == len(named) >= 100 and {e.kind for e in named} == {*STRUCK}
+    assert all(each.equal and not each.failure for each in named) and named_table(named) in page

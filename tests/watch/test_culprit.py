@@ -97,6 +97,36 @@ def test_a_gradient_is_named_with_its_direction() -> None:
     assert "on rank 1 (" in texts[0]
 
 
+def with_a_bad_weight_gradient(changes: dict[str, Any], rank: int) -> str:
+    """That of microbatch 1 in layer 1, which spoils no other tensor."""
+    arrived = 0
+
+    def spoil(grad: torch.Tensor) -> torch.Tensor | None:
+        nonlocal arrived
+        arrived += 1
+        return grad * NAN if arrived % trainer.loader.microbatches == 2 else None
+
+    def hook(module: Any, args: Any) -> None:
+        if not arrived:
+            module.weight.register_hook(spoil)
+            before.remove()
+
+    trainer = parity.make_trainer(RUN | changes, checks=checks)
+    module = trainer.parts[-1].get_submodule("layers.1.attention.wq")
+    before = module.register_forward_pre_hook(hook)
+    if dist.get_rank() != rank:
+        before.remove()
+    return train(trainer)
+
+
+@pytest.mark.parametrize("changes", [{}, {"parallelism.tp": 2, "parallelism.experts.ep": 2}])
+def test_a_weights_gradient_is_named_with_the_rank_that_computed_it(changes: dict[str, Any]) -> None:
+    changes = changes | {"training.global_batch_size": 8}
+    texts = world.run(2, with_a_bad_weight_gradient, changes, 1)
+    assert texts[0] == texts[1] and texts[0].startswith("step 1: loss 4.1")
+    assert "First not finite: the gradient of layers.1.attention.wq.weight, microbatch 1, on rank 1 (" in texts[0]
+
+
 def bundled(folder: str) -> str:
     changes = {"job.dump_folder": folder, "debug.culprit": "bundle", "parallelism.experts.ep": 2}
     try:

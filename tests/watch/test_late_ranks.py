@@ -120,6 +120,17 @@ def test_a_disk_that_does_not_answer() -> None:
     assert "its thread that saves is at titanmoe/checkpoint/folder.py:90 in write" in found.text
 
 
+def test_a_rank_that_others_wait_for_between_steps() -> None:
+    """In messages that have no heartbeat; such a message may also be one of this file's."""
+    for inner in ("/v/site-packages/torch/distributed/c10d.py:1 in wait", "titanmoe/comm/host.py:1 in gather"):
+        waits = ["/v/site-packages/torch/x.py:1 in f", inner, "titanmoe/checkpoint/together.py:31 in together"]
+        ranks = [seen(rank, STEP, phase="between steps", stack=waits) for rank in range(4)]
+        ranks[2].stack = ["/lib/python3.11/threading.py:5 in acquire", "mine.py:250 in deadlock", *waits]
+        found = of(ranks)
+        assert found.late == {2: ""} and "    it is at mine.py:250 in deadlock" in found.text
+        assert "ranks 0-1, 3: between steps at titanmoe/checkpoint/together.py:31 in together" in found.text
+
+
 def test_nobody_is_behind() -> None:
     found = of([seen(rank, STEP[:3]) for rank in range(4)])
     assert found.late == {}

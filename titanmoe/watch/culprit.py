@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from titanmoe.config import ConfigError
@@ -44,6 +45,8 @@ class Note(NamedTuple):
     numbers: int
     rows_B: Tensor | None
     """Which samples of the microbatch have such numbers, if the tensor has a row per sample."""
+    weight: bool = False
+    """Whether it is a weight's gradient, before it is summed over ranks; `module` is the weight's name."""
 
 
 class First(NamedTuple):
@@ -59,11 +62,16 @@ class First(NamedTuple):
     numbers: int
     samples: dict[int, str]
     """The beginning of the text, by number in the run."""
+    weight: bool
 
 
 class Trace:
     def __init__(self, trainer: Trainer):
         self.trainer, self.notes = trainer, list[Note]()
+        self.weights: dict[int, Any] = {}
+        """The hooks on those that have been used, by id."""
+        self.gradients: Counter[str] = Counter()
+        """How many each weight has received: one for each microbatch whose backward has reached it."""
         self.microbatch = threading.local()  # two microbatches that take turns have a thread each
 
     @contextmanager
@@ -74,9 +82,15 @@ class Trace:
                     hook = part.register_forward_pre_hook(self._enter, with_kwargs=True) if not name else None
                     hook = hook or module.register_forward_hook(partial(self._look, name))
                     stack.callback(hook.remove)
+                    # Only then has FSDP put in the whole weights, from which gradients flow.
+                    stack.callback(module.register_forward_pre_hook(partial(self._begin, name)).remove)
                     if isinstance(module, Experts):  # what they return is already in flight
                         stack.enter_context(self._around_products(name, module))
-            yield
+            try:
+                yield
+            finally:
+                for hook in self.weights.values():
+                    hook.remove()
 
     def _around_products(self, name: str, experts: Experts) -> AbstractContextManager[None]:
         def products(*args: Any) -> Tensor:
@@ -89,6 +103,19 @@ class Trace:
 
     def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.microbatch.now = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
+
+    def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        for short, weight in module.named_parameters(recurse=False):
+            if weight.requires_grad and id(weight) not in self.weights:
+                whole = f"{name}.{short}" if name else short
+                self.weights[id(weight)] = weight.register_hook(partial(self._gradient, whole))
+
+    @torch.no_grad()
+    def _gradient(self, name: str, grad: Tensor) -> None:
+        odd = (grad.to_local() if isinstance(grad, DTensor) else grad).isfinite().logical_not()
+        microbatch = torch.tensor(self.gradients[name])
+        self.gradients[name] += 1
+        self.notes.append(Note(True, name, microbatch, odd.sum(), odd.numel(), None, weight=True))
 
     def _look(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         microbatch = getattr(self.microbatch, "now", None)
@@ -128,7 +155,7 @@ class Trace:
         # affected.
         rows = [n.rows_B for its, n in sorted(found, key=lambda entry: entry[0]) if its[:3] == key[:3]]
         apart = [rows_B for rows_B in rows if rows_B is not None]
-        return First(*key, note.module, int(note.bad), note.numbers, self._samples(key[1], apart[:1]))
+        return First(*key, note.module, int(note.bad), note.numbers, self._samples(key[1], apart[:1]), note.weight)
 
     def _layer(self, module: str) -> int:
         kind, _, rest = module.partition(".")
@@ -185,6 +212,7 @@ def describe(everyone: list[First | None]) -> str:
     ranks = [rank for rank, first in found.items() if first[:4] == where]
     first = found[ranks[0]]
     way = "gradient that leaves the backward" if first.backward else "output"
+    way = "gradient" if first.weight else way
     near = [other for other in found.values() if other[:3] == where[:3]]
     samples = {number: text for other in near for number, text in other.samples.items()}
     shown = [f"{number} ({text!r})" if text else str(number) for number, text in sorted(samples.items())]

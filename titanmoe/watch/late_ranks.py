@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from titanmoe.watch.listener import LaneGroups
-from titanmoe.watch.stacks import line_in
+from titanmoe.watch.stacks import in_message, line_in
 
 Record = tuple[int, int, str, str, int, int, int, int, int, bool]
 """A message: index in its step, group, op, dtype, bytes, number in its group, peer, microbatch, layer, backward."""
@@ -63,6 +63,7 @@ def judge(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> Lat
         _odd(seen, groups, stage)
         or _lost(seen)
         or dict.fromkeys(_awaited(by_rank, groups), "")
+        or dict.fromkeys(_apart(seen), "")
         or {one.rank: "" for one in seen if _writes(one)}
     )
     return LateRanks(late, report(by_rank, groups, late), {rank: _during(by_rank[rank]) for rank in late})
@@ -133,6 +134,13 @@ def _waits_for(one: Seen, by_rank: dict[int, Seen], groups: Sequence[LaneGroups]
             others = (by_rank[rank] for rank in groups[int(name)].of(one.rank) if rank in by_rank)
             found |= {other.rank for other in others if other.numbers.get(name, 0) < number}
     return found
+
+
+def _apart(seen: Sequence[Seen]) -> list[int]:
+    """Ranks whose own code runs while others are in a message that heartbeats do not have, as between two steps."""
+    there = [one for one in seen if one.stack]
+    waiting = [one.rank for one in there if in_message(one.stack)]
+    return [one.rank for one in there if one.rank not in waiting] if waiting else []
 
 
 def _writes(one: Seen) -> bool:

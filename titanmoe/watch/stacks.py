@@ -39,7 +39,16 @@ def other_stacks() -> dict[str, list[str]]:
     return found
 
 
+OTHERS = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
+"""In the lines of torch, of Python itself, and of the code that sends messages or watches."""
+
+
 def line_in(stack: list[str]) -> str:
-    """The innermost line that is not in torch, in Python itself, or in the code that sends messages or watches."""
-    others = ("/torch/", "<frozen", "/lib/python", "titanmoe/comm/", "titanmoe/watch/")
-    return next((line for line in stack if not any(part in line for part in others)), "")
+    """The innermost line that is in none of these."""
+    return next((line for line in stack if not any(part in line for part in OTHERS)), "")
+
+
+def in_message(stack: list[str]) -> bool:
+    """Whether it is inside a function that sends, below that line."""
+    inner = stack[: stack.index(line)] if (line := line_in(stack)) else stack
+    return any("/torch/distributed/" in line or "titanmoe/comm/" in line for line in inner)

@@ -1,0 +1,328 @@
+"""What the watch over a run costs: of a step of the debug model, with and without in turns, and by count for any world.
+
+    torchrun --standalone --nproc-per-node 4 scripts/bench/watch_overhead.py [--seconds 150] [--json FILE]
+    titanmoe rehearse --config R.toml --world 1024 --json rank.json
+    titanmoe plan --config R.toml --gpus 1024 --explain --json plan.json
+    python scripts/bench/watch_overhead.py --rehearsal rank.json --plan plan.json
+
+In one run, pairs of steps are made with the watch over messages, layers and phases and without it. Two neighbours are
+compared, in an order drawn so that neither goes first more often; of all ratios the median counts, with the interval
+that holds the true one in 95 of 100 cases: of wall time, and of the CPU time of all ranks' main threads, which other
+work on the machine disturbs less. The same command with the same --json adds to what is there, so that short turns add
+up. The watch's thread, comparing replicas and the rule for spikes are timed by themselves. A message is timed twice: in
+a loop, the best of many rounds, and where the step sends it, with caches as waiting has left them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from titanmoe.comm import listener
+from titanmoe.train.launch import read
+from titanmoe.train.runtime import leave, start, stop, world_size
+from titanmoe.train.skips import Skips
+from titanmoe.train.trainer import Trainer
+from titanmoe.watch import watchdog
+from titanmoe.watch.heartbeat import RECORDS, TOTAL, Heartbeat
+from titanmoe.watch.hosts import Machines
+from titanmoe.watch.listener import HeartbeatListener, Named
+from titanmoe.watch.numbers import checks
+from titanmoe.watch.watch import Watch
+from titanmoe.watch.watchdog import CARRY_S, TICK_S, Limits, Watchdog
+
+CONFIG = [
+    "--config", "train_configs/debug.toml", "--training.device=cpu", "--training.steps=1000000",
+    "--lr_schedule.decay=none", "--optimizer.skip_spikes=6", "--debug.replicas_every=100", "--debug.culprit=name",
+]  # fmt: skip
+STEPS = 2
+"""Of a block."""
+IN_PLACE = 8
+"""Steps in which what they call for their messages is timed there."""
+CALLED = ("issued", "waits", "arrived", "place", "back_to")
+"""Functions of titanmoe.comm.listener."""
+GOAL = 0.005
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=150, help="for the blocks (default 150)")
+    parser.add_argument("--rehearsal", type=Path, help="the JSON of titanmoe rehearse for a rank of a large world")
+    parser.add_argument(
+        "--plan", type=Path, help="the JSON of titanmoe plan --explain for the same, with a step's time"
+    )
+    parser.add_argument("--local-ranks", type=int, default=8, help="ranks of a machine there (default 8)")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args, overrides = parser.parse_known_args()
+    figures: dict[str, Any] = {"torch": torch.__version__, "command": " ".join(sys.argv)}
+    with tempfile.TemporaryDirectory() as folder:
+        figures |= parts(Path(folder), args.local_ranks)
+    if "WORLD_SIZE" in os.environ:
+        runtime = start(config := read([*CONFIG, *overrides], world_size()))
+        try:
+            figures |= in_turns(Trainer(config, runtime, checks=checks), args.seconds)
+        finally:
+            stop()
+        if runtime.rank:
+            return
+        if args.json and args.json.exists():
+            before = json.loads(args.json.read_text(encoding="utf-8"))
+            figures |= {name: before[name] + figures[name] for name in ("wall", "cpu")}
+    if args.rehearsal:
+        figures |= by_count(args.rehearsal, args.plan, figures, args.local_ranks)
+    print("\n".join(lines(figures)))
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+
+
+# ---- in turns
+
+
+def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
+    for _ in range(6):
+        trainer.train_step()
+    watch = Watch(trainer)
+    before = watch.heart.numbers[TOTAL]
+    block(trainer, watch, True)
+    messages = (watch.heart.numbers[TOTAL] - before) // STEPS
+    compared = min(timed(lambda: trainer.checks.after_step(saves=True)) for _ in range(12))
+    draw, end = random.Random(1), time.monotonic() + seconds
+    wall, cpu = list[tuple[float, float]](), list[tuple[float, float]]()
+    while agreed(time.monotonic() < end):
+        orders = [(True, False), (False, True)]
+        draw.shuffle(orders)
+        for order in orders:
+            made = {watched: block(trainer, watch, watched) for watched in order}
+            wall.append((made[True][0], made[False][0]))
+            cpu.append((made[True][1], made[False][1]))
+    in_place_s = in_place(trainer, watch)
+    with watch.listener.on(trainer.parts, trainer.clock):
+        message_s = cost(next(iter(watch.listener.groups)))
+    return {
+        "ranks": trainer.runtime.world,
+        "messages": messages,
+        "message_s": message_s,
+        "in_place_s": in_place_s,
+        "wall": wall,
+        "cpu": cpu,
+        "compare_s": compared,
+        "replicas_every": trainer.config.debug.replicas_every,
+    }
+
+
+def in_place(trainer: Trainer, watch: Watch) -> float:
+    """CPU seconds of a step in what it calls for its messages, less those of reading the clock. A rank that has just
+    waited finds none of it in its caches, so this is many times what a loop shows.
+    """
+    spent, read_clock = 0, time.thread_time_ns
+
+    def timed_there(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            nonlocal spent
+            began, again = read_clock(), read_clock()
+            out = function(*args)
+            spent += read_clock() - again - (again - began)
+            return out
+
+        return call
+
+    with ExitStack() as stack:
+        for name in CALLED:
+            if hasattr(listener, name):
+                stack.enter_context(mock.patch.object(listener, name, timed_there(getattr(listener, name))))
+        stack.enter_context(watch.listener.on(trainer.parts, trainer.clock))
+        for _ in range(IN_PLACE):
+            trainer.train_step()
+    return spent / 1e9 / IN_PLACE
+
+
+def block(trainer: Trainer, watch: Watch, watched: bool) -> tuple[float, float]:
+    """Wall time on this rank, and CPU seconds of all main threads."""
+    with watch.listener.on(trainer.parts, trainer.clock) if watched else nullcontext():
+        dist.barrier()
+        began, used = time.perf_counter(), time.thread_time()
+        for _ in range(STEPS):
+            trainer.train_step()
+            if watched:
+                trainer.checks.after_step(saves=False)
+        dist.barrier()
+        took, used = time.perf_counter() - began, time.thread_time() - used
+    everyone = torch.tensor(used, dtype=torch.float64)
+    dist.all_reduce(everyone)
+    return took, float(everyone)
+
+
+def agreed(more: bool) -> bool:
+    """Whether the first rank has time left."""
+    box = torch.tensor(float(more))
+    dist.broadcast(box, 0)
+    return bool(box)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def ratio(pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
+    """The median of the pairs' ratios less 1, and its interval of 95 %, from the order of the ratios alone."""
+    ratios = sorted(on / off - 1 for on, off in pairs)
+    count = len(ratios)
+    reach = 0.98 * math.sqrt(count)  # 1.96 deviations of a binomial with one half
+    low, high = max(0, math.floor(count / 2 - reach)), min(count - 1, math.ceil(count / 2 + reach))
+    return {"median": statistics.median(ratios), "low": ratios[low], "high": ratios[high]}
+
+
+# ---- one by one
+
+
+def best(work: Callable[[], Any], rounds: int, calls: int) -> float:
+    """Seconds of a call."""
+    return min(timed(lambda: [work() for _ in range(calls)]) for _ in range(rounds)) / calls
+
+
+def cost(group: str) -> float:
+    """Seconds that a message to it takes more than without a listener."""
+    x = torch.zeros(1000)
+
+    def message() -> None:
+        listener.issued("all-reduce", x, group)
+        listener.arrived()
+
+    heard = best(message, 100, 200)
+    with listener.heard_by(None):
+        return heard - best(message, 100, 200)
+
+
+def machine(folder: Path, ranks: int) -> Machines:
+    """Ranks of one machine, each of whose heartbeats is full."""
+    hearts = {rank: Heartbeat(folder / str(rank), create=True) for rank in range(ranks)}
+    x = torch.zeros(1000)
+    for heart in hearts.values():
+        heart.beat(2)
+        for number in range(RECORDS):
+            heart.place = number << 17
+            heart.message("all-to-all", x, number % 8)
+    return Machines(hearts[0], hearts, 0, [list(hearts)], ["node0"], "0" * 32)
+
+
+def parts(folder: Path, ranks: int) -> dict[str, float]:
+    hosts = machine(folder, ranks)
+    hearing = HeartbeatListener(hosts.mine, SimpleNamespace(made={("world",): SimpleNamespace(group_name="0")}), int)
+    with listener.heard_by(hearing):
+        message_s = cost("0")
+    limits = Limits(step=1e9, first=1e9, between=1e9, thread=1e9, by_age=False)
+    group = Named("world", (tuple(range(ranks)),), "world")
+    dog = Watchdog(0, hosts, [group] * 8, ranks, limits, lambda: None)
+    for heart in hosts.local.values():
+        heart.tick()
+    tick = best(lambda: (hosts.mine.tick(), dog.alarmed() or dog.trouble(), dog.leads()), 50, 20)
+    seen = dog.look()
+    text = json.dumps([asdict(one) for one in seen])
+    assert [one.state for one in seen] == ["answers"] * ranks and all(len(one.last) == watchdog.KEPT for one in seen)
+    options = SimpleNamespace(skip_window=128)
+    skips = Skips(options)
+    for number in range(options.skip_window):
+        skips.accept(2 + number % 7 / 10, 1.0)
+    return {
+        "message_s": message_s,
+        "tick_s": tick,
+        "carry_s": best(lambda: json.dumps([asdict(one) for one in dog.look()]), 20, 1),
+        "carried_bytes": len(text),
+        "rule_s": best(lambda: skips.why(2.0, 1.0, 6.0), 50, 20),
+        "local_ranks": ranks,
+    }
+
+
+def thread_share(figures: dict[str, Any]) -> float:
+    """Of a core, the thread of the rank that speaks for its machine: all others do less."""
+    return figures["tick_s"] / TICK_S + figures["carry_s"] / CARRY_S
+
+
+def per_message(figures: dict[str, Any]) -> float:
+    """As a step pays it, if one has been measured; else as a loop does."""
+    return figures["in_place_s"] / figures["messages"] if "in_place_s" in figures else figures["message_s"]
+
+
+# ---- a large world
+
+
+def by_count(rehearsal: Path, plan: Path | None, figures: dict[str, Any], local_ranks: int) -> dict[str, Any]:
+    rank = json.loads(rehearsal.read_text(encoding="utf-8"))["ranks"][0]
+    messages = sum(message["count"] for message in rank["messages"])
+    machines = rank["world"] // local_ranks
+    out = {
+        "world": rank["world"],
+        "messages_there": messages,
+        "cost_there_s": messages * per_message(figures) + figures["rule_s"],
+        "requests_per_s": machines * (1 / TICK_S + 1 / CARRY_S),
+        "bytes_per_s": machines * figures["carried_bytes"] / CARRY_S,
+    }
+    if plan:
+        out["step_there_s"] = json.loads(plan.read_text(encoding="utf-8"))["plan"]["step_s"]
+        out["share_there"] = out["cost_there_s"] / out["step_there_s"] + thread_share(figures)
+    return out
+
+
+def lines(f: dict[str, Any]) -> list[str]:
+    out = [
+        f"a message costs {f['message_s'] * 1e6:.2f} us more in a loop; a tick of the thread "
+        f"{f['tick_s'] * 1e6:.0f} us, and to pass on {f['local_ranks']} ranks' heartbeats {f['carry_s'] * 1e3:.2f} ms "
+        f"({f['carried_bytes']:,} bytes): {thread_share(f):.3%} of a core; rule for spikes {f['rule_s'] * 1e6:.0f} us"
+    ]
+    if "wall" in f:
+        step_s = statistics.median(off for _, off in f["wall"]) / STEPS
+        fast_s = statistics.quantiles((off for _, off in f["wall"]), n=20)[0] / STEPS
+        out.append(
+            f"{f['ranks']} ranks, a step of {step_s * 1e3:.0f} ms ({fast_s * 1e3:.0f} ms in the fastest twentieth), "
+            f"{len(f['wall'])} pairs of {STEPS} steps"
+        )
+        for name, what in (("wall", "wall time"), ("cpu", "CPU time of all main threads")):
+            one = ratio(f[name])
+            out.append(f"  {what}: {one['median']:+.2%} with the watch ({one['low']:+.2%} to {one['high']:+.2%})")
+        counted, rule = f["in_place_s"] / fast_s, f["rule_s"] / fast_s
+        replicas = f["compare_s"] / f["replicas_every"] / fast_s
+        whole = counted + thread_share(f) + replicas + rule
+        out.append(
+            f"  by count, of the fastest: {f['messages']} messages of {per_message(f) * 1e6:.0f} us {counted:.3%}, "
+            f"thread {thread_share(f):.3%}, rule {rule:.3%}, comparing replicas ({f['compare_s'] * 1e3:.0f} ms every "
+            f"{f['replicas_every']} steps) {replicas:.3%}: {whole:.3%} in all, "
+            f"{'under' if whole < GOAL else 'NOT under'} {GOAL:.1%}"
+        )
+    if "world" in f:
+        out.append(
+            f"{f['world']:,} ranks: {f['messages_there']:,} messages in a step of a rank cost "
+            f"{f['cost_there_s'] * 1e3:.1f} ms on the host"
+        )
+        if "share_there" in f:
+            out[-1] += f", with the thread {f['share_there']:.3%} of a step of {f['step_there_s']:.2f} s"
+        out.append(
+            f"  the store gets {f['requests_per_s']:,.0f} requests and {f['bytes_per_s'] / 2**20:.2f} MiB a second"
+        )
+    return out
+
+
+if __name__ == "__main__":
+    main()
+    if "WORLD_SIZE" in os.environ:
+        leave(0)
