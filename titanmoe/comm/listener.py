@@ -17,6 +17,9 @@ class MessageListener(Protocol):
     def issued(self, op: str, x: Tensor, group: str) -> None:
         """A message whose input is x, to the group that torch calls so."""
 
+    def waits(self, group: str) -> None:
+        """This rank begins to wait for a message of that group."""
+
     def arrived(self) -> None:
         """What this rank has waited for."""
 
@@ -41,6 +44,11 @@ def heard_by(listener: MessageListener) -> Iterator[None]:
 def issued(op: str, x: Tensor, group: str) -> None:
     if _listener is not None and not is_compiling():  # a graph runs as a whole
         _listener.issued(op, x, group)
+
+
+def waits(group: str) -> None:
+    if _listener is not None and not is_compiling():
+        _listener.waits(group)
 
 
 def arrived() -> None:

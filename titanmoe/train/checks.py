@@ -26,6 +26,10 @@ class Checks:
     def after_step(self, saves: bool) -> None:
         """Called before the state is saved, if it is, and after every other step. Raises Unsound."""
 
+    def report(self) -> dict[str, float]:
+        """More numbers for the step's line."""
+        return {}
+
     def explained(self) -> str:
         """What is known of the last suspicion, as sentences; "" for nothing."""
         return ""

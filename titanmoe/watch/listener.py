@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
 
 from titanmoe.comm.listener import heard_by
 from titanmoe.fold.degrees import Fold
@@ -19,6 +20,7 @@ from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
 from titanmoe.models.transformer import Transformer
 from titanmoe.watch.heartbeat import BEGUN, BETWEEN, FIRST, PHASES, STEP, TOTAL, Heartbeat, place
+from titanmoe.watch.step_times import StepTimes
 
 AFTER = {"other": "data", "data": "forward and backward", "forward_backward": "norm and update"}
 """By the lap of the step's clock that has just ended: what begins."""
@@ -52,12 +54,12 @@ def name_groups(lanes: Lanes, fold: Fold) -> list[Named]:
 
 
 class HeartbeatListener:
-    """Tells the heartbeat. `step`: the number of the step that is running."""
+    """Tells the heartbeat, and how long this rank waits to `times`. step: the number of the step that is running."""
 
-    def __init__(self, heart: Heartbeat, lanes: Lanes, step: Callable[[], int]):
-        self.heart, self.step = heart, step
+    def __init__(self, heart: Heartbeat, lanes: Lanes, step: Callable[[], int], times: StepTimes | None = None):
+        self.heart, self.step, self.times = heart, step, times
         self.groups = {group.group_name: i for i, group in enumerate(lanes.made.values()) if group is not None}
-        self.microbatch, self.arrived = -1, heart.arrived
+        self.microbatch = -1
 
     # ---- titanmoe.comm.listener.MessageListener
 
@@ -70,10 +72,22 @@ class HeartbeatListener:
         if number is not None:
             self.heart.message(op, x, number)
 
+    def waits(self, group: str) -> None:
+        if self.times is not None and (number := self.groups.get(group)) is not None:
+            self.times.waits(number)
+
+    def arrived(self) -> None:
+        self.heart.arrived()
+        self.waited()
+
     def back_to(self, place: int) -> None:
         self.heart.place = place | 1
 
     # ---- the rest
+
+    def waited(self) -> None:
+        if self.times is not None:
+            self.times.arrived()
 
     def lap(self, name: str) -> None:
         """A lap of the step's clock has ended."""
@@ -84,6 +98,8 @@ class HeartbeatListener:
             heart.numbers[BEGUN] = heart.numbers[TOTAL]
             self.microbatch = -1
         heart.place = 0
+        if self.times is not None:
+            self.times.lap(name, heart.numbers[STEP])
         heart.beat(PHASES.index(AFTER[name]) if name in AFTER else BETWEEN)
 
     @contextmanager
@@ -95,7 +111,7 @@ class HeartbeatListener:
             for name, (op, sent) in COLLECTIVES.items():
                 if hasattr(dist, name):
                     stack.enter_context(mock.patch.object(dist, name, self._heard(getattr(dist, name), op, sent)))
-            stack.enter_context(mock.patch.object(dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)))
+            stack.enter_context(mock.patch.object(schedules, "_batch_p2p", self._batch(schedules._batch_p2p)))
             stack.enter_context(mock.patch.object(clock, "listener", self.lap))
             stack.enter_context(heard_by(self))
             yield
@@ -127,20 +143,42 @@ class HeartbeatListener:
             group = kwargs.get("group")
             if isinstance(x, Tensor) and group is not None and not torch.compiler.is_compiling():
                 self.issued(op, x, group.group_name)
-            return function(*args, **kwargs)
+                self.waits(group.group_name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.waited()
 
         return heard
 
     def _batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Sends and receives of the pipeline."""
+        """Sends and receives of the pipeline. torch 2.13 calls batch_isend_irecv only if both are among them."""
 
         @wraps(function)
-        def heard(ops: list[dist.P2POp]) -> Any:
+        def heard(ops: list[dist.P2POp], *args: Any, **kwargs: Any) -> Any:
             for one in ops:
                 number = self.groups.get(one.group.group_name)
                 if number is not None:
                     op = "receive" if one.op is dist.irecv else "send"
                     self.heart.message(op, one.tensor, number, one.group_peer)
-            return function(ops)
+            works = function(ops, *args, **kwargs)
+            return [_Heard(work, ops[0].group.group_name, self) for work in works]
 
         return heard
+
+
+class _Heard:
+    """A send or receive under way."""
+
+    def __init__(self, work: dist.Work, group: str, listener: HeartbeatListener):
+        self.work, self.group, self.listener = work, group, listener
+
+    def wait(self, *args: Any) -> Any:
+        self.listener.waits(self.group)
+        try:
+            return self.work.wait(*args)
+        finally:
+            self.listener.waited()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)
