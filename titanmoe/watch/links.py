@@ -104,13 +104,13 @@ def slow_link(found: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[in
     def kind(pair: tuple[int, int]) -> bool:
         return host_of[pair[0]] == host_of[pair[1]]
 
-    times: dict[bool, list[float]] = {}
+    alike: dict[bool, list[float]] = {}
     for pair, seconds in found.items():
-        times.setdefault(kind(pair), []).append(seconds)
+        alike.setdefault(kind(pair), []).append(seconds)
+    medians = {which: sorted(some)[(len(some) - 1) // 2] for which, some in alike.items() if len(some) >= 3}
 
     def usual(pair: tuple[int, int]) -> float:
-        others = sorted(times[kind(pair)])
-        return others[(len(others) - 1) // 2] if len(others) >= 3 else before.get(pair, found[pair])
+        return medians.get(kind(pair), before.get(pair, found[pair]))
 
     slow = [pair for pair, seconds in found.items() if seconds > SLOW * usual(pair)]
     if not slow:

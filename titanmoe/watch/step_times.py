@@ -50,7 +50,7 @@ class StreamMarks:
         return begin.elapsed_time(end) / 1e3
 
 
-class Span(NamedTuple):
+class Wait(NamedTuple):
     column: int
     begin: Any
     end: Any
@@ -62,9 +62,9 @@ class Measured(NamedTuple):
     data: Any
     """When data had been read and counted."""
     end: Any
-    first: list[Span]
+    first: list[Wait]
     """Waits before that."""
-    spans: list[Span]
+    spans: list[Wait]
     """And after it."""
 
 
@@ -85,8 +85,8 @@ class StepTimes:
         """The one that is measured now, 0 for none."""
         self._begin = self._data = self._begun = None
         self._waiting = 0
-        self._early: list[Span] = []
-        self._spans: list[Span] = []
+        self._early: list[Wait] = []
+        self._spans: list[Wait] = []
         self._done: deque[Measured] = deque()
 
     def lap(self, name: str, step: int) -> None:
@@ -109,7 +109,7 @@ class StepTimes:
 
     def arrived(self) -> None:
         if self._begun is not None:
-            self._spans.append(Span(self._waiting, self._begun, self.mark()))
+            self._spans.append(Wait(self._waiting, self._begun, self.mark()))
             self._begun = None
 
     def take(self) -> tuple[list[int], list[list[float]]]:

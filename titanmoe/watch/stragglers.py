@@ -37,7 +37,7 @@ ADVICE = {
 }
 
 
-class Found(NamedTuple):
+class Blamed(NamedTuple):
     """Who is named."""
 
     rank: int
@@ -53,7 +53,7 @@ class Stragglers:
         self.coming: tuple[list[int], ToHost] | None = None
         """Times on their way: on a GPU the host gets them after the next step, in which it waits anyway."""
         self.latest: Slowest | None = None
-        self.named: Found | None = None
+        self.named: Blamed | None = None
         self.slow, self.calm = 0, 0
         """Windows running: in which the same rank was slow, and in which none was."""
         self.usual: list[np.ndarray] = []
@@ -88,7 +88,7 @@ class Stragglers:
         if found.slow:
             self.slow, self.calm = self.slow + 1 if self.slow and before.rank == found.rank else 1, 0
             if self.slow >= RUNNING:
-                self._name(Found(found.rank, None, found.cause), found.excess_s)
+                self._name(Blamed(found.rank, None, found.cause), found.excess_s)
             return
         self.slow, self.calm = 0, self.calm + 1
         if len(self.usual) < RUNNING:
@@ -96,7 +96,7 @@ class Stragglers:
         if self._suspects_links(found):
             self._probe(found)
         if self.link is not None:
-            self._name(Found(self.link.rank, self.link.other, "link"), self._excess(self.link))
+            self._name(Blamed(self.link.rank, self.link.other, "link"), self._excess(self.link))
         elif self.calm >= RUNNING or (self.named and self.named.cause == "link"):
             self.named = None
 
@@ -141,7 +141,7 @@ class Stragglers:
 
     # ---- reporting
 
-    def _name(self, found: Found, excess_s: float) -> None:
+    def _name(self, found: Blamed, excess_s: float) -> None:
         before, self.named = self.named, found
         if before is not None and before[:2] == found[:2] and (before.cause == "link") == (found.cause == "link"):
             return
