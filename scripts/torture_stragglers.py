@@ -262,9 +262,9 @@ def data(world: World, draw: random.Random) -> Iterator[tuple[list[int], str]]:
 
 @contextmanager
 def link(world: World, draw: random.Random) -> Iterator[tuple[list[int], str]]:
-    """5 to 20 ms on every packet between two ranks."""
+    """3 to 10 ms on every packet between two ranks."""
     ends = tuple(sorted(draw.sample(range(RANKS), 2)))
-    carrier = multiprocessing.get_context("fork").Process(target=carry, args=(ends, draw.uniform(0.005, 0.02)))
+    carrier = multiprocessing.get_context("fork").Process(target=carry, args=(ends, draw.uniform(0.003, 0.01)))
     carrier.start()
     try:
         yield list(ends), "link"
@@ -292,6 +292,7 @@ def trial(world: World, kind: str, seed: int) -> dict[str, Any]:
         name = world.names()[before]
     result["named"] = (name["ranks"], name["cause"]) == (ranks, cause)
     result |= {"steps": name["step"] - step, "seconds": round(time.monotonic() - began, 1), "text": name["text"]}
+    result |= {"links_ms": name["links_ms"]} if "links_ms" in name else {}
     print(
         f"{kind}, seed {seed}: {cause} of {ranks} {'' if result['named'] else 'NOT '}named: {name['text']}", flush=True
     )

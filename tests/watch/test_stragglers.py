@@ -55,6 +55,7 @@ def test_what_is_said() -> None:
     (event,) = told.go(1, Fault(link_s=0.01, rank=17, other=25), 8)
     assert event["text"].startswith("the link between rank 17 on node2 and rank 25 on node3: 20.2 ms there and back, ")
     assert told.report()["straggler.other_rank"] == 25 and event["excess_s"] > 0.1
+    assert [link[:2] for link in event["links_ms"]] == [[17, 25]]
 
 
 def test_a_rank_that_is_a_stage_alone_is_compared_with_its_past() -> None:
@@ -96,8 +97,10 @@ def test_which_link() -> None:
     host_of = {rank: f"node{rank // 4}" for rank in range(8)}
     pairs = {(a, b): 1.0 if a // 4 == b // 4 else 5.0 for a in range(8) for b in range(a + 1, 8)}
     assert slow_link(pairs, host_of, {}) is None, "between machines all take longer"
-    assert slow_link(pairs | {(1, 3): 4.0}, host_of, {}) == Link(1, 3, 4.0, 1.0)
-    assert slow_link(pairs | {(2, 5): 30.0}, host_of, {}) == Link(2, 5, 30.0, 5.0)
+    assert slow_link(pairs | {(1, 3): 4.0}, host_of, {}) == Link(1, 3, 4.0, 1.0, {(1, 3): 4.0})
+    assert slow_link(pairs | {(2, 5): 30.0}, host_of, {}) == Link(2, 5, 30.0, 5.0, {(2, 5): 30.0})
+    shaky = {(2, 5): 30.0, (2, 3): 4.0, (0, 2): 4.0, (1, 2): 4.0, (2, 4): 16.0}
+    assert slow_link(pairs | shaky, host_of, {})[:2] == (2, 5), "the other links of rank 2 are far from as slow"
     of_one = {pair: 20 * seconds for pair, seconds in pairs.items() if 6 in pair}
     assert slow_link(pairs | of_one, host_of, {})[:2] == (6, None)
     assert slow_link({(0, 1): 9.0}, host_of, {}) is None and slow_link({(0, 1): 9.0}, host_of, {(0, 1): 1.0})

@@ -35,6 +35,8 @@ class Link(NamedTuple):
     seconds: float
     """There and back."""
     usual_s: float
+    pairs: Pairs
+    """All that are slow."""
 
 
 def distances(size: int, lane: str) -> list[int]:
@@ -115,11 +117,19 @@ def slow_link(found: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[in
     slow = [pair for pair, seconds in found.items() if seconds > SLOW * usual(pair)]
     if not slow:
         return None
-    count, tried = (Counter(rank for pair in some for rank in pair) for some in (slow, found))
-    worst = max(slow, key=lambda pair: found[pair] - usual(pair))
+    excess = {pair: found[pair] - usual(pair) for pair in slow}
+    worst = max(excess, key=excess.__getitem__)
+    about_as_slow = [pair for pair in slow if excess[pair] > excess[worst] / 2]
+    count, tried = (Counter(rank for pair in some for rank in pair) for some in (about_as_slow, found))
     share, rank = max((count[rank] / tried[rank], rank) for rank in worst)
     whole = tried[rank] >= 3 and share > 0.5
-    return Link(rank if whole else worst[0], None if whole else worst[1], found[worst], usual(worst))
+    return Link(
+        rank if whole else worst[0],
+        None if whole else worst[1],
+        found[worst],
+        usual(worst),
+        {pair: found[pair] for pair in slow},
+    )
 
 
 def messages_over(link: Link, groups: Sequence[Named], messages: Mapping[str, float]) -> float:

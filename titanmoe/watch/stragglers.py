@@ -28,7 +28,7 @@ WINDOW = 16
 """Steps."""
 RUNNING = 2
 """A rank is named once it is slow in so many windows running, and forgotten after as many without."""
-APART = 4
+APART = 2
 """Windows between two probes of the links, at least."""
 ADVICE = {
     "compute": "look at its host (clocks, temperature, other processes) and at `imbalance`; if it stays, do without it",
@@ -160,10 +160,10 @@ class Stragglers:
             doing = "reading data" if found.cause == "data" else "computing"
             text = f"{who(found.rank)} takes {excess_s:.3g} s ({share:.0%}) of a step longer than its peers, {doing}"
         ranks = [found.rank] if found.other is None else [found.rank, found.other]
-        self.trainer.log_event(
-            self.trainer.step, "straggler", f"{text}: {ADVICE[found.cause]}", ranks=ranks, cause=found.cause,
-            excess_s=round(excess_s, 6),
-        )  # fmt: skip
+        more = {"ranks": ranks, "cause": found.cause, "excess_s": round(excess_s, 6)}
+        if found.cause == "link":
+            more["links_ms"] = [[*pair, round(seconds * 1e3, 3)] for pair, seconds in self.link.pairs.items()]
+        self.trainer.log_event(self.trainer.step, "straggler", f"{text}: {ADVICE[found.cause]}", **more)
 
     def report(self) -> dict[str, float]:
         """For the step's line: of the last window."""
