@@ -5,6 +5,8 @@
     python scripts/torture_stragglers.py --mapping pp --only link --trials 1 --first 3        # repeat one
     python scripts/torture_stragglers.py --results FILE --out docs/reliability.md   # the table between its marks there
 
+With --results the trials that are already in the file are not made again; --for 200 begins none after 200 seconds.
+
 Each rank is in a network namespace of its own, on one bridge. A link becomes slow when a program carries the packets
 between its two ends and holds each back for some milliseconds; the others stay on the bridge. It needs root on Linux.
 A world trains on while one trial follows another, in ranks and strengths drawn from seeds. The first that is named must
@@ -283,8 +285,6 @@ WHAT = {
 
 
 def trial(world: World, kind: str, seed: int) -> dict[str, Any]:
-    from titanmoe.watch.stragglers import RUNNING
-
     result = {"fault": kind, "seed": seed, "named": False, "false": 0}
     before, step, began = len(world.names()), world.step, time.monotonic()
     with KINDS[kind](world, random.Random(f"{kind} {seed}")) as (ranks, cause):
@@ -296,7 +296,7 @@ def trial(world: World, kind: str, seed: int) -> dict[str, Any]:
     print(
         f"{kind}, seed {seed}: {cause} of {ranks} {'' if result['named'] else 'NOT '}named: {name['text']}", flush=True
     )
-    world.calm(RUNNING)
+    world.calm(1)
     result["false"] = len(world.names()) - before - 1
     return result
 
@@ -323,7 +323,8 @@ def main() -> int:
     parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
     parser.add_argument("--trials", type=int, default=5, metavar="N", help="of each fault and mapping (default 5)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first trial of each")
-    parser.add_argument("--results", metavar="FILE", help="one line per trial is added; the table is of all its lines")
+    parser.add_argument("--results", metavar="FILE", help="a line per trial; the table is of all its lines")
+    parser.add_argument("--for", type=float, default=1e9, metavar="SECONDS", dest="most", help="begin no trial later")
     parser.add_argument("--out", metavar="FILE", help="also write the table there, between its marks")
     args = parser.parse_args()
     if not sys.platform.startswith("linux") or os.geteuid():
@@ -332,6 +333,11 @@ def main() -> int:
     import titanmoe.watch.watch  # noqa: F401 (before the first fork)
 
     results: list[dict[str, Any]] = []
+    if args.results and Path(args.results).exists():
+        results = [json.loads(line) for line in Path(args.results).read_text(encoding="utf-8").splitlines()]
+    made = {(one["mapping"], one["fault"], one.get("seed")) for one in results}
+    kinds, seeds = [args.only] if args.only else list(KINDS), range(args.first, args.first + args.trials)
+    end = time.monotonic() + args.most
 
     def add(mapping: str, result: dict[str, Any]) -> None:
         results.append({"mapping": mapping} | result)
@@ -341,13 +347,16 @@ def main() -> int:
 
     with workplace() as folder, network():
         for mapping in [args.mapping] if args.mapping else MAPPINGS:
-            world, kind, seed = World(folder / mapping, mapping), "none", args.first
+            todo = [(kind, seed) for kind in kinds for seed in seeds if (mapping, kind, seed) not in made]
+            if not todo or time.monotonic() > end:
+                continue
+            world, (kind, seed) = World(folder / mapping, mapping), todo[0]
             try:
                 world.wait(lambda: world.step, "the first step")  # noqa: B023 (used at once)
                 world.calm(CALM)
                 add(mapping, {"fault": "none", "steps": world.step, "false": len(world.names())})
-                for kind in [args.only] if args.only else KINDS:
-                    for seed in range(args.first, args.first + args.trials):
+                for kind, seed in todo:
+                    if time.monotonic() < end:
                         add(mapping, trial(world, kind, seed))
             except (Wrong, Missed) as wrong:
                 print(f"{mapping}: {wrong}", flush=True)
@@ -355,8 +364,6 @@ def main() -> int:
             finally:
                 world.close()
                 world.log.replace(folder / f"{mapping}.log")
-    if args.results:
-        results = [json.loads(line) for line in Path(args.results).read_text(encoding="utf-8").splitlines()]
     text = table(results)
     print("\n" + text)
     if args.out:
