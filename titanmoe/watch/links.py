@@ -18,6 +18,8 @@ import torch.distributed as dist
 from titanmoe.watch.listener import Named
 
 BYTES = 1 << 16
+TAG = 2
+"""FSDP on CPUs has 0 and 1."""
 TRIES = 5
 """The fastest counts: a rank may be interrupted. One more goes before, for which a pair meets."""
 FEW = 16
@@ -71,10 +73,10 @@ def _there_and_back(x: torch.Tensor, group: dist.ProcessGroup, mine: int, peer: 
     for attempt in range(TRIES + 1):
         begin = time.perf_counter()
         if mine < peer:
-            dist.send(x, group=group, group_dst=peer)
-        dist.recv(x, group=group, group_src=peer)
+            dist.send(x, group=group, group_dst=peer, tag=TAG)
+        dist.recv(x, group=group, group_src=peer, tag=TAG)
         if mine > peer:
-            dist.send(x, group=group, group_dst=peer)
+            dist.send(x, group=group, group_dst=peer, tag=TAG)
         elif x.is_cuda:
             torch.cuda.synchronize()
         if attempt:

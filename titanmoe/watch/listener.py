@@ -141,13 +141,15 @@ class HeartbeatListener:
         def heard(*args: Any, **kwargs: Any) -> Any:
             x = args[sent] if len(args) > sent else next((kwargs[name] for name in names if name in kwargs), None)
             group = kwargs.get("group")
-            if isinstance(x, Tensor) and group is not None and not torch.compiler.is_compiling():
-                self.issued(op, x, group.group_name)
-                self.waits(group.group_name)
+            if not isinstance(x, Tensor) or group is None or torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            self.issued(op, x, group.group_name)
+            self.waits(group.group_name)
             try:
                 return function(*args, **kwargs)
             finally:
-                self.waited()
+                if group.group_name in self.groups:  # the saving thread's is not
+                    self.waited()
 
         return heard
 
