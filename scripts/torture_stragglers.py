@@ -43,8 +43,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from torture import workplace, write
 from torture_runs import TINY, Missed, Wrong, last_words
 
-RANKS, LIMIT_S, CALM = 4, 100.0, 4
-"""LIMIT_S: for a name. CALM: windows at the start of a world, in which nobody may be named."""
+RANKS, LIMIT_S, CALM = 4, 100.0, 64
+"""LIMIT_S: for a name. CALM: steps at the start of a world, in which nobody may be named."""
 NAME, TUNSETIFF, IFF_TUN, IFF_NO_PI, CLONE_NEWNET = "titanmoe", 0x400454CA, 1, 0x1000, 0x40000000
 LONG = TINY | {
     "model.num_layers": 1, "training.steps": 100_000, "training.timeout_s": 60, "lr_schedule.decay": "none",
@@ -207,13 +207,14 @@ class World:
         last = self.lines("metrics.jsonl")[-1]
         return {name: float(f"{value:.3g}") for name, value in last.items() if "straggler" in name or "step" in name}
 
-    def calm(self, windows: int) -> None:
-        """Until nobody has been named for so many windows."""
-        from titanmoe.watch.stragglers import WINDOW
+    def calm(self, steps: int) -> None:
+        """Until nobody has been named for so many steps from now on."""
+        now = self.step
 
         def quiet() -> bool:
-            last = self.lines("metrics.jsonl")[-windows * WINDOW :]
-            return len(last) == windows * WINDOW and not any(line.get("straggler.cause", 0) for line in last)
+            last = self.lines("metrics.jsonl")[-steps:]
+            calm = last and not any(line.get("straggler.cause", 0) for line in last)
+            return bool(calm) and last[-1]["step"] > now + steps
 
         self.wait(quiet, "calm", 3 * LIMIT_S)
 
@@ -296,7 +297,7 @@ def trial(world: World, kind: str, seed: int) -> dict[str, Any]:
     print(
         f"{kind}, seed {seed}: {cause} of {ranks} {'' if result['named'] else 'NOT '}named: {name['text']}", flush=True
     )
-    world.calm(1)
+    world.calm(8)
     result["false"] = len(world.names()) - before - 1
     return result
 
