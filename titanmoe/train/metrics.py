@@ -101,11 +101,10 @@ class Metrics:
         self.folder = folder
         self._step = step
         self._sinks: list[Outlet[Sink]] = []
-        files = self._events, self._file, self._experts, self._ranks = [
-            self._lines(folder / name) for name in (EVENTS, METRICS, EXPERTS, RANKS)
-        ]
-        for outlet in files:
+        self._events, self._file, self._experts = (self._lines(folder / name) for name in (EVENTS, METRICS, EXPERTS))
+        for outlet in (self._events, self._file, self._experts):
             outlet.open()
+        self._ranks = self._lines(folder / RANKS)  # opened by its first line: a run on one rank has none
         self._times: list[dict[str, np.ndarray]] = []
         self.flops_per_token = flops_per_token
         on_gpu = runtime.device.type == "cuda"
