@@ -194,7 +194,8 @@ def test_a_table_goes_between_the_marks_of_a_page(tmp_path):
     assert page.read_text() == "a\n<!-- soak -->\n\ntwo\n\n<!-- end of soak -->\nb\n"
     assert apart.read_text() == "two\n"
     marks = [line for line in (ROOT / "docs/reliability.md").read_text().splitlines() if line.startswith("<!-- ")]
-    assert marks == [f"<!-- {end}{name} -->" for name in ("hangs", "trials", "soak") for end in ("", "end of ")]
+    names = ("hangs", "stragglers", "simulated stragglers", "trials", "soak")
+    assert marks == [f"<!-- {end}{name} -->" for name in names for end in ("", "end of ")]
 
 
 def test_the_page_says_what_the_trials_say() -> None:
