@@ -325,7 +325,7 @@ def test_a_table_goes_between_the_marks_of_a_page(tmp_path):
     assert apart.read_text() == "two\n"
     marks = [line for line in (ROOT / "docs/reliability.md").read_text().splitlines() if line.startswith("<!-- ")]
     names = [mark[5:-4] for mark in marks[::2]]
-    assert {"hangs", "trials", "soak", "named"} <= set(names)
+    assert {"hangs", "stragglers", "simulated stragglers", "trials", "soak", "named"} <= set(names)
     assert marks == [f"<!-- {end}{name} -->" for name in names for end in ("", "end of ")]
 
 

@@ -38,6 +38,7 @@ PRIVATE = (
         "shorter time-outs for all groups after the first step",
     ),
     Private(_C10D, ("_get_default_store",), "watch/hosts.py", "a connection to the store for another thread"),
+    Private(_SCHEDULES, ("_batch_p2p",), "watch/listener.py", "where a pipeline sends and receives, to hear of it"),
     Private(
         "torch._C._distributed_c10d",
         ("_dump_fr_trace",),

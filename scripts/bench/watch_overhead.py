@@ -45,7 +45,7 @@ from titanmoe.train.trainer import Trainer
 from titanmoe.watch import watchdog
 from titanmoe.watch.heartbeat import RECORDS, TOTAL, Heartbeat
 from titanmoe.watch.hosts import Machines
-from titanmoe.watch.listener import HeartbeatListener, Named
+from titanmoe.watch.listener import HeartbeatListener, LaneGroups
 from titanmoe.watch.numbers import checks
 from titanmoe.watch.watch import Watch
 from titanmoe.watch.watchdog import CARRY_S, TICK_S, Limits, Watchdog
@@ -58,7 +58,7 @@ STEPS = 2
 """Of a block."""
 IN_PLACE = 8
 """Steps in which what they call for their messages is timed there."""
-CALLED = ("issued", "waits", "arrived", "place", "back_to")
+CALLED = ("issued", "waits", "arrived", "step_position", "backward_of")
 """Functions of titanmoe.comm.listener."""
 GOAL = 0.005
 
@@ -219,10 +219,10 @@ def machine(folder: Path, ranks: int) -> Machines:
     hearts = {rank: Heartbeat(folder / str(rank), create=True) for rank in range(ranks)}
     x = torch.zeros(1000)
     for heart in hearts.values():
-        heart.beat(2)
+        heart.enter_phase(2)
         for number in range(RECORDS):
-            heart.place = number << 17
-            heart.message("all-to-all", x, number % 8)
+            heart.step_position = number << 17
+            heart.issued("all-to-all", x, number % 8)
     return Machines(hearts[0], hearts, 0, [list(hearts)], ["node0"], "0" * 32)
 
 
@@ -232,7 +232,7 @@ def parts(folder: Path, ranks: int) -> dict[str, float]:
     with listener.heard_by(hearing):
         message_s = cost("0")
     limits = Limits(step=1e9, first=1e9, between=1e9, thread=1e9, by_age=False)
-    group = Named("world", (tuple(range(ranks)),), "world")
+    group = LaneGroups("world", (tuple(range(ranks)),), "world")
     dog = Watchdog(0, hosts, [group] * 8, ranks, limits, lambda: None)
     for heart in hosts.local.values():
         heart.tick()

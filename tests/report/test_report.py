@@ -16,7 +16,18 @@ from titanmoe.cli import main
 from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config
 from titanmoe.load_colours import colour_share, colour_share_clear
-from titanmoe.report.charts import POINTS, Curve, curves_chart, number, percent, share_EC, smooth, thin, ticks
+from titanmoe.report.charts import (
+    POINTS,
+    Curve,
+    curves_chart,
+    number,
+    percent,
+    ranks_sheet,
+    share_EC,
+    smooth,
+    thin,
+    ticks,
+)
 from titanmoe.report.draw import Area, Picture, Sheet, Stroke, Words, png, svg
 from titanmoe.report.page import marks_of, sheets
 from titanmoe.report.read import read_runs
@@ -85,6 +96,31 @@ def test_one_run_on_one_page_that_needs_no_network(tmp_path, capsys):
     assert heat == ["0", "2", "3", "step 1", "40"], "experts at the left, steps below"
     sizes = {file.name: Image.open(file).size for file in (run / "report").glob("*.png")}
     assert sizes["loss.png"] == (1708, 976) and sizes["times.png"] == (840, 460) and "experts.png" in sizes
+
+
+def test_the_time_of_every_rank_is_drawn(tmp_path):
+    run = make_run(tmp_path / "run")
+    seconds = {"compute": [1.0, 1.0, 1.0, 2.0], "data": [0.0, 0.0, 0.0, 1.0], "ep": [2.0, 2.0, 2.0, 0.0]}
+    lines = [{"step": 1, "seconds": {"compute": [1.0, 1.0], "data": [0.0, 0.0]}}, {"step": 2, "seconds": {"ep": [1]}}]
+    lines += [{"step": step, "seconds": seconds} for step in range(3, 41)]
+    (run / "ranks.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    event = {"step": 22, "kind": "straggler", "text": "rank 3 is slow", "time": "2026-01-02T03:04:05+00:00"}
+    with (run / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+    (read,) = read_runs([run])
+    assert read.busy_steps == list(range(3, 41)), "not those on other ranks, nor a line without them"
+    assert read.busy_RC.tolist() == [[1.0] * 38] * 3 + [[3.0] * 38] and len(read.said) == 1
+    sheet = ranks_sheet(read)
+    (picture,) = (mark for mark in sheet.marks if isinstance(mark, Picture))
+    blue, red = picture.rgba[0, 0], picture.rgba[3, 0]
+    assert blue[2] > blue[0] and red[0] > red[2] and red[3] == 255, "twice the mean of all is the full red"
+    (line,) = (mark for mark in sheet.marks if isinstance(mark, Stroke))
+    assert line.points[0][0] == pytest.approx(40 + 800 * 19 / 38) and line.role == "event"
+    assert [mark.text for mark in sheet.marks if isinstance(mark, Words)][2:] == ["0", "2", "3", "step 3", "40"]
+    assert main(["report", str(run)]) == 0
+    html = (run / "report" / "report.html").read_text()
+    assert "Time of every rank" in html and "rank 3 is slow" in html and (run / "report" / "ranks.png").exists()
+    assert "straggler" in [mark.text for mark in marks_of(read)]
 
 
 def test_several_runs_are_compared(tmp_path):

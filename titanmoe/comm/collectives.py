@@ -44,8 +44,9 @@ def local(parameter: nn.Parameter) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def wait(flying: Tensor) -> Tensor:
+def wait(flying: Tensor, group: Group) -> Tensor:
     """For the result of `send_rows`."""
+    listener.waits(group.name)
     out = _ops.wait_tensor(flying)
     listener.arrived()
     return out
@@ -56,7 +57,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     if group.size == 1:
         return x
     listener.issued("all-reduce", x, group.name)
-    return wait(_ops.all_reduce(x.contiguous(), op, group.name))
+    return wait(_ops.all_reduce(x.contiguous(), op, group.name), group)
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -64,7 +65,7 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     if group.size == 1:
         return x
     listener.issued("all-gather", x, group.name)
-    out = wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name))
+    out = wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name), group)
     return out if dim == 0 else torch.cat(out.chunk(group.size), dim)
 
 
@@ -72,7 +73,7 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     if dim != 0:
         x = torch.cat(x.chunk(group.size, dim))
     listener.issued("reduce-scatter", x, group.name)
-    return wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name))
+    return wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name), group)
 
 
 def send_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
@@ -82,7 +83,7 @@ def send_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> T
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    return wait(send_rows(x, send, receive, group))
+    return wait(send_rows(x, send, receive, group), group)
 
 
 class _Gather(torch.autograd.Function):
@@ -148,7 +149,7 @@ class _Wire:
     def land(self) -> Tensor:
         turns.hand_over()  # meanwhile another microbatch may compute
         flying, self.flying = self.flying, None
-        return wait(flying)
+        return wait(flying, self.group)
 
 
 class _Start(torch.autograd.Function):

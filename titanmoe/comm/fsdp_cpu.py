@@ -37,6 +37,7 @@ class _Exchange(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """All together within the group's current time-out: by itself gloo uses that of the group's creation."""
+        listener.waits(self.group.group_name)
         bound = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         end = time.monotonic() + bound
         for work, does, other in self.works:

@@ -17,7 +17,10 @@ class ToHost:
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def read(self) -> Any:
+    def tensor(self) -> Tensor:
         if self.event is not None:
             self.event.synchronize()
-        return self.numbers.tolist()
+        return self.numbers
+
+    def read(self) -> Any:
+        return self.tensor().tolist()

@@ -19,6 +19,9 @@ class MessageListener(Protocol):
     def issued(self, op: str, x: Tensor, group: str) -> None:
         """A message with input x is being sent; `group` is torch's name of its process group."""
 
+    def waits(self, group: str) -> None:
+        """This rank begins to wait for a message of that group."""
+
     def arrived(self) -> None:
         """This rank has waited for a message, and has it."""
 
@@ -37,6 +40,11 @@ def heard_by(listener: MessageListener) -> AbstractContextManager[None]:
 def issued(op: str, x: Tensor, group: str) -> None:
     if _listener is not None and not is_compiling():  # a graph runs as a whole
         _listener.issued(op, x, group)
+
+
+def waits(group: str) -> None:
+    if _listener is not None and not is_compiling():
+        _listener.waits(group)
 
 
 def arrived() -> None:

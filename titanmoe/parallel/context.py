@@ -311,7 +311,7 @@ class _Ring(torch.autograd.Function):
             theirs = placement.held((group.rank - hop) % group.size)
             _forward_pairs(q, *_unpack(kv, k, v), mine, theirs, document, out, lse, window)
             if coming is not None:
-                kv = wait(coming)
+                kv = wait(coming, group)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse, document)
         ctx.placement, ctx.group, ctx.window, ctx.step_position = placement, group, window, listener.step_position()
@@ -331,9 +331,9 @@ class _Ring(torch.autograd.Function):
             there, grads = _unpack(kv, k, v), _unpack(dkv, k, v)
             _backward_pairs(grad, q, *there, mine, theirs, document, out, lse, dq, *grads, ctx.window)
             # The gradients follow their keys; after the last hop they are back on the keys' own rank.
-            dkv = wait(_pass_on(dkv, group))
+            dkv = wait(_pass_on(dkv, group), group)
             if coming is not None:
-                kv = wait(coming)
+                kv = wait(coming, group)
         dk, dv = _unpack(dkv.to(k.dtype), k, v)
         return dq.to(q.dtype), dk, dv, _sinks_grad(grad, out, lse, sinks), None, None, None, None
 

@@ -247,18 +247,43 @@ def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:
 
 
 def draw_load(sheet: Sheet, box: tuple[float, float, float, float], load_EC: np.ndarray, steps: list[int]) -> None:
-    """The heatmap with the numbers of its first, middle and last experts and of its first and last steps."""
+    draw_heatmap(sheet, box, load_picture(load_EC), len(load_EC), steps)
+
+
+def draw_heatmap(
+    sheet: Sheet, box: tuple[float, float, float, float], picture: np.ndarray, rows: int, steps: list[int]
+) -> None:
+    """With the numbers of its first, middle and last rows and of its first and last steps."""
     x, y, width, height = box
-    left, below, experts = 30.0, 16.0, len(load_EC)
+    left, below = 30.0, 16.0
     width, height = width - left, height - below
-    sheet.marks.append(Picture(x + left, y, width, height, load_picture(load_EC)))
-    row = height / experts
-    for expert in sorted({0, experts // 2, experts - 1}):
-        base = min(max(y + (expert + 0.5) * row + 4, y + 8), y + height)
-        sheet.marks.append(Words(x + left - 4, base, f"{expert}", size=10, anchor="end"))
+    sheet.marks.append(Picture(x + left, y, width, height, picture))
+    for row in sorted({0, rows // 2, rows - 1}):
+        base = min(max(y + (row + 0.5) * height / rows + 4, y + 8), y + height)
+        sheet.marks.append(Words(x + left - 4, base, f"{row}", size=10, anchor="end"))
     sheet.marks.append(Words(x + left, y + height + 12, f"step {steps[0]:,}", size=10))
     if steps[-1] != steps[0]:
         sheet.marks.append(Words(x + left + width, y + height + 12, f"{steps[-1]:,}", size=10, anchor="end"))
+
+
+def ranks_sheet(run: Run) -> Sheet | None:
+    """A row per rank: what it computes and reads data in, over the mean of all. Marked: when one was named as slow."""
+    if run.busy_RC is None:
+        return None
+    steps, box = run.busy_steps, (10.0, 46.0, 830.0, 130.0)
+    sheet = Sheet(854, 186, f"time of every rank, steps {steps[0]} to {steps[-1]}")
+    sheet.marks.append(Words(12, 21, f"Time that each rank does not wait: {run.name}", "ink", 14, bold=True))
+    text = "over the mean of all ranks; a row per rank, steps from left to right; blue half of it, red twice"
+    sheet.marks.append(Words(12, 40, text, "soft", 11))
+    picture = colour_share_clear(share_EC(run.busy_RC) ** 2)  # full colour at twice the mean, not at four times
+    draw_heatmap(sheet, box, picture, len(run.busy_RC), steps)
+    left, right, top, floor = box[0] + 30, box[0] + box[2], box[1], box[1] + box[3] - 16
+    for event in run.events:
+        if event["kind"] == "straggler" and steps[0] <= event["step"] <= steps[-1]:
+            column = sum(step < event["step"] for step in steps)
+            at = left + (right - left) * column / len(steps)
+            sheet.marks.append(Stroke([(at, top), (at, floor)], "event", 1.2, dash=True))
+    return sheet
 
 
 def loads_sheet(run: Run) -> Sheet | None:

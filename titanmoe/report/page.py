@@ -13,7 +13,17 @@ from rich.console import Console
 
 from titanmoe import __version__
 from titanmoe.fold.picture import draw
-from titanmoe.report.charts import Curve, Mark, curves_chart, load_sheet, loads_sheet, number, percent, times_chart
+from titanmoe.report.charts import (
+    Curve,
+    Mark,
+    curves_chart,
+    load_sheet,
+    loads_sheet,
+    number,
+    percent,
+    ranks_sheet,
+    times_chart,
+)
 from titanmoe.report.draw import DARK, LIGHT, Sheet, png, svg
 from titanmoe.report.read import Run
 from titanmoe.train.console import duration
@@ -61,7 +71,7 @@ def marks_of(run: Run) -> list[Mark]:
         if kind == "restart":
             now = environment.get("ranks", ranks)
             marks.append(Mark(event["step"], kind if now == ranks else f"restart: {ranks} -> {now} ranks", "muted"))
-        elif kind in ("spike", "skip", "collapse"):
+        elif kind in ("spike", "skip", "collapse", "straggler"):
             marks.append(Mark(event["step"], kind, "event"))
         ranks = environment.get("ranks", ranks)
     return marks
@@ -75,8 +85,9 @@ def write_page(runs: list[Run], folder: Path) -> list[Path]:
     files[0].write_text(page(runs, found), encoding="utf-8")
     pictures = {name: sheet for name, sheet in found.items() if name != "loss_narrow"}
     for i, run in enumerate(runs):
-        if (sheet := loads_sheet(run)) is not None:
-            pictures["experts" if len(runs) == 1 else f"experts-{i + 1}"] = sheet
+        for name, draw_sheet in (("experts", loads_sheet), ("ranks", ranks_sheet)):
+            if (sheet := draw_sheet(run)) is not None:
+                pictures[name if len(runs) == 1 else f"{name}-{i + 1}"] = sheet
     for name, sheet in pictures.items():
         files.append(folder / f"{name}.png")
         png(sheet, files[-1])
@@ -89,6 +100,7 @@ def page(runs: list[Run], found: dict[str, Sheet]) -> str:
         *_header(runs, title),
         *_charts(found),
         *_loads(runs),
+        *_ranks(runs),
         *_events(runs),
         *_folds(runs),
         *_configs(runs),
@@ -192,6 +204,17 @@ def _loads(runs: list[Run]) -> Iterator[str]:
         yield "</div>"
 
 
+def _ranks(runs: list[Run]) -> Iterator[str]:
+    found = [sheet for run in runs if (sheet := ranks_sheet(run)) is not None]
+    if found:
+        yield "<h2>Time of every rank</h2>"
+        yield (
+            '<p class="note">What it computes and reads data in; the rest of a step it waits for others. Ranks of a '
+            "pipeline's stages may differ. A dashed line: a rank or a link was named as slow.</p>"
+        )
+        yield from map(figure, found)
+
+
 def _events(runs: list[Run]) -> Iterator[str]:
     rows = [(run, event) for run in runs for event in run.events]
     if not rows:
@@ -283,7 +306,7 @@ table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
 th{color:var(--soft);font-weight:500;text-align:left}
 td,th{padding:5px 18px 5px 0;border-bottom:1px solid var(--grid);white-space:nowrap}
 .events td:last-child{white-space:normal;min-width:260px}
-.spike,.collapse,.stop{color:var(--event)}
+.spike,.collapse,.straggler,.stop{color:var(--event)}
 pre{font:12px/1.35 ui-monospace,SFMono-Regular,Menlo,"DejaVu Sans Mono",monospace;margin:10px 0;overflow-x:auto}
 .fold{padding:4px 10px}
 summary{cursor:pointer;overflow-wrap:anywhere}

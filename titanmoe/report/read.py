@@ -16,7 +16,7 @@ from titanmoe.config.recipe import RecipeError, read_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
 from titanmoe.models.families import preset
-from titanmoe.train.folder import CONFIG, EVENTS, EXPERTS, METRICS
+from titanmoe.train.folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS
 
 EVENT_TEXTS = ("kind", "text", "time")
 LARGE = 1e15
@@ -33,6 +33,9 @@ class Run:
     load_steps: list[int] = field(default_factory=list)
     load: dict[int, np.ndarray] = field(default_factory=dict)
     """By layer: tokens of expert e at load_steps[c], (E, C)."""
+    busy_steps: list[int] = field(default_factory=list)
+    busy_RC: np.ndarray | None = None
+    """Seconds that rank r did not wait in, at busy_steps[c]."""
     config_text: str = ""
     config: Config | None = None
     """None if it was written by another version of titanmoe."""
@@ -111,7 +114,13 @@ def _read(folder: Path, lines: list[dict[str, Any]], said: list[str]) -> Run:
     events, more = _lines(folder / EVENTS, _event)
     shapes: dict[str, int] = {}
     loads, even_more = _lines(folder / EXPERTS, lambda line: _load(line, shapes))
-    run = Run(folder.resolve().name, folder, lines, events, said=said + more + even_more)
+    times, on_ranks = _lines(folder / RANKS, _times)
+    run = Run(folder.resolve().name, folder, lines, events, said=said + more + even_more + on_ranks)
+    if times:
+        busy = {line["step"]: np.add(line["seconds"]["compute"], line["seconds"]["data"]) for line in times}
+        last = len(busy[times[-1]["step"]])
+        busy = {step: row for step, row in busy.items() if len(row) == last}  # it may have resumed on other ranks
+        run.busy_steps, run.busy_RC = list(busy), np.array(list(busy.values()), dtype=np.float64).T
     run.load_steps = [line["step"] for line in loads]
     for layer in shapes:
         run.load[int(layer)] = np.array([line["load"][layer] for line in loads], dtype=np.float64).T
@@ -187,3 +196,10 @@ def _load(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any] | None
     if not shapes:
         shapes |= its
     return line if its == shapes else None
+
+
+def _times(line: dict[str, Any]) -> dict[str, Any] | None:
+    seconds = line.get("seconds")
+    mine = [seconds.get(name) for name in ("compute", "data")] if isinstance(seconds, dict) else []
+    fits = mine and all(isinstance(x, list) and x and all(map(_number, x)) for x in mine)
+    return line if fits and len(mine[0]) == len(mine[1]) else None

@@ -35,7 +35,7 @@ def tag(name: str) -> str:
     if name.startswith("layers."):
         _, layer, quantity = name.split(".", 2)
         return f"layers {quantity}/layer {layer}"
-    if name.startswith(("time.", "data.")):
+    if name.startswith(("time.", "data.", "straggler.")):
         return name.replace(".", "/", 1)
     return next((f"{group}/{name}" for group, names in GROUPS.items() if name in names), f"more/{name}")
 
@@ -112,7 +112,7 @@ class WandB:
         self.run.log({"step": report.step, "train/loss_smoothed": report.smoothed, **values})
 
     def event(self, step: int, kind: str, text: str) -> None:
-        if kind in ("spike", "skip", "collapse", "suspect", "restore", "stop"):
+        if kind in ("spike", "skip", "collapse", "straggler", "suspect", "restore", "stop"):
             self.run.alert(title=f"step {step}: {kind}", text=text)
 
     def close(self) -> None:

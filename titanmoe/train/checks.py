@@ -27,6 +27,10 @@ class Checks:
     def after_step(self, saves: bool) -> None:
         """Called after every step, and before the state is saved if this step saves. May raise Unsound."""
 
+    def report(self) -> dict[str, float]:
+        """More numbers for the step's line."""
+        return {}
+
     def explained(self) -> str:
         """What was found about the last suspect step, as sentences; "" if nothing was."""
         return ""

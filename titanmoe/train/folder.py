@@ -16,7 +16,8 @@ from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 
 METRICS, LOCK = "metrics.jsonl", "lock"
-EXPERTS, EVENTS, CONFIG = "experts.jsonl", "events.jsonl", "config.toml"
+EXPERTS, RANKS = "experts.jsonl", "ranks.jsonl"
+EVENTS, CONFIG = "events.jsonl", "config.toml"
 COMMAND = "TITANMOE_COMMAND"
 """The environment variable in which `titanmoe train` leaves what the user typed."""
 
@@ -81,10 +82,10 @@ def rewind(folder: Path, step: int) -> None:
         n = 1
         while (folder / f"metrics-{n}.jsonl").exists():
             n += 1
-        for name in (METRICS, EXPERTS, EVENTS):
+        for name in (METRICS, EXPERTS, RANKS, EVENTS):
             if (file := folder / name).exists():
                 os.rename(file, folder / f"{file.stem}-{n}.jsonl")
-    for name in (METRICS, EXPERTS, EVENTS):
+    for name in (METRICS, EXPERTS, RANKS, EVENTS):
         file = folder / name
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
         kept = [line for line in lines if _stays(line, step)]

@@ -19,6 +19,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from titanmoe.config.fields import to_toml
@@ -28,7 +29,7 @@ from titanmoe.models.count import Parameters
 from titanmoe.train import console
 from titanmoe.train.clock import Clock
 from titanmoe.train.collapse import Collapse, unbalanced
-from titanmoe.train.folder import COMMAND, CONFIG, EVENTS, EXPERTS, METRICS
+from titanmoe.train.folder import COMMAND, CONFIG, EVENTS, EXPERTS, METRICS, RANKS
 from titanmoe.train.outlet import LineFile, Outlet
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.sink import Report, Sink
@@ -37,6 +38,8 @@ from titanmoe.train.waiting import waiting
 
 EXPERT_LINES = 500
 """About the number of lines in a run's experts.jsonl, unless metrics.experts_every says otherwise."""
+RANK_LINES = 500
+"""At most about so many in its ranks.jsonl."""
 
 # Dense bf16/fp16 TFLOP/s, without sparsity, from the manufacturer's data sheets. The first name that is part of the
 # device's name counts.
@@ -101,6 +104,8 @@ class Metrics:
         self._events, self._file, self._experts = (self._lines(folder / name) for name in (EVENTS, METRICS, EXPERTS))
         for outlet in (self._events, self._file, self._experts):
             outlet.open()
+        self._ranks = self._lines(folder / RANKS)  # opened by its first line: a run on one rank has none
+        self._times: list[dict[str, np.ndarray]] = []
         self.flops_per_token = flops_per_token
         on_gpu = runtime.device.type == "cuda"
         self.device_name = torch.cuda.get_device_name(runtime.device) if on_gpu else "CPU"
@@ -224,6 +229,19 @@ class Metrics:
             line = {"step": step, "load": {layer: [round(n) for n in load] for layer, load in loads.items()}}
             self._experts.put(lambda file: file.write(json.dumps(line, separators=(",", ":"))))
 
+    def log_ranks(self, steps: list[int], seconds: dict[str, np.ndarray]) -> None:
+        """Seconds that each rank spent on each thing, a row for each of these steps."""
+        if not self.writes:
+            return
+        every = math.ceil(self.config.training.steps / RANK_LINES)
+        for i, step in enumerate(steps):
+            self._times.append({name: rows[i] for name, rows in seconds.items()})
+            if len(self._times) >= every:
+                mean = {name: np.mean([one[name] for one in self._times], 0) for name in seconds}
+                line = {"step": step, "seconds": {k: [float(f"{x:.3g}") for x in row] for k, row in mean.items()}}
+                self._ranks.put(lambda file, line=line: file.write(json.dumps(line, separators=(",", ":"))))
+                self._times = []
+
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
         """Log something that happened once: start, restart, save, spike, skip, collapse, stop, ..."""
         if not self.writes:
@@ -237,7 +255,7 @@ class Metrics:
     def close(self) -> None:
         if not self.writes:
             return
-        for outlet in (self._file, self._experts, self._events, *self._sinks):
+        for outlet in (self._file, self._experts, self._ranks, self._events, *self._sinks):
             outlet.close()
         if self._first_loss:
             with contextlib.suppress(OSError):

@@ -121,6 +121,7 @@ class Trainer:
         self.folder: Path | None = None  # the run's, once it is claimed
         self.skips, self.passed_over = Skips(config.optimizer), steps_in(config.data.skip_steps)
         self.log_event: Callable[..., None] = lambda step, kind, text, **more: None
+        self.log_ranks: Callable[..., None] = lambda steps, seconds: None
 
         self.fold = derive(runtime.world, config.parallelism)
         self.meshes = make_meshes(self.fold, config.parallelism, config.moe, config.training, self.device)
@@ -159,6 +160,7 @@ class Trainer:
             notes = checkpoints.begin() | header_notes(self)
             metrics = self.metrics(run, notes)
             checkpoints.log_event = self.log_event = metrics.event
+            self.log_ranks = metrics.log_ranks
             if self.chunks:
                 metrics.event(self.step, "chunks", str(self.chunks), **self.chunks.numbers())
             profiler = Profiler(self, run, metrics.event)
@@ -176,7 +178,7 @@ class Trainer:
                     for line in self.loader.begun:
                         say(line)
                     if report:
-                        report |= self.loader.report()
+                        report |= self.loader.report() | self.checks.report()
                         if self.validation:
                             report |= self.validation.after_step()
                             self.clock.lap("validation")

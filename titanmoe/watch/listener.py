@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
 
 from titanmoe.comm.listener import heard_by
 from titanmoe.fold.degrees import Fold
@@ -19,6 +20,7 @@ from titanmoe.fold.meshes import Lanes
 from titanmoe.models.transformer import Transformer
 from titanmoe.replace import replaced
 from titanmoe.watch.heartbeat import BEGUN, BETWEEN, FIRST, PHASES, STEP, TOTAL, Heartbeat, pack_position
+from titanmoe.watch.step_times import StepTimes
 
 AFTER = {"other": "data", "data": "forward and backward", "forward_backward": "norm and update"}
 """By the lap of the step's clock that has just ended: the phase that begins."""
@@ -53,12 +55,12 @@ def name_groups(lanes: Lanes, fold: Fold) -> list[LaneGroups]:
 
 
 class HeartbeatListener:
-    """step: returns the number of the running step."""
+    """Tells the heartbeat, and `times` how long this rank waits. step: returns the number of the running step."""
 
-    def __init__(self, heart: Heartbeat, lanes: Lanes, step: Callable[[], int]):
-        self.heart, self.step = heart, step
+    def __init__(self, heart: Heartbeat, lanes: Lanes, step: Callable[[], int], times: StepTimes | None = None):
+        self.heart, self.step, self.times = heart, step, times
         self.groups = {group.group_name: i for i, group in enumerate(lanes.made.values()) if group is not None}
-        self.microbatch, self.arrived = -1, heart.arrived
+        self.microbatch = -1
 
     # ---- titanmoe.comm.listener.MessageListener
 
@@ -71,10 +73,22 @@ class HeartbeatListener:
         if number is not None:
             self.heart.issued(op, x, number)
 
+    def waits(self, group: str) -> None:
+        if self.times is not None and (number := self.groups.get(group)) is not None:
+            self.times.waits(number)
+
+    def arrived(self) -> None:
+        self.heart.arrived()
+        self.waited()
+
     def backward_of(self, step_position: int) -> None:
         self.heart.step_position = step_position | 1
 
     # ---- the rest
+
+    def waited(self) -> None:
+        if self.times is not None:
+            self.times.arrived()
 
     def lap(self, name: str) -> None:
         """A lap of the step's clock has ended."""
@@ -85,6 +99,8 @@ class HeartbeatListener:
             heart.numbers[BEGUN] = heart.numbers[TOTAL]
             self.microbatch = -1
         heart.step_position = 0
+        if self.times is not None:
+            self.times.lap(name, heart.numbers[STEP])
         heart.enter_phase(PHASES.index(AFTER[name]) if name in AFTER else BETWEEN)
 
     @contextmanager
@@ -96,7 +112,7 @@ class HeartbeatListener:
             for name, (op, sent) in COLLECTIVES.items():
                 if hasattr(dist, name):
                     stack.enter_context(replaced(dist, name, self._heard(getattr(dist, name), op, sent)))
-            stack.enter_context(replaced(dist, "batch_isend_irecv", self._batch(dist.batch_isend_irecv)))
+            stack.enter_context(replaced(schedules, "_batch_p2p", self._batch(schedules._batch_p2p)))
             stack.enter_context(replaced(clock, "listener", self.lap))
             stack.enter_context(heard_by(self))
             yield
@@ -126,22 +142,46 @@ class HeartbeatListener:
         def heard(*args: Any, **kwargs: Any) -> Any:
             x = args[sent] if len(args) > sent else next((kwargs[name] for name in names if name in kwargs), None)
             group = kwargs.get("group")
-            if isinstance(x, Tensor) and group is not None and not torch.compiler.is_compiling():
-                self.issued(op, x, group.group_name)
-            return function(*args, **kwargs)
+            if not isinstance(x, Tensor) or group is None or torch.compiler.is_compiling():
+                return function(*args, **kwargs)
+            self.issued(op, x, group.group_name)
+            self.waits(group.group_name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                if group.group_name in self.groups:  # the saving thread's is not
+                    self.waited()
 
         return heard
 
     def _batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The pipeline's sends and receives."""
+        """The pipeline's sends and receives. torch 2.13 calls batch_isend_irecv only if both are among them."""
 
         @wraps(function)
-        def heard(ops: list[dist.P2POp]) -> Any:
+        def heard(ops: list[dist.P2POp], *args: Any, **kwargs: Any) -> Any:
             for one in ops:
                 number = self.groups.get(one.group.group_name)
                 if number is not None:
                     op = "receive" if one.op is dist.irecv else "send"
                     self.heart.issued(op, one.tensor, number, one.group_peer)
-            return function(ops)
+            works = function(ops, *args, **kwargs)
+            return [_Heard(work, ops[0].group.group_name, self) for work in works]
 
         return heard
+
+
+class _Heard:
+    """A send or receive under way."""
+
+    def __init__(self, work: dist.Work, group: str, listener: HeartbeatListener):
+        self.work, self.group, self.listener = work, group, listener
+
+    def wait(self, *args: Any) -> Any:
+        self.listener.waits(self.group)
+        try:
+            return self.work.wait(*args)
+        finally:
+            self.listener.waited()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.work, name)

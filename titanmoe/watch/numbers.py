@@ -12,6 +12,7 @@ from titanmoe.train.checks import Checks, Restore, Unsound
 
 if TYPE_CHECKING:
     from titanmoe.train.trainer import StepWork, Sums, Trainer
+    from titanmoe.watch.stragglers import Stragglers
 
 
 def checks(trainer: Trainer) -> Checks:
@@ -24,6 +25,8 @@ class NumberChecks(Checks):
 
         self.trainer, self.options = trainer, trainer.config.debug
         self.replicas = Replicas(trainer) if self.options.replicas_every else None
+        self.stragglers: Stragglers | None = None
+        """While the run is watched."""
         self.said: list[str] = []
         self.bundled = False
         """Whether this process has written a bundle. It writes only one."""
@@ -54,6 +57,11 @@ class NumberChecks(Checks):
         step = self.trainer.step
         if self.replicas and (saves or step % self.options.replicas_every == 0):
             self._compare(step)
+        if self.stragglers is not None:
+            self.stragglers.after_step()
+
+    def report(self) -> dict[str, float]:
+        return {} if self.stragglers is None else self.stragglers.report()
 
     def explained(self) -> str:
         return "".join(f"{text[0].upper()}{text[1:]}. " for text in self.said)

@@ -18,7 +18,10 @@ from titanmoe.train import failure
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch.hosts import Machines
 from titanmoe.watch.listener import HeartbeatListener, name_groups
+from titanmoe.watch.numbers import NumberChecks
 from titanmoe.watch.stacks import ROOT
+from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
+from titanmoe.watch.stragglers import Stragglers
 from titanmoe.watch.watchdog import Limits, Watchdog, ignore
 
 if TYPE_CHECKING:
@@ -52,7 +55,11 @@ class Watch:
         self.heart = self.hosts.mine
         lanes, gpu = trainer.meshes.lanes, device.kind(trainer.device) == "cuda"
         groups = name_groups(lanes, trainer.fold)
-        self.listener = HeartbeatListener(self.heart, lanes, lambda: trainer.step)
+        times = None
+        if trainer.config.training.stragglers and isinstance(trainer.checks, NumberChecks):
+            times = StepTimes([group.axes for group in groups], StreamMarks() if gpu else HostMarks())
+            trainer.checks.stragglers = Stragglers(trainer, times, self.hosts, groups)
+        self.listener = HeartbeatListener(self.heart, lanes, lambda: trainer.step, times)
         self.dog = Watchdog(
             runtime.rank,
             self.hosts,

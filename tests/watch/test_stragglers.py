@@ -1,0 +1,246 @@
+"""Who is named as slow, and for what: from simulated arrivals, from a fake clock, and in a run of real ranks."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests import parity, world
+from titanmoe.watch import links
+from titanmoe.watch.links import Link, distances, once, slow_link
+from titanmoe.watch.listener import LaneGroups
+from titanmoe.watch.slowest import of_peers
+from titanmoe.watch.step_times import StepTimes, StreamMarks
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+import simulate_stragglers
+from simulate_stragglers import Cluster, Fault, Told
+
+SHAPES = {"a stage": (1, 8, 4), "stages": (2, 4, 4), "two ranks": (1, 2, 2), "stages of two": (4, 2, 2)}
+"""pp, dp_shard, ep."""
+
+
+@pytest.mark.parametrize("kind", ["compute", "data", "link"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_slow_rank_or_link_is_named_until_it_is_fast_again(shape: str, kind: str) -> None:
+    """Clocks are off by minutes, ranks compute unevenly, and the last stage always takes longer."""
+    for seed in range(3):
+        cluster = Cluster(*SHAPES[shape], seed)
+        told, fault = Told(cluster), simulate_stragglers.faults(np.random.default_rng(seed), cluster)[kind]
+        ranks = [fault.rank, fault.other] if kind == "link" else [fault.rank]
+        assert told.go(5, Fault(), 4) == []
+        for _ in range(2):
+            (event,) = told.go(3, fault, 4)
+            assert (event["ranks"], event["cause"]) == (ranks, kind), event
+            assert told.report()["straggler.cause"] == 1 + ("compute", "data", "link").index(kind)
+            assert told.go(8, Fault(), 4) == [] and told.named is None
+        assert told.report()["straggler.cause"] == 0
+
+
+def test_what_is_said() -> None:
+    cluster = Cluster(2, 16, 16, 0)
+    told = Told(cluster)
+    (event,) = told.go(2, Fault(compute=2.0, rank=21), 8)
+    assert event["text"].startswith("rank 21 on node2 takes 0.06") and "computing: look at its host" in event["text"]
+    told = Told(cluster)
+    (event,) = told.go(1, Fault(link_s=0.01, rank=17, other=25), 8)
+    assert event["text"].startswith("the link between rank 17 on node2 and rank 25 on node3: 20.2 ms there and back, ")
+    assert told.report()["straggler.other_rank"] == 25 and event["excess_s"] > 0.1
+    assert [link[:2] for link in event["links_ms"]] == [[17, 25]]
+
+
+def test_a_rank_that_is_a_stage_alone_is_compared_with_its_past() -> None:
+    told = Told(Cluster(4, 1, 1, 0, longer=3))
+    assert told.go(5, Fault(), 8) == []
+    assert told.report()["straggler.stage"] == 3 and told.report()["straggler.stage_excess_s"] > 0.03
+    (event,) = told.go(3, Fault(compute=2.0, rank=1), 8)
+    assert (event["ranks"], event["cause"]) == ([1], "compute")
+    x_NR = np.array([[4.0, 2.0, 2.0]])
+    assert of_peers(x_NR, 1, np.array([2.0, 1.0, 1.0])).tolist() == [[4.0, 2.0, 2.0]], "all are as slow: nobody is"
+
+
+def test_a_pause_is_no_straggler() -> None:
+    """A few slow steps, or one bad window, name nobody."""
+    told = Told(cluster := Cluster(1, 8, 8, 0))
+    told.go(2, Fault(), 8)
+    for factors in ([9.0] * 3 + [1.0] * 5, [1.0] * 8, [2.0] * 8, [1.0] * 8):
+        told.judge(list(range(8)), np.stack([cluster.step(Fault(compute=factor, rank=5)) for factor in factors]))
+    assert told.said == []
+
+
+def test_links_are_probed_on_suspicion_only() -> None:
+    probes = 0
+
+    class Counted(Told):
+        def _pairs(self) -> links.Pairs:
+            nonlocal probes
+            probes += 1
+            return super()._pairs()
+
+    told = Counted(Cluster(1, 8, 8, 0))
+    told.go(20, Fault(), 8)
+    assert probes == 1, "at the start"
+    told.go(4, Fault(compute=2.0, rank=3), 8)
+    assert probes == 1, "a rank is late"
+
+
+def test_which_link() -> None:
+    host_of = {rank: f"node{rank // 4}" for rank in range(8)}
+    pairs = {(a, b): 1.0 if a // 4 == b // 4 else 5.0 for a in range(8) for b in range(a + 1, 8)}
+    assert slow_link(pairs, host_of, {}) is None, "between machines all take longer"
+    assert slow_link(pairs | {(1, 3): 4.0}, host_of, {}) == Link(1, 3, 4.0, 1.0, {(1, 3): 4.0})
+    assert slow_link(pairs | {(2, 5): 30.0}, host_of, {}) == Link(2, 5, 30.0, 5.0, {(2, 5): 30.0})
+    shaky = {(2, 5): 30.0, (2, 3): 4.0, (0, 2): 4.0, (1, 2): 4.0, (2, 4): 16.0}
+    assert slow_link(pairs | shaky, host_of, {})[:2] == (2, 5), "the other links of rank 2 are far from as slow"
+    of_one = {pair: 20 * seconds for pair, seconds in pairs.items() if 6 in pair}
+    assert slow_link(pairs | of_one, host_of, {})[:2] == (6, None)
+    assert slow_link({(0, 1): 9.0}, host_of, {}) is None and slow_link({(0, 1): 9.0}, host_of, {(0, 1): 1.0})
+
+
+def test_all_pairs_of_small_groups_and_of_those_with_rows_are_tried() -> None:
+    for size in (2, 5, 16):
+        met = {(i, i ^ d) for d in distances(size, "waited") for i in range(size) if i < i ^ d < size}
+        assert len(met) == size * (size - 1) / 2
+    assert len(distances(64, "rows")) == 63 and distances(24, "shards") == [1, 2, 4, 8, 16]
+    whole, halves = ((0, 1, 2, 3),), ((0, 1), (2, 3))
+    groups = [
+        LaneGroups("waited", whole, "world"),
+        LaneGroups("rows", halves, "ep"),
+        LaneGroups("rows", whole, "ep = dp"),
+    ]
+    assert once(groups) == [1, 2]
+
+
+# ---- a rank's own times
+
+
+class Counter:
+    """Marks that are told what time it is."""
+
+    every, behind, now = 1, 0, 0.0
+
+    def mark(self) -> float:
+        return self.now
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def step(times: StepTimes, clock: Any, number: int, update: bool = True) -> None:
+    """1 s between steps, then 2 s of data with 0.5 of waiting in it, 3 s of computing, 4 s of waiting for group 1."""
+
+    def wait(group: int, seconds: float) -> None:
+        times.waits(group)
+        clock.now += seconds
+        times.arrived()
+
+    clock.now += 1
+    wait(1, 7)  # of a checkpoint or a validation
+    times.lap("checkpoint", number - 1)
+    times.lap("other", number)
+    clock.now += 1.5
+    wait(0, 0.5)
+    times.lap("data", number)
+    clock.now += 3
+    wait(1, 1)
+    wait(1, 3)
+    times.lap("forward_backward", number)
+    if update:
+        times.lap("optimizer", number)
+
+
+def test_what_is_between_steps_does_not_count() -> None:
+    times = StepTimes(["world", "ep", "world"], clock := Counter())
+    for number in (7, 8, 9, 10):
+        step(times, clock, number, update=number != 9)
+    assert times.axes == ["world", "ep"]
+    steps, rows = times.take()
+    assert steps == [8, 10], "not the first of the process, nor one without an update"
+    assert rows == [[3.0, 1.5, 0.5, 4.0]] * 2 and times.messages == [1, 2]
+    assert times.take() == ([], [])
+
+
+def test_on_a_gpu_events_are_read_a_step_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for events: this has not been run on a GPU."""
+    clock = SimpleNamespace(now=0.0, read=0)
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            self.when = clock.now
+
+        def elapsed_time(self, end: Event) -> float:
+            clock.read += 1
+            return 1e3 * (end.when - self.when)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    times = StepTimes(["world", "ep"], StreamMarks())
+    for number in range(1, 17):
+        step(times, clock, number)
+        assert clock.read == 0
+    steps, rows = times.take()
+    assert steps == [4, 8, 12], "every fourth; the device may not have finished the last one"
+    assert rows == [[3.0, 1.5, 0.5, 4.0]] * 3
+
+
+# ---- real ranks
+
+SLOW = 3
+
+
+def train(changes: dict[str, Any]) -> tuple[links.Pairs, list[int]]:
+    """Rank SLOW sleeps in its steps, rank 1 between them."""
+    from titanmoe.watch import stragglers
+    from titanmoe.watch.begin import watched
+    from titanmoe.watch.numbers import checks
+
+    rank = int(torch.distributed.get_rank())
+
+    def pause(every: int) -> Any:
+        return SimpleNamespace(collect=lambda step: time.sleep(0.3 * (rank == 1)))
+
+    trainer = parity.make_trainer(changes, checks=checks, garbage=pause)
+    slices = trainer.slices
+
+    def slowly(batches: list) -> list:
+        time.sleep(0.3 * (rank == SLOW))
+        return slices(batches)
+
+    trainer.slices = slowly
+    with mock.patch.object(stragglers, "WINDOW", 4), watched(trainer):
+        trainer.train()
+    return trainer.checks.stragglers.best, trainer.checks.stragglers.times.messages
+
+
+def test_a_slow_rank_of_a_real_run_is_named(tmp_path: Path) -> None:
+    mapping = {"parallelism.pp": 2, "parallelism.experts.ep": 2, "training.steps": 13, "training.global_batch_size": 4}
+    run = {"job.dump_folder": str(tmp_path), "job.name": "run", "data.source": "synthetic", "training.timeout_s": 60}
+    results = world.run(4, train, parity.TINY | mapping | run)
+
+    def lines(name: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (tmp_path / "run" / name).read_text().splitlines()]
+
+    (event,) = (line for line in lines("events.jsonl") if line["kind"] == "straggler")
+    assert (event["ranks"], event["cause"]) == ([SLOW], "compute") and 0.25 < event["excess_s"] < 0.6
+    last = lines("metrics.jsonl")[-1]
+    assert last["straggler.rank"] == SLOW and last["straggler.cause"] == 1
+    assert 0.25 < last["straggler.excess_s"] < 0.6 and last["straggler.stage"] == 1
+    ranks = lines("ranks.jsonl")
+    assert [line["step"] for line in ranks] == list(range(2, 13)), "each step but the first, by windows of 4"
+    seconds = {name: np.mean([line["seconds"][name] for line in ranks], 0) for name in ranks[0]["seconds"]}
+    assert seconds["compute"].argmax() == SLOW and seconds["pp"].min() > 0 and "ep" in " ".join(seconds)
+    assert sum(x[SLOW] for x in seconds.values()) < sum(x[0] for x in seconds.values()) + 0.3
+    assert all(messages[list(seconds).index("pp") - 2] >= 4 for _, messages in results)
+    for pairs, _ in results:
+        assert pairs == {} or (len(pairs) == 6 and all(0 < t < 1 for t in pairs.values()))

@@ -1,0 +1,137 @@
+"""Where this rank's time goes, step by step: computing, reading data, and waiting in the messages of each axis."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+COMPUTE, DATA, WAITS = 0, 1, 2
+"""Columns of a row: seconds of the rest of the step, of reading data, then of waiting, an axis each."""
+
+
+class Marks(Protocol):
+    every: int
+    """Of so many steps one is measured."""
+    behind: int
+    """So many measured steps are not known yet when a step ends."""
+
+    def mark(self) -> Any: ...
+
+    def seconds(self, begin: Any, end: Any) -> float: ...
+
+
+class HostMarks:
+    every, behind = 1, 0
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+class StreamMarks:
+    """Events on the stream that waits: a GPU runs behind the program. Nothing waits for them: the host has waited for
+    the next step's loss before the last ones of a step are read.
+    """
+
+    every, behind = 4, 1
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        return begin.elapsed_time(end) / 1e3
+
+
+class Wait(NamedTuple):
+    column: int
+    begin: Any
+    end: Any
+
+
+class Measured(NamedTuple):
+    step: int
+    begin: Any
+    data: Any
+    """When data had been read and counted."""
+    end: Any
+    first: list[Wait]
+    """Waits before that."""
+    spans: list[Wait]
+    """And after it."""
+
+
+class StepTimes:
+    """A step is from its first lap to the end of its update: what is between steps, such as a checkpoint or a
+    validation, does not count, nor the first step of a process, nor one without an update.
+    """
+
+    def __init__(self, axes: Sequence[str], marks: Marks):
+        """axes: of each group, in the order of their numbers; groups of the same axes share a column."""
+        self.axes = list(dict.fromkeys(axes))
+        self.column = [WAITS + self.axes.index(name) for name in axes]
+        self.marks, self.mark = marks, marks.mark
+        self.messages = [0] * len(self.axes)
+        """Of each axis, in the last step that is known: how often this rank waited."""
+        self._first: int | None = None
+        self._step = 0
+        """The one that is measured now, 0 for none."""
+        self._begin = self._data = self._begun = None
+        self._waiting = 0
+        self._early: list[Wait] = []
+        self._spans: list[Wait] = []
+        self._done: deque[Measured] = deque()
+
+    def lap(self, name: str, step: int) -> None:
+        """Of the step's clock."""
+        if name == "other":
+            self._first = step if self._first is None else self._first
+            self._step = step if step > self._first and step % self.marks.every == 0 else 0
+            self._data, self._begun, self._spans = None, None, []
+            self._begin = self.mark() if self._step else None
+        elif self._step and name == "data":
+            self._data, self._early, self._spans = self.mark(), self._spans, []
+        elif self._step and name == "optimizer":
+            if self._data is not None:
+                self._done.append(Measured(self._step, self._begin, self._data, self.mark(), self._early, self._spans))
+            self._step = 0
+
+    def waits(self, group: int) -> None:
+        if self._step:
+            self._waiting, self._begun = self.column[group], self.mark()
+
+    def arrived(self) -> None:
+        if self._begun is not None:
+            self._spans.append(Wait(self._waiting, self._begun, self.mark()))
+            self._begun = None
+
+    def take(self) -> tuple[list[int], list[list[float]]]:
+        """The steps that are known by now and were not taken before, and a row of each. They are the same steps on all
+        ranks.
+        """
+        steps, rows = [], []
+        while len(self._done) > self.marks.behind:
+            one = self._done.popleft()
+            steps.append(one.step)
+            rows.append(self._row(one))
+        return steps, rows
+
+    def _row(self, one: Measured) -> list[float]:
+        row, seconds = [0.0] * (WAITS + len(self.axes)), self.marks.seconds
+        for span in one.first:
+            row[span.column] += seconds(span.begin, span.end)
+        row[DATA] = seconds(one.begin, one.data) - sum(row)
+        for span in one.spans:
+            row[span.column] += seconds(span.begin, span.end)
+        row[COMPUTE] = seconds(one.begin, one.end) - sum(row)
+        self.messages = [0] * len(self.axes)
+        for span in one.first + one.spans:
+            self.messages[span.column - WAITS] += 1
+        return row

@@ -1,0 +1,182 @@
+"""Which rank, or which link between two, the others wait for: measured, compared and reported.
+
+Each rank measures its own steps (`step_times`). Every WINDOW steps, between two of them, all ranks exchange what they
+measured in one message, and all come to the same conclusion; rank 0 reports it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from titanmoe.comm.collectives import all_gather
+from titanmoe.comm.host import ToHost
+from titanmoe.parallel.batch import to_device
+from titanmoe.watch import links
+from titanmoe.watch.hosts import Machines
+from titanmoe.watch.links import Link
+from titanmoe.watch.listener import LaneGroups
+from titanmoe.watch.slowest import CAUSES, SLOW, Cause, Slowest, slowest
+from titanmoe.watch.step_times import COMPUTE, StepTimes
+
+if TYPE_CHECKING:
+    from titanmoe.train.trainer import Trainer
+
+WINDOW = 16
+"""Steps."""
+RUNNING = 2
+"""A rank is named once it is slow in so many windows running, and forgotten after as many without."""
+APART = 2
+"""Windows between two probes of the links, at least."""
+ADVICE = {
+    "compute": "look at its host (clocks, temperature, other processes) and at `imbalance`; if it stays, do without it",
+    "data": "look at what it reads from, or raise data.workers or data.prefetch",
+    "link": "look at cables, ports and drivers",
+}
+
+
+class Blamed(NamedTuple):
+    """Who is named."""
+
+    rank: int
+    other: int | None
+    """The other end, if it is one link."""
+    cause: Cause
+
+
+class Stragglers:
+    def __init__(self, trainer: Trainer, times: StepTimes, hosts: Machines, groups: list[LaneGroups]):
+        self.trainer, self.times, self.groups = trainer, times, groups
+        self.host_of = {rank: name for name, ranks in zip(hosts.names, hosts.ranks, strict=True) for rank in ranks}
+        self.coming: tuple[list[int], ToHost] | None = None
+        """Times on their way: on a GPU the host gets them after the next step, in which it waits anyway."""
+        self.latest: Slowest | None = None
+        self.named: Blamed | None = None
+        self.slow, self.calm = 0, 0
+        """Windows running: in which the same rank was slow, and in which none was."""
+        self.usual: list[np.ndarray] = []
+        """What each rank computed in, in the first windows."""
+        self.windows = 0
+        self.link: Link | None = None
+        self.messages: dict[str, int] = {}
+        """Of a step, by the names of axes; the most of any rank, when the links were probed."""
+        self.best: links.Pairs = {}
+        """Of each pair, the least that a probe took."""
+        self.probed: tuple[int, float] | None = None
+        """Window and wait of the last probe."""
+
+    def after_step(self) -> None:
+        """All ranks call it together."""
+        if self.coming is not None:
+            (steps, gathered), self.coming = self.coming, None
+            world = self.trainer.fold.world
+            self.judge(steps, gathered.tensor().numpy().reshape(world, len(steps), -1).swapaxes(0, 1))
+        if self.trainer.step % WINDOW == 0:
+            steps, rows = self.times.take()
+            if steps:
+                mine = to_device(torch.tensor(rows, dtype=torch.float32), self.trainer.device)
+                self.coming = steps, ToHost(all_gather(mine, 0, self.trainer.meshes.world))
+
+    def judge(self, steps: list[int], times_NRK: np.ndarray) -> None:
+        self.windows += 1
+        self.trainer.log_ranks(steps, self.columns(times_NRK))
+        usual = np.median(self.usual, axis=0) if self.usual else None
+        found, before = slowest(times_NRK, self.trainer.fold.stage, usual), self.latest
+        self.latest = found
+        if found.slow:
+            self.slow, self.calm = self.slow + 1 if self.slow and before.rank == found.rank else 1, 0
+            if self.slow >= RUNNING:
+                self._name(Blamed(found.rank, None, found.cause), found.excess_s)
+            return
+        self.slow, self.calm = 0, self.calm + 1
+        if len(self.usual) < RUNNING:
+            self.usual.append(np.median(times_NRK[:, :, COMPUTE], axis=0))
+        if self._suspects_links(found):
+            self._probe(found)
+        if self.link is not None:
+            self._name(Blamed(self.link.rank, self.link.other, "link"), self._excess(self.link))
+        elif self.calm >= RUNNING or (self.named and self.named.cause == "link"):
+            self.named = None
+
+    def columns(self, times_NRK: np.ndarray) -> dict[str, np.ndarray]:
+        return {name: times_NRK[:, :, k] for k, name in enumerate(("compute", "data", *self.times.axes))}
+
+    # ---- links
+
+    def _suspects_links(self, found: Slowest) -> bool:
+        """Nobody is late. Then a wait that changed is of the messages themselves."""
+        if self.probed is None:
+            return True
+        window, wait_s = self.probed
+        changed = abs(found.wait_s - wait_s) > SLOW * found.step_s
+        return self.windows - window >= APART and (changed or self.link is not None)
+
+    def _probe(self, found: Slowest) -> None:
+        self.link = None
+        for _ in range(RUNNING):  # what is slow only once was an interruption
+            pairs = self._pairs()
+            link = links.slow_link(pairs, self.host_of, self.best)
+            for pair, seconds in pairs.items():
+                self.best[pair] = min(seconds, self.best.get(pair, seconds))
+            if link is None or self._excess(link) <= SLOW * found.step_s:
+                break
+        else:
+            self.link = link
+        self.probed = self.windows, found.wait_s
+
+    def _pairs(self) -> links.Pairs:
+        trainer = self.trainer
+        mine = links.probe(self.groups, list(trainer.meshes.lanes.made.values()), trainer.device)
+        row = to_device(torch.tensor([mine + self.times.messages], dtype=torch.float32), trainer.device)
+        table = ToHost(all_gather(row, 0, trainer.meshes.world)).tensor().numpy()
+        self.messages = dict(zip(self.times.axes, table[:, len(mine) :].max(0).tolist(), strict=True))
+        return links.pairs(table, self.groups)
+
+    def _excess(self, link: Link) -> float:
+        """What it costs a step: half of the way there and back for each message, and at most what all wait for."""
+        count = links.messages_over(link, self.groups, self.messages)
+        return min(count * (link.seconds - link.usual_s) / 2, self.latest.wait_s)
+
+    # ---- reporting
+
+    def _name(self, found: Blamed, excess_s: float) -> None:
+        before, self.named = self.named, found
+        if before is not None and before[:2] == found[:2] and (before.cause == "link") == (found.cause == "link"):
+            return
+        share = excess_s / self.latest.step_s
+
+        def who(rank: int) -> str:
+            return f"rank {rank} on {self.host_of[rank]}"
+
+        if found.cause == "link":
+            ends = f"the link between {who(found.rank)} and {who(found.other)}" if found.other is not None else ""
+            text = (
+                f"{ends or f'most links of {who(found.rank)}'}: {self.link.seconds * 1e3:.3g} ms there and back, "
+                f"others {self.link.usual_s * 1e3:.3g} ms; about {excess_s:.3g} s ({share:.0%}) of a step"
+            )
+        else:
+            doing = "reading data" if found.cause == "data" else "computing"
+            text = f"{who(found.rank)} takes {excess_s:.3g} s ({share:.0%}) of a step longer than its peers, {doing}"
+        ranks = [found.rank] if found.other is None else [found.rank, found.other]
+        more = {"ranks": ranks, "cause": found.cause, "excess_s": round(excess_s, 6)}
+        if found.cause == "link":
+            more["links_ms"] = [[*pair, round(seconds * 1e3, 3)] for pair, seconds in self.link.pairs.items()]
+        self.trainer.log_event(self.trainer.step, "straggler", f"{text}: {ADVICE[found.cause]}", **more)
+
+    def report(self) -> dict[str, float]:
+        """For the step's line: of the last window."""
+        found = self.latest
+        if found is None:
+            return {}
+        values = {"rank": found.rank, "excess_s": found.excess_s, "wait_s": found.wait_s, "cause": 0}
+        if self.named is not None:
+            values |= {"rank": self.named.rank, "cause": 1 + CAUSES.index(self.named.cause)}
+            if self.named.cause == "link" and self.link is not None:
+                values |= {"excess_s": self._excess(self.link)}
+            if self.named.other is not None:
+                values |= {"other_rank": self.named.other}
+        if self.trainer.fold.pp > 1:
+            values |= {"stage": found.stage, "stage_excess_s": found.stage_excess_s}
+        return {f"straggler.{name}": value for name, value in values.items()}
