@@ -48,7 +48,7 @@ from titanmoe.watch.hosts import Machines
 from titanmoe.watch.listener import HeartbeatListener, LaneGroups
 from titanmoe.watch.numbers import checks
 from titanmoe.watch.watch import Watch
-from titanmoe.watch.watchdog import CARRY_S, TICK_S, Limits, Watchdog
+from titanmoe.watch.watchdog import PUBLISH_S, TICK_S, Limits, Watchdog
 
 CONFIG = [
     "--config", "train_configs/debug.toml", "--training.device=cpu", "--training.steps=1000000",
@@ -256,7 +256,7 @@ def parts(folder: Path, ranks: int) -> dict[str, float]:
 
 def thread_share(figures: dict[str, Any]) -> float:
     """Of a core, the thread of the rank that speaks for its machine: all others do less."""
-    return figures["tick_s"] / TICK_S + figures["carry_s"] / CARRY_S
+    return figures["tick_s"] / TICK_S + figures["carry_s"] / PUBLISH_S
 
 
 def per_message(figures: dict[str, Any]) -> float:
@@ -275,8 +275,8 @@ def by_count(rehearsal: Path, plan: Path | None, figures: dict[str, Any], local_
         "world": rank["world"],
         "messages_there": messages,
         "cost_there_s": messages * per_message(figures) + figures["rule_s"],
-        "requests_per_s": machines * (1 / TICK_S + 1 / CARRY_S),
-        "bytes_per_s": machines * figures["carried_bytes"] / CARRY_S,
+        "requests_per_s": machines * (1 / TICK_S + 1 / PUBLISH_S),
+        "bytes_per_s": machines * figures["carried_bytes"] / PUBLISH_S,
     }
     if plan:
         out["step_there_s"] = json.loads(plan.read_text(encoding="utf-8"))["plan"]["step_s"]
