@@ -51,7 +51,7 @@ def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any
         checkpoints.begin()
         while trainer.step < until:
             before = state(trainer)
-            reports[trainer.step + 1] = trainer.train_step()
+            reports[trainer.step] = trainer.train_step()
             if all(torch.equal(tensor, before[name]) for name, tensor in state(trainer).items()):
                 still.append(trainer.step)
             checkpoints.after_step()
