@@ -11,7 +11,8 @@ get it; DIR is the folder with it.
 A kernel takes the longer of FLOPs over the device's bf16 matrix rate and bytes over its bandwidth, and GAP between it
 and the next. The host launches a kernel every LAUNCH while the device works: the layer takes the longer of both.
 Rates are the manufacturers' figures, which no real kernel reaches, so the result is a ceiling. It is that of model
-FLOPs, all of which are in products and attention.
+FLOPs, all of which are in products and attention. "At usual rates" is the same with what products of that size and
+attention reach on the device, by its file in titanmoe/plan/hardware, which names the sources.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +34,7 @@ import torchtitan_side  # noqa: E402
 
 from titanmoe.config.schema import Config  # noqa: E402
 from titanmoe.ops.device import as_on  # noqa: E402
+from titanmoe.plan.devices import Device, read_device  # noqa: E402
 from titanmoe.rehearse import hardware, stand_ins  # noqa: E402
 from titanmoe.rehearse.code_site import FORWARD_BACKWARD, GATHER, REDUCE  # noqa: E402
 from titanmoe.rehearse.columns import columns  # noqa: E402
@@ -54,13 +56,7 @@ NAMED = 0.03
 """Operations that move more than this share of all bytes are listed."""
 
 
-class Device(NamedTuple):
-    flops: float
-    """Per second, bf16 without sparsity."""
-    bandwidth: float
-
-
-DEVICES = {"H100": Device(989e12, 3.35e12), "H200": Device(989e12, 4.8e12)}
+DEVICES = {"H100": read_device("h100"), "H200": read_device("h200")}
 Counted = dict[Operation, int]
 
 
@@ -130,18 +126,34 @@ def summary(counted: Counted, tokens: int) -> dict[str, Any]:
             "bytes": work.moved / tokens,
             "bytes_outside": outside.moved / tokens,
         }
-    row["mfu"] = {name: ceiling(counted, device) for name, device in DEVICES.items()}
+    for key, usual in (("mfu", False), ("mfu_usual", True)):
+        row[key] = {name: ceiling(counted, device, usual) for name, device in DEVICES.items()}
     return row
 
 
-def ceiling(counted: Counted, device: Device) -> float:
-    """Model FLOPs over the FLOPs that the device could do in the time of the layer."""
-    on_device = sum(
-        count * (max(one.flops / device.flops, (one.read + one.written) / device.bandwidth) + GAP)
-        for one, count in counted.items()
-    )
+def share(one: Operation, device: Device) -> float:
+    """Of the peak, what such a product or attention reaches. A product's FLOPs over its bytes, in bf16, are a third of
+    the harmonic mean of its three sizes, on which the device's curve is; of a grouped product, that of one group.
+    """
+    if "attention" in one.name:
+        return device.attention
+    size = 3 * one.flops / (one.read + one.written)
+    return device.share(size, size, size)
+
+
+def ceiling(counted: Counted, device: Device, usual: bool = False) -> float:
+    """Model FLOPs over the FLOPs that the device could do in the time of the layer. usual: at the rates that products
+    and attention reach, instead of the peak.
+    """
+    peak = device.peak_bfloat16
+
+    def on_device(one: Operation) -> float:
+        rate = peak * share(one, device) if usual and one.flops else peak
+        return max(one.flops / rate, (one.read + one.written) / device.bandwidth) + GAP
+
+    busy = sum(count * on_device(one) for one, count in counted.items())
     on_host = LAUNCH * sum(counted.values())
-    return sum(one.flops * count for one, count in counted.items()) / device.flops / max(on_device, on_host)
+    return sum(one.flops * count for one, count in counted.items()) / peak / max(busy, on_host)
 
 
 def movers(counted: Counted, tokens: int) -> list[tuple[str, ...]]:
@@ -164,7 +176,8 @@ def main() -> None:
     parser.add_argument("--torchtitan", action="store_true", help="TorchTitan's layers too, where it has the model")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
-    head = ("model", "side", "kernels", "of them outside", "FLOPs", "bytes", "of them outside", "MFU H100", "MFU H200")
+    head = ("model", "side", "kernels", "of them outside", "FLOPs", "bytes", "of them outside")
+    head += ("MFU H100", "MFU H200", "usual H100", "usual H200")
     body, tables, report = [head], [], {}
     for model in args.models:
         config = recipe(model, args.tokens)
@@ -180,14 +193,15 @@ def main() -> None:
             both = [f"{forward[x]} + {backward[x]}" for x in ("kernels", "kernels_outside")]
             bytes_ = [f"{forward[x] / 1e3:.0f} + {backward[x] / 1e3:.0f} KB" for x in ("bytes", "bytes_outside")]
             flops = f"{forward['flops'] / 1e6:.0f} + {backward['flops'] / 1e6:.0f} M"
-            body.append((model, side, *both, flops, *bytes_, *(f"{x:.1%}" for x in row["mfu"].values())))
+            mfu = [f"{x:.1%}" for key in ("mfu", "mfu_usual") for x in row[key].values()]
+            body.append((model, side, *both, flops, *bytes_, *mfu))
             row["movers"] = movers(counted, args.tokens)
             tables += ["", f"{model}, {side}: what moves more than {NAMED:.0%} of the bytes (KB per token)", ""]
             tables += columns(
                 [("operation", "region", "pass", "line", "kernels", "KB", "of all"), *row["movers"]], right=(4, 5, 6)
             )
     print(f"Per token of {args.tokens}, forward + backward of one layer; outside: of products and attention\n")
-    print("\n".join([*columns(body, right=tuple(range(2, 9))), *tables]))
+    print("\n".join([*columns(body, right=tuple(range(2, 11))), *tables]))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
