@@ -1,7 +1,7 @@
 """What a run has to name, or to withstand: kinds of trials for torture.py, on 4 ranks, each under a mapping of its own.
 
-Of a stopped or deadlocked rank, a disk that hangs, a NaN and a flipped bit the run itself must name the rank (and the
-tensor, layer and samples); slow links and slow disks must pass without an alarm. All of them end like the calm run.
+If a rank is stopped or deadlocked, a disk hangs, a NaN appears or a bit flips, the run itself must name the rank (and
+the tensor, layer and samples). Slow links and slow disks must raise no alarm. Every run ends like the calm run.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Struck(Hang):
         self.options |= SKIPS if step else {}
 
     def strike(self, number: int) -> None:
-        """In a random step after the first checkpoint: a run that begins anew would move its events aside."""
+        """In a random step after the first checkpoint: a run that starts over would move its events aside."""
         step = self.draw.randint(SAVED + 1, LAST - 4)
         self.wait(lambda: self.step() >= step and layout.latest(self.checkpoints), f"step {step}")
         time.sleep(self.draw.uniform(0, 0.3))
@@ -81,7 +81,7 @@ class Struck(Hang):
         super().start(restarts or self.restarts, faults)
 
     def named(self, line: Callable[[], str], *words: str) -> None:
-        """Wait for the run's own word on what has happened; Wrong unless it has all of these."""
+        """Wait until the run says what has happened; Wrong unless all of these words are in it."""
         found: list[str] = []
         self.wait(lambda: found.append(line()) or found[-1], "a name for what has happened", Wrong)
         self.named_after = time.monotonic() - self.struck_at

@@ -19,14 +19,14 @@ from titanmoe.watch.listener import LaneGroups
 
 BYTES = 1 << 16
 TAG = 2
-"""FSDP on CPUs has 0 and 1."""
+"""FSDP on CPUs uses 0 and 1."""
 TRIES = 5
-"""The fastest counts: a rank may be interrupted. One more goes before, for which a pair meets."""
+"""The fastest counts, as a rank may be interrupted. One more comes first, in which the pair meets."""
 FEW = 16
-"""Groups of at most so many ranks try all pairs. In larger ones, those that rows travel in aside, a rank tries those
-at distances of 1, 2, 4, ...: most of their pairs never send each other anything."""
+"""Groups of up to this many ranks try all pairs, and so do those that rows travel in. In other groups a rank tries only
+partners at distances of 1, 2, 4, ...: most of their pairs never send each other anything."""
 SLOW = 3.0
-"""Times as long as other pairs take."""
+"""A pair is slow if it takes this many times as long as others."""
 Pairs = dict[tuple[int, int], float]
 
 
@@ -35,20 +35,20 @@ class Link(NamedTuple):
     other: int | None
     """None: most links of this rank are slow."""
     seconds: float
-    """There and back."""
+    """Of the round trip."""
     usual_s: float
     pairs: Pairs
     """All that are slow."""
 
 
 def distances(size: int, lane: str) -> list[int]:
-    """Rank i meets i ^ distance, a round each."""
+    """In each round, rank i meets rank i ^ distance."""
     past = 1 << (size - 1).bit_length()
     return list(range(1, past)) if size <= FEW or lane == "rows" else [1 << i for i in range(past.bit_length() - 1)]
 
 
 def once(groups: Sequence[LaneGroups]) -> list[int]:
-    """The numbers of groups to probe: of those of the same ranks one, if possible one whose pairs are all tried."""
+    """Which groups to probe: one for each set of ranks, if possible one whose pairs are all tried."""
     chosen: dict[tuple[tuple[int, ...], ...], int] = {}
     for number, group in enumerate(groups):
         if group.parts not in chosen or group.lane == "rows":
@@ -57,7 +57,7 @@ def once(groups: Sequence[LaneGroups]) -> list[int]:
 
 
 def probe(groups: Sequence[LaneGroups], made: Sequence[dist.ProcessGroup | None], device: torch.device) -> list[float]:
-    """What this rank measured, a number for each round, 0 where it did not measure. All ranks call it together."""
+    """What this rank measured in each round, or 0 where it did not measure. All ranks call it together."""
     x, found = torch.zeros(BYTES, dtype=torch.uint8, device=device), []
     for number in once(groups):
         process_group, size = made[number], len(groups[number].parts[0])
@@ -85,7 +85,7 @@ def _there_and_back(x: torch.Tensor, group: dist.ProcessGroup, mine: int, peer: 
 
 
 def pairs(table_RC: np.ndarray, groups: Sequence[LaneGroups]) -> Pairs:
-    """By the ranks of each pair, from what all ranks measured in the rounds."""
+    """The time of each pair, from what all ranks measured."""
     found: Pairs = {}
     column = 0
     for number in once(groups):
@@ -101,8 +101,8 @@ def pairs(table_RC: np.ndarray, groups: Sequence[LaneGroups]) -> Pairs:
 
 
 def slow_link(found: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[int, int], float]) -> Link | None:
-    """The slowest pair, if others between machines (or within one) are much faster; fewer than three pairs have none to
-    be compared with, only what they took `before`.
+    """The slowest pair, if others of its kind (between machines, or within one) are much faster. With fewer than three
+    pairs of a kind, a pair is compared with what it took `before`.
     """
 
     def kind(pair: tuple[int, int]) -> bool:
@@ -135,6 +135,6 @@ def slow_link(found: Pairs, host_of: Mapping[int, str], before: Mapping[tuple[in
 
 
 def messages_over(link: Link, groups: Sequence[LaneGroups], messages: Mapping[str, float]) -> float:
-    """How many messages of a step go to groups that the link is part of. messages: by the names of axes."""
+    """How many messages of a step go through groups that contain the link. messages: by the names of axes."""
     both = {link.rank} if link.other is None else {link.rank, link.other}
     return sum(messages[axes] for axes in {group.axes for group in groups if both <= set(group.of(link.rank))})

@@ -1,4 +1,4 @@
-"""Which rank is slowest, from the times of all ranks in some steps.
+"""Which rank is slowest, given the times of all ranks in some steps.
 
 The norm ends forward and backward at the same moment on all ranks, so whoever waits least is the one that the others
 wait for. What each rank does between its messages is compared, which needs no common clock; and only ranks of one
@@ -16,7 +16,7 @@ import numpy as np
 from titanmoe.watch.step_times import COMPUTE, DATA, WAITS
 
 SLOW = 0.1
-"""A rank is slow if it takes so much of a step longer than its peers, in at least half of the steps."""
+"""A rank is slow if, in at least half of the steps, it takes longer than its peers by this share of a step."""
 Cause = Literal["compute", "data", "link"]
 CAUSES: tuple[Cause, ...] = ("compute", "data", "link")
 
@@ -28,7 +28,7 @@ class Slowest(NamedTuple):
     excess_s: float
     """How much longer than its peers it computes and reads data."""
     data_s: float
-    """Of that, in data."""
+    """How much of that is reading data."""
     step_s: float
     wait_s: float
     """What even the rank that waited least waited for: the messages themselves, and the bubble."""
@@ -47,7 +47,7 @@ class Slowest(NamedTuple):
 
 
 def slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> Slowest:
-    """stage: ranks of a pipeline stage. usual_R: what ranks computed in before, for those that are a stage alone."""
+    """stage: ranks of a pipeline stage. usual_R: how long each rank computed earlier, where a rank is a whole stage."""
     compute_NR, data_NR = times_NRK[:, :, COMPUTE], times_NRK[:, :, DATA]
     late_NR = data_NR - _lower_median(data_NR)
     excess_R = np.median(compute_NR - of_peers(compute_NR, stage, usual_R) + late_NR, axis=0)
@@ -66,8 +66,8 @@ def slowest(times_NRK: np.ndarray, stage: int, usual_R: np.ndarray | None = None
 
 
 def of_peers(x_NR: np.ndarray, stage: int, usual_R: np.ndarray | None = None) -> np.ndarray:
-    """What a rank of the stage takes: of two the faster, of more the lower median. A rank that is a stage alone is
-    compared with what it usually takes, as far as the other stages still take what they do usually.
+    """How long a rank of the same stage takes: the lower median, so the faster of two. A rank that is a whole
+    stage is compared with its own past, scaled by how the other stages compare with theirs.
     """
     steps, ranks = x_NR.shape
     if stage > 1:
@@ -76,6 +76,6 @@ def of_peers(x_NR: np.ndarray, stage: int, usual_R: np.ndarray | None = None) ->
 
 
 def _lower_median(x: np.ndarray) -> np.ndarray:
-    """Over the last axis, which stays with one entry."""
+    """Over the last axis, which is kept, with one entry."""
     middle = (x.shape[-1] - 1) // 2
     return np.partition(x, middle, -1)[..., middle : middle + 1]

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 COMPUTE, DATA, WAITS = 0, 1, 2
-"""Columns of a row: seconds of the rest of the step, of reading data, then of waiting, an axis each."""
+"""Columns of a row, in seconds; waiting has one for each axis, from the third on. Computing is the rest of the step."""
 
 
 class Marks(Protocol):
     every: int
-    """Of so many steps one is measured."""
+    """One step in this many is measured."""
     behind: int
-    """So many measured steps are not known yet when a step ends."""
+    """How many measured steps cannot be read yet when a step ends."""
 
     def mark(self) -> Any: ...
 
@@ -35,8 +35,8 @@ class HostMarks:
 
 
 class StreamMarks:
-    """Events on the stream that waits: a GPU runs behind the program. Nothing waits for them: the host has waited for
-    the next step's loss before the last ones of a step are read.
+    """Events on the stream that waits, because a GPU runs behind the program. Reading them never blocks: by then the
+    host has waited for the loss of the next step.
     """
 
     every, behind = 4, 1
@@ -63,26 +63,26 @@ class Measured(NamedTuple):
     """When data had been read and counted."""
     end: Any
     first: list[Wait]
-    """Waits before that."""
+    """Waits until then."""
     spans: list[Wait]
-    """And after it."""
+    """Waits after it."""
 
 
 class StepTimes:
-    """A step is from its first lap to the end of its update: what is between steps, such as a checkpoint or a
-    validation, does not count, nor the first step of a process, nor one without an update.
+    """A step lasts from its first lap to the end of its update. Not counted: what happens between steps, such as a
+    checkpoint or a validation, the first step of a process, and steps without an update.
     """
 
     def __init__(self, axes: Sequence[str], marks: Marks):
-        """axes: of each group, in the order of their numbers; groups of the same axes share a column."""
+        """axes: those of each group, by its number; groups with the same axes share a column."""
         self.axes = list(dict.fromkeys(axes))
         self.column = [WAITS + self.axes.index(name) for name in axes]
         self.marks, self.mark = marks, marks.mark
         self.messages = [0] * len(self.axes)
-        """Of each axis, in the last step that is known: how often this rank waited."""
+        """For each axis, how often this rank waited in the last step that was read."""
         self._first: int | None = None
         self._step = 0
-        """The one that is measured now, 0 for none."""
+        """The step being measured, or 0."""
         self._begin = self._data = self._begun = None
         self._waiting = 0
         self._early: list[Wait] = []
@@ -90,7 +90,7 @@ class StepTimes:
         self._done: deque[Measured] = deque()
 
     def lap(self, name: str, step: int) -> None:
-        """Of the step's clock."""
+        """A lap of the step's clock has ended."""
         if name == "other":
             self._first = step if self._first is None else self._first
             self._step = step if step > self._first and step % self.marks.every == 0 else 0
@@ -113,9 +113,7 @@ class StepTimes:
             self._begun = None
 
     def take(self) -> tuple[list[int], list[list[float]]]:
-        """The steps that are known by now and were not taken before, and a row of each. They are the same steps on all
-        ranks.
-        """
+        """Steps that can be read by now and have not been taken, with a row for each; the same steps on all ranks."""
         steps, rows = [], []
         while len(self._done) > self.marks.behind:
             one = self._done.popleft()

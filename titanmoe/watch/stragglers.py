@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 WINDOW = 16
 """Steps."""
 RUNNING = 2
-"""A rank is named once it is slow in so many windows running, and forgotten after as many without."""
+"""A rank is named once it has been slow in this many windows in a row, and forgotten after as many without."""
 APART = 2
-"""Windows between two probes of the links, at least."""
+"""At least this many windows between two probes of the links."""
 ADVICE = {
     "compute": "look at its host (clocks, temperature, other processes) and at `imbalance`; if it stays, do without it",
     "data": "look at what it reads from, or raise data.workers or data.prefetch",
@@ -51,21 +51,21 @@ class Stragglers:
         self.trainer, self.times, self.groups = trainer, times, groups
         self.host_of = {rank: name for name, ranks in zip(hosts.names, hosts.ranks, strict=True) for rank in ranks}
         self.coming: tuple[list[int], ToHost] | None = None
-        """Times on their way: on a GPU the host gets them after the next step, in which it waits anyway."""
+        """Times on their way to the host, which on a GPU reads them after the next step, where it waits anyway."""
         self.latest: Slowest | None = None
         self.named: Blamed | None = None
         self.slow, self.calm = 0, 0
-        """Windows running: in which the same rank was slow, and in which none was."""
+        """Windows in a row in which the same rank was slow, and in which none was."""
         self.usual: list[np.ndarray] = []
-        """What each rank computed in, in the first windows."""
+        """How long each rank computed, in the first windows."""
         self.windows = 0
         self.link: Link | None = None
         self.messages: dict[str, int] = {}
-        """Of a step, by the names of axes; the most of any rank, when the links were probed."""
+        """Messages in a step when the links were last probed, by the names of axes; the most of any rank."""
         self.best: links.Pairs = {}
-        """Of each pair, the least that a probe took."""
+        """The fastest probe of each pair."""
         self.probed: tuple[int, float] | None = None
-        """Window and wait of the last probe."""
+        """The window of the last probe, and the wait then."""
 
     def after_step(self) -> None:
         """All ranks call it together."""
@@ -106,7 +106,7 @@ class Stragglers:
     # ---- links
 
     def _suspects_links(self, found: Slowest) -> bool:
-        """Nobody is late. Then a wait that changed is of the messages themselves."""
+        """Called when nobody is late: then a changed wait comes from the messages themselves."""
         if self.probed is None:
             return True
         window, wait_s = self.probed
@@ -115,7 +115,7 @@ class Stragglers:
 
     def _probe(self, found: Slowest) -> None:
         self.link = None
-        for _ in range(RUNNING):  # what is slow only once was an interruption
+        for _ in range(RUNNING):  # slow only once: an interruption
             pairs = self._pairs()
             link = links.slow_link(pairs, self.host_of, self.best)
             for pair, seconds in pairs.items():
@@ -135,7 +135,7 @@ class Stragglers:
         return links.pairs(table, self.groups)
 
     def _excess(self, link: Link) -> float:
-        """What it costs a step: half of the way there and back for each message, and at most what all wait for."""
+        """What it costs a step: half the round trip for each message, at most what everybody waits."""
         count = links.messages_over(link, self.groups, self.messages)
         return min(count * (link.seconds - link.usual_s) / 2, self.latest.wait_s)
 
@@ -166,7 +166,7 @@ class Stragglers:
         self.trainer.log_event(self.trainer.step, "straggler", f"{text}: {ADVICE[found.cause]}", **more)
 
     def report(self) -> dict[str, float]:
-        """For the step's line: of the last window."""
+        """The last window's result, for the step's line."""
         found = self.latest
         if found is None:
             return {}
