@@ -215,7 +215,7 @@ class Training:
     watch: bool = True
     """Report which rank is late when a run hangs, and end all ranks (docs/reliability.md). false if you want to stop a rank in a debugger."""
     stragglers: bool = True
-    """With watch: measure on every rank what it computes in, reads data in and waits in, and name a rank, or a link between two, that the others wait for (docs/reliability.md). It takes one small message every 16 steps. false to see a run without it."""
+    """With watch: measure how long every rank computes, reads data and waits, and name a rank, or a link between two, that the others wait for (docs/reliability.md). It sends one small message every 16 steps, and on suspicion small messages between pairs of ranks."""
 
 
 @dataclass
