@@ -61,7 +61,6 @@ def preload() -> None:
 
 
 def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]], forks: bool) -> None:
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
     from torch.distributed.run import main
 
     os.setsid()
@@ -73,8 +72,15 @@ def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]], forks: bo
     os.environ |= {"PYTHONUNBUFFERED": "1", "PYTHONPATH": str(Path(__file__).parent / "faults")}
     os.environ |= {"FAULTS": json.dumps(faults)} if faults else {}
     if forks:
-        SubprocessHandler._popen = lambda self, args, env: Forked(args, env)
+        fork_ranks()
     main(argv)
+
+
+def fork_ranks() -> None:
+    """In a torchrun: ranks that it starts from now on are forks of it."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    SubprocessHandler._popen = lambda self, args, env: Forked(args, env, (self._stdout, self._stderr))
 
 
 class Forked:
@@ -82,9 +88,10 @@ class Forked:
     start in one second instead of ten.
     """
 
-    def __init__(self, args: tuple[str, ...], env: dict[str, str]):
+    def __init__(self, args: tuple[str, ...], env: dict[str, str], output: tuple[Any, Any]):
+        """output: files for stdout and stderr, or None for torchrun's own."""
         self.args = args
-        self.process = multiprocessing.get_context("fork").Process(target=become, args=(args, env))
+        self.process = multiprocessing.get_context("fork").Process(target=become, args=(args, env, output))
         self.process.start()
         self.pid = self.process.pid
 
@@ -101,21 +108,28 @@ class Forked:
         self.process.kill()
 
 
-def become(args: tuple[str, ...], env: dict[str, str]) -> None:
-    """In the fork: what `python -u train.py ...` does."""
+def become(args: tuple[str, ...], env: dict[str, str], output: tuple[Any, Any]) -> None:
+    """In the fork: what `python -u train.py ...` or `python -u -m titanmoe.rank ...` does."""
     os.setsid()
+    for number, file in enumerate(output, 1):
+        if file:
+            os.dup2(file.fileno(), number)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own would run here
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(env)
     if "FAULTS" in env:
         runpy.run_path(str(Path(__file__).parent / "faults/sitecustomize.py"))
-    script = args.index("train.py")
-    sys.argv = list(args[script:])
     sys.path.insert(0, str(ROOT))
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(write_through=True)
-    runpy.run_path(args[script], run_name="__main__")
+    what, *words = args[args.index("-u") + 1 :]
+    if what == "-m":
+        sys.argv = ["-m", *words[1:]]
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [what, *words]
+        runpy.run_path(what, run_name="__main__")
 
 
 class Run:

@@ -3,6 +3,8 @@ tests/world.py makes its ranks from. They get signals, exit and write like `pyth
 
     done = processes.run(["train.py", "--config", recipe])       # as subprocess.run: returncode, stdout, stderr
     done = processes.run(["-c", code]);  processes.run(["-m", "titanmoe", ...])
+
+The ranks that torchrun or `titanmoe train` starts there are new processes that import torch, or with `forks` forks too.
 """
 
 from __future__ import annotations
@@ -24,19 +26,25 @@ ROOT = Path(__file__).resolve().parent.parent
 class Started:
     """A running process; what it wrote can be read at any time."""
 
-    def __init__(self, words: Sequence[object], env: Mapping[str, str] | None = None, cwd: Path = ROOT):
+    def __init__(
+        self, words: Sequence[object], env: Mapping[str, str] | None = None, cwd: Path = ROOT, forks: bool = False
+    ):
         self.args = [str(word) for word in words]
         self.folder = tempfile.TemporaryDirectory(prefix="titanmoe-process-")
         self.out, self.err = (Path(self.folder.name, name) for name in ("out", "err"))
         given = dict(os.environ if env is None else env)
         self.process = world._forkserver().Process(
-            target=_become, args=(self.args, given, str(cwd), str(self.out), str(self.err))
+            target=_become, args=(self.args, given, str(cwd), str(self.out), str(self.err), forks)
         )
         self.process.start()
         self.pid = self.process.pid
 
     def send_signal(self, number: int) -> None:
         os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
 
     def wait(self, timeout: float = 300) -> subprocess.CompletedProcess[str]:
         self.process.join(timeout)
@@ -52,7 +60,15 @@ def run(
     return Started(words, env, cwd).wait(timeout)
 
 
-def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str) -> None:
+def fork_ranks() -> None:
+    """In a torchrun: ranks that it starts from now on are forks of it."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    import torture_runs
+
+    torture_runs.fork_ranks()
+
+
+def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, forks: bool) -> None:
     """In the new process: python's own way of running a file, a module or code."""
     world.begin_in_fork()
     for path, number in ((out, 1), (err, 2)):
@@ -63,6 +79,8 @@ def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str)
     os.chdir(cwd)
     sys.path.insert(0, cwd)
     sys.stdout.reconfigure(line_buffering=True)
+    if forks:
+        fork_ranks()
     what, rest = words[0], words[1:]
     if what in ("-c", "-m"):
         sys.argv = [what, *rest[1:]]

@@ -22,12 +22,12 @@ LONG = {"training.steps": 4000, "lr_schedule.decay": "none"}
 
 
 def started(
-    folder: Path, *options: str, faults: list[dict[str, Any]] | None = None, **changes: Any
+    folder: Path, *options: str, faults: list[dict[str, Any]] | None = None, forks: bool = False, **changes: Any
 ) -> processes.Started:
     words = parity.arguments(parity.SAVING | {"job.dump_folder": str(folder)} | changes)
     env = os.environ | {"PYTHONPATH": str(ROOT / "scripts/faults"), "FAULTS": json.dumps(faults or [])}
     logs = f"--logs={folder}/logs"
-    return processes.Started(["-m", "titanmoe", "train", *words, "--nproc=2", logs, *options], env)
+    return processes.Started(["-m", "titanmoe", "train", *words, "--nproc=2", logs, *options], env, forks=forks)
 
 
 def wait_for(run: processes.Started, file: Path) -> None:
@@ -52,7 +52,7 @@ def test_a_killed_rank_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_once_saves_and_ends_quietly(tmp_path: Path) -> None:
-    run = started(tmp_path, **LONG)
+    run = started(tmp_path, forks=True, **LONG)
     wait_for(run, tmp_path / "run/checkpoints/step-00000002")
     run.send_signal(signal.SIGINT)
     run.send_signal(signal.SIGINT)  # at once: from the terminal, and from make

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -86,6 +87,11 @@ def test_dropless_experts_are_not_compiled_for_blackwell() -> None:
     assert graphs() == 0
 
 
+# Scalar code, not optimised: two thirds of the test's time would go into optimising loops over a few numbers.
+QUICKLY = {"cpp.simdlen": 1, "cpp.vec_isa_ok": True, "aot_inductor.debug_compile": True, "compile_threads": 1}
+
+
+@torch._inductor.config.patch(QUICKLY)
 def test_a_rank_without_a_row_runs_the_compiled_experts() -> None:
     """By inductor, whose weight gradients refuse a matrix without a column; after a call with rows."""
     switches = {"expert_biases": True, "expert_activation": "clamped_swiglu"}

@@ -9,7 +9,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests import parity, world
+from tests import parity, processes, world
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.folder import open_checkpoint
 from titanmoe.checkpoint.layout import name_of
@@ -40,11 +39,13 @@ def options(folder: Path, **changes: Any) -> list[str]:
     return parity.arguments(RUN | {"job.dump_folder": str(folder)} | changes)
 
 
-def agent(log: Path, argv: list[str], environment: dict[str, str]) -> None:
-    """torchrun, in a process that need not import torch again."""
+def agent(log: Path, argv: list[str], environment: dict[str, str], forks: bool) -> None:
+    """torchrun, in a process that need not import torch again. forks: nor need its ranks."""
     from torch.distributed.run import main
 
     world.begin_in_fork()
+    if forks:
+        processes.fork_ranks()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -59,9 +60,9 @@ class Agents:
     def __init__(self, log: Path):
         self.log, self.faults, self.all = log, [], []
 
-    def start(self, *argv: str, **environment: str) -> Any:
+    def start(self, *argv: str, forks: bool = False, **environment: str) -> Any:
         environment["FAULTS"] = json.dumps(self.faults)
-        process = world._forkserver().Process(target=agent, args=(self.log, list(argv), environment))
+        process = world._forkserver().Process(target=agent, args=(self.log, list(argv), environment, forks))
         process.start()
         self.all.append(process)
         return process
@@ -117,11 +118,12 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
     agents.faults += [
         {"do": "kill", "rank": 1, "on": ["write"], "path": f"{name_of(4)}.writing", "once": str(struck)},
         # Rank 0 comes first, and must not mistake what the previous rank 1 left for the new one.
-        {"do": "slow", "rank": 1, "on": ["read"], "path": "titanmoe/train/", "seconds": 3},
+        {"do": "slow", "rank": 1, "on": ["read"], "path": "train.py", "seconds": 1},
     ]
     torchrun = agents.start(
         *("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=3", "train.py"),
         *options(tmp_path / "hurt", **{"training.steps": 400, "lr_schedule.decay": "none"}),
+        forks=True,
     )
     agents.wait(lambda: went_on_after(tmp_path / "hurt/run") == [3], "the restart")
     agents.wait(lambda: name_of(5) <= layout.latest(checkpoints), "a checkpoint after it")
@@ -236,12 +238,13 @@ def test_a_node_that_is_lost_with_its_memory_costs_the_steps_since_the_last_loca
 
 
 STANDS_IN_FOR_TORCHRUN = """
-import os, subprocess, sys, time
-rank = "import time; from titanmoe.train import runtime; runtime.die_with_launcher(); print(flush=True); time.sleep(99)"
-child = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, text=True)
-child.stdout.readline()
-print(child.pid, flush=True)
-time.sleep(300)
+import os, time
+from titanmoe.train import runtime
+if child := os.fork():
+    time.sleep(300)
+runtime.die_with_launcher()
+print(os.getpid(), flush=True)
+time.sleep(99)
 """
 
 
@@ -249,19 +252,17 @@ time.sleep(300)
 @pytest.mark.parametrize("launched", [True, False])
 def test_a_rank_dies_with_its_torchrun_and_a_run_by_hand_outlives_its_shell(launched: bool) -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    launcher = subprocess.Popen(
-        [sys.executable, "-c", STANDS_IN_FOR_TORCHRUN],
-        cwd=ROOT,
-        env=environment | ({"TORCHELASTIC_RUN_ID": "x"} if launched else {}),
-        stdout=subprocess.PIPE,
-        text=True,
+    launcher = processes.Started(
+        ["-c", STANDS_IN_FOR_TORCHRUN], environment | ({"TORCHELASTIC_RUN_ID": "x"} if launched else {})
     )
-    child = int(launcher.stdout.readline())
+    end = time.monotonic() + PATIENCE
+    while not (printed := launcher.out.read_text() if launcher.out.exists() else "").endswith("\n"):
+        assert time.monotonic() < end and launcher.process.is_alive(), launcher.err.read_text()
+        time.sleep(0.02)
+    child = int(printed)
     launcher.kill()
-    launcher.communicate()
     status = Path(f"/proc/{child}/stat")
     if launched:
-        end = time.monotonic() + PATIENCE
         while status.exists() and status.read_text().split()[2] != "Z":
             assert time.monotonic() < end, "the rank outlived its launcher"
             time.sleep(0.02)

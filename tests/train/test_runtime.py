@@ -6,21 +6,20 @@ import subprocess
 import sys
 import textwrap
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 
+from tests import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.train import runtime
 from titanmoe.train.runtime import VARIABLES, grow_segments
 
-ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 240  # seconds; the groups of a first step wait for 600
-WAIT = "sys.stdin.read()"  # until the test ends it
+WAIT = "time.sleep(999)"  # until the test ends it
 PRELUDE = """
-import sys, time
+import time
 from titanmoe.config.schema import Config
 from titanmoe.train import runtime
 config = Config()
@@ -28,17 +27,17 @@ config.training.device = "cpu"
 """
 
 
-def launch(body: str, **environment: str) -> subprocess.Popen:
-    clean = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "LOCAL_WORLD_SIZE")}
-    return subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(body)],
-        env=clean | environment,
-        text=True,
-        cwd=ROOT,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+def words(body: str) -> list[str]:
+    return ["-c", PRELUDE + textwrap.dedent(body)]
+
+
+def clean(**environment: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in (*VARIABLES, "LOCAL_WORLD_SIZE")}
+    return kept | environment
+
+
+def launch(body: str, **environment: str) -> processes.Started:
+    return processes.Started(words(body), clean(**environment))
 
 
 def as_torchrun(rank: int, world: int, port: int) -> dict[str, str]:
@@ -81,8 +80,8 @@ def test_plain_python_is_one_rank_without_a_port():
         runtime.stop()
         assert not dist.is_initialized()
     """)
-    assert process.communicate(timeout=PATIENCE)[1] == ""
-    assert process.returncode == 0
+    done = process.wait(PATIENCE)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -140,15 +139,17 @@ def test_a_failing_rank_leaves_at_once_although_a_collective_is_in_flight():
         finally:
             runtime.stop()
     """
-    fails = launch(body, **as_torchrun(0, 2, port))
+    # Not a fork: it would leave in multiprocessing's way.
+    command, environment = [sys.executable, *words(body)], clean(**as_torchrun(0, 2, port))
     try:
-        _, err = fails.communicate(timeout=PATIENCE)
-        assert "ValueError: what went wrong" in err
-        assert fails.returncode == 1
-        assert waits.poll() is None
+        done = subprocess.run(
+            command, env=environment, cwd=processes.ROOT, capture_output=True, text=True, timeout=PATIENCE
+        )
+        assert "ValueError: what went wrong" in done.stderr
+        assert done.returncode == 1
+        assert waits.process.is_alive()
     finally:
         waits.kill()
-        waits.communicate()
 
 
 def test_the_steady_timeout_replaces_the_one_of_the_first_step_on_every_group():
@@ -159,7 +160,7 @@ def test_the_steady_timeout_replaces_the_one_of_the_first_step_on_every_group():
         group = dist.new_group([0, 1])
         started.steady_timeout(1)
         if started.rank == 1:
-            sys.stdin.read()
+            time.sleep(999)
         for which in (None, group):
             since = time.monotonic()
             try:
@@ -170,11 +171,9 @@ def test_the_steady_timeout_replaces_the_one_of_the_first_step_on_every_group():
     """
     first, second = (launch(body, **as_torchrun(rank, 2, port)) for rank in (0, 1))
     try:
-        out, _ = first.communicate(timeout=PATIENCE)
-        assert out == "gave up\ngave up\n"
+        assert first.wait(PATIENCE).stdout == "gave up\ngave up\n"
     finally:
         second.kill()
-        second.communicate()
 
 
 @pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

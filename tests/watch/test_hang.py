@@ -42,7 +42,9 @@ def test_a_stopped_rank_is_named_and_killed(tmp_path: Path, capsys: pytest.Captu
     words = parity.arguments(RUN | {"job.dump_folder": str(tmp_path)})
     argv = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     run = processes.Started(
-        [*argv, "train.py", "--config", "train_configs/debug.toml", *words], dict(os.environ) | {"OMP_NUM_THREADS": "1"}
+        [*argv, "train.py", "--config", "train_configs/debug.toml", *words],
+        dict(os.environ) | {"OMP_NUM_THREADS": "1"},
+        forks=True,
     )
     deadline = time.monotonic() + 120
     while steps(tmp_path) < 3:
