@@ -44,7 +44,7 @@ class _Exchange(dist.Work):
             try:
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))  # 0 would mean forever
             except RuntimeError as error:
-                if time.monotonic() < end:
+                if time.monotonic() < end - 0.001:  # gloo waits for whole milliseconds, rounded down
                     raise
                 rank = dist.get_global_rank(self.group, other)
                 raise TimeoutError(
