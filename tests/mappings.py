@@ -49,9 +49,12 @@ def named(fold: Fold) -> str:
 
 
 def cover(
-    rows: Sequence[dict[str, Any]], seed: int = 0, left_out: Callable[[str, str], bool] | None = None
+    rows: Sequence[dict[str, Any]],
+    seed: int = 0,
+    left_out: Callable[[str, str], bool] | None = None,
+    cost: Callable[[int], float] = lambda row: 1.0,
 ) -> list[int]:
-    """Indices of rows that together cover every pair of values that occurs in any row; greedy, so not the fewest.
+    """Indices of rows that together cover every pair of values that occurs in any row; greedy, so not the cheapest.
 
     left_out: whether the values of two keys need not be combined.
     """
@@ -73,7 +76,7 @@ def cover(
     chosen = []
     while left:
         order = [i for i in order if pairs[i] & left]  # a row that adds nothing now will not later
-        best = max(order, key=lambda i: (pairs[i] & left).bit_count())
+        best = max(order, key=lambda i: (pairs[i] & left).bit_count() / cost(i))
         chosen.append(best)
         left &= ~pairs[best]
     return chosen
