@@ -21,8 +21,9 @@ FAIL_AT = 2.0
 START = 20.0
 """The first test in a worker pays for its processes' imports."""
 LONG = (
-    "test_parity", "train/test_trainer", "checkpoint/test_resume", "train/test_restarts", "parallel/test_compiled",
-    "ops/test_interpreter", "parallel/test_pairs", "train/test_validation", "moe/test_dispatch", "train/test_watch",
+    "test_parity", "rehearse/test_clean", "checkpoint/test_local", "ops/test_interpreter", "moe/test_compile",
+    "train/test_trainer", "checkpoint/test_resume", "train/test_restarts", "parallel/test_compiled",
+    "train/test_skips", "parallel/test_pairs", "train/test_validation", "moe/test_dispatch", "train/test_watch",
     "test_launch_scripts", "launcher/test_launch", "checkpoint_hf/test_fields", "test_bench_layers",
 )  # fmt: skip
 """The files that take longest. They come first: the worker that got one of them last would be waited for."""

@@ -111,6 +111,7 @@ DENSE = {"model.num_dense_layers": 1, "model.dense_hidden": 16}
 CASES = {
     "tp, a stage without MoE layers": DENSE | {"parallelism.tp": 2},
     "cp, chunks, a shared expert, moe again": {
+        "training.global_batch_size": 6,
         "parallelism.cp": 2,
         "moe.overlap_chunks": 2,
         "model.shared_hidden": 16,

@@ -49,20 +49,25 @@ def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any
     trainer.log_event = lambda step, kind, text, **more: events.append((step, kind, text, more))
     with Checkpoints(trainer, Path(folder) / "run") as checkpoints:
         checkpoints.begin()
+        before = state(trainer)
         while trainer.step < until:
-            before = state(trainer)
             reports[trainer.step] = trainer.train_step()
-            if all(torch.equal(tensor, before[name]) for name, tensor in state(trainer).items()):
+            after = state(trainer)
+            if all(torch.equal(tensor, before[name]) for name, tensor in after.items()):
                 still.append(trainer.step)
+            before = after
             checkpoints.after_step()
         checkpoints.wait()
     return {"still": still, "events": events, "reports": reports, "state": state(trainer), "skips": trainer.skips}
 
 
 MAPPINGS = {
-    "tp2 cp2, ep4": (4, {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 4}),
+    "tp2 cp2, ep4": (
+        4,
+        {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 4, "training.local_batch_size": 2},
+    ),
     "pp2 dp2, etp2": (4, {"parallelism.pp": 2, "parallelism.experts.etp": 2}),
-    "one rank": (1, {}),
+    "one rank": (1, {"training.local_batch_size": 4}),
 }
 
 
@@ -89,6 +94,7 @@ def test_every_mapping_skips_the_same_steps_and_leaves_no_trace(tmp_path: Path) 
 
 def test_skipping_resumes_to_the_last_bit_and_equals_passing_over(tmp_path: Path) -> None:
     size, changes = 2, {"parallelism.tp": 2, "parallelism.experts.ep": 2, "model.num_layers": 1}
+    changes |= {"training.local_batch_size": 2}
     straight = world.run(size, go, str(tmp_path / "straight"), changes | SKIP)
     world.run(size, go, str(tmp_path / "twice"), changes | SKIP, SAVED)
     resumed = world.run(size, go, str(tmp_path / "twice"), changes | SKIP)
