@@ -76,6 +76,12 @@ PRIVATE = (
         "the name of an axis's group, which an error repeats",
     ),
     Private(
+        "torch.distributed.tensor.DTensor",
+        ("_local_tensor", "_spec"),
+        "comm/collectives.py",
+        "a rank's piece of a parameter, and a gradient of it, without working out its placement each time",
+    ),
+    Private(
         "torch.distributed.tensor._utils",
         ("compute_local_shape_and_global_offset",),
         "parallel/materialize.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -108,6 +109,29 @@ def test_a_rank_that_never_answers_is_named_when_the_time_is_over(gradients: boo
         world.restart(2)  # that group cannot be used between the two again
     assert f"rank 0 waited 0.3 s in FSDP's {what} for rank 1 to send its piece" in message
     assert "training.timeout_s" in message
+
+
+def test_a_wait_that_torch_cut_to_whole_milliseconds_still_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def monotonic() -> float:
+        now[0] += 0.0001
+        return now[0]
+
+    monkeypatch.setattr(fsdp_cpu, "time", SimpleNamespace(monotonic=monotonic))
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_global_rank", lambda group, other: other)
+    options = SimpleNamespace(_timeout=timedelta(seconds=0.3))
+    group = SimpleNamespace(group_name="", _get_backend=lambda device: SimpleNamespace(options=options))
+
+    def wait(timeout: timedelta) -> None:
+        now[0] += timeout // timedelta(milliseconds=1) / 1000
+        raise RuntimeError("Timed out")
+
+    exchange = fsdp_cpu._Exchange.__new__(fsdp_cpu._Exchange)
+    exchange.group, exchange.what, exchange.works = group, "the test", [(SimpleNamespace(wait=wait), "send", 1)]
+    with pytest.raises(TimeoutError, match=r"rank 0 waited 0.3 s in the test for rank 1 to send its piece"):
+        exchange.wait()
 
 
 def test_kept_memory_is_used_again_when_no_tensor_lies_in_it() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from torch.distributed.tensor import DTensor
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity, world
+from titanmoe.comm.collectives import local
 
 
 class _Counted(TorchDispatchMode):
@@ -37,3 +40,25 @@ def test_a_step_asks_dtensor_for_nothing_but_its_local_part() -> None:
         assert set(operations) <= {"aten.detach.default", "aten.add_.Tensor"}
         assert operations["aten.detach.default"] <= 2 * uses
         assert operations["aten.add_.Tensor"] <= further, "a router's gradients of further microbatches"
+
+
+def gradients_of_pieces() -> list[tuple[bool, bool, tuple[Placement, ...], tuple[int, ...]]]:
+    mesh = init_device_mesh("cpu", (2,))
+    rows = []
+    for placement in (Shard(0), Shard(1), Replicate()):
+        whole = distribute_tensor(torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), mesh, [placement])
+        grads = []
+        for piece in (local, DTensor.to_local):
+            parameter = torch.nn.Parameter(whole.clone())
+            for _ in range(2):  # a gradient that is no row-major tensor, then one more microbatch
+                (piece(parameter).t() * torch.arange(5)[: piece(parameter).shape[1], None]).t().sin().sum().backward()
+            grads.append(parameter.grad)
+        ours, torchs = grads
+        equal = torch.allclose(ours.to_local(), torchs.to_local()) and ours.placements == torchs.placements
+        rows.append((equal, ours.to_local().is_contiguous(), tuple(ours.placements), tuple(ours.shape)))
+    return rows
+
+
+def test_the_gradient_of_a_piece_is_that_of_to_local() -> None:
+    for rows in world.run(2, gradients_of_pieces):
+        assert rows == [(True, True, (placement,), (6, 5)) for placement in (Shard(0), Shard(1), Replicate())]

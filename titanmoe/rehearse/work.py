@@ -136,9 +136,16 @@ def stored_bytes(x: Tensor) -> int:
 
 def flops(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> int:
     packet = func._overloadpacket
-    if packet.__name__ == "_grouped_mm":
+    name, count = packet.__name__, flop_registry.get(packet)
+    if name == "_grouped_mm":
         x, w = args[:2]
         wide = w.shape[2] if w.dim() == 3 else w.shape[1]
         return 2 * x.shape[0] * x.shape[1] * wide
-    count = flop_registry.get(packet)
-    return 0 if count is None else count(*args, **kwargs, out_val=out)
+    if count is None:
+        return 0
+    if name.startswith("_scaled_dot_product"):  # torch 2.11's own count refuses heads that share keys
+        backward = name.endswith("_backward")
+        q, k, v = args[backward : backward + 3]
+        wide = 3 * q.shape[3] + 2 * v.shape[3] if backward else q.shape[3] + v.shape[3]
+        return 2 * q.shape[:3].numel() * k.shape[2] * wide
+    return count(*args, **kwargs, out_val=out)
