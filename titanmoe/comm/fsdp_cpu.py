@@ -45,7 +45,7 @@ class _Exchange(dist.Work):
                 # torch cuts to whole milliseconds: with one more it never gives up before `end`, nor waits forever
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 0) + 0.001))
             except RuntimeError as error:
-                if time.monotonic() < end - 0.001:  # gloo waits for whole milliseconds, rounded down
+                if time.monotonic() < end:
                     raise
                 rank = dist.get_global_rank(self.group, other)
                 raise TimeoutError(

@@ -42,7 +42,7 @@ from titanmoe.rehearse.work import Operations
 from titanmoe.replace import replaced
 from titanmoe.train.launch import resolve
 from titanmoe.train.legal import refusals
-from titanmoe.train.runtime import Runtime
+from titanmoe.train.runtime import GarbageCollection, Runtime
 from titanmoe.train.trainer import Trainer
 
 
@@ -127,6 +127,16 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
     if lent is not None and memory.group.size > 1:
         repeat_if_too_small(trainer, lent)
     return exchange
+
+
+class _NoCollection(GarbageCollection):
+    """None at the start either, which would take as long as a small recipe's steps do here."""
+
+    def __init__(self, every: int):
+        gc.disable()
+
+    def collect(self, step: int) -> None:
+        pass
 
 
 def _without_numbers(fake: FakeTensorMode) -> Callable[..., None]:
@@ -249,7 +259,7 @@ def rehearse(
         layers: dict[int, str] = {}
         recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
         stack.enter_context(symmetric_memory(recorder, fake))
-        trainer = Trainer(config, runtime, loader=Samples)
+        trainer = Trainer(config, runtime, loader=Samples, garbage=_NoCollection)
         layers |= {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
         stack.enter_context(fake)
         exchange = _state_routing(trainer, recorder, Routing(config, fold, Samples, stated))
