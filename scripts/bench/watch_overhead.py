@@ -9,8 +9,9 @@ In one run, pairs of steps are made with the watch over messages, layers and pha
 compared, in an order drawn so that neither goes first more often; of all ratios the median counts, with the interval
 that holds the true one in 95 of 100 cases: of wall time, and of the CPU time of all ranks' main threads, which other
 work on the machine disturbs less. The same command with the same --json adds to what is there, so that short turns add
-up. The watch's thread, comparing replicas and the rule for spikes are timed by themselves. A message is timed twice: in
-a loop, the best of many rounds, and where the step sends it, with caches as waiting has left them.
+up. A single step differs from the next by more than the watch costs. So its parts are also timed where they run: what a
+step calls for its messages, with caches as waiting has left them; the watch's thread; and what is done after a step. A
+message, a tick of the thread, comparing replicas and the rule for spikes are timed by themselves too, in a loop.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from titanmoe.train.runtime import leave, start, stop, world_size
 from titanmoe.train.skips import Skips
 from titanmoe.train.trainer import Trainer
 from titanmoe.watch import watchdog
-from titanmoe.watch.heartbeat import RECORDS, TOTAL, Heartbeat
+from titanmoe.watch.heartbeat import RECORDS, Heartbeat
 from titanmoe.watch.hosts import Machines
 from titanmoe.watch.listener import HeartbeatListener, LaneGroups
 from titanmoe.watch.numbers import checks
@@ -57,7 +58,9 @@ CONFIG = [
 STEPS = 2
 """Of a block."""
 IN_PLACE = 8
-"""Steps in which what they call for their messages is timed there."""
+"""Steps with the watch, and as many without, in which the calls for their messages are timed there."""
+INTERRUPTED_NS = 150_000
+"""A call that took longer was interrupted, and does not count."""
 CALLED = ("issued", "waits", "arrived", "step_position", "backward_of")
 """Functions of titanmoe.comm.listener."""
 GOAL = 0.005
@@ -86,7 +89,7 @@ def main() -> None:
             return
         if args.json and args.json.exists():
             before = json.loads(args.json.read_text(encoding="utf-8"))
-            figures |= {name: before[name] + figures[name] for name in ("wall", "cpu")}
+            figures |= {name: before[name] + figures[name] for name in ("wall", "cpu", "after")}
     if args.rehearsal:
         figures |= by_count(args.rehearsal, args.plan, figures, args.local_ranks)
     print("\n".join(lines(figures)))
@@ -101,27 +104,30 @@ def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
     for _ in range(6):
         trainer.train_step()
     watch = Watch(trainer)
-    before = watch.heart.numbers[TOTAL]
-    block(trainer, watch, True)
-    messages = (watch.heart.numbers[TOTAL] - before) // STEPS
+    before = watch.heart.total
+    block(trainer, watch, True, [])
+    messages = (watch.heart.total - before) // STEPS
     compared = min(timed(lambda: trainer.checks.after_step(saves=True)) for _ in range(12))
     draw, end = random.Random(1), time.monotonic() + seconds
-    wall, cpu = list[tuple[float, float]](), list[tuple[float, float]]()
+    wall, cpu, after = list[tuple[float, float]](), list[tuple[float, float]](), list[float]()
     while agreed(time.monotonic() < end):
         orders = [(True, False), (False, True)]
         draw.shuffle(orders)
         for order in orders:
-            made = {watched: block(trainer, watch, watched) for watched in order}
+            made = {watched: block(trainer, watch, watched, after) for watched in order}
             wall.append((made[True][0], made[False][0]))
             cpu.append((made[True][1], made[False][1]))
-    in_place_s = in_place(trainer, watch)
+    in_place_s, thread_s = in_place(trainer, watch)
     with watch.listener.on(trainer.parts, trainer.clock):
         message_s = cost(next(iter(watch.listener.groups)))
     return {
         "ranks": trainer.runtime.world,
+        "cores": len(os.sched_getaffinity(0)),
         "messages": messages,
         "message_s": message_s,
         "in_place_s": in_place_s,
+        "thread_s": thread_s,
+        "after": after,
         "wall": wall,
         "cpu": cpu,
         "compare_s": compared,
@@ -129,41 +135,52 @@ def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
     }
 
 
-def in_place(trainer: Trainer, watch: Watch) -> float:
-    """CPU seconds of a step in what it calls for its messages, less those of reading the clock. A rank that has just
-    waited finds none of it in its caches, so this is many times what a loop shows.
+def in_place(trainer: Trainer, watch: Watch) -> tuple[float, float]:
+    """Seconds of a step in the functions that it calls for its messages, more than in empty ones: a rank that has just
+    waited finds none of them in its caches, so this is many times what a loop shows. And CPU seconds of the watch's
+    thread in each second.
     """
-    spent, read_clock = 0, time.thread_time_ns
+    watch.dog.start()
+    dist.barrier()
+    clock = time.pthread_getcpuclockid(watch.dog.ident)
+    began, used = time.monotonic(), time.clock_gettime(clock)
+    took: dict[bool, list[int]] = {True: [], False: []}
+    now = time.perf_counter_ns
 
-    def timed_there(function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed_there(function: Callable[..., Any], into: list[int]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            nonlocal spent
-            began, again = read_clock(), read_clock()
+            began = now()
             out = function(*args)
-            spent += read_clock() - again - (again - began)
+            into.append(now() - began)
             return out
 
         return call
 
-    with ExitStack() as stack:
-        for name in CALLED:
-            if hasattr(listener, name):
-                stack.enter_context(mock.patch.object(listener, name, timed_there(getattr(listener, name))))
-        stack.enter_context(watch.listener.on(trainer.parts, trainer.clock))
-        for _ in range(IN_PLACE):
+    for step in range(2 * IN_PLACE):
+        watched = step % 2 == 0
+        with watch.listener.on(trainer.parts, trainer.clock), ExitStack() as stack:
+            for name in CALLED:
+                for owner in (listener, watch.listener):
+                    function = getattr(owner, name) if watched else lambda *args: 0
+                    stack.enter_context(mock.patch.object(owner, name, timed_there(function, took[watched])))
             trainer.train_step()
-    return spent / 1e9 / IN_PLACE
+    thread_s = (time.clock_gettime(clock) - used) / (time.monotonic() - began)
+    watch.dog.stop()
+    whole = [sum(ns for ns in took[watched] if ns < INTERRUPTED_NS) for watched in (True, False)]
+    return (whole[0] - whole[1]) / 1e9 / IN_PLACE, thread_s
 
 
-def block(trainer: Trainer, watch: Watch, watched: bool) -> tuple[float, float]:
-    """Wall time on this rank, and CPU seconds of all main threads."""
+def block(trainer: Trainer, watch: Watch, watched: bool, after: list[float]) -> tuple[float, float]:
+    """Wall time on this rank, and CPU seconds of all main threads. after: gets those of this one after each step."""
     with watch.listener.on(trainer.parts, trainer.clock) if watched else nullcontext():
         dist.barrier()
         began, used = time.perf_counter(), time.thread_time()
         for _ in range(STEPS):
             trainer.train_step()
             if watched:
+                now = time.thread_time()
                 trainer.checks.after_step(saves=False)
+                after.append(time.thread_time() - now)
         dist.barrier()
         took, used = time.perf_counter() - began, time.thread_time() - used
     everyone = torch.tensor(used, dtype=torch.float64)
@@ -206,11 +223,13 @@ def cost(group: str) -> float:
     x = torch.zeros(1000)
 
     def message() -> None:
-        listener.issued("all-reduce", x, group)
+        listener.issued(listener.ALL_REDUCE, x, group)
         listener.arrived()
 
     heard = best(message, 100, 200)
-    with listener.heard_by(None):
+    with ExitStack() as stack:
+        for name in CALLED:
+            stack.enter_context(mock.patch.object(listener, name, lambda *args: None))
         return heard - best(message, 100, 200)
 
 
@@ -220,15 +239,17 @@ def machine(folder: Path, ranks: int) -> Machines:
     x = torch.zeros(1000)
     for heart in hearts.values():
         heart.enter_phase(2)
+        issued = heart.writer({str(group): group for group in range(8)})
         for number in range(RECORDS):
             heart.step_position = number << 17
-            heart.issued("all-to-all", x, number % 8)
+            issued(listener.ALL_TO_ALL, x, str(number % 8))
     return Machines(hearts[0], hearts, 0, [list(hearts)], ["node0"], "0" * 32)
 
 
 def parts(folder: Path, ranks: int) -> dict[str, float]:
     hosts = machine(folder, ranks)
-    hearing = HeartbeatListener(hosts.mine, SimpleNamespace(made={("world",): SimpleNamespace(group_name="0")}), int)
+    lanes = SimpleNamespace(made={("world",): mock.Mock(group_name="0")})
+    hearing = HeartbeatListener(hosts.mine, lanes, int)
     with listener.heard_by(hearing):
         message_s = cost("0")
     limits = Limits(step=1e9, first=1e9, between=1e9, thread=1e9, by_age=False)
@@ -300,14 +321,15 @@ def lines(f: dict[str, Any]) -> list[str]:
         for name, what in (("wall", "wall time"), ("cpu", "CPU time of all main threads")):
             one = ratio(f[name])
             out.append(f"  {what}: {one['median']:+.2%} with the watch ({one['low']:+.2%} to {one['high']:+.2%})")
-        counted, rule = f["in_place_s"] / fast_s, f["rule_s"] / fast_s
-        replicas = f["compare_s"] / f["replicas_every"] / fast_s
-        whole = counted + thread_share(f) + replicas + rule
+        share = max(1.0, f["ranks"] / f["cores"]) / fast_s  # of a step, a second of each rank
+        after_s = statistics.mean(f["after"])
+        parts = (f["in_place_s"] * share, f["thread_s"] * share * fast_s, after_s * share, f["rule_s"] * share)
         out.append(
-            f"  by count, of the fastest: {f['messages']} messages of {per_message(f) * 1e6:.0f} us {counted:.3%}, "
-            f"thread {thread_share(f):.3%}, rule {rule:.3%}, comparing replicas ({f['compare_s'] * 1e3:.0f} ms every "
-            f"{f['replicas_every']} steps) {replicas:.3%}: {whole:.3%} in all, "
-            f"{'under' if whole < GOAL else 'NOT under'} {GOAL:.1%}"
+            f"  by parts, of the fastest, on {f['cores']} cores: {f['messages']} messages of "
+            f"{per_message(f) * 1e6:.1f} us where they are sent {parts[0]:.3%}, thread ({f['thread_s']:.3%} of a core "
+            f"on each rank) {parts[1]:.3%}, after a step ({after_s * 1e6:.0f} us) {parts[2]:.3%}, rule {parts[3]:.3%}: "
+            f"{sum(parts):.3%} in all, {'under' if sum(parts) < GOAL else 'NOT under'} {GOAL:.1%}; "
+            f"comparing replicas takes {f['compare_s'] * 1e3:.0f} ms every {f['replicas_every']} steps"
         )
     if "world" in f:
         out.append(

@@ -19,7 +19,7 @@ from titanmoe.watch import links
 from titanmoe.watch.links import Link, distances, once, slow_link
 from titanmoe.watch.listener import LaneGroups
 from titanmoe.watch.slowest import of_peers
-from titanmoe.watch.step_times import StepTimes, StreamMarks
+from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import simulate_stragglers
@@ -139,9 +139,9 @@ def step(times: StepTimes, clock: Any, number: int, update: bool = True) -> None
     """1 s between steps, then 2 s of data with 0.5 of waiting in it, 3 s of computing, 4 s of waiting for group 1."""
 
     def wait(group: int, seconds: float) -> None:
-        times.waits(group)
+        begin = times.mark()
         clock.now += seconds
-        times.arrived()
+        times.waited(group, begin)
 
     clock.now += 1
     wait(1, 7)  # of a checkpoint or a validation
@@ -218,7 +218,7 @@ def train(changes: dict[str, Any]) -> tuple[links.Pairs, list[int]]:
         return slices(batches)
 
     trainer.slices = slowly
-    with mock.patch.object(stragglers, "WINDOW", 4), watched(trainer):
+    with mock.patch.object(stragglers, "WINDOW", 4), mock.patch.object(HostMarks, "every", 1), watched(trainer):
         trainer.train()
     return trainer.checks.stragglers.best, trainer.checks.stragglers.times.messages
 

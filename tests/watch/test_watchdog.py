@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import threading
 import time
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from titanmoe.comm.listener import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, RECEIVE, SEND
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch import watchdog
 from titanmoe.watch.heartbeat import Heartbeat, pack_position
@@ -32,18 +34,22 @@ def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
     (tmp_path / "0").unlink()
     assert other.messages() == [] and not other.is_waiting and other.answer() == b""
     mine.step_position = pack_position(3, 14, True)
+    issued = mine.writer({"tp": 0, "ep": 1, "pp": 2})
     x = torch.zeros(6, dtype=torch.bfloat16)
     for i in range(at.RECORDS + 3):
-        mine.issued("all-to-all" if i % 2 else "all-gather", x, i % 2)
-    mine.issued("send", x.to(torch.complex64), 2, 5)
-    mine.issued("receive", x, 2, 5)
+        issued(ALL_TO_ALL, x, "ep") if i % 2 else issued(ALL_GATHER, x, "tp")
+    issued(ALL_GATHER, x, "a group of the saving thread")
+    issued(SEND, x.to(torch.complex64), "pp", 5)
+    issued(RECEIVE, x, "pp", 5)
     *_, sent, received = other.messages()
     assert len(other.messages()) == at.RECORDS and received.total == at.RECORDS + 5
     assert (sent.op, sent.dtype, sent.bytes, sent.number, sent.peer) == ("send", "other", 48, 1, 5)
     assert (received.op, received.dtype, received.step_position) == ("receive", "bfloat16", (3, 14, True))
     assert other.message_counts() == {"0": 258, "1": 257, "send 5": 1, "receive 5": 1}
+    mine.tick()
     assert other.is_waiting
-    mine.arrived()
+    mine.since = None
+    mine.tick()
     assert not other.is_waiting and abs(other.last_progress - time.monotonic()) < 5
     mine.write_answer(b"words")
     assert other.answer() == b"words"
@@ -73,7 +79,8 @@ class Watched:
 
     def send(self, *ranks: int) -> None:
         for rank in ranks:
-            self.hearts[rank].issued("all-reduce", torch.zeros(2), 0)
+            self.hearts[rank].writer({"world": 0})(ALL_REDUCE, torch.zeros(2), "world")
+            self.hearts[rank].tick()
 
     def run(self, *ranks: int) -> None:
         for rank in ranks:
@@ -139,7 +146,7 @@ def test_a_machine_that_is_gone(machines: Watched, capfd: pytest.CaptureFixture)
 def test_a_run_without_trouble_is_left_alone(machines: Watched) -> None:
     machines.send(0, 1, 2, 3)
     for heart in machines.hearts:
-        heart.arrived()
+        heart.since = None
     dogs = machines.dogs
     for dog in dogs:
         dog.start()
@@ -154,7 +161,7 @@ def test_what_counts_as_trouble(machines: Watched) -> None:
     (dog, *_), (heart, other, *_) = machines.dogs, machines.hearts
     heart.tick(), other.tick()
     assert not dog.trouble()
-    other.issued("all-reduce", torch.zeros(2), 0)
+    machines.send(1)
     machines.dogs[0].limits = Limits(step=0, first=60, between=60, thread=60, by_age=False)
     time.sleep(0.01)
     seen = Heartbeat(machines.folder / "1")
@@ -165,7 +172,8 @@ def test_what_counts_as_trouble(machines: Watched) -> None:
     other.numbers[at.STATE] = at.ENDED
     assert not dog.trouble()
     other.numbers[at.STATE] = at.RUNNING
-    other.arrived()
+    other.since = None
+    other.tick()
     assert not dog.trouble(), "it computes, as far as the host knows"
     dog.limits = Limits(step=0, first=60, between=60, thread=60, by_age=True)
     assert dog.trouble(), "on a GPU the host may be far ahead"
@@ -173,6 +181,24 @@ def test_what_counts_as_trouble(machines: Watched) -> None:
     machines.bodies[1].kill()
     machines.bodies[1].wait()
     assert dog.trouble(), "it has exited"
+
+
+def test_every_rank_is_looked_after_by_another(tmp_path: Path) -> None:
+    ranks = [4, 5, 6]
+    hearts = {rank: Heartbeat(tmp_path / str(rank), create=True) for rank in ranks}
+    dogs = {
+        rank: Watchdog(rank, Machines(heart, hearts, 0, [ranks], ["node0"], "token"), GROUPS, 3, LIMITS, lambda: None)
+        for rank, heart in hearts.items()
+    }
+    assert not any(dog.trouble() for dog in dogs.values())
+    for gone in ([4], [5], [6], [4, 5], [5, 6], [4, 6]):
+        body = subprocess.Popen(["true"])
+        body.wait()
+        for rank in gone:
+            hearts[rank].numbers[at.PID] = body.pid
+        assert any(dogs[rank].trouble() for rank in ranks if rank not in gone)
+        for rank in gone:
+            hearts[rank].numbers[at.PID] = os.getpid()
 
 
 def test_sigterm_waits_for_the_report(monkeypatch: pytest.MonkeyPatch, machines: Watched) -> None:

@@ -69,6 +69,10 @@ class _Local(torch.autograd.Function):
 def wait(flying: Tensor, group: Group) -> Tensor:
     """For the result of `send_rows`."""
     listener.waits(group.name)
+    return _take(flying)
+
+
+def _take(flying: Tensor) -> Tensor:
     out = _ops.wait_tensor(flying)
     listener.arrived()
     return out
@@ -78,34 +82,36 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Not differentiable: for counts, losses and other constants of the backward pass."""
     if group.size == 1:
         return x
-    listener.issued("all-reduce", x, group.name)
-    return wait(_ops.all_reduce(x.contiguous(), op, group.name), group)
+    x = x.contiguous()
+    listener.issued(listener.ALL_REDUCE, x, group.name)
+    return _take(_ops.all_reduce(x, op, group.name))
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     """Concatenate every rank's x along dim. Not differentiable."""
     if group.size == 1:
         return x
-    listener.issued("all-gather", x, group.name)
-    out = wait(_ops.all_gather_into_tensor(x.contiguous(), group.size, group.name), group)
+    x = x.contiguous()
+    listener.issued(listener.ALL_GATHER, x, group.name)
+    out = _take(_ops.all_gather_into_tensor(x, group.size, group.name))
     return out if dim == 0 else torch.cat(out.chunk(group.size), dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
-    if dim != 0:
-        x = torch.cat(x.chunk(group.size, dim))
-    listener.issued("reduce-scatter", x, group.name)
-    return wait(_ops.reduce_scatter_tensor(x.contiguous(), "sum", group.size, group.name), group)
+    x = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size, dim))
+    listener.issued(listener.REDUCE_SCATTER, x, group.name)
+    return _take(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name))
 
 
 def send_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
     """Still in flight: call `wait` before anything else."""
-    listener.issued("all-to-all", x, group.name)
-    return _ops.all_to_all_single(x.contiguous(), receive, send, group.name)
+    x = x.contiguous()
+    listener.issued(listener.ALL_TO_ALL, x, group.name)
+    return _ops.all_to_all_single(x, receive, send, group.name)
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    return wait(send_rows(x, send, receive, group), group)
+    return _take(send_rows(x, send, receive, group))
 
 
 class _Gather(torch.autograd.Function):

@@ -37,7 +37,7 @@ class _Exchange(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """All together within the group's current time-out: by itself gloo uses that of the group's creation."""
-        listener.waits(self.group.group_name)
+        listener.waits(self.group)
         bound = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         end = time.monotonic() + bound
         for work, does, other in self.works:
@@ -74,7 +74,7 @@ class StraightToPlace:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
         ranks = group.size()
-        listener.issued("all-gather", input_tensor, group.group_name)
+        listener.issued(listener.ALL_GATHER, input_tensor, group)
         return _Exchange(
             [input_tensor] * ranks, output_tensor.chunk(ranks), group, "FSDP's all-gather of weights", tag=0
         )
@@ -100,7 +100,7 @@ class NarrowOnTheWire:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        listener.issued("reduce-scatter", input_tensor, group.group_name)
+        listener.issued(listener.REDUCE_SCATTER, input_tensor, group)
         pieces = input_tensor.chunk(self.ranks)
         summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         _Exchange(pieces, summands, group, "FSDP's reduce-scatter of gradients", tag=1).wait()

@@ -8,36 +8,36 @@ from __future__ import annotations
 
 import mmap
 import os
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from time import monotonic
-from typing import NamedTuple
+from time import monotonic_ns
+from typing import Any, NamedTuple
 
 import torch
 
-OPS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send", "receive")
-RECEIVE = OPS.index("receive")
-CODES = {op: code for code, op in enumerate(OPS)}
-NAMES = ("float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "uint8", "bool", "int8")
-DTYPES = {getattr(torch, name): code for code, name in enumerate(NAMES)}
+from titanmoe.comm.listener import OPS, RECEIVE
+
+NAMES = ("other", "float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "uint8", "bool", "int8")
+DTYPES = {dtype: 0 for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+DTYPES |= {getattr(torch, name): code for code, name in enumerate(NAMES) if code}
 PHASES = ("starting", "data", "forward and backward", "norm and update", "between steps")
 STARTING, BETWEEN = 0, PHASES.index("between steps")
 RUNNING, ENDED, FAILED = range(3)
 
-NUMBERS, COUNTS, RING, ANSWER, END = 0, 128, 1280, 24576, 65536
-"""Where each part of the memory begins: numbers, counts, the latest messages, and text for the other ranks."""
-PID, STATE, FIRST, STEP, PHASE, BEGUN, TOTAL, ARRIVED, ALARM, REPORTED, ANSWER_LENGTH, PHASE_BEGAN, TICK = range(13)
+COUNTS, RING, ANSWER, END = 16, 320, 3072, 8192
+"""Where each part of the memory begins, in words of 8 bytes: numbers, counts, the latest messages, and text for the
+other ranks."""
+PID, STATE, FIRST, STEP, PHASE, BEGUN, WAITING, ALARM, REPORTED, ANSWER_LENGTH, PHASE_BEGAN, ISSUED, TICK = range(13)
 """Indices into the numbers. FIRST: the step that this start of the run began with. BEGUN: messages before this step.
-TOTAL: messages so far. ARRIVED: what TOTAL was when this rank last finished waiting for a message. REPORTED: the report
-is out. PHASE_BEGAN, TICK: when the step entered its phase and when the watchdog thread last ran, in nanoseconds of the
-machine's monotonic clock."""
+WAITING: whether this rank was waiting for a message when its watchdog thread last ran. REPORTED: the report is out.
+PHASE_BEGAN, ISSUED, TICK: when the step entered its phase, when it issued a message, and when the watchdog thread last
+ran, in nanoseconds of the machine's monotonic clock."""
 GROUPS, PEERS = 64, 112
 """Counts: collectives of each group, then messages sent to and received from each rank of the pipeline."""
 RECORDS = 512
-RECORD = struct.Struct("<QQdIIHbbhxx")
-assert COUNTS + 4 * (GROUPS + 2 * PEERS) <= RING
-assert RING + RECORDS * RECORD.size <= ANSWER
+"""Of two words each: number in its group and position; bytes, peer, group, op and dtype."""
+assert COUNTS + GROUPS + 2 * PEERS <= RING and RING + 2 * RECORDS <= ANSWER
+assert GROUPS <= 1 << 6 and len(OPS) <= 1 << 3 and len(NAMES) <= 1 << 4
 
 
 class LoggedMessage(NamedTuple):
@@ -46,7 +46,6 @@ class LoggedMessage(NamedTuple):
     total: int
     """Messages of the run up to and including this one."""
     bytes: int
-    when: float
     number: int
     """Counted from 1 within its group; for a send or receive, among those with this peer."""
     step_position: tuple[int, int, bool]
@@ -62,13 +61,14 @@ class Heartbeat:
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o600)
         try:
             if create:
-                os.posix_fallocate(descriptor, 0, END)  # writing to a full disk would otherwise kill the rank
-            self.memory = mmap.mmap(descriptor, END)
+                os.posix_fallocate(descriptor, 0, 8 * END)  # writing to a full disk would otherwise kill the rank
+            self.memory = mmap.mmap(descriptor, 8 * END)
         finally:
             os.close(descriptor)
-        self.numbers = memoryview(self.memory)[NUMBERS:COUNTS].cast("q")
-        self.counts = memoryview(self.memory)[COUNTS:RING].cast("I")
-        self.step_position, self.issued = 0, self._writer()
+        self.numbers = memoryview(self.memory).cast("Q")
+        self.step_position = 0
+        self.group, self.since = 0, None
+        """The group of the message that this rank waits for, and since when; None if it does not wait."""
         if create:
             self.numbers[PID] = os.getpid()
             self.enter_phase(STARTING)
@@ -78,64 +78,75 @@ class Heartbeat:
 
     def enter_phase(self, phase: int) -> None:
         self.numbers[PHASE] = phase
-        self.numbers[PHASE_BEGAN] = int(monotonic() * 1e9)
+        self.numbers[PHASE_BEGAN] = monotonic_ns()
 
     def tick(self) -> None:
-        self.numbers[TICK] = int(monotonic() * 1e9)
+        """Called by the watchdog thread."""
+        self.numbers[WAITING] = self.since is not None
+        self.numbers[TICK] = monotonic_ns()
 
-    def _writer(self) -> Callable[..., None]:
-        """A function with everything it needs in local variables: it is called hundreds of times in a step."""
-        memory, numbers, counts, last = self.memory, self.numbers, self.counts, RECORDS - 1
-        pack, size, codes, dtypes = RECORD.pack_into, RECORD.size, CODES, DTYPES
+    def writer(self, groups: Mapping[Any, int]) -> Callable[..., None]:
+        """A function to call when the step issues a message to one of these groups; it ignores others. A step calls it
+        hundreds of times, so it touches as little as it can.
+        """
+        numbers, dtypes, total = self.numbers, DTYPES, self.total
 
-        def issued(op: str, x: torch.Tensor, group: int, peer: int = -1) -> None:
-            """The step has issued a message."""
-            total, code = numbers[TOTAL], codes[op]
-            slot = group if peer < 0 else GROUPS + 2 * (peer % PEERS) + (code == RECEIVE)
-            counts[slot] = number = counts[slot] + 1
-            numbers[TOTAL] = total + 1
-            at, dtype = RING + (total & last) * size, dtypes.get(x.dtype, -1)
-            pack(memory, at, total + 1, x.nbytes, monotonic(), number, self.step_position, group, code, dtype, peer)
+        def issued(op: int, x: torch.Tensor, group: Any, peer: int = -1) -> None:
+            nonlocal total
+            try:
+                self.group = slot = number = groups[group]
+            except KeyError:
+                return
+            if peer >= 0:
+                slot = GROUPS + 2 * (peer % PEERS) + (op == RECEIVE)
+            count = numbers[COUNTS + slot] + 1
+            at = RING + 2 * (total % RECORDS)
+            numbers[at] = count << 32 | self.step_position
+            numbers[at + 1] = x.nbytes << 24 | peer + 1 << 13 | number << 7 | op << 4 | dtypes[x.dtype]
+            numbers[COUNTS + slot] = count
+            total += 1
+            numbers[ISSUED] = self.since = monotonic_ns()
 
         return issued
-
-    def arrived(self) -> None:
-        """The rank has waited for what it issued last."""
-        self.numbers[ARRIVED] = self.numbers[TOTAL]
 
     def write_answer(self, text: bytes) -> None:
         """For the other ranks of this machine."""
         self.numbers[ANSWER_LENGTH] = 0
-        text = text[: END - ANSWER]
-        self.memory[ANSWER : ANSWER + len(text)] = text
+        text = text[: 8 * (END - ANSWER)]
+        self.memory[8 * ANSWER : 8 * ANSWER + len(text)] = text
         self.numbers[ANSWER_LENGTH] = len(text)
 
     # ---- read by any rank of the machine
 
+    @property
+    def total(self) -> int:
+        """How many messages the rank has issued."""
+        return sum(self.numbers[COUNTS:RING])
+
     def messages(self, most: int = RECORDS) -> list[LoggedMessage]:
         """The latest ones, oldest first."""
-        total = self.numbers[TOTAL]
+        total = self.total
         return [self._message(one) for one in range(max(0, total - most), total)]
 
     def _message(self, number: int) -> LoggedMessage:
-        fields = RECORD.unpack_from(self.memory, RING + number % RECORDS * RECORD.size)
-        *counts, step_position, group, op, dtype, peer = fields
-        name = NAMES[dtype] if dtype >= 0 else "other"
-        return LoggedMessage(*counts, unpack_position(step_position), group, OPS[op], name, peer)
+        at = RING + 2 * (number % RECORDS)
+        first, second = self.numbers[at], self.numbers[at + 1]
+        group, op, dtype = second >> 7 & 63, second >> 4 & 7, second & 15
+        position, peer = unpack_position(first & 0xFFFFFFFF), (second >> 13 & 2047) - 1
+        return LoggedMessage(number + 1, second >> 24, first >> 32, position, group, OPS[op], NAMES[dtype], peer)
 
     @property
     def last_progress(self) -> float:
         """When the step last entered a phase or issued a message."""
-        began, total = self.numbers[PHASE_BEGAN] / 1e9, self.numbers[TOTAL]
-        return max(began, self._message(total - 1).when) if total else began
+        return max(self.numbers[PHASE_BEGAN], self.numbers[ISSUED]) / 1e9
 
     @property
     def is_waiting(self) -> bool:
-        return self.numbers[ARRIVED] < self.numbers[TOTAL]
+        return bool(self.numbers[WAITING])
 
     def message_counts(self) -> dict[str, int]:
         """Messages so far, by group, or by "send PEER" and "receive PEER" for the pipeline."""
-        counts = self.counts.tolist()
+        counts = self.numbers[COUNTS:RING].tolist()
         found = {str(group): count for group, count in enumerate(counts[:GROUPS]) if count}
         for slot, count in enumerate(counts[GROUPS:]):
             if count:
@@ -143,7 +154,7 @@ class Heartbeat:
         return found
 
     def answer(self) -> bytes:
-        return self.memory[ANSWER : ANSWER + self.numbers[ANSWER_LENGTH]]
+        return self.memory[8 * ANSWER : 8 * ANSWER + self.numbers[ANSWER_LENGTH]]
 
 
 def pack_position(microbatch: int, layer: int, backward: bool) -> int:

@@ -6,30 +6,35 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from time import monotonic_ns
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 from torch.distributed.pipelining import schedules
 
-from titanmoe.comm.listener import heard_by
+from titanmoe.comm.listener import ALL_GATHER, ALL_REDUCE, RECEIVE, REDUCE_SCATTER, SEND, Name, heard_by
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
 from titanmoe.models.transformer import Transformer
 from titanmoe.replace import replaced
-from titanmoe.watch.heartbeat import BEGUN, BETWEEN, FIRST, PHASES, STEP, TOTAL, Heartbeat, pack_position
-from titanmoe.watch.step_times import StepTimes
+from titanmoe.watch.heartbeat import BEGUN, BETWEEN, FIRST, PHASES, STEP, Heartbeat, pack_position
+from titanmoe.watch.step_times import HostMarks, StepTimes
 
-AFTER = {"other": "data", "data": "forward and backward", "forward_backward": "norm and update"}
+AFTER = {
+    "other": PHASES.index("data"),
+    "data": PHASES.index("forward and backward"),
+    "forward_backward": PHASES.index("norm and update"),
+}
 """By the lap of the step's clock that has just ended: the phase that begins."""
 COLLECTIVES = {
-    "all_gather_into_tensor": ("all-gather", 1),
-    "all_gather_single": ("all-gather", 1),
-    "reduce_scatter_tensor": ("reduce-scatter", 1),
-    "reduce_scatter_single": ("reduce-scatter", 1),
-    "all_reduce": ("all-reduce", 0),
+    "all_gather_into_tensor": (ALL_GATHER, 1),
+    "all_gather_single": (ALL_GATHER, 1),
+    "reduce_scatter_tensor": (REDUCE_SCATTER, 1),
+    "reduce_scatter_single": (REDUCE_SCATTER, 1),
+    "all_reduce": (ALL_REDUCE, 0),
 }
 """Functions of torch.distributed that FSDP calls (the name depends on torch's version) and our code does not: the op,
 and the index of the argument that is sent."""
@@ -59,36 +64,51 @@ class HeartbeatListener:
 
     def __init__(self, heart: Heartbeat, lanes: Lanes, step: Callable[[], int], times: StepTimes | None = None):
         self.heart, self.step, self.times = heart, step, times
-        self.groups = {group.group_name: i for i, group in enumerate(lanes.made.values()) if group is not None}
+        made = [(i, group) for i, group in enumerate(lanes.made.values()) if group is not None]
+        self.groups = {key: i for i, group in made for key in (group, group.group_name)}
         self.microbatch = -1
+        self.record = self.issued = heart.writer(self.groups)
+        self.on_stream = times is not None and not isinstance(times.marks, HostMarks)
+        if self.on_stream:
+            self.issued = self._issued_on_stream
+        self.waits, self.arrived, self.step_position, self.backward_of = self._functions()
 
-    # ---- titanmoe.comm.listener.MessageListener
+    def _functions(self) -> tuple[Callable[..., Any], ...]:
+        """The others of titanmoe.comm.listener.MessageListener, called as often as `issued`."""
+        heart, times, groups = self.heart, self.times, self.groups
+        mark = monotonic_ns if times is None else times.mark
+        begins = self._stream_begins if self.on_stream else mark
 
-    @property
-    def step_position(self) -> int:
-        return self.heart.step_position
+        def waits(group: Name) -> None:
+            if group in groups:
+                heart.group, heart.since = groups[group], begins()
 
-    def issued(self, op: str, x: Tensor, group: str) -> None:
-        number = self.groups.get(group)
-        if number is not None:
-            self.heart.issued(op, x, number)
+        def arrived() -> None:
+            if times is not None and times.step and heart.since is not None:
+                times.spans.append((heart.group, heart.since, mark()))
+            heart.since = None
 
-    def waits(self, group: str) -> None:
-        if self.times is not None and (number := self.groups.get(group)) is not None:
-            self.times.waits(number)
+        def step_position() -> int:
+            return heart.step_position
 
-    def arrived(self) -> None:
-        self.heart.arrived()
-        self.waited()
+        def backward_of(step_position: int) -> None:
+            heart.step_position = step_position | 1
 
-    def backward_of(self, step_position: int) -> None:
-        self.heart.step_position = step_position | 1
+        return waits, arrived, step_position, backward_of
+
+    def _issued_on_stream(self, op: int, x: Tensor, group: Name) -> None:
+        self.record(op, x, group)
+        self.heart.since = self._stream_begins()
+
+    def _stream_begins(self) -> Any:
+        return self.times.mark() if self.times.step else 0
 
     # ---- the rest
 
     def waited(self) -> None:
+        """For a message that may still be under way, as only its stream waits for it."""
         if self.times is not None:
-            self.times.arrived()
+            self.times.waited(self.heart.group, self.heart.since)
 
     def lap(self, name: str) -> None:
         """A lap of the step's clock has ended."""
@@ -96,61 +116,61 @@ class HeartbeatListener:
         heart.numbers[STEP] = self.step()
         if name == "other":
             heart.numbers[FIRST] = heart.numbers[FIRST] or heart.numbers[STEP]
-            heart.numbers[BEGUN] = heart.numbers[TOTAL]
+            heart.numbers[BEGUN] = heart.total
             self.microbatch = -1
         heart.step_position = 0
         if self.times is not None:
             self.times.lap(name, heart.numbers[STEP])
-        heart.enter_phase(PHASES.index(AFTER[name]) if name in AFTER else BETWEEN)
+        heart.enter_phase(AFTER.get(name, BETWEEN))
 
     @contextmanager
-    def on(self, parts: list[Transformer], clock: Any) -> Iterator[None]:
+    def on(self, parts: list[Transformer], clock: Any, compiled: bool = False) -> Iterator[None]:
         with ExitStack() as stack:
             for part in parts:
-                for handle in self._hooks(part):
-                    stack.callback(handle.remove)
+                stack.callback(part.register_forward_pre_hook(self._begins).remove)
+                for number, block in part.blocks().items():
+                    for norm in (block.attention_norm, block.ffn_norm):
+                        stack.enter_context(replaced(norm, "forward", self._enters(number, norm.forward)))
             for name, (op, sent) in COLLECTIVES.items():
                 if hasattr(dist, name):
                     stack.enter_context(replaced(dist, name, self._heard(getattr(dist, name), op, sent)))
             stack.enter_context(replaced(schedules, "_batch_p2p", self._batch(schedules._batch_p2p)))
             stack.enter_context(replaced(clock, "listener", self.lap))
-            stack.enter_context(heard_by(self))
+            stack.enter_context(heard_by(self, compiled))
             yield
 
-    def _hooks(self, part: Transformer) -> Iterator[Any]:
-        """On the norms, not the blocks: they also run when a block is recomputed, and are never in a compiled graph."""
+    def _begins(self, module: nn.Module, args: Any) -> None:
+        self.microbatch = self.microbatch + 1 & 0x7FFF
+        self.heart.step_position = pack_position(self.microbatch, -1, False)
 
-        def begins(module: nn.Module, args: Any) -> None:
-            self.microbatch = self.microbatch + 1 & 0x7FFF
-            self.heart.step_position = pack_position(self.microbatch, -1, False)
+    def _enters(self, number: int, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        """The forward of a norm, not of a block: it also runs when a block is recomputed, and is never in a compiled
+        graph. A hook would cost more: it takes the long way through torch's call of a module.
+        """
+        heart, layer = self.heart, pack_position(0, number, False)
 
-        yield part.register_forward_pre_hook(begins)
-        for number, block in part.blocks().items():
-            layer = pack_position(0, number, False)
+        def entering(x: Tensor) -> Tensor:
+            heart.step_position = heart.step_position & ~0x1FFFE | layer
+            return forward(x)
 
-            def enters(module: nn.Module, args: Any, layer: int = layer) -> None:
-                before = self.heart.step_position
-                self.heart.step_position = before & ~0x1FFFE | layer
+        return entering
 
-            yield block.attention_norm.register_forward_pre_hook(enters)
-            yield block.ffn_norm.register_forward_pre_hook(enters)
-
-    def _heard(self, function: Callable[..., Any], op: str, sent: int) -> Callable[..., Any]:
-        names = ("input_tensor", "input", "tensor")
+    def _heard(self, function: Callable[..., Any], op: int, sent: int) -> Callable[..., Any]:
+        groups = self.groups
 
         @wraps(function)
         def heard(*args: Any, **kwargs: Any) -> Any:
-            x = args[sent] if len(args) > sent else next((kwargs[name] for name in names if name in kwargs), None)
-            group = kwargs.get("group")
-            if not isinstance(x, Tensor) or group is None or torch.compiler.is_compiling():
+            group, x = kwargs.get("group"), kwargs.get("input")
+            if x is None:
+                x = args[sent] if len(args) > sent else kwargs.get("input_tensor", kwargs.get("tensor"))
+            # The saving thread's groups are others.
+            if group not in groups or not isinstance(x, Tensor) or is_dynamo_compiling():
                 return function(*args, **kwargs)
-            self.issued(op, x, group.group_name)
-            self.waits(group.group_name)
+            self.issued(op, x, group)
             try:
                 return function(*args, **kwargs)
             finally:
-                if group.group_name in self.groups:  # the saving thread's is not
-                    self.waited()
+                self.waited()
 
         return heard
 
@@ -160,12 +180,10 @@ class HeartbeatListener:
         @wraps(function)
         def heard(ops: list[dist.P2POp], *args: Any, **kwargs: Any) -> Any:
             for one in ops:
-                number = self.groups.get(one.group.group_name)
-                if number is not None:
-                    op = "receive" if one.op is dist.irecv else "send"
-                    self.heart.issued(op, one.tensor, number, one.group_peer)
+                op = RECEIVE if one.op is dist.irecv else SEND
+                self.record(op, one.tensor, one.group, one.group_peer)
             works = function(ops, *args, **kwargs)
-            return [_Heard(work, ops[0].group.group_name, self) for work in works]
+            return [_Heard(work, ops[0].group, self) for work in works]
 
         return heard
 
@@ -173,7 +191,7 @@ class HeartbeatListener:
 class _Heard:
     """A send or receive under way."""
 
-    def __init__(self, work: dist.Work, group: str, listener: HeartbeatListener):
+    def __init__(self, work: dist.Work, group: dist.ProcessGroup, listener: HeartbeatListener):
         self.work, self.group, self.listener = work, group, listener
 
     def wait(self, *args: Any) -> Any:

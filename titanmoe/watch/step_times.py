@@ -25,13 +25,10 @@ class Marks(Protocol):
 
 
 class HostMarks:
-    every, behind = 1, 0
+    every, behind, mark = 4, 0, staticmethod(time.monotonic_ns)
 
-    def mark(self) -> float:
-        return time.perf_counter()
-
-    def seconds(self, begin: float, end: float) -> float:
-        return end - begin
+    def seconds(self, begin: int, end: int) -> float:
+        return (end - begin) / 1e9
 
 
 class StreamMarks:
@@ -50,10 +47,8 @@ class StreamMarks:
         return begin.elapsed_time(end) / 1e3
 
 
-class Wait(NamedTuple):
-    column: int
-    begin: Any
-    end: Any
+Wait = tuple[int, Any, Any]
+"""The number of the group, and marks at both ends."""
 
 
 class Measured(NamedTuple):
@@ -80,37 +75,33 @@ class StepTimes:
         self.marks, self.mark = marks, marks.mark
         self.messages = [0] * len(self.axes)
         """For each axis, how often this rank waited in the last step that was read."""
-        self._first: int | None = None
-        self._step = 0
+        self.step = 0
         """The step being measured, or 0."""
-        self._begin = self._data = self._begun = None
-        self._waiting = 0
+        self.spans: list[Wait] = []
+        """The waits of this step, since data had been read."""
+        self._first: int | None = None
+        self._begin = self._data = None
         self._early: list[Wait] = []
-        self._spans: list[Wait] = []
         self._done: deque[Measured] = deque()
 
     def lap(self, name: str, step: int) -> None:
         """A lap of the step's clock has ended."""
         if name == "other":
             self._first = step if self._first is None else self._first
-            self._step = step if step > self._first and step % self.marks.every == 0 else 0
-            self._data, self._begun, self._spans = None, None, []
-            self._begin = self.mark() if self._step else None
-        elif self._step and name == "data":
-            self._data, self._early, self._spans = self.mark(), self._spans, []
-        elif self._step and name == "optimizer":
+            self.step = step if step > self._first and step % self.marks.every == 0 else 0
+            self._data, self.spans = None, []
+            self._begin = self.mark() if self.step else None
+        elif self.step and name == "data":
+            self._data, self._early, self.spans = self.mark(), self.spans, []
+        elif self.step and name == "optimizer":
             if self._data is not None:
-                self._done.append(Measured(self._step, self._begin, self._data, self.mark(), self._early, self._spans))
-            self._step = 0
+                self._done.append(Measured(self.step, self._begin, self._data, self.mark(), self._early, self.spans))
+            self.step = 0
 
-    def waits(self, group: int) -> None:
-        if self._step:
-            self._waiting, self._begun = self.column[group], self.mark()
-
-    def arrived(self) -> None:
-        if self._begun is not None:
-            self._spans.append(Wait(self._waiting, self._begun, self.mark()))
-            self._begun = None
+    def waited(self, group: int, begin: Any) -> None:
+        """begin: a mark that was made when the wait began."""
+        if self.step and begin is not None:
+            self.spans.append((group, begin, self.mark()))
 
     def take(self) -> tuple[list[int], list[list[float]]]:
         """Steps that can be read by now and have not been taken, with a row for each; the same steps on all ranks."""
@@ -123,13 +114,13 @@ class StepTimes:
 
     def _row(self, one: Measured) -> list[float]:
         row, seconds = [0.0] * (WAITS + len(self.axes)), self.marks.seconds
-        for span in one.first:
-            row[span.column] += seconds(span.begin, span.end)
+        for group, begin, end in one.first:
+            row[self.column[group]] += seconds(begin, end)
         row[DATA] = seconds(one.begin, one.data) - sum(row)
-        for span in one.spans:
-            row[span.column] += seconds(span.begin, span.end)
+        for group, begin, end in one.spans:
+            row[self.column[group]] += seconds(begin, end)
         row[COMPUTE] = seconds(one.begin, one.end) - sum(row)
         self.messages = [0] * len(self.axes)
-        for span in one.first + one.spans:
-            self.messages[span.column - WAITS] += 1
+        for group, _, _ in one.first + one.spans:
+            self.messages[self.column[group] - WAITS] += 1
         return row

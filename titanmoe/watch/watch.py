@@ -72,7 +72,8 @@ class Watch:
         self._stack = ExitStack()
 
     def __enter__(self) -> Watch:
-        self._stack.enter_context(self.listener.on(self.trainer.parts, self.trainer.clock))
+        trainer = self.trainer
+        self._stack.enter_context(self.listener.on(trainer.parts, trainer.clock, trainer.config.compile.enable))
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, ignore))
         before = signal.set_wakeup_fd(self.dog.waker, warn_on_full_buffer=False)

@@ -92,12 +92,13 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         asked_to_end = 0.0
+        self.hosts.mine.tick()
         while not self.over.is_set():
-            self.hosts.mine.tick()
             if select.select([self.asked], [], [], TICK_S)[0] and signal.SIGTERM in self.asked.recv(64):
                 asked_to_end = asked_to_end or time.monotonic()
             if self.over.is_set():
                 return
+            self.hosts.mine.tick()
             with contextlib.suppress(RuntimeError, OSError):  # the store may be gone with its machine
                 self._publish_heartbeats()
             if self.alarmed() or self.trouble():
@@ -130,7 +131,11 @@ class Watchdog(threading.Thread):
         return False
 
     def trouble(self) -> bool:
-        """Whether a rank of this machine has exited, does not answer, or makes no progress."""
+        """Whether this rank makes no progress, or the next one of its machine does not, does not answer or has exited.
+        So every rank is looked after by another; if several are in trouble, one of them by a rank that is not.
+        """
+        ranks = list(self.hosts.local)
+        following = self.hosts.local[ranks[(ranks.index(self.rank) + 1) % len(ranks)]]
         return any(
             heart.numbers[at.STATE] == at.RUNNING
             and (
@@ -138,7 +143,7 @@ class Watchdog(threading.Thread):
                 or time.monotonic() - heart.last_progress > self._limit(heart)
                 or gone(heart)
             )
-            for heart in self.hosts.local.values()
+            for heart in (self.hosts.mine, following)
         )
 
     def _limit(self, heart: Heartbeat) -> float:
@@ -287,7 +292,7 @@ class Watchdog(threading.Thread):
         idle = time.monotonic() - heart.last_progress
         seen = Seen(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
         seen.step, seen.phase = numbers[at.STEP], at.PHASES[numbers[at.PHASE]]
-        seen.issued = numbers[at.TOTAL] - begun
+        seen.issued = heart.total - begun
         seen.numbers = heart.message_counts()
         seen.last = [
             (one.total - begun - 1, one.group, one.op, one.dtype, one.bytes, one.number, one.peer, *one.step_position)
@@ -340,7 +345,7 @@ def gone(heart: Heartbeat) -> bool:
         return True
     except PermissionError:
         return False
-    return _kernel_state(pid) == "Z"
+    return since(heart.numbers[at.TICK]) > 2 * TICK_S and _kernel_state(pid) == "Z"  # such a process does not tick
 
 
 def state(heart: Heartbeat) -> str:
