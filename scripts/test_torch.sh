@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests of parity, dispatch, pipelines, checkpoints and compilation on CPUs with another version of torch, in an
-# environment of its own that is made once and kept.
+# Runs the tests of parity, dispatch, pipelines, checkpoints, compilation, training, rehearsal and the watch on CPUs with
+# another version of torch, in an environment of its own that is made once and kept.
 #
 #   scripts/test_torch.sh 2.11                        the newest 2.11
 #   scripts/test_torch.sh 2.11 tests/moe -k symm      these tests in place of those
@@ -25,5 +25,5 @@ fi
 
 "$venv/bin/python" -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
 [[ $# -gt 0 ]] || set -- tests/test_parity.py tests/moe tests/parallel tests/checkpoint tests/ops tests/comm tests/models \
-    tests/train/test_trainer.py tests/test_gradients.py tests/rehearse
+    tests/train tests/test_gradients.py tests/rehearse tests/watch tests/launcher
 OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"
