@@ -71,13 +71,23 @@ class Widths:
         self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
 
 
+def _core(s: Widths) -> int:
+    """Attention's output and its log-sum-exp. Sinks make a second output from both, and the ring's, which is by heads,
+    is copied for the product that follows."""
+    heads = s.model.num_heads // s.fold.tp
+    output, sums = s.X * heads * (s.model.v_head_dim or s.model.head_dim) * s.w, s.X * heads * 4
+    if s.fold.cp > 1 and s.config.parallelism.cp_kind == "ring":
+        return 2 * output + sums
+    return (output + sums) * (2 if s.model.attention_sinks else 1)
+
+
 def _attention(s: Widths) -> int:
     """After the norm."""
     model, X, w, W, tp = s.model, s.X, s.w, s.W, s.fold.tp
     heads = model.num_heads // tp
     value = model.v_head_dim or model.head_dim
     query, key = heads * model.head_dim, model.num_kv_heads // tp * model.head_dim
-    core = X * heads * value * w + X * heads * 4  # attention's output, and its log-sum-exp
+    core = _core(s)
     if model.kv_lora_rank:
         latents = model.q_lora_rank + model.kv_lora_rank
         normed = s.T * latents * w + 2 * s.T * W
@@ -94,8 +104,7 @@ def _attention(s: Widths) -> int:
 def _attention_selective(s: Widths) -> int:
     model, X, w = s.model, s.X, s.w
     heads = model.num_heads // s.fold.tp
-    value = model.v_head_dim or model.head_dim
-    core = X * heads * value * w + X * heads * 4
+    core = _core(s)
     if model.kv_lora_rank:
         latents = s.T * (model.q_lora_rank + model.kv_lora_rank) * w
         queries = 0 if model.q_lora_rank else X * heads * model.head_dim * w
@@ -266,7 +275,14 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> Rank:
                 other=R * D * w + hidden,
             )
     if has_head:
-        _head(s, moment, activations, freed, piped, data, reduced, hidden)
+        _head(s, moment, activations, freed, piped, reduced)
+        if not piped:
+            moment(
+                "reducing gradients of the head",
+                activations_kept=activations,
+                gradients=edge.whole * (w + reduced) + edge.piece(data) * reduced,
+                other=hidden,
+            )
     if piped:
         largest = max([unit.whole for unit in units] + [expert.whole * bool(moe)])
         moment("reducing gradients after the last microbatch", gradients=largest * reduced)
@@ -296,7 +312,7 @@ def _in_flight(s: Widths, rank: int, each: list[int]) -> int:
     return round(sum(count * size for count, size in zip(flights, each, strict=True)))
 
 
-def _head(s: Widths, moment, activations: int, freed: bool, piped: bool, data: int, reduced: int, hidden: int) -> None:
+def _head(s: Widths, moment, activations: int, freed: bool, piped: bool, reduced: int) -> None:
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
     unit, V = s.sizes.head, s.model.vocab_size // s.fold.tp
     asked = s.config.training.loss_chunks
