@@ -1,6 +1,7 @@
 """The planner against published runs: fits its eight factors, predicts the other rows and writes docs/planner.md.
 
-    python scripts/planner_page.py            write the page below the mark
+    python scripts/planner_page.py            write the page below the last mark
+    python scripts/planner_page.py --memory   write its first table: rehearses the shipped recipes, ten CPU-minutes
     python scripts/planner_page.py --fit      print the factors that the calibration rows give
 
 Rows are tests/data/published_runs.jsonl, each with its source. What they leave out is filled in by one rule, RULE,
@@ -24,6 +25,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from titanmoe.config.recipe import declared  # noqa: E402
+from titanmoe.config.recipes import find_recipe, names  # noqa: E402
 from titanmoe.config.schema import (  # noqa: E402
     Config,
     Experts,
@@ -39,16 +42,20 @@ from titanmoe.models.families import preset  # noqa: E402
 from titanmoe.plan.devices import Device, read_device  # noqa: E402
 from titanmoe.plan.halves import Stack  # noqa: E402
 from titanmoe.plan.links import Factors  # noqa: E402
+from titanmoe.plan.memory import ranks  # noqa: E402
 from titanmoe.plan.price import Price, Pricer  # noqa: E402
 from titanmoe.plan.schedule import played  # noqa: E402
 from titanmoe.plan.search import Found, search  # noqa: E402
 from titanmoe.plan.sizes import Sizes, units_of_stage  # noqa: E402
 from titanmoe.plan.table import stages_per_rank  # noqa: E402
+from titanmoe.rehearse.columns import format_bytes  # noqa: E402
 
 ROWS = ROOT / "tests" / "data" / "published_runs.jsonl"
 LATER = ROWS.with_name("published_later.jsonl")
 PAGE = ROOT / "docs" / "planner.md"
 MARK = "<!-- below this line: python scripts/planner_page.py -->\n"
+REHEARSED = "<!-- from here: python scripts/planner_page.py --memory -->\n"
+REHEARSED_END = "<!-- to here -->\n"
 FAMILIES = {
     "Mixtral-8x22B": ("mixtral", "8x22b"),
     "Mixtral-8x22B-G8T8": ("mixtral", "8x22b_g8t8"),
@@ -99,10 +106,14 @@ READ_AGAIN = {
     "bridge-skill-qwen30b-final": {"dispatcher": "hybridep + EP overlap"},
     "bridge-skill-qwen30b": {"recompute": "none"},
     "bridge-2": {"recompute": "layernorm,moe_act", "vpp": 1},
+    "automodel-dsv3-1024": {"recompute": "activation_checkpointing", "pieces": 4},
 }
 """By the beginning of a row's name: what its source says and the row does not. Bridge's skill page of the first says
 "EP overlap: enabled", and that a step took 24.7 s without; its recipes say what is computed again
-(recipes/qwen/h100, perf_recipes/gpt_oss/h100), its table of gpt-oss "n/a" for virtual stages."""
+(recipes/qwen/h100, perf_recipes/gpt_oss/h100), its table of gpt-oss "n/a" for virtual stages. AutoModel's table says
+"LBS 8, GA 4": each data rank runs 32 samples through the pipeline in 4 pieces; the recipe of its 1,024 GPUs, when it
+was added (commit 2c236e0, examples/benchmark/configs/deepseek_v3_te_deepep_1024.yaml), "activation_checkpointing:
+true"."""
 CONTRADICTED = {
     "bridge-25.11-gpt-oss-120b-h100-64-bf16-l592": "its source contradicts itself: with pp 4, 64 GPUs are 16 data "
     "ranks, and 16 x microbatch 4 x accumulation 2 is not the batch of 512",
@@ -117,6 +128,10 @@ STATE = {
 """Bytes per weight, whole and sharded, by framework or model; (6, 12) elsewhere, as Megatron's --bf16: gradients in
 float32. Bridge's performance recipes reduce gradients in bfloat16 (perf_recipes/_common.py), its Moonlight recipe keeps
 moments in it too, AutoModel everything (components/distributed/config.py)."""
+MADE = 2
+"""Bytes per weight while Megatron makes a model. Even under FSDP each rank first has all weights that tp, etp, ep and
+pp leave it, in bfloat16 (megatron/training/training.py, get_model: .cuda() comes before FSDP), unless options say
+otherwise that are off by default and that no source here mentions (--init-model-with-meta-device)."""
 UNDER = (1, 2, 4)
 """Microbatches in the range of a row that states none."""
 
@@ -136,6 +151,8 @@ class Run:
     """Bytes per weight that data ranks share: master weights and moments."""
     waits: bool
     """Rows wait for their probabilities until they are back, as Megatron's did until 2025."""
+    made_whole: bool
+    """Weights are on the device before they are sharded."""
 
 
 @dataclass(frozen=True)
@@ -220,12 +237,14 @@ def run_of(row: dict[str, Any], microbatch: int = 0, virtual: int = 0) -> Run | 
         even_split=True,
         fused_exchange=dispatcher != "alltoall",
         hides_rows="overlap" in (row["dispatcher"] or ""),
+        pieces=row.get("pieces", 1),
         recompute=named if mode != "full" else frozenset({"full"}),
     )
     whole, state = STATE.get(row["model"]) or STATE.get(kind, (6, 12))
     waits = row["source"].startswith(PAPER)
     fold = derive(world, config.parallelism)
-    return Run(config, fold, stack, stages, learned, row["recompute"] is None, whole, state, waits)
+    made_whole = "FSDP" in kind and not automodel
+    return Run(config, fold, stack, stages, learned, row["recompute"] is None, whole, state, waits, made_whole)
 
 
 def published_memory(row: dict[str, Any]) -> float | None:
@@ -297,13 +316,14 @@ def memory(run: Run) -> float:
             static += 2 * (2 * block if stack.gathers == "microbatch" else dense + experts) + 4 * block
         flights = 1.0
         if fold.pp > 1:
-            m = config.training.global_batch_size // (config.training.local_batch_size * fold.dp)
+            m = config.training.global_batch_size // (config.training.local_batch_size * fold.dp * stack.pieces)
             flights = played(config.pipeline.schedule, fold.pp, run.virtual, m).flights[rank] / run.virtual
         logits = 0.0
         if rank == fold.pp - 1:
             X = config.training.local_batch_size * config.training.seq_len / fold.cp
             logits = X * model.vocab_size / fold.tp * 8
-        worst = max(worst, static + flights * kept + logits)
+        made = MADE * (dense + experts) * run.made_whole
+        worst = max(worst, made, static + flights * kept + logits)
     return worst
 
 
@@ -333,6 +353,44 @@ def _kept(run: Run, layer: int) -> float:
         ffn = T * D + R * D + T * model.top_k * D * run.waits + (2 + acts) * R * F + 4 * T * model.num_experts
         ffn += 0 if "shared_expert" in named else 3 * X * model.shared_hidden / fold.tp
     return 2 * (attention + norms + ffn)
+
+
+# ---- memory of the shipped recipes, planned and rehearsed
+
+
+def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
+    """A shipped recipe's own mapping, and planned bytes of its first, its last and its fullest pipeline rank."""
+    from titanmoe.rehearse.world import recipe_to_rehearse  # only here, because it takes torch seconds to start
+
+    path = find_recipe(name)
+    world = declared(path.read_text(encoding="utf-8"))
+    config = recipe_to_rehearse(["--config", str(path)], world, "h100")
+    fold = derive(world, config.parallelism)
+    peaks = [rank.peak for rank in ranks(config, fold)]
+    return config, fold, {i: peaks[i] for i in sorted({0, fold.pp - 1, peaks.index(max(peaks))})}
+
+
+def rows_on_page() -> list[tuple[str, ...]]:
+    text = PAGE.read_text(encoding="utf-8").partition(REHEARSED)[2].partition(REHEARSED_END)[0]
+    return [tuple(line.strip("| ").split(" | ")) for line in text.splitlines() if line.startswith("| ")][1:]
+
+
+def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
+    """Of recipes that are not named, those that the page has."""
+    from titanmoe.rehearse.world import rehearse
+
+    known, found = rows_on_page(), []
+    for name in names():
+        if recipes and name not in recipes:
+            found += [row for row in known if row[0] == name]
+            continue
+        config, fold, peaks = planned_peaks(name)
+        for rank, planned in peaks.items():
+            peak = rehearse(config, fold.world, rank * fold.stage, "h100").memory.peak
+            place = f"{rank} of {fold.pp}"
+            found.append((name, place, format_bytes(planned), format_bytes(peak), f"{planned / peak - 1:+.1%}"))
+            print(*found[-1], flush=True)
+    return found
 
 
 # ---- the fit
@@ -389,8 +447,8 @@ HIDES = "the source hides more of the messages of weights and gradients, or send
 HOST = "the host: no graphs, so that some ten milliseconds a block go on launching, which nothing here stands for"
 LEARNED = "learned routing, more uneven than where its factor was fitted: the same run balanced by force is faster"
 SLOW = "other software is as far below with this model: kernels for widths of 2,880, heads of 64 and its activation"
+DEEPSEEK = "slower kernels of latent attention, or messages of experts and of weights at once"
 CAUSES = {
-    "mpf-t3-llama3-8x70b-fsdp-256g": "not stated what filled the memory; sharded over 256 ranks it fits by every count",
     "mpf-t4-mixtral-8x22b-fsdp+ep": HIDES + "; its rate rises from 128 to 256 GPUs, where more of them cross nodes",
     "mpf-t4-qwen2-57b-a14b-fsdp+ep": HIDES,
     "mpf-t4-mixtral-8x22b-g8t8-fsdp+ep-1024g": HIDES,
@@ -398,9 +456,10 @@ CAUSES = {
     "zoo-qwen235-a2a": HOST + "; one block a stage, so that each hop waits for the host of another rank",
     "zoo-qwen235-newest": "more of the rows' messages are hidden than the share that was measured on another model",
     "zoo-qwen235-long": LEARNED,
-    "automodel-dsv3-1024": "its batch is run in 4 pieces, each with its own bubble and reduction of gradients, and "
-    "blocks are computed again, or 80 GB would not do; the row says neither, and they do not explain all of it",
-    "automodel-dsv3-256": "slower kernels of latent attention, or messages of experts and of weights at once",
+    "automodel-dsv3-1024": DEEPSEEK
+    + "; and a microbatch takes 16 % longer than on 256 GPUs, which its source does not "
+    "explain",
+    "automodel-dsv3-256": DEEPSEEK,
     "bridge-skill-moonlight": HOST + ": one microbatch a step",
     "bridge-2": SLOW,
     "later-automodel-gptoss": SLOW,
@@ -616,13 +675,15 @@ def made(rows: list[dict[str, Any]], factors: Factors) -> str:
     three = f"{len(later)} rows: median {median(errors):.1%}, 90th percentile {quantile(errors, 0.9):.1%}."
     lines += [*table_of(head, [cells(one) for one in later]), three, ""]
     lines += ["## Not scored", ""]
-    lines += [f"* {row['id']}: {why}" for row in rows if (why := why_not(row))]
+    for row in rows:
+        if why := why_not(row):
+            lines += wrap(f"* {row['id']}: {why}", 120, subsequent_indent="  ", break_on_hyphens=False)
     return "\n".join(lines) + "\n"
 
 
 LATER_SAYS = (
     "Taken from the sources of the rows above when formulas and factors had been frozen again, and predicted "
-    "once; nothing was changed since but the last column."
+    "once; nothing was changed since but the last column, and the memory of the run under FSDP by the third round."
 )
 
 
@@ -639,7 +700,14 @@ def docs_of(kind: type) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="print what the calibration rows give")
+    parser.add_argument("--memory", nargs="*", metavar="RECIPE", help="rehearse these recipes, or all")
     args = parser.parse_args()
+    if args.memory is not None:
+        head = ("recipe", "pipeline rank", "planned", "rehearsed", "error")
+        lines = "\n".join(["", *table_of(head, memory_rows(args.memory)), ""])
+        before, _, rest = PAGE.read_text(encoding="utf-8").partition(REHEARSED)
+        PAGE.write_text(before + REHEARSED + lines + REHEARSED_END + rest.partition(REHEARSED_END)[2], encoding="utf-8")
+        return
     rows = read_rows()
     if args.fit:
         print(json.dumps(asdict(fit(rows))))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
+from titanmoe.config.recipes import names
+from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.plan.memory import ranks
+from titanmoe.rehearse.columns import format_bytes
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 MIDDLE = (
@@ -26,6 +31,7 @@ CASES = {
     "tiny": (1, 0, "--model.dim 64 --model.head_dim 8 --model.expert_hidden 128 --training.seq_len 256"),
     "tp ep": (4, 0, f"{TP} 2 {EP} 4"),
     "pp ep, last stage": (4, 2, f"{PP} 2 {EP} 2"),
+    "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2"),
 }
 MORE = {
     "full": (4, 0, f"{EP} 2 {MODE} full --training.global_batch_size 4"),
@@ -47,14 +53,38 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
-def test_memory_is_that_of_a_rehearsal(case: str) -> None:
-    world, rank, changes = (CASES | MORE)[case]
-    config = recipe_to_rehearse([*MIDDLE.split(), *changes.split()], world, "h100")
+def agrees(config: Config, world: int, rank: int) -> int:
+    """The rehearsed peak, after comparing it and all else with the plan's."""
     fold = derive(world, config.parallelism)
-    steps = 2 if fold.pp > 1 else 1  # the first makes the receive buffers
-    found = rehearse(config, world, rank, "h100", steps=steps)
+    found = rehearse(config, world, rank, "h100")
     planned = ranks(config, fold)[rank // fold.stage]
     assert (planned.weights, planned.gradients) == (found.parameter_bytes, found.gradient_bytes)
     assert planned.moments == found.optimizer_bytes
     assert planned.peak == pytest.approx(found.memory.peak, rel=0.05)
+    return found.memory.peak
+
+
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+def test_memory_is_that_of_a_rehearsal(case: str) -> None:
+    world, rank, changes = (CASES | MORE)[case]
+    agrees(recipe_to_rehearse([*MIDDLE.split(), *changes.split()], world, "h100"), world, rank)
+
+
+def test_the_page_has_the_plans_of_all_recipes(script: ModuleType) -> None:
+    wanted = []
+    for name in names():
+        _, fold, peaks = script.planned_peaks(name)
+        wanted += [(name, f"{rank} of {fold.pp}", format_bytes(peak)) for rank, peak in peaks.items()]
+    assert [row[:3] for row in script.rows_on_page()] == wanted
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "debug_pp" else pytest.param(name, marks=pytest.mark.slow) for name in names()]
+)
+def test_recipes_are_within_5_percent(name: str, script: ModuleType) -> None:
+    """Of large ones the fullest rank, which decides whether they fit."""
+    config, fold, peaks = script.planned_peaks(name)
+    on_page = {row[:2]: row[3] for row in script.rows_on_page()}
+    for rank in peaks if name.startswith("debug") else [max(peaks, key=peaks.get)]:
+        peak = agrees(config, fold.world, rank * fold.stage)
+        assert on_page[name, f"{rank} of {fold.pp}"] == format_bytes(peak)

@@ -13,6 +13,7 @@ from titanmoe.models.families import preset
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.halves import Halves, Stack
 from titanmoe.plan.links import Factors, LinkGroup, Links
+from titanmoe.plan.price import Pricer
 from titanmoe.plan.search import Found, evaluate
 
 H100 = read_device("h100")
@@ -36,6 +37,14 @@ def test_messages_follow_the_links_that_groups_cross() -> None:
     assert links.gather(LinkGroup(1, 1), 1e9) == links.exchange(LinkGroup(1, 1), 1e9) == 0
     rack = Links(read_device("gb200"), Factors())
     assert rack.exchange(LinkGroup(64, 1), 1e9) < links.exchange(LinkGroup(64, 1), 1e9) / 5
+
+
+def test_a_batch_in_pieces_has_a_bubble_for_each() -> None:
+    plain = found(128)
+    config, fold = plain.config, plain.fold
+    whole, pieces = (Pricer(config, H100, Factors(), Stack(pieces=n)).price(config, fold) for n in (1, 4))
+    assert pieces.components["bubble"] == pytest.approx(4 * whole.components["bubble"])
+    assert pieces.step - whole.step == pytest.approx(3 * whole.components["bubble"])
 
 
 def test_components() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -14,15 +12,6 @@ import pytest
 from titanmoe.plan.links import Factors
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("planner_page", ROOT / "scripts" / "planner_page.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["planner_page"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def steps(script: ModuleType, rows: list[dict[str, Any]], factors: Factors) -> dict[str, float]:
@@ -70,3 +59,9 @@ def test_the_page_is_what_the_rows_give(script: ModuleType) -> None:
             assert "| " + " | ".join(cells) + " |" in text
     held = [abs(one.error) for one in scored if one.published and not one.calibration]
     assert script.median(held) < 0.1
+
+
+def test_memory_runs_out_where_it_did_and_nowhere_else(script: ModuleType) -> None:
+    scored = script.judged(script.read_rows(), Factors()) + script.judged(script.read_rows(script.LATER), Factors())
+    assert [one.row["id"] for one in scored if one.oom] == [one.row["id"] for one in scored if not one.predicted.fits]
+    assert sum(one.oom for one in scored) == 2

@@ -60,6 +60,8 @@ class Stack:
     """Tokens choose experts next to each other, as AutoModel's balanced gate does, and so few ranks."""
     hides_rows: bool = False
     """Some of the rows travel while another microbatch computes."""
+    pieces: int = 1
+    """A step's microbatches go through the pipeline in that many pieces, which wait for each other."""
     recompute: frozenset[str] | None = None
     """Modules computed again in backward, in Megatron's names; None: as the recipe says."""
 

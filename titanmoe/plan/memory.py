@@ -71,13 +71,23 @@ class Widths:
         self.sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
 
 
+def _core(s: Widths) -> int:
+    """Attention's output and its log-sum-exp. Sinks make a second output from both, and the ring's, which is by heads,
+    is copied for the product that follows."""
+    heads = s.model.num_heads // s.fold.tp
+    output, sums = s.X * heads * (s.model.v_head_dim or s.model.head_dim) * s.w, s.X * heads * 4
+    if s.fold.cp > 1 and s.config.parallelism.cp_kind == "ring":
+        return 2 * output + sums
+    return (output + sums) * (2 if s.model.attention_sinks else 1)
+
+
 def _attention(s: Widths) -> int:
     """After the norm."""
     model, X, w, W, tp = s.model, s.X, s.w, s.W, s.fold.tp
     heads = model.num_heads // tp
     value = model.v_head_dim or model.head_dim
     query, key = heads * model.head_dim, model.num_kv_heads // tp * model.head_dim
-    core = X * heads * value * w + X * heads * 4  # attention's output, and its log-sum-exp
+    core = _core(s)
     if model.kv_lora_rank:
         latents = model.q_lora_rank + model.kv_lora_rank
         normed = s.T * latents * w + 2 * s.T * W
@@ -94,8 +104,7 @@ def _attention(s: Widths) -> int:
 def _attention_selective(s: Widths) -> int:
     model, X, w = s.model, s.X, s.w
     heads = model.num_heads // s.fold.tp
-    value = model.v_head_dim or model.head_dim
-    core = X * heads * value * w + X * heads * 4
+    core = _core(s)
     if model.kv_lora_rank:
         latents = s.T * (model.q_lora_rank + model.kv_lora_rank) * w
         queries = 0 if model.q_lora_rank else X * heads * model.head_dim * w
@@ -152,7 +161,7 @@ def ranks(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = 
     found = []
     for rank in sorted({0, fold.pp - 1}) if only_ends else range(fold.pp):
         mine = [stage for stage, owner in enumerate(owners) if owner == rank]
-        found.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in mine], len(mine)))
+        found.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in mine]))
     return found
 
 
@@ -167,7 +176,7 @@ def stages_of(config: Config, stages: int, explicit: tuple[int, ...] | None = No
     return _stages(Key.of(config.model), config.training.seq_len, stages, explicit)
 
 
-def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank: int) -> Rank:
+def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> Rank:
     config, fold, model, sizes = s.config, s.fold, s.model, s.sizes
     stored, w = WIDTHS[config.training.dtype], s.w
     reduced = max(w, WIDTHS[config.training.mixed_precision_reduce])
@@ -178,10 +187,9 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank
         more, experts = units_of_stage(config, sizes, layers, first, last)
         units += more
         moe += experts
-    pieces = sum(unit.piece(data) for unit in units) + moe * sizes.experts.piece(fold.edp)
+    weights = sum(_stored(unit, data, stored) for unit in units) + moe * _stored(sizes.experts, fold.edp, stored)
     tensors = sum(map(len, units)) + moe * len(sizes.experts)
-    weights = pieces * stored
-    moments = 2 * pieces * stored + 4 * tensors
+    moments = 2 * weights + 4 * tensors
 
     blocks = [i for layers, _, _ in stages for i in layers]
     if any(last for *_, last in stages):
@@ -190,14 +198,16 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
     rope = 2 * s.X * (model.qk_rope_head_dim or model.head_dim) * 4
-    # A stage's input and output are kept by its first block's norm, or the pipeline itself.
-    ends = rope + (hidden * per_rank if piped else 0) + s.X * 24
     extra = range(model.num_layers, model.num_layers + model.mtp_depth)
+    # Every stage but the first has its input in a receive buffer, and the pipeline keeps every output but the loss.
     kept_by_stage = [
-        sum(each[i].attention + each[i].ffn for i in [*layers, *extra[: last * len(extra)]]) + ends // per_rank
-        for layers, _, last in stages
+        sum(each[i].attention + each[i].ffn for i in [*layers, *extra[: last * len(extra)]])
+        + rope
+        + hidden * (first - last)
+        for layers, first, last in stages
     ]
-    activations = _in_flight(s, rank, kept_by_stage)
+    tokens = s.microbatches * s.X * 24
+    activations = _in_flight(s, rank, kept_by_stage) + tokens
     buffers = 0
     if piped:
         sides = sum((not first) + (not last) for _, first, last in stages)
@@ -207,7 +217,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank
     whole = sum(unit.whole for unit in units) + moe * expert.whole
     choice = config.parallelism.reshard_after_forward
     freed = not piped if choice == "auto" else choice == "always"
-    before = pieces * reduced if s.microbatches > 1 and not piped else 0
+    before = weights if s.microbatches > 1 and not piped else 0
     base = {"weights": weights, "moments": moments}
     alive = {"gathered weights": 0 if freed else whole * w}
     alive["gradients"] = whole * reduced if piped else before
@@ -230,7 +240,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank
         there = activations - sum(each[i].attention + each[i].ffn for i in done)
         shards, waiting = 0, 0
         if not piped:
-            shards = 0 if before else sum(_piece(s, i) for i in done) * reduced + edge.piece(data) * reduced
+            shards = 0 if before else sum(_block_stored(s, i, stored) for i in done) + _stored(edge, data, stored)
             # A unit's gradients stay in the buffer that they were sent from until the next unit's are sent.
             waiting = (sizes.block(done[0]) if done else edge).whole * reduced * (bool(done) or has_head)
         R, F, D = (s.R, s.F, model.dim) if experts else (s.X, model.dense_hidden // fold.tp, 0)
@@ -255,6 +265,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank
         if experts and not piped:
             rows_gone = each[layer].rows or R * (D * w + 4 + 2 * F * w)
             outputs = expert.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
+            outputs += expert.piece(fold.edp) * stored * (stored < reduced)
             moment(
                 f"reducing gradients of the {name} block's experts",
                 activations_kept=there - (0 if own else rows_gone),
@@ -264,17 +275,30 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]], per_rank
                 other=R * D * w + hidden,
             )
     if has_head:
-        _head(s, moment, activations, freed, piped, data, reduced, hidden)
+        _head(s, moment, activations, freed, piped, reduced)
+        if not piped:
+            moment(
+                "reducing gradients of the head",
+                activations_kept=activations,
+                gradients=edge.whole * (w + reduced) + edge.piece(data) * reduced,
+                other=hidden,
+            )
     if piped:
         largest = max([unit.whole for unit in units] + [expert.whole * bool(moe)])
         moment("reducing gradients after the last microbatch", gradients=largest * reduced)
     name, components = max(moments_of_step, key=lambda one: sum(one[1].values()))
-    return Rank(weights, pieces * stored, moments, {k: v for k, v in components.items() if v}, name)
+    return Rank(weights, weights, moments, {k: v for k, v in components.items() if v}, name)
 
 
-def _piece(s: Widths, layer: int) -> int:
-    experts = s.sizes.experts.piece(s.fold.edp) if has_experts(s.model, layer) else 0
-    return s.sizes.block(layer).piece(fsdp(s.fold)) + experts
+def _stored(unit: WeightUnit, parts: int, width: int) -> int:
+    """Bytes of what one of the data ranks keeps. Routers are in float32 at least: titanmoe.moe.router."""
+    wide = sum(unit.replicated)
+    return (unit.piece(parts) - wide) * width + wide * max(width, 4)
+
+
+def _block_stored(s: Widths, layer: int, width: int) -> int:
+    experts = _stored(s.sizes.experts, s.fold.edp, width) if has_experts(s.model, layer) else 0
+    return _stored(s.sizes.block(layer), fsdp(s.fold), width) + experts
 
 
 def _in_flight(s: Widths, rank: int, each: list[int]) -> int:
@@ -288,7 +312,7 @@ def _in_flight(s: Widths, rank: int, each: list[int]) -> int:
     return round(sum(count * size for count, size in zip(flights, each, strict=True)))
 
 
-def _head(s: Widths, moment, activations: int, freed: bool, piped: bool, data: int, reduced: int, hidden: int) -> None:
+def _head(s: Widths, moment, activations: int, freed: bool, piped: bool, reduced: int) -> None:
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
     unit, V = s.sizes.head, s.model.vocab_size // s.fold.tp
     asked = s.config.training.loss_chunks

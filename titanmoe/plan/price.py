@@ -146,7 +146,8 @@ class Pricer(Halves):
             slowest = slowest + blocks[kind].times(count)
         messages = 2 * hop * owners.count(worst)
         busy = m * (slowest.seconds + messages)
-        bubble = sum(ranks) / fold.pp * self._idle(config, fold, len(owners) // fold.pp, m)
+        pieces = self.stack.pieces
+        bubble = sum(ranks) / fold.pp * pieces * self._idle(config, fold, len(owners) // fold.pp, m // pieces)
 
         mine = {}  # blocks of the first rank, with experts and without
         for kind, count in held(stages, owners, 0).items():
