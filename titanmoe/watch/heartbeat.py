@@ -67,7 +67,7 @@ class Heartbeat:
             os.close(descriptor)
         self.numbers = memoryview(self.memory).cast("Q")
         self.step_position = 0
-        self.group, self.since = 0, None
+        self.group, self.since = None, None
         """The group of the message that this rank waits for, and since when; None if it does not wait."""
         if create:
             self.numbers[PID] = os.getpid()
@@ -89,22 +89,28 @@ class Heartbeat:
         """A function to call when the step issues a message to one of these groups; it ignores others. A step calls it
         hundreds of times, so it touches as little as it can.
         """
-        numbers, dtypes, total = self.numbers, DTYPES, self.total
+        numbers, dtypes, at = self.numbers, DTYPES, RING + 2 * (self.total % RECORDS)
+        # Of each group: where its count is, its bits of a record's second word, and the dtype of its latest message,
+        # whose code is among them.
+        kinds = {group: [COUNTS + number, number << 7, None] for group, number in groups.items()}
 
         def issued(op: int, x: torch.Tensor, group: Any, peer: int = -1) -> None:
-            nonlocal total
+            nonlocal at
             try:
-                self.group = slot = number = groups[group]
+                slot, bits, dtype = kind = kinds[group]
             except KeyError:
                 return
+            if x.dtype is not dtype:
+                bits = bits & ~15 | dtypes[x.dtype]
+                kind[1], kind[2] = bits, x.dtype
             if peer >= 0:
-                slot = GROUPS + 2 * (peer % PEERS) + (op == RECEIVE)
-            count = numbers[COUNTS + slot] + 1
-            at = RING + 2 * (total % RECORDS)
+                slot, bits = COUNTS + GROUPS + 2 * (peer % PEERS) + (op == RECEIVE), bits | peer + 1 << 13
+            count = numbers[slot] + 1
             numbers[at] = count << 32 | self.step_position
-            numbers[at + 1] = x.nbytes << 24 | peer + 1 << 13 | number << 7 | op << 4 | dtypes[x.dtype]
-            numbers[COUNTS + slot] = count
-            total += 1
+            numbers[at + 1] = x.nbytes << 24 | bits | op << 4
+            numbers[slot] = count
+            at = at + 2 if at < RING + 2 * RECORDS - 2 else RING
+            self.group = group
             numbers[ISSUED] = self.since = monotonic_ns()
 
         return issued

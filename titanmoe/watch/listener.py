@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from time import monotonic_ns
 from typing import Any
 
 import torch.distributed as dist
@@ -68,24 +67,24 @@ class HeartbeatListener:
         self.groups = {key: i for i, group in made for key in (group, group.group_name)}
         self.microbatch = -1
         self.record = self.issued = heart.writer(self.groups)
-        self.on_stream = times is not None and not isinstance(times.marks, HostMarks)
-        if self.on_stream:
+        if times is not None and not isinstance(times.marks, HostMarks):
             self.issued = self._issued_on_stream
         self.waits, self.arrived, self.step_position, self.backward_of = self._functions()
 
     def _functions(self) -> tuple[Callable[..., Any], ...]:
         """The others of titanmoe.comm.listener.MessageListener, called as often as `issued`."""
-        heart, times, groups = self.heart, self.times, self.groups
-        mark = monotonic_ns if times is None else times.mark
-        begins = self._stream_begins if self.on_stream else mark
+        heart, groups = self.heart, self.groups
+        times = self.times or StepTimes((), HostMarks())  # which measures nothing
+        mark = times.mark
 
         def waits(group: Name) -> None:
-            if group in groups:
-                heart.group, heart.since = groups[group], begins()
+            heart.since = 0
+            if times.step and group in groups:
+                heart.group, heart.since = group, mark()
 
         def arrived() -> None:
-            if times is not None and times.step and heart.since is not None:
-                times.spans.append((heart.group, heart.since, mark()))
+            if times.step and heart.since:
+                times.spans.append((groups[heart.group], heart.since, mark()))
             heart.since = None
 
         def step_position() -> int:
@@ -98,17 +97,14 @@ class HeartbeatListener:
 
     def _issued_on_stream(self, op: int, x: Tensor, group: Name) -> None:
         self.record(op, x, group)
-        self.heart.since = self._stream_begins()
-
-    def _stream_begins(self) -> Any:
-        return self.times.mark() if self.times.step else 0
+        self.heart.since = self.times.mark() if self.times.step else 0
 
     # ---- the rest
 
     def waited(self) -> None:
         """For a message that may still be under way, as only its stream waits for it."""
-        if self.times is not None:
-            self.times.waited(self.heart.group, self.heart.since)
+        if self.times is not None and self.heart.since:
+            self.times.waited(self.groups[self.heart.group], self.heart.since)
 
     def lap(self, name: str) -> None:
         """A lap of the step's clock has ended."""

@@ -100,7 +100,7 @@ class StepTimes:
 
     def waited(self, group: int, begin: Any) -> None:
         """begin: a mark that was made when the wait began."""
-        if self.step and begin is not None:
+        if self.step:
             self.spans.append((group, begin, self.mark()))
 
     def take(self) -> tuple[list[int], list[list[float]]]:
