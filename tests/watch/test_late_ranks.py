@@ -23,7 +23,7 @@ def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", **more: 
     """A rank that has issued these operations in step 7, and 10 in each group before."""
     numbers, last = {str(i): 10 for i in range(3)}, []
     for index, (group, op) in enumerate(ops):
-        numbers[str(group)] += 1
+        numbers[str(group)] = numbers.get(str(group), 0) + 1
         last.append((index, group, op, "float32", 64, numbers[str(group)], -1, 1, 3, True))
     one = Seen(rank, f"node{rank // 2}", 4000 + rank, state, 8.0, 7, "forward and backward", len(ops), 1, 3, True)
     one.last, one.numbers = last, numbers
@@ -89,6 +89,19 @@ def test_a_stage_of_two_that_disagree() -> None:
     assert list(of([*(seen(rank, STEP[:1]) for rank in range(3)), skipped], stage=2).late) == [3]
     other = [(EP, "all-to-all")]
     assert {2, 3} <= of([seen(0, other), seen(1, other), seen(2, STEP[:1]), skipped], stage=2).late.keys()
+
+
+def test_of_a_stage_of_two_the_one_that_does_not_repeat_its_last_step_is_late() -> None:
+    first = [seen(rank, [(EP, "all-to-all")]) for rank in range(2)]
+    for ops in (STEP[1:3], [(PP, "receive"), STEP[1]]):
+        found = of([*first, seen(2, STEP[:1]), seen(3, ops, differs=0)], stage=2)
+        assert list(found.late) == [3]
+        done = f"{ops[0][1]} over {GROUPS[ops[0][0]].axes}"
+        assert f"issued {done} as message 1 of its step, not that of the step before" in found.text
+    # The other has not come to that message, or both differ there: it does not decide.
+    assert list(of([*first, seen(2, []), seen(3, STEP[1:3], differs=0)], stage=2).late) != [3]
+    both = [seen(2, STEP[:1], differs=0), seen(3, STEP[1:3], differs=0)]
+    assert {2, 3} <= of([*first, *both], stage=2).late.keys()
 
 
 def test_ranks_of_other_stages_issue_other_messages() -> None:

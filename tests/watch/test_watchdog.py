@@ -55,6 +55,25 @@ def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
     assert other.answer() == b"words"
 
 
+def test_the_first_message_that_the_step_before_did_not_have_there(tmp_path: Path) -> None:
+    heart = Heartbeat(tmp_path / "0", create=True)
+    issued, x = heart.writer({"tp": 0, "ep": 1}), torch.zeros(6)
+
+    def step(*messages: tuple[int, str, int]) -> int:
+        heart.numbers[at.BEFORE], heart.numbers[at.BEGUN] = heart.numbers[at.BEGUN], heart.total
+        for op, group, rows in messages:
+            issued(op, x[:rows], group)
+        return heart.differs
+
+    whole = [(ALL_GATHER, "tp", 6), (ALL_TO_ALL, "ep", 3), (ALL_TO_ALL, "ep", 5), (ALL_GATHER, "tp", 6)]
+    assert step(*whole) == -1, "there is no step before"
+    assert step(whole[0], (ALL_TO_ALL, "ep", 2)) == -1, "the data decide how many rows are sent"
+    assert step(*whole) == -1, "the step before made only two"
+    assert step(*whole[:3], (ALL_GATHER, "tp", 5)) == 3
+    assert step(whole[0], *whole[2:]) == 2
+    assert step(*whole * at.RECORDS) == step(*whole) == -1, "what came there in the step before is no longer known"
+
+
 class Watched:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch):
         patch.setattr(watchdog, "TICK_S", 0.05)

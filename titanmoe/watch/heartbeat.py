@@ -27,11 +27,13 @@ RUNNING, ENDED, FAILED = range(3)
 COUNTS, RING, ANSWER, END = 16, 320, 3072, 8192
 """Where each part of the memory begins, in words of 8 bytes: numbers, counts, the latest messages, and text for the
 other ranks."""
-PID, STATE, FIRST, STEP, PHASE, BEGUN, WAITING, ALARM, REPORTED, ANSWER_LENGTH, PHASE_BEGAN, ISSUED, TICK = range(13)
-"""Indices into the numbers. FIRST: the step that this start of the run began with. BEGUN: messages before this step.
-WAITING: whether this rank was waiting for a message when its watchdog thread last ran. REPORTED: the report is out.
-PHASE_BEGAN, ISSUED, TICK: when the step entered its phase, when it issued a message, and when the watchdog thread last
-ran, in nanoseconds of the machine's monotonic clock."""
+(PID, STATE, FIRST, STEP, PHASE, BEGUN, BEFORE, WAITING, ALARM, REPORTED, ANSWER_LENGTH, PHASE_BEGAN, ISSUED, TICK) = (
+    range(14)
+)
+"""Indices into the numbers. FIRST: the step that this start of the run began with. BEGUN, BEFORE: messages before this
+step, and before the one before it. WAITING: whether this rank was waiting for a message when its watchdog thread last
+ran. REPORTED: the report is out. PHASE_BEGAN, ISSUED, TICK: when the step entered its phase, when it issued a message,
+and when the watchdog thread last ran, in nanoseconds of the machine's monotonic clock."""
 GROUPS, PEERS = 64, 112
 """Counts: collectives of each group, then messages sent to and received from each rank of the pipeline."""
 RECORDS = 512
@@ -54,6 +56,11 @@ class LoggedMessage(NamedTuple):
     op: str
     dtype: str
     peer: int
+
+    @property
+    def what(self) -> tuple[int, str, int, int]:
+        """The same in each step: how many rows an all-to-all sends depends on the data."""
+        return self.group, self.op, self.peer, 0 if self.op == "all-to-all" else self.bytes
 
 
 class Heartbeat:
@@ -149,6 +156,19 @@ class Heartbeat:
     @property
     def is_waiting(self) -> bool:
         return bool(self.numbers[WAITING])
+
+    @property
+    def differs(self) -> int:
+        """The index of this step's first message that is not the one which the step before had there; -1 if there is
+        none, or that step is no longer known.
+        """
+        begun, before = self.numbers[BEGUN], self.numbers[BEFORE]
+        kept = {one.total: one for one in self.messages()}
+        for index in range(min(self.total - begun, begun - before)):
+            now, then = kept.get(begun + index + 1), kept.get(before + index + 1)
+            if now and then and now.what != then.what:
+                return index
+        return -1
 
     def message_counts(self) -> dict[str, int]:
         """Messages so far, by group, or by "send PEER" and "receive PEER" for the pipeline."""

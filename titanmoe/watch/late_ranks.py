@@ -45,6 +45,8 @@ class Seen:
     stack: list[str] = field(default_factory=list)
     threads: dict[str, list[str]] = field(default_factory=dict)
     note: str = ""
+    differs: int = -1
+    """The first message of this step that is not what the step before had at its place, or -1."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ def judge(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> Lat
     by_rank = {one.rank: one for one in seen}
     late = (
         _odd(seen, groups, stage)
+        or _strayed(seen, groups, stage)
         or _lost(seen)
         or dict.fromkeys(_awaited(by_rank, groups), "")
         or dict.fromkeys(_apart(seen), "")
@@ -111,6 +114,21 @@ def _odd(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> dict
                     if what != usual
                 }
     return {}
+
+
+def _strayed(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> dict[int, str]:
+    """Ranks that issued a different message from the one in the step before, where another of their stage repeated its
+    own.
+    """
+    late = {}
+    for one in seen:
+        there = (other for other in seen if other.rank // stage == one.rank // stage and other.issued > one.differs)
+        if one.differs >= 0 and any(not 0 <= other.differs <= one.differs for other in there):
+            issued = [f"{_named(groups, r[GROUP], r[OP])} as " for r in one.last if r[INDEX] == one.differs]
+            late[one.rank] = (
+                f"issued {''.join(issued)}message {one.differs + 1} of its step, not that of the step before"
+            )
+    return late
 
 
 def _awaited(by_rank: dict[int, Seen], groups: Sequence[LaneGroups]) -> list[int]:

@@ -19,7 +19,7 @@ from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
 from titanmoe.models.transformer import Transformer
 from titanmoe.replace import replaced
-from titanmoe.watch.heartbeat import BEGUN, BETWEEN, FIRST, PHASES, STEP, Heartbeat, pack_position
+from titanmoe.watch.heartbeat import BEFORE, BEGUN, BETWEEN, FIRST, PHASES, STEP, Heartbeat, pack_position
 from titanmoe.watch.step_times import HostMarks, StepTimes
 
 AFTER = {
@@ -112,7 +112,7 @@ class HeartbeatListener:
         heart.numbers[STEP] = self.step()
         if name == "other":
             heart.numbers[FIRST] = heart.numbers[FIRST] or heart.numbers[STEP]
-            heart.numbers[BEGUN] = heart.total
+            heart.numbers[BEFORE], heart.numbers[BEGUN] = heart.numbers[BEGUN], heart.total
             self.microbatch = -1
         heart.step_position = 0
         if self.times is not None:

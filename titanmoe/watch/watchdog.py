@@ -292,7 +292,7 @@ class Watchdog(threading.Thread):
         idle = time.monotonic() - heart.last_progress
         seen = Seen(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
         seen.step, seen.phase = numbers[at.STEP], at.PHASES[numbers[at.PHASE]]
-        seen.issued = heart.total - begun
+        seen.issued, seen.differs = heart.total - begun, heart.differs
         seen.numbers = heart.message_counts()
         seen.last = [
             (one.total - begun - 1, one.group, one.op, one.dtype, one.bytes, one.number, one.peer, *one.step_position)
