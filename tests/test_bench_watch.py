@@ -45,6 +45,7 @@ def test_each_part_is_timed_alone(tmp_path):
 
 
 def turns():
+    watch_overhead.IN_PLACE = 5
     options = {"data.source": "synthetic", "debug.replicas_every": 100, "optimizer.skip_spikes": 6.0}
     options |= {"training.steps": 1000, "lr_schedule.decay": "none"}
     return watch_overhead.in_turns(parity.make_trainer(parity.TINY | options, checks=checks), 0.01)

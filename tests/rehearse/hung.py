@@ -43,9 +43,10 @@ def main(folder: Path, rank: int) -> None:
     back = dispatcher.leave
 
     def hangs(*args: Any) -> Any:
-        if rank == GUILTY and trainer.step == STEP:
-            (folder / "hangs").touch()
-            time.sleep(1000)
+        if trainer.step == STEP:
+            (folder / f"there_{rank}").touch()
+            if rank == GUILTY:
+                time.sleep(1000)
         return back(*args)
 
     dispatcher.leave = hangs
@@ -53,18 +54,29 @@ def main(folder: Path, rank: int) -> None:
         while True:
             trainer.train_step()
     except RuntimeError:
-        if not (folder / "hangs").exists():
+        if not everybody(folder, "trace_rank"):
             raise
-        time.sleep(1000)  # a rank has left before this one: its dump comes first
+        time.sleep(1000)  # another rank has left, and this one is about to
 
 
 def leave(folder: Path, rank: int) -> None:
-    """As NCCL's watchdog does on a time-out."""
-    while not (folder / "hangs").exists():
+    """As NCCL's watchdog does on a time-out, but once all have left a dump: what a rank's end does to the messages of
+    others belongs in none.
+    """
+    while not everybody(folder, "there"):
         time.sleep(0.05)
     time.sleep(2)
-    (folder / f"trace_rank_{rank}").write_bytes(_dump_fr_trace())
+    unfinished = folder / f"unfinished_{rank}"
+    unfinished.write_bytes(_dump_fr_trace())
+    unfinished.rename(folder / f"trace_rank_{rank}")
+    while not everybody(folder, "trace_rank"):
+        time.sleep(0.05)
     os._exit(0)
+
+
+def everybody(folder: Path, name: str) -> bool:
+    """Whether each rank has left this file."""
+    return all((folder / f"{name}_{rank}").exists() for rank in range(WORLD))
 
 
 if __name__ == "__main__":
