@@ -47,18 +47,19 @@ def gradients_of_pieces() -> list[tuple[bool, bool, tuple[Placement, ...], tuple
     rows = []
     for placement in (Shard(0), Shard(1), Replicate()):
         whole = distribute_tensor(torch.randn(6, 5, generator=torch.Generator().manual_seed(0)), mesh, [placement])
-        grads = []
-        for piece in (local, DTensor.to_local):
-            parameter = torch.nn.Parameter(whole.clone())
-            for _ in range(2):  # a gradient that is no row-major tensor, then one more microbatch
-                (piece(parameter).t() * torch.arange(5)[: piece(parameter).shape[1], None]).t().sin().sum().backward()
-            grads.append(parameter.grad)
-        ours, torchs = grads
-        equal = torch.allclose(ours.to_local(), torchs.to_local()) and ours.placements == torchs.placements
-        rows.append((equal, ours.to_local().is_contiguous(), tuple(ours.placements), tuple(ours.shape)))
+        parameter, plain = torch.nn.Parameter(whole), torch.nn.Parameter(whole.to_local().clone())
+        for _ in range(2):  # a gradient that is no row-major tensor, then one more microbatch
+            for piece in (local(parameter), plain):
+                (piece.t() * torch.arange(5)[: piece.shape[1], None]).t().sin().sum().backward()
+        found = parameter.grad.to_local()
+        rows.append((torch.allclose(found, plain.grad), found.is_contiguous(), *shape_of(parameter.grad)))
     return rows
 
 
-def test_the_gradient_of_a_piece_is_that_of_to_local() -> None:
+def shape_of(x: DTensor) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
+    return tuple(x.placements), tuple(x.shape)
+
+
+def test_the_gradient_of_a_piece_is_that_of_a_plain_tensor() -> None:
     for rows in world.run(2, gradients_of_pieces):
         assert rows == [(True, True, (placement,), (6, 5)) for placement in (Shard(0), Shard(1), Replicate())]
