@@ -52,12 +52,9 @@ def gradients_of_pieces() -> list[tuple[bool, bool, tuple[Placement, ...], tuple
             for piece in (local(parameter), plain):
                 (piece.t() * torch.arange(5)[: piece.shape[1], None]).t().sin().sum().backward()
         found = parameter.grad.to_local()
-        rows.append((torch.allclose(found, plain.grad), found.is_contiguous(), *shape_of(parameter.grad)))
+        placed = tuple(parameter.grad.placements), tuple(parameter.grad.shape)
+        rows.append((torch.allclose(found, plain.grad), found.is_contiguous(), *placed))
     return rows
-
-
-def shape_of(x: DTensor) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
-    return tuple(x.placements), tuple(x.shape)
 
 
 def test_the_gradient_of_a_piece_is_that_of_a_plain_tensor() -> None:
