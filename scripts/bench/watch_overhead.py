@@ -1,17 +1,23 @@
 """What the watch over a run costs: of a step of the debug model, with and without in turns, and by count for any world.
 
-    torchrun --standalone --nproc-per-node 4 scripts/bench/watch_overhead.py [--seconds 150] [--json FILE]
+    torchrun --standalone --nproc-per-node 4 scripts/bench/watch_overhead.py [--seconds 600] [--json FILE]
     titanmoe rehearse --config R.toml --world 1024 --json rank.json
     titanmoe plan --config R.toml --gpus 1024 --explain --json plan.json
     python scripts/bench/watch_overhead.py --rehearsal rank.json --plan plan.json
 
-In one run, pairs of steps are made with the watch over messages, layers and phases and without it. Two neighbours are
-compared, in an order drawn so that neither goes first more often; of all ratios the median counts, with the interval
-that holds the true one in 95 of 100 cases: of wall time, and of the CPU time of all ranks' main threads, which other
-work on the machine disturbs less. The same command with the same --json adds to what is there, so that short turns add
-up. A single step differs from the next by more than the watch costs. So its parts are also timed where they run: what a
-step calls for its messages, with caches as waiting has left them; the watch's thread; and what is done after a step. A
-message, a tick of the thread, comparing replicas and the rule for spikes are timed by themselves too, in a loop.
+In one run, with and without the watch in turns, twice:
+
+* Message by message. A coin decides for each message whether the watch hears of it. What the main thread computes from
+  one message to the next is compared with the same stretch of other steps. This shows all that the watch does and all
+  that it drives out of the caches, and its turns are so short that other work on the machine disturbs both alike.
+* Step by step, in blocks. The median counts of the ratios of two neighbours, in an order drawn so that neither goes
+  first more often: of wall time, and of the CPU time of all ranks' main threads. Steps differ so much from each other
+  that this takes hours to tell half a per cent.
+
+Each result comes with the interval that holds the true one in 95 of 100 cases. The same command with the same --json
+adds to the blocks that are there. What the watch does apart from messages is timed where it runs: its thread, and what
+is done after a step. A message, a tick of the thread, comparing replicas and the rule for spikes are also timed in a
+loop.
 """
 
 from __future__ import annotations
@@ -25,15 +31,18 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -55,12 +64,10 @@ CONFIG = [
     "--config", "train_configs/debug.toml", "--training.device=cpu", "--training.steps=1000000",
     "--lr_schedule.decay=none", "--optimizer.skip_spikes=6", "--debug.replicas_every=100", "--debug.culprit=name",
 ]  # fmt: skip
-STEPS = 2
+STEPS = 10
 """Of a block."""
-IN_PLACE = 16
-"""Steps with the watch, and as many without, in which the calls for their messages are timed there."""
-INTERRUPTED_NS = 150_000
-"""A call that took longer was interrupted, and does not count."""
+INTERRUPTED = 1.5
+"""Times its median: a stretch between two messages that took longer was disturbed, and does not count."""
 CALLED = ("issued", "waits", "arrived", "step_position", "backward_of")
 """Functions of titanmoe.comm.listener."""
 GOAL = 0.005
@@ -68,7 +75,7 @@ GOAL = 0.005
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=150, help="for the blocks (default 150)")
+    parser.add_argument("--seconds", type=float, default=600, help="a third of it for blocks (default 600)")
     parser.add_argument("--rehearsal", type=Path, help="the JSON of titanmoe rehearse for a rank of a large world")
     parser.add_argument(
         "--plan", type=Path, help="the JSON of titanmoe plan --explain for the same, with a step's time"
@@ -108,7 +115,7 @@ def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
     block(trainer, watch, True, [])
     messages = (watch.heart.total - before) // STEPS
     compared = min(timed(lambda: trainer.checks.after_step(saves=True)) for _ in range(12))
-    draw, end = random.Random(1), time.monotonic() + seconds
+    draw, end = random.Random(1), time.monotonic() + seconds / 3
     wall, cpu, after = list[tuple[float, float]](), list[tuple[float, float]](), list[float]()
     while agreed(time.monotonic() < end):
         orders = [(True, False), (False, True)]
@@ -117,7 +124,7 @@ def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
             made = {watched: block(trainer, watch, watched, after) for watched in order}
             wall.append((made[True][0], made[False][0]))
             cpu.append((made[True][1], made[False][1]))
-    in_place_s, thread_s = in_place(trainer, watch)
+    in_place_s, error_s, thread_s = in_place(trainer, watch, seconds * 2 / 3)
     with watch.listener.on(trainer.parts, trainer.clock):
         message_s = cost(next(iter(watch.listener.groups)))
     return {
@@ -126,6 +133,7 @@ def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
         "messages": messages,
         "message_s": message_s,
         "in_place_s": in_place_s,
+        "in_place_error_s": error_s,
         "thread_s": thread_s,
         "after": after,
         "wall": wall,
@@ -135,41 +143,91 @@ def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
     }
 
 
-def in_place(trainer: Trainer, watch: Watch) -> tuple[float, float]:
-    """Seconds of a step in the functions that it calls for its messages and laps, more than in empty ones: a rank that
-    has just waited finds none of them in its caches, so this is many times what a loop shows. And CPU seconds of the
-    watch's thread in each second.
+Stretch = tuple[bool, int]
+"""From one message to the next: whether the watch hears, and nanoseconds of the main thread."""
+
+
+def in_place(trainer: Trainer, watch: Watch, seconds: float) -> tuple[float, float, float]:
+    """CPU seconds by which the watch makes a rank's step longer, mean of all ranks, and the error of that; and CPU
+    seconds of the watch's thread in each second.
     """
     watch.dog.start()
     dist.barrier()
     clock = time.pthread_getcpuclockid(watch.dog.ident)
     began, used = time.monotonic(), time.clock_gettime(clock)
-    took: dict[bool, list[int]] = {True: [], False: []}
-    now = time.perf_counter_ns
+    now, draw = time.thread_time_ns, random.Random(trainer.runtime.rank)
+    heard, last, laps, stretches = True, 0, 0, list[Stretch]()
 
-    def timed_there(function: Callable[..., Any], into: list[int]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            began = now()
-            out = function(*args)
-            into.append(now() - began)
-            return out
+    def turned(function: Callable[..., Any], else_: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (function if heard else else_)(*args)
 
-        return call
+    def next_stretch() -> None:
+        nonlocal heard, last
+        stretches.append((heard, now() - last))
+        heard = draw.random() < 0.5
+        last = now()
 
-    for step in range(2 * IN_PLACE):
-        watched = step % 2 == 0
-        with watch.listener.on(trainer.parts, trainer.clock), ExitStack() as stack:
+    def new_message(function: Callable[..., Any]) -> Callable[..., Any]:
+        function = turned(function, lambda *args: None)
+
+        def issued(*args: Any) -> None:
+            next_stretch()
+            function(*args)
+
+        return issued
+
+    def lap(name: str) -> None:
+        nonlocal laps
+        began = now()
+        watch.listener.lap(name)
+        laps += now() - began
+
+    with watch.listener.on(trainer.parts, trainer.clock), ExitStack() as stack:
+        stack.enter_context(replaced(trainer.clock, "listener", lap))
+        for owner in (listener, watch.listener):
             for name in CALLED:
-                for owner in (listener, watch.listener):
-                    function = getattr(owner, name) if watched else lambda *args: 0
-                    stack.enter_context(replaced(owner, name, timed_there(function, took[watched])))
-            lap = trainer.clock.listener if watched else lambda name: None
-            stack.enter_context(replaced(trainer.clock, "listener", timed_there(lap, took[watched])))
+                function = getattr(owner, name)
+                other = new_message(function) if name == "issued" else turned(function, lambda *args: 0)
+                stack.enter_context(replaced(owner, name, other))
+        for norm in (norm for part in trainer.parts for block in part.blocks().values() for norm in norms(block)):
+            plain = partial(type(norm).forward, norm)
+            stack.enter_context(replaced(norm, "forward", turned(norm.forward, plain)))
+        steps = list[list[Stretch]]()
+        while agreed(time.monotonic() < began + seconds) or len(steps) < 4:
+            stretches.clear()
+            last = now()
             trainer.train_step()
+            next_stretch()
+            steps.append(stretches[:])
     thread_s = (time.clock_gettime(clock) - used) / (time.monotonic() - began)
     watch.dog.stop()
-    whole = [sum(ns for ns in took[watched] if ns < INTERRUPTED_NS) for watched in (True, False)]
-    return (whole[0] - whole[1]) / 1e9 / IN_PLACE, thread_s
+    mine, error = longer(steps)
+    both = torch.tensor([mine + laps / 1e9 / len(steps), error**2], dtype=torch.float64)
+    dist.all_reduce(both)
+    world = trainer.runtime.world
+    return float(both[0]) / world, math.sqrt(float(both[1])) / world, thread_s
+
+
+def norms(block: nn.Module) -> tuple[nn.Module, nn.Module]:
+    return block.attention_norm, block.ffn_norm
+
+
+def longer(steps: list[list[Stretch]]) -> tuple[float, float]:
+    """Seconds by which a step is longer if all of its stretches are heard, and the deviation of that."""
+    most = Counter(map(len, steps)).most_common(1)[0][0]
+    steps = [step for step in steps if len(step) == most]
+    usual = [statistics.median(ns for _, ns in stretch) for stretch in zip(*steps, strict=True)]
+    # The machine is not always equally fast.
+    slowness = [statistics.median(ns / u for (_, ns), u in zip(step, usual, strict=True)) for step in steps]
+    mean, gain, variance = statistics.mean(slowness), 0.0, 0.0
+    for at_median, stretch in zip(usual, zip(*steps, strict=True), strict=True):
+        scaled = [(heard, ns * mean / slow) for (heard, ns), slow in zip(stretch, slowness, strict=True)]
+        limit = INTERRUPTED * mean * at_median
+        on, off = ([ns for heard, ns in scaled if heard is wanted and ns < limit] for wanted in (True, False))
+        if min(len(on), len(off)) > 1:
+            gain += statistics.mean(on) - statistics.mean(off)
+            variance += statistics.variance(on) / len(on) + statistics.variance(off) / len(off)
+    return gain / 1e9, math.sqrt(variance) / 1e9
 
 
 def block(trainer: Trainer, watch: Watch, watched: bool, after: list[float]) -> tuple[float, float]:
@@ -289,7 +347,7 @@ def thread_share(figures: dict[str, Any]) -> float:
 
 
 def per_message(figures: dict[str, Any]) -> float:
-    """As a step pays it, if one has been measured; else as a loop does."""
+    """As a step pays it, its laps included, if one has been measured; else as a loop does."""
     return figures["in_place_s"] / figures["messages"] if "in_place_s" in figures else figures["message_s"]
 
 
@@ -333,8 +391,9 @@ def lines(f: dict[str, Any]) -> list[str]:
         after_s = statistics.mean(f["after"])
         parts = (f["in_place_s"] * share, f["thread_s"] * share * step_s, after_s * share, f["rule_s"] * share)
         out.append(
-            f"  by parts, on {f['cores']} cores: {f['messages']} messages of "
-            f"{per_message(f) * 1e6:.1f} us where they are sent {parts[0]:.3%}, thread ({f['thread_s']:.3%} of a core "
+            f"  by parts, on {f['cores']} cores: {f['messages']} messages, together {f['in_place_s'] * 1e3:.2f} ms "
+            f"(+-{1.96 * f['in_place_error_s'] * 1e3:.2f}), {per_message(f) * 1e6:.1f} us each: {parts[0]:.3%} "
+            f"(+-{1.96 * f['in_place_error_s'] * share:.3%}), thread ({f['thread_s']:.3%} of a core "
             f"on each rank) {parts[1]:.3%}, after a step ({after_s * 1e6:.0f} us) {parts[2]:.3%}, rule {parts[3]:.3%}: "
             f"{sum(parts):.3%} in all, {'under' if sum(parts) < GOAL else 'NOT under'} {GOAL:.1%}; "
             f"comparing replicas takes {f['compare_s'] * 1e3:.0f} ms every {f['replicas_every']} steps"
