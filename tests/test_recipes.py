@@ -46,6 +46,15 @@ def test_legal_on_its_world(recipe):
     assert config.lr_schedule.warmup_steps < training.steps
 
 
+def test_memory_in_the_head_is_the_rehearsed_peak_of_the_planners_page():
+    page, peaks = (ROOT / "docs/planner.md").read_text(), {}
+    for name, peak in re.findall(r"^\| (\w+) \| \d+ of \d+ \| \S+ GB \| (\S+) GB \|", page, re.MULTILINE):
+        peaks[name] = max(peaks.get(name, 0), float(peak))
+    assert peaks.keys() == {recipe.stem for recipe in RECIPES if not recipe.stem.startswith("debug")}
+    for name, peak in peaks.items():
+        assert re.search(rf"\b{peak:g} GB .*?\brehearsed", comments(ROOT / f"train_configs/{name}.toml")), name
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_head_says_how_to_start_it(recipe):
     assert f"train_configs/{recipe.name}" in comments(recipe)
