@@ -17,9 +17,6 @@ import torch
 
 from titanmoe.comm.listener import OPS, RECEIVE
 
-NAMES = ("other", "float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "uint8", "bool", "int8")
-DTYPES = {dtype: 0 for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-DTYPES |= {getattr(torch, name): code for code, name in enumerate(NAMES) if code}
 PHASES = ("starting", "data", "forward and backward", "norm and update", "between steps")
 STARTING, BETWEEN = 0, PHASES.index("between steps")
 RUNNING, ENDED, FAILED = range(3)
@@ -37,9 +34,11 @@ and when the watchdog thread last ran, in nanoseconds of the machine's monotonic
 GROUPS, PEERS = 64, 112
 """Counts: collectives of each group, then messages sent to and received from each rank of the pipeline."""
 RECORDS = 512
-"""Of two words each: number in its group and position; bytes, peer, group, op and dtype."""
-assert COUNTS + GROUPS + 2 * PEERS <= RING and RING + 2 * RECORDS <= ANSWER
-assert GROUPS <= 1 << 6 and len(OPS) <= 1 << 3 and len(NAMES) <= 1 << 4
+"""Of three words each: position; bytes; peer, op and group. Packed closer, they would be large integers, which Python
+handles more slowly."""
+WORDS = 3
+assert COUNTS + GROUPS + 2 * PEERS <= RING and RING + WORDS * RECORDS <= ANSWER
+assert GROUPS <= 1 << 6 and len(OPS) <= 1 << 3
 
 
 class LoggedMessage(NamedTuple):
@@ -54,7 +53,6 @@ class LoggedMessage(NamedTuple):
     """Microbatch, layer (-1 for none), whether backward."""
     group: int
     op: str
-    dtype: str
     peer: int
 
     @property
@@ -74,8 +72,11 @@ class Heartbeat:
             os.close(descriptor)
         self.numbers = memoryview(self.memory).cast("Q")
         self.step_position = 0
+        self.measured = False
+        """Whether this step's waits are measured."""
         self.group, self.since = None, None
-        """The group of the message that this rank waits for, and since when; None if it does not wait."""
+        """The group of the message that this rank waits for, and since when, or 0 if that is not measured; None if it
+        does not wait."""
         if create:
             self.numbers[PID] = os.getpid()
             self.enter_phase(STARTING)
@@ -96,29 +97,30 @@ class Heartbeat:
         """A function to call when the step issues a message to one of these groups; it ignores others. A step calls it
         hundreds of times, so it touches as little as it can.
         """
-        numbers, dtypes, at = self.numbers, DTYPES, RING + 2 * (self.total % RECORDS)
-        # Of each group: where its count is, its bits of a record's second word, and the dtype of its latest message,
-        # whose code is among them.
-        kinds = {group: [COUNTS + number, number << 7, None] for group, number in groups.items()}
+        numbers, at = self.numbers, RING + WORDS * (self.total % RECORDS)
+        # Of each group: where its count is, and the third word of a record by op.
+        kinds = {
+            group: (COUNTS + number, tuple(number | op << 6 for op in range(len(OPS))))
+            for group, number in groups.items()
+        }
 
         def issued(op: int, x: torch.Tensor, group: Any, peer: int = -1) -> None:
             nonlocal at
             try:
-                slot, bits, dtype = kind = kinds[group]
+                slot, words = kinds[group]
             except KeyError:
                 return
-            if x.dtype is not dtype:
-                bits = bits & ~15 | dtypes[x.dtype]
-                kind[1], kind[2] = bits, x.dtype
+            word = words[op]
             if peer >= 0:
-                slot, bits = COUNTS + GROUPS + 2 * (peer % PEERS) + (op == RECEIVE), bits | peer + 1 << 13
-            count = numbers[slot] + 1
-            numbers[at] = count << 32 | self.step_position
-            numbers[at + 1] = x.nbytes << 24 | bits | op << 4
-            numbers[slot] = count
-            at = at + 2 if at < RING + 2 * RECORDS - 2 else RING
+                slot, word = COUNTS + GROUPS + 2 * (peer % PEERS) + (op == RECEIVE), word | peer + 1 << 9
+            numbers[at] = self.step_position
+            numbers[at + 1] = x.nbytes
+            numbers[at + 2] = word
+            numbers[slot] += 1
+            at = at + WORDS if at < RING + WORDS * (RECORDS - 1) else RING
             self.group = group
-            numbers[ISSUED] = self.since = monotonic_ns()
+            now = numbers[ISSUED] = monotonic_ns()
+            self.since = now if self.measured else 0
 
         return issued
 
@@ -138,15 +140,17 @@ class Heartbeat:
 
     def messages(self, most: int = RECORDS) -> list[LoggedMessage]:
         """The latest ones, oldest first."""
-        total = self.total
-        return [self._message(one) for one in range(max(0, total - most), total)]
-
-    def _message(self, number: int) -> LoggedMessage:
-        at = RING + 2 * (number % RECORDS)
-        first, second = self.numbers[at], self.numbers[at + 1]
-        group, op, dtype = second >> 7 & 63, second >> 4 & 7, second & 15
-        position, peer = unpack_position(first & 0xFFFFFFFF), (second >> 13 & 2047) - 1
-        return LoggedMessage(number + 1, second >> 24, first >> 32, position, group, OPS[op], NAMES[dtype], peer)
+        counts, found = self.numbers[COUNTS:RING].tolist(), list[LoggedMessage]()
+        total = sum(counts)
+        for number in range(total - 1, max(0, total - most) - 1, -1):
+            at = RING + WORDS * (number % RECORDS)
+            position, size, word = self.numbers[at : at + WORDS].tolist()
+            group, op, peer = word & 63, word >> 6 & 7, (word >> 9) - 1
+            slot = group if peer < 0 else GROUPS + 2 * (peer % PEERS) + (op == RECEIVE)
+            one = LoggedMessage(number + 1, size, counts[slot], unpack_position(position), group, OPS[op], peer)
+            found.append(one)
+            counts[slot] -= 1
+        return found[::-1]
 
     @property
     def last_progress(self) -> float:

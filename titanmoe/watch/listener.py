@@ -79,11 +79,11 @@ class HeartbeatListener:
 
         def waits(group: Name) -> None:
             heart.since = 0
-            if times.step and group in groups:
+            if heart.measured and group in groups:
                 heart.group, heart.since = group, mark()
 
         def arrived() -> None:
-            if times.step and heart.since:
+            if heart.since:
                 times.spans.append((groups[heart.group], heart.since, mark()))
             heart.since = None
 
@@ -97,7 +97,7 @@ class HeartbeatListener:
 
     def _issued_on_stream(self, op: int, x: Tensor, group: Name) -> None:
         self.record(op, x, group)
-        self.heart.since = self.times.mark() if self.times.step else 0
+        self.heart.since = self.times.mark() if self.heart.measured else 0
 
     # ---- the rest
 
@@ -117,6 +117,7 @@ class HeartbeatListener:
         heart.step_position = 0
         if self.times is not None:
             self.times.lap(name, heart.numbers[STEP])
+            heart.measured = self.times.step > 0
         heart.enter_phase(AFTER.get(name, BETWEEN))
 
     @contextmanager
