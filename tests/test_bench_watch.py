@@ -63,7 +63,7 @@ def turns():
     watch_overhead.STEPS = 2
     options = {"data.source": "synthetic", "debug.replicas_every": 100, "optimizer.skip_spikes": 6.0}
     options |= {"training.steps": 1000, "lr_schedule.decay": "none"}
-    return watch_overhead.in_turns(parity.make_trainer(parity.TINY | options, checks=checks), 0.01)
+    return watch_overhead.in_turns(parity.make_trainer(parity.TINY | options, checks=checks), 0.01, 0.01)
 
 
 def test_steps_in_turns_are_made_with_and_without_the_watch(tmp_path):

@@ -1,6 +1,6 @@
 """What the watch over a run costs: of a step of the debug model, with and without in turns, and by count for any world.
 
-    torchrun --standalone --nproc-per-node 4 scripts/bench/watch_overhead.py [--seconds 600] [--json FILE]
+    torchrun --standalone --nproc-per-node 4 scripts/bench/watch_overhead.py [--seconds 400] [--json FILE]
     titanmoe rehearse --config R.toml --world 1024 --json rank.json
     titanmoe plan --config R.toml --gpus 1024 --explain --json plan.json
     python scripts/bench/watch_overhead.py --rehearsal rank.json --plan plan.json
@@ -75,7 +75,8 @@ GOAL = 0.005
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=600, help="a third of it for blocks (default 600)")
+    parser.add_argument("--seconds", type=float, default=400, help="message by message (default 400)")
+    parser.add_argument("--blocks", type=float, default=200, metavar="SECONDS", help="step by step (default 200)")
     parser.add_argument("--rehearsal", type=Path, help="the JSON of titanmoe rehearse for a rank of a large world")
     parser.add_argument(
         "--plan", type=Path, help="the JSON of titanmoe plan --explain for the same, with a step's time"
@@ -89,7 +90,7 @@ def main() -> None:
     if "WORLD_SIZE" in os.environ:
         runtime = start(config := read([*CONFIG, *overrides], world_size()))
         try:
-            figures |= in_turns(Trainer(config, runtime, checks=checks), args.seconds)
+            figures |= in_turns(Trainer(config, runtime, checks=checks), args.seconds, args.blocks)
         finally:
             stop()
         if runtime.rank:
@@ -107,7 +108,7 @@ def main() -> None:
 # ---- in turns
 
 
-def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
+def in_turns(trainer: Trainer, seconds: float, blocks: float) -> dict[str, Any]:
     for _ in range(6):
         trainer.train_step()
     watch = Watch(trainer)
@@ -115,7 +116,7 @@ def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
     block(trainer, watch, True, [])
     messages = (watch.heart.total - before) // STEPS
     compared = min(timed(lambda: trainer.checks.after_step(saves=True)) for _ in range(12))
-    draw, end = random.Random(1), time.monotonic() + seconds / 3
+    draw, end = random.Random(1), time.monotonic() + blocks
     wall, cpu, after = list[tuple[float, float]](), list[tuple[float, float]](), list[float]()
     while agreed(time.monotonic() < end):
         orders = [(True, False), (False, True)]
@@ -124,17 +125,14 @@ def in_turns(trainer: Trainer, seconds: float) -> dict[str, Any]:
             made = {watched: block(trainer, watch, watched, after) for watched in order}
             wall.append((made[True][0], made[False][0]))
             cpu.append((made[True][1], made[False][1]))
-    in_place_s, error_s, thread_s = in_place(trainer, watch, seconds * 2 / 3)
+    in_place = message_by_message(trainer, watch, seconds)
     with watch.listener.on(trainer.parts, trainer.clock):
         message_s = cost(next(iter(watch.listener.groups)))
-    return {
+    return in_place | {
         "ranks": trainer.runtime.world,
         "cores": len(os.sched_getaffinity(0)),
         "messages": messages,
         "message_s": message_s,
-        "in_place_s": in_place_s,
-        "in_place_error_s": error_s,
-        "thread_s": thread_s,
         "after": after,
         "wall": wall,
         "cpu": cpu,
@@ -147,9 +145,9 @@ Stretch = tuple[bool, int]
 """From one message to the next: whether the watch hears, and nanoseconds of the main thread."""
 
 
-def in_place(trainer: Trainer, watch: Watch, seconds: float) -> tuple[float, float, float]:
-    """CPU seconds by which the watch makes a rank's step longer, mean of all ranks, and the error of that; and CPU
-    seconds of the watch's thread in each second.
+def message_by_message(trainer: Trainer, watch: Watch, seconds: float) -> dict[str, float]:
+    """CPU seconds by which the watch makes a rank's step longer, mean of all ranks, with its error; seconds of a step
+    in that time; CPU seconds of the watch's thread in each second.
     """
     watch.dog.start()
     dist.barrier()
@@ -192,11 +190,11 @@ def in_place(trainer: Trainer, watch: Watch, seconds: float) -> tuple[float, flo
         for norm in (norm for part in trainer.parts for block in part.blocks().values() for norm in norms(block)):
             plain = partial(type(norm).forward, norm)
             stack.enter_context(replaced(norm, "forward", turned(norm.forward, plain)))
-        steps = list[list[Stretch]]()
+        steps, took = list[list[Stretch]](), list[float]()
         while agreed(time.monotonic() < began + seconds) or len(steps) < 4:
             stretches.clear()
             last = now()
-            trainer.train_step()
+            took.append(timed(trainer.train_step))
             next_stretch()
             steps.append(stretches[:])
     thread_s = (time.clock_gettime(clock) - used) / (time.monotonic() - began)
@@ -205,7 +203,12 @@ def in_place(trainer: Trainer, watch: Watch, seconds: float) -> tuple[float, flo
     both = torch.tensor([mine + laps / 1e9 / len(steps), error**2], dtype=torch.float64)
     dist.all_reduce(both)
     world = trainer.runtime.world
-    return float(both[0]) / world, math.sqrt(float(both[1])) / world, thread_s
+    return {
+        "in_place_s": float(both[0]) / world,
+        "in_place_error_s": math.sqrt(float(both[1])) / world,
+        "in_place_step_s": statistics.mean(took),
+        "thread_s": thread_s,
+    }
 
 
 def norms(block: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -387,14 +390,15 @@ def lines(f: dict[str, Any]) -> list[str]:
         for name, what in (("wall", "wall time"), ("cpu", "CPU time of all main threads")):
             one = ratio(f[name])
             out.append(f"  {what}: {one['median']:+.2%} with the watch ({one['low']:+.2%} to {one['high']:+.2%})")
-        share = max(1.0, f["ranks"] / f["cores"]) / step_s  # of a step, a second of each rank
-        after_s = statistics.mean(f["after"])
-        parts = (f["in_place_s"] * share, f["thread_s"] * share * step_s, after_s * share, f["rule_s"] * share)
+        crowd = max(1.0, f["ranks"] / f["cores"])
+        share = crowd / f["in_place_step_s"]  # of a step, a second of each rank
+        after_s, error = statistics.mean(f["after"]), 1.96 * f["in_place_error_s"]
+        parts = (f["in_place_s"] * share, f["thread_s"] * crowd, after_s * share, f["rule_s"] * share)
         out.append(
-            f"  by parts, on {f['cores']} cores: {f['messages']} messages, together {f['in_place_s'] * 1e3:.2f} ms "
-            f"(+-{1.96 * f['in_place_error_s'] * 1e3:.2f}), {per_message(f) * 1e6:.1f} us each: {parts[0]:.3%} "
-            f"(+-{1.96 * f['in_place_error_s'] * share:.3%}), thread ({f['thread_s']:.3%} of a core "
-            f"on each rank) {parts[1]:.3%}, after a step ({after_s * 1e6:.0f} us) {parts[2]:.3%}, rule {parts[3]:.3%}: "
+            f"  message by message, on {f['cores']} cores: {f['messages']} messages make a step of "
+            f"{f['in_place_step_s'] * 1e3:.0f} ms {f['in_place_s'] * 1e3:.2f} ms longer (+-{error * 1e3:.2f}), "
+            f"{per_message(f) * 1e6:.1f} us each: {parts[0]:.3%} (+-{error * share:.3%}); thread "
+            f"({f['thread_s']:.3%} of a core on each rank) {parts[1]:.3%}, after a step ({after_s * 1e6:.0f} us) {parts[2]:.3%}, rule {parts[3]:.3%}; "
             f"{sum(parts):.3%} in all, {'under' if sum(parts) < GOAL else 'NOT under'} {GOAL:.1%}; "
             f"comparing replicas takes {f['compare_s'] * 1e3:.0f} ms every {f['replicas_every']} steps"
         )
