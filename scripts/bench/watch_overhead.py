@@ -398,7 +398,8 @@ def lines(f: dict[str, Any]) -> list[str]:
             f"  message by message, on {f['cores']} cores: {f['messages']} messages make a step of "
             f"{f['in_place_step_s'] * 1e3:.0f} ms {f['in_place_s'] * 1e3:.2f} ms longer (+-{error * 1e3:.2f}), "
             f"{per_message(f) * 1e6:.1f} us each: {parts[0]:.3%} (+-{error * share:.3%}); thread "
-            f"({f['thread_s']:.3%} of a core on each rank) {parts[1]:.3%}, after a step ({after_s * 1e6:.0f} us) {parts[2]:.3%}, rule {parts[3]:.3%}; "
+            f"({f['thread_s']:.3%} of a core on each rank) {parts[1]:.3%}, after a step "
+            f"({after_s * 1e6:.0f} us) {parts[2]:.3%}, rule {parts[3]:.3%}; "
             f"{sum(parts):.3%} in all, {'under' if sum(parts) < GOAL else 'NOT under'} {GOAL:.1%}; "
             f"comparing replicas takes {f['compare_s'] * 1e3:.0f} ms every {f['replicas_every']} steps"
         )
