@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 from tests import features, parity, world
@@ -40,7 +42,7 @@ EVERYTHING = (
     | features.MODELS["qwen2_moe"]
     | {"model.qk_norm": "full", "model.sliding_window": 0, "model.full_attention_every": 1}
 )
-LATENT = features.MODELS["deepseek_v3"]
+LATENT = features.MODELS["deepseek_v3"] | {"model.mtp_depth": 1}
 SMALL = {"model.qk_norm": "head", "model.mtp_depth": 1}
 TP_CP = {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
 TP_CP["training.global_batch_size"] = 2
@@ -49,13 +51,14 @@ PP = {"parallelism.pp": 2, "training.global_batch_size": 4}
 TIED = {"parallelism.tp": 2, "model.tie_embeddings": True, "model.mtp_depth": 1}
 CASES: tuple[dict[str, Any], ...] = (
     *(model | mapping for model in (EVERYTHING, LATENT) for mapping in (TP_CP, DP, PP | TIED)),
-    *(SMALL | mapping for mapping in (TP_CP, DP, PP, PP | {"parallelism.cp": 2}, PP | {"parallelism.dp_replicate": 2})),
+    *(SMALL | mapping for mapping in (TP_CP, PP, PP | {"parallelism.cp": 2}, PP | {"parallelism.dp_replicate": 2})),
 )
 """On 4 ranks. Together they have every kind of parameter, each with every axis of several ranks."""
 
 
-def probe(modules: Iterable[nn.Module], value: float) -> None:
-    """From now on every parameter's own gradient on this rank is `value`."""
+@contextmanager
+def probed(modules: Iterable[nn.Module], value: float) -> Iterator[None]:
+    """Here every parameter's own gradient on this rank is `value`. FSDP makes the tensors of whole weights here."""
 
     def replaced(grad: torch.Tensor) -> torch.Tensor:
         if not isinstance(grad, DTensor):
@@ -63,13 +66,19 @@ def probe(modules: Iterable[nn.Module], value: float) -> None:
         local = torch.full_like(grad.to_local(), value)
         return DTensor.from_local(local, grad.device_mesh, grad.placements, shape=grad.shape, stride=grad.stride())
 
+    def made(managed: FSDPParam) -> None:
+        is_new = not hasattr(managed, "_unsharded_param")
+        make(managed)
+        if is_new:
+            managed._unsharded_param.register_hook(replaced)
+
+    make = FSDPParam.init_unsharded_param
     for module in modules:
         if isinstance(module, Router):
             for parameter in module.parameters():
                 parameter.register_hook(replaced)
-        elif isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group):
-            for managed in group.fsdp_params:
-                managed._unsharded_param.register_hook(replaced)
+    with mock.patch.object(FSDPParam, "init_unsharded_param", made):
+        yield
 
 
 def summed(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, tuple[int, ...]]:
@@ -100,11 +109,9 @@ def along(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
 def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     """On a rank: for each of its parameters and each axis of several ranks, who adds up."""
     trainer = parity.make_trainer(changes, loader=parity.samples())
-    trainer.train_step()  # FSDP creates the tensors of whole weights in the first step
-    fold, rank = trainer.fold, dist.get_rank()
-    probe((module for part in trainer.parts for module in part.modules()), float(BASE**rank))
-    batches = trainer.loader.next_step()
-    trainer.forward_backward(trainer.slices(batches), trainer.count(batches), None)
+    fold, rank, batches = trainer.fold, dist.get_rank(), trainer.loader.next_step()
+    with probed((module for part in trainer.parts for module in part.modules()), float(BASE**rank)):
+        trainer.forward_backward(trainer.slices(batches), trainer.count(batches), None)
     microbatches = trainer.loader.microbatches
     in_backward = summed(trainer.parameters, microbatches)
     trainer.finish_gradients()

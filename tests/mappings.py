@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import itertools
 import random
 from collections.abc import Callable, Sequence
@@ -62,23 +63,30 @@ def cover(
     bits: dict[Any, int] = {}  # by pair
 
     def pairs_of(row: dict[str, Any]) -> int:
-        items = sorted((key, str(value)) for key, value in row.items())
         met = 0
-        for a, b in itertools.combinations(items, 2):
-            if left_out is None or not left_out(a[0], b[0]):
-                met |= bits.setdefault((a, b), 1 << len(bits))
+        for pair in itertools.combinations(sorted((key, str(value)) for key, value in row.items()), 2):
+            if (bit := bits.get(pair)) is None:
+                (a, _), (b, _) = pair
+                bit = bits[pair] = 0 if left_out is not None and left_out(a, b) else 1 << len(bits)
+            met |= bit
         return met
 
     pairs = [pairs_of(row) for row in rows]
-    left = (1 << len(bits)) - 1
+    left = functools.reduce(int.__or__, pairs, 0)
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
+    # A row never adds more later than now, so one that would still be first with what it adds now is the best.
+    worth = [(-pairs[i].bit_count() / cost(i), place, i) for place, i in enumerate(order)]
+    heapq.heapify(worth)
     chosen = []
     while left:
-        order = [i for i in order if pairs[i] & left]  # a row that adds nothing now will not later
-        best = max(order, key=lambda i: (pairs[i] & left).bit_count() / cost(i))
-        chosen.append(best)
-        left &= ~pairs[best]
+        _, place, i = worth[0]
+        now = (-(pairs[i] & left).bit_count() / cost(i), place, i)
+        if now == worth[0]:
+            chosen.append(i)
+            left &= ~pairs[i]
+            now = (0.0, place, i)
+        heapq.heapreplace(worth, now)
     return chosen
 
 

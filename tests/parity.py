@@ -183,13 +183,14 @@ def whole(
         assert part.shape == places[name].shape, f"{name}: a piece of {part.shape}, in a place of {places[name].shape}"
         part = part.float() if part.dtype == torch.bfloat16 else part  # numpy has no bfloat16
         mine[name] = (part.numpy(), places[name], tuple(tensor.shape))  # a tensor takes ten times as long to pickle
-    gathered = [None] * dist.get_world_size() if rank == 0 else None
-    dist.gather_object(mine, gathered)
+    gathered = [None] * dist.get_world_size() if rank == 0 else []
+    dist.gather_object(mine, gathered or None)
+    parts = [{name: (torch.from_numpy(array), one) for name, (array, one, _) in mine.items()} for mine in gathered]
+    apart = [suspects.of_replicas(fold, parts, 1e-12)]
+    dist.broadcast_object_list(apart)  # a rank that did not know would wait for those that fail
+    assert not apart[0], apart[0]
     if rank:
         return {}
-    parts = [{name: (torch.from_numpy(array), one) for name, (array, one, _) in mine.items()} for mine in gathered]
-    apart = suspects.of_replicas(fold, parts, 1e-12)
-    assert not apart, apart
     shapes = {name: shape for mine in gathered for name, (_, _, shape) in mine.items()}
     out, seen = {}, {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}
     for theirs in parts:

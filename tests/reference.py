@@ -710,7 +710,7 @@ def step(
     """Loss and gradients of one optimizer step. step_batches[m][d] is microbatch m of data rank d.
 
     step_number counts from 1. slices are the pieces of each sequence that sub_sequence capacity is counted in.
-    Neither weights nor bias are changed.
+    Neither weights nor bias are changed. Under torch.no_grad there are no gradients.
     """
     moe = config.moe
     weights = {name: value.detach().requires_grad_() for name, value in weights.items()}
@@ -729,7 +729,10 @@ def step(
         + moe.aux_loss_global * aux["glob"]
         + moe.z_loss * aux["z"]
     )
-    grads = dict(zip(weights, torch.autograd.grad(total, list(weights.values()), materialize_grads=True), strict=True))
+    grads = {}
+    if torch.is_grad_enabled():
+        found = torch.autograd.grad(total, list(weights.values()), materialize_grads=True)
+        grads = dict(zip(weights, found, strict=True))
     return StepResult(
         loss=loss.item(),
         mtp=mtp.item(),

@@ -50,7 +50,7 @@ def on_4_ranks() -> list[Any]:
 
     The sweep also has every pair of two features, among them schedules with kinds of cp.
     """
-    pool = candidates(4, 1500)
+    pool = candidates(4, 3000)
     rows = [one_or_more(fold) | choice for fold, choice in pool]
     apart = []
     for fold, choice in pool:
@@ -59,7 +59,7 @@ def on_4_ranks() -> list[Any]:
     features = {*FEATURES, "kind", "placement"} - {"cp"}  # cp is an axis here
     # Of 40 seeds, the cheapest.
     quick = cover(
-        apart, seed=1, left_out=lambda a, b: a in features and b in features, cost=lambda row: cost(*pool[row])
+        apart, seed=17, left_out=lambda a, b: a in features and b in features, cost=lambda row: cost(*pool[row])
     )
     rest = set(cover(rows)).difference(quick)
     return sample(pool, sorted(quick)) + sample(pool, sorted(rest), pytest.mark.sweep)
@@ -98,15 +98,16 @@ def test_every_pair_of_axes_on_8_ranks(fold: Fold, choice: dict[str, str]) -> No
 def in_few(size: int, case: dict[str, Any]) -> dict[str, Any]:
     """With two microbatches per step and pipeline stage, the most that a schedule needs, instead of up to eight.
 
-    At least four samples, which are of every kind.
+    At least four samples, which are of every kind: two in a microbatch where there is one data rank.
     """
     sequence = case.get("parallelism.cp", 1) * case.get("parallelism.tp", 1)
-    return {"training.global_batch_size": min(8, max(4, 2 * size // sequence))} | case
+    few = {"training.global_batch_size": min(8, max(4, 2 * size // sequence))}
+    return few | {"training.local_batch_size": 2 if sequence == size else 1} | case
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_smaller_worlds(size: int) -> None:
-    parity.check(size, {"parallelism.experts.ep": size, "moe.aux_loss": 0.02, "moe.z_loss": 0.01})
+    parity.check(size, in_few(size, {"parallelism.experts.ep": size, "moe.aux_loss": 0.02, "moe.z_loss": 0.01}))
 
 
 @pytest.mark.parametrize("axis", ["dp_shard", "dp_replicate", "cp", "tp", "pp", "experts.ep", "experts.etp"])
@@ -147,7 +148,7 @@ def test_float32_with_frozen_margins(case: dict[str, Any]) -> None:
 
 NASTY = {
     "no expert sharding is even: slices of the model dim": {"model.num_experts": 2, "parallelism.experts.ep": 2},
-    "one expert per rank": {"parallelism.experts.ep": 8, "parallelism.tp": 4},
+    "one expert per rank": {"model.num_experts": 4, "parallelism.experts.ep": 4, "parallelism.tp": 2},
     "etp larger than tp": {"parallelism.experts.etp": 4, "parallelism.tp": 2},
     "ep across dp_replicate": {"parallelism.dp_replicate": 2, "parallelism.experts.ep": 4},
     "experts replicated otherwise than attention": {
@@ -250,7 +251,6 @@ NASTY = {
 
 
 ON_8_RANKS = (
-    "one expert per rank",
     "one token per rank",
     "more chunks than rows",
     "four nodes, slices of experts on each, in chunks, beside a shared expert",

@@ -136,7 +136,7 @@ def measured(changes: dict[str, Any]) -> tuple[Any, tuple[int, float], list[tupl
 
     choose_chunks, expert.choose_chunks = expert.choose_chunks, chosen
     try:
-        outcome = parity.measure(changes, prepare=trainers.append)
+        outcome = parity.measure(changes, steps=1, prepare=trainers.append)
     finally:
         expert.choose_chunks = choose_chunks
     (work,) = asked
@@ -170,7 +170,7 @@ def test_a_chosen_count_is_set_and_changes_no_number(changes: dict[str, Any], wo
         assert asked == work
         assert chunks == [(CHOSEN, CHOSEN)] * 2
         if outcome is not None:
-            errors = parity.compare(outcome, parity.expected(changes, 4), parity.read(changes, 4))
+            errors = parity.compare(outcome, parity.expected(changes, 4, steps=1), parity.read(changes, 4))
             assert max(errors.values()) <= parity.TOLERANCE["float64"], errors
 
 

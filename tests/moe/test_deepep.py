@@ -75,7 +75,7 @@ def any_dtype() -> Any:
 def measured(changes: dict[str, Any]) -> Any:
     before = len(deep_ep.calls)
     with any_dtype():
-        return parity.measure(changes), len(deep_ep.calls) - before
+        return parity.measure(changes, steps=1), len(deep_ep.calls) - before
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_training_with_it_changes_no_number(more: dict[str, Any]) -> None:
     changes |= {"model.shared_hidden": 16}
     with any_dtype():
         answers = world.run(4, measured, changes)
-        want, config = parity.expected(changes, 4), parity.read(changes, 4)
+        want, config = parity.expected(changes, 4, steps=1), parity.read(changes, 4)
     assert all(times > 0 for _, times in answers)
     errors = parity.compare(answers[0][0], want, config)
     assert max(errors.values()) <= parity.TOLERANCE["float64"]

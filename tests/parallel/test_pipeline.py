@@ -87,7 +87,7 @@ STEP = {"parallelism.pp": 2, "training.global_batch_size": 4}
 def test_a_schedule_from_a_file_agrees(tmp_path: Path) -> None:
     path = write(tmp_path / "1f1b.csv", table(2, 4))
     mapping = {"parallelism.tp": 2, "parallelism.experts.ep": 2, "pipeline.schedule_csv": path}
-    parity.check(4, STEP | mapping)
+    parity.check(4, STEP | mapping, steps=1)
 
 
 def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torch.Tensor], float]:

@@ -25,21 +25,19 @@ class _Counted(TorchDispatchMode):
         return operation(*args, **(kwargs or {}))
 
 
-def operations_of_a_step(changes: dict[str, Any]) -> tuple[Counter[str], int, int]:
-    trainer = parity.make_trainer(changes | {"data.source": "synthetic"})
+def operations_of_a_step(changes: dict[str, Any]) -> tuple[Counter[str], int]:
+    trainer = parity.make_trainer(changes | {"data.source": "synthetic", "training.global_batch_size": 4})
     trainer.train_step()
     with _Counted() as counted:
         trainer.train_step()
-    microbatches = trainer.loader.microbatches
-    return counted.operations, len(trainer.parameters) * microbatches, len(trainer.moe_layers) * (microbatches - 1)
+    return counted.operations, len(trainer.parameters) * trainer.loader.microbatches
 
 
 def test_a_step_asks_dtensor_for_nothing_but_its_local_part() -> None:
     changes = {"parallelism.tp": 2, "parallelism.experts.ep": 2, "model.qk_norm": "full", "model.shared_hidden": 16}
-    for operations, uses, further in world.run(4, operations_of_a_step, changes):
-        assert set(operations) <= {"aten.detach.default", "aten.add_.Tensor"}
+    for operations, uses in world.run(4, operations_of_a_step, changes):
+        assert set(operations) <= {"aten.detach.default"}
         assert operations["aten.detach.default"] <= 2 * uses
-        assert operations["aten.add_.Tensor"] <= further, "a router's gradients of further microbatches"
 
 
 def gradients_of_pieces() -> list[tuple[bool, bool, tuple[Placement, ...], tuple[int, ...]]]:

@@ -42,13 +42,17 @@ class Field(NamedTuple):
         return {int: "an integer", float: "a number", bool: "true or false", str: "a string"}[self.kind]
 
 
+hints = cache(get_type_hints)
+"""The kinds of a table's fields by name. To work them out takes longer than the rest of reading a recipe."""
+
+
 @cache
 def tables() -> dict[str, type]:
     """Every table by its path, in the schema's order, outer tables before nested ones."""
 
     def walk(cls: type, prefix: str) -> dict[str, type]:
         found = {}
-        for name, kind in get_type_hints(cls).items():
+        for name, kind in hints(cls).items():
             if is_dataclass(kind):
                 found |= {prefix + name: kind, **walk(kind, f"{prefix}{name}.")}
         return found
@@ -62,7 +66,7 @@ def fields() -> dict[str, Field]:
     return {
         f"{table}.{name}": Field(f"{table}.{name}", table, name, kind, getattr(cls(), name))
         for table, cls in tables().items()
-        for name, kind in get_type_hints(cls).items()
+        for name, kind in hints(cls).items()
         if not is_dataclass(kind)
     }
 
@@ -83,7 +87,7 @@ def build(values: Mapping[str, Any]) -> Config:
 
     def table(cls: type, prefix: str) -> Any:
         given = {}
-        for name, kind in get_type_hints(cls).items():
+        for name, kind in hints(cls).items():
             if is_dataclass(kind):
                 given[name] = table(kind, f"{prefix}{name}.")
             elif prefix + name in values:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import local
+from titanmoe.comm.collectives import local_whole
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.ops import counted
@@ -40,8 +40,8 @@ class Router(nn.Module):
         x_TD = x_TD.to(wide)
         if self.options.jitter and torch.is_grad_enabled():  # no noise in validation
             x_TD = x_TD * self._jitter(tokens.index_T, wide)
-        bias_E = None if self.bias is None else local(self.bias).to(wide)
-        logits_TE = F.linear(x_TD, local(self.weight).to(wide), bias_E)
+        bias_E = None if self.bias is None else local_whole(self.bias).to(wide)
+        logits_TE = F.linear(x_TD, local_whole(self.weight).to(wide), bias_E)
         choose = self._fused if fused(self.options.kernels, logits_TE) else self._plain
         return logits_TE, *choose(logits_TE, tokens)
 
