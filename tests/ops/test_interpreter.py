@@ -16,8 +16,9 @@ pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed
 PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
 
 
-def test_kernels_line_by_line() -> None:
-    words = ["-m", "tests.ops.interpret", "-q", "-x", "-p", "no:xdist", "tests/ops/test_kernels.py"]
+@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_line_by_line(which: str) -> None:
+    words = ["-m", "tests.ops.interpret", "-q", "-x", "-p", "no:xdist", "-m", which, "tests/ops/test_kernels.py"]
     run = processes.run(words, timeout=250)
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
     assert " passed" in run.stdout and "skipped" not in run.stdout

@@ -142,7 +142,7 @@ def test_a_rank_that_skips_its_call_is_named() -> None:
 
 def test_an_extra_microbatch_is_found() -> None:
     real = Pipeline.run
-    config = config_of(STAGES, 4, "h100")
+    config = config_of(STAGES | {"training.global_batch_size": 4}, 4, "h100")
 
     def run(self: Pipeline, slices: list, *rest: Any) -> Any:
         real(self, slices, *rest)
