@@ -2,7 +2,11 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -30,12 +34,18 @@ def test_shapes_are_those_of_the_models_and_fit_a_gpu(name: str, total: float, s
     assert attempts == sorted(attempts, reverse=True)
 
 
-def test_a_tiny_run_measures_every_part(tmp_path: Path) -> None:
+def test_a_tiny_run_measures_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forked(command: list[str], env: dict[str, str] | None = None, **_: Any) -> subprocess.CompletedProcess[str]:
+        run = processes.run(command[1:], env)
+        assert run.returncode == 0, run.stdout + run.stderr
+        return run
+
     out = tmp_path / "layers.json"
-    command = [FILE, "--tiny", "--shapes", "deepseek", "--sides", "titanmoe", "--json", str(out)]
+    command = [str(FILE), "--tiny", "--shapes", "deepseek", "--sides", "titanmoe", "--json", str(out)]
     command += ["--steps", "1", "--times", "1", "--peak-tflops", "0.001"]
-    run = processes.run(command)
-    assert run.returncode == 0, run.stdout + run.stderr
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(layers, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": forked}))
+    layers.main()
     report = json.loads(out.read_text())
     (row,) = report["rows"]
     assert {"torch", "triton", "python", "machine", "device", "command"} <= report.keys()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,6 +14,7 @@ from tests import faults, processes, world
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
+SMALL = {"model.num_layers": 1, "training.seq_len": 16}
 
 
 def alone(ranks: int) -> list[float]:
@@ -22,10 +22,12 @@ def alone(ranks: int) -> list[float]:
 
     from tests.parity import runtime_here
 
-    return check_cluster.numbers(check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1), runtime_here())[0]
+    with mock.patch.dict(check_cluster.BASE, SMALL):
+        config = check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1)
+    return check_cluster.numbers(config, runtime_here())[0]
 
 
-def checked(expected: list[float], chosen: list[str], fault: str = "") -> dict[str, Any]:
+def checked(expected: list[float], chosen: list[str], fault: str) -> dict[str, Any]:
     sys.path.insert(0, str(SCRIPTS))
     import check_cluster
 
@@ -34,7 +36,7 @@ def checked(expected: list[float], chosen: list[str], fault: str = "") -> dict[s
     undo = faults.FAULTS[fault]() if fault else lambda: None
     known = mock.patch.object(check_cluster, "of_one_rank", lambda world, device: expected)
     try:
-        with known if expected else nullcontext():
+        with known, mock.patch.dict(check_cluster.BASE, SMALL):
             return check_cluster.check(runtime_here(), chosen, "")
     finally:
         undo()
@@ -42,7 +44,7 @@ def checked(expected: list[float], chosen: list[str], fault: str = "") -> dict[s
 
 def test_a_fit_cluster_and_one_whose_sums_are_wrong() -> None:
     expected = world.run(1, alone, 2)[0]
-    found = world.run(2, checked, expected, ["tensor parallel", "pairs"])[0]
+    found = world.run(2, checked, expected, ["tensor parallel", "pairs"], "")[0]
     assert found["problems"] == []
     rows = {row.name: row for row in found["rows"]}
     assert rows.pop("pipeline, DualPipeV in pairs").skipped.startswith("parallelism.experts.ep = 2 does not divide")

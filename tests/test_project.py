@@ -1,11 +1,11 @@
 """The project as a whole: what a newcomer reads and runs exists and is true."""
 
 import ast
+import functools
 import hashlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -92,18 +92,21 @@ ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
 ARROWS["plan"] = {"config", "fold", "models", "rehearse"}
 
 
-def imports() -> Iterator[tuple[str, str]]:
+@functools.cache
+def imports() -> list[tuple[str, str]]:
     """Modules and what they import, anywhere in the file."""
     files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / "titanmoe").rglob("*.py")}
+    found = []
     for name, path in files.items():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):
-                yield from ((name, alias.name) for alias in node.names)
+                found += [(name, alias.name) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 assert node.module and not node.level, f"{path} imports by a relative name"
                 for alias in node.names:
                     inner = f"{node.module}.{alias.name}"
-                    yield name, inner if inner in files or f"{inner}.__init__" in files else node.module
+                    found.append((name, inner if inner in files or f"{inner}.__init__" in files else node.module))
+    return found
 
 
 def room(module: str) -> str:

@@ -276,7 +276,12 @@ def _has(owner_name: str, name: str) -> bool:
     if owner is None or hasattr(owner, name):
         return owner is not None
     # What instances have is named in the class's code.
-    return inspect.isclass(owner) and any(name in inspect.getsource(base) for base in owner.__mro__[:-1])
+    return inspect.isclass(owner) and any(_names(base, name) for base in owner.__mro__[:-1])
+
+
+def _names(cls: type, name: str) -> bool:
+    methods = (inspect.unwrap(one).__code__ for one in vars(cls).values() if inspect.isfunction(one))
+    return name in vars(cls).get("__annotations__", ()) or any(name in code.co_names for code in methods)
 
 
 def _find(path: str) -> Any:

@@ -46,7 +46,7 @@ case $stage in
     run rows $kernels -k 'tokens_to_rows or wider or regrouped or place or rows_by or 8_bits' & pids+=($!)
     run swiglu $kernels -k 'activation or ties or numbers or loss or rotation or watched or spread' & pids+=($!)
     run routing $kernels -k 'test_routing' & pids+=($!)
-    run parity $kernels -k 'test_parity or compiled' & pids+=($!)
+    run compiled $kernels -k 'compiled' & pids+=($!)
     run products tests/test_gpu.py -k 'product or experts' & pids+=($!)
     run attention tests/test_gpu.py -k 'attention or windows or block' & pids+=($!)
     run run tests/test_gpu.py -k 'learns or traced or graph' & pids+=($!)

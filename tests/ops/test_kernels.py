@@ -1,6 +1,6 @@
 """Triton's kernels against their plain references: on a GPU with `pytest -m gpu`, elsewhere line by line.
 
-Without a GPU this file runs in a process with TRITON_INTERPRET=1, which tests/ops/test_interpreter.py starts.
+Without a GPU this file runs in a process with Triton's interpreter, which tests/ops/test_interpreter.py starts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import near, parity
-from tests.features import MODELS
+from tests import near
 from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.layers import plain_rotate, rotate, rotate_both
@@ -37,7 +36,6 @@ if installed():
     from titanmoe.ops.kernels import assign, balance
     from titanmoe.ops.kernels.rows import fetch_rows
 E = 4
-PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -78,7 +76,8 @@ def through(kernels: str, x: Tensor, weights: Tensor, entry: Tensor, slot: Tenso
     [(37, 2, 1, 0, 24), (37, 1, 1, 0, 24), (5, 3, 2, 0, 130), (16, 2, 1, 20, 8), (1, 1, 1, 0, 1), (0, 2, 1, 0, 8)],
 )
 def test_tokens_to_rows_and_back(kind: str, tokens: int, top_k: int, etp: int, bin: int, width: int) -> None:
-    for dtype in DTYPES:
+    """The interpreter sums in float32 in a test below, which is compiled too."""
+    for dtype in DTYPES[::2] if interpreted() else DTYPES:
         chosen = choices(kind, tokens, top_k)
         order, count = sort_by_expert(chosen, E)
         rows = E * etp * bin if bin else int(count.sum()) * etp
@@ -87,7 +86,8 @@ def test_tokens_to_rows_and_back(kind: str, tokens: int, top_k: int, etp: int, b
             random(tokens, width, dtype=dtype),
             random(tokens, top_k, dtype=torch.promote_types(dtype, torch.float32), seed=1),
         )
-        got, again, want = (through(kernels, *inputs, entry, slot) for kernels in ("triton", "triton", "torch"))
+        got, want = (through(kernels, *inputs, entry, slot) for kernels in ("triton", "torch"))
+        again = got if interpreted() else through("triton", *inputs, entry, slot)  # it runs programs one by one
         assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
         for g, a, w in zip(got, again, want, strict=True):
             close(g, w, dtype)
@@ -153,7 +153,7 @@ def test_activation_with_the_routing_weight(hidden: int, counts: list[int], clam
 
 @pytest.mark.parametrize("kind", ["random", "one expert", "an idle expert", "padding", "none"])
 @pytest.mark.parametrize(
-    "tokens, top_k, ep, etp", [(37, 2, 2, 1), (600, 3, 4, 1), (37, 2, 1, 2), (5, 3, 2, 3), (0, 2, 1, 1)]
+    "tokens, top_k, ep, etp", [(37, 2, 2, 1), (70, 3, 4, 1), (37, 2, 1, 2), (5, 3, 2, 3), (0, 2, 1, 1)]
 )
 def test_the_place_of_every_choice(kind: str, tokens: int, top_k: int, ep: int, etp: int, monkeypatch: Any) -> None:
     monkeypatch.setattr(assign, "TILE", 256)  # blocks of 64 choices
@@ -173,7 +173,7 @@ def test_rows_by_expert(counts: list[list[int]]) -> None:
 
 
 @pytest.mark.parametrize("queries, keys, width", [(4, 2, 12), (3, 3, 64), (5, 1, 8)])
-@pytest.mark.parametrize("samples, positions, angles", [(2, 5, 2), (2, 3, 1), (1, 0, 1)])
+@pytest.mark.parametrize("samples, positions, angles", [(2, 3, 2), (2, 2, 1), (1, 0, 1)])
 def test_rotation(queries: int, keys: int, width: int, samples: int, positions: int, angles: int) -> None:
     for dtype in DTYPES:
         wide = torch.promote_types(dtype, torch.float32)
@@ -254,7 +254,7 @@ def routed(logits: Tensor, tokens: Tokens, which: str = "both", **options: Any) 
     ],
 )
 def test_routing(score: str, experts: int, norm: bool, shape: dict[str, Any]) -> None:
-    length = 13 if experts == 16 else 3  # a program has 32 tokens of 16 experts, and 1 of 300
+    length = 13 if experts == 16 else 2  # a program has 32 tokens of 16 experts, and 1 of 300
     valid = (torch.arange(3 * length) % 7 != 3).to(DEVICE)
     options, real = dict(score_function=score, norm_topk=norm, **shape), valid.unsqueeze(1)
     for dtype, which in ((torch.float64, "both"), (torch.float32, "scores"), (torch.float32, "weights")):
@@ -312,25 +312,6 @@ def test_compiled_calls_keep_the_kernels_whole() -> None:
         close(got, want, torch.float32)
 
 
-@pytest.mark.skipif(not interpreted(), reason="the law is of float64 over gloo ranks, on CPUs")
-@pytest.mark.parametrize(
-    "changes",
-    [
-        MODELS["sigmoid_groups"]
-        | PADDED
-        | {"parallelism.experts.ep": 2, "moe.overlap_chunks": 2, "moe.aux_loss": 0.02},
-        pytest.param({"parallelism.tp": 2, "parallelism.experts.etp": 2}, marks=pytest.mark.slow),
-        pytest.param({"parallelism.experts.ep": 2, "moe.z_loss": 0.02}, marks=pytest.mark.slow),
-        pytest.param(
-            MODELS["gpt_oss"] | {"moe.dispatcher": "allgather", "parallelism.experts.ep": 2}, marks=pytest.mark.slow
-        ),
-    ],
-    ids=["padded", "etp", "ep", "allgather"],
-)
-def test_parity(changes: dict[str, Any]) -> None:
-    parity.check(2, changes | {"moe.kernels": "triton", "model.num_layers": 1}, steps=1)
-
-
 @pytest.mark.parametrize("shape", [(7, 24), (3, 5000), (2, 70, 130), (0, 8)])
 def test_rows_in_8_bits(shape: tuple[int, ...]) -> None:
     """The same numbers as the formula's, of rows as they lie and of a transposed weight's."""
@@ -339,7 +320,7 @@ def test_rows_in_8_bits(shape: tuple[int, ...]) -> None:
         x[1:4] *= torch.tensor([[1e6], [0.0], [1e-30]], device=DEVICE)
         # Of scale 1: 17, 19 and 2^-10 lie in the middle between two numbers of e4m3.
         x[4, :7] = torch.tensor([448.0, 17.0, 19.0, -23.999, 2.0**-10, 3 * 2.0**-10, 0.49 * 2.0**-9])
-    for rows in (x, x.bfloat16(), *([x.transpose(-1, -2)] if x.numel() else [])):
+    for rows in (x, x.bfloat16(), *([x.transpose(-1, -2)] if x.numel() and shape[-1] < 1000 else [])):
         got, want = quantise(rows, "triton"), plain_quantise(rows)
         assert torch.equal(got.scale, want.scale) and got.dtype == want.dtype
         assert got.q.is_contiguous() and torch.equal(got.q.float(), want.q.float())
@@ -358,12 +339,12 @@ def test_the_spread_of_scores(tokens: int, experts: int, normalise: bool, monkey
 
 
 @pytest.mark.parametrize("ignored", [slice(None, None, 3), slice(None)], ids=["some", "all"])
-@pytest.mark.parametrize("tokens, vocabulary, chunks", [(7, 33, 4), (3, 9000, 2), (1, 33, 33), (0, 33, 2)])
+@pytest.mark.parametrize("tokens, vocabulary, chunks", [(4, 33, 4), (3, 9000, 2), (1, 5, 5), (0, 33, 2)])
 def test_the_loss_over_slices(tokens: int, vocabulary: int, chunks: int, ignored: slice) -> None:
-    """9,000 columns in two slices are two tiles each."""
+    """9,000 columns in two slices are two tiles each; the second token's label is in the last of them."""
     for dtype in DTYPES:
         x, weight = random(tokens, 8, dtype=dtype), random(vocabulary, 8, dtype=dtype, seed=1)
-        label = torch.arange(tokens, device=DEVICE) * 31 % vocabulary
+        label = torch.arange(tokens, device=DEVICE) * 8800 % vocabulary
         label[ignored] = IGNORE
         results = []
         for kernels in ("triton", "torch"):

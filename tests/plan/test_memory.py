@@ -28,10 +28,15 @@ LATENT = (
 )
 CASES = {
     "alone": (1, 0, "--training.global_batch_size 1"),
-    "tiny": (1, 0, "--model.dim 64 --model.head_dim 8 --model.expert_hidden 128 --training.seq_len 256"),
-    "tp ep": (4, 0, f"{TP} 2 {EP} 4"),
+    "tiny": (
+        1,
+        0,
+        "--model.dim 64 --model.head_dim 8 --model.expert_hidden 128 --training.seq_len 256 "
+        "--training.global_batch_size 2",
+    ),
+    "tp ep": (4, 0, f"{TP} 2 {EP} 4 --training.global_batch_size 4"),
     "pp ep, last stage": (4, 2, f"{PP} 2 {EP} 2"),
-    "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2"),
+    "state in bfloat16": (2, 0, f"--training.dtype bfloat16 {EP} 2 --training.global_batch_size 4"),
 }
 MORE = {
     "full": (4, 0, f"{EP} 2 {MODE} full --training.global_batch_size 4"),

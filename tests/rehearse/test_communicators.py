@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.fold.test_meshes import living
+from tests.parity import no_collection
 from tests.rehearse.small import config_of
 from titanmoe.parallel import apply
 from titanmoe.rehearse.samples import Samples
@@ -48,7 +49,8 @@ def test_a_rank_of_1024_has_at_most_12(dispatcher: str) -> None:
     stated = dict(re.findall(r"^\| `(\w+)` \| (\d+) ", PAGE.read_text().partition("## Communicators")[2], re.MULTILINE))
     for rank in (0, 600, 1023):  # of the first, a middle and the last stage
         with fake_world(rank, 1024), mock.patch.object(apply, "materialize", without_numbers):
-            trainer = Trainer(config, Runtime(rank, rank % 8, 1024, torch.device("cpu")), loader=Samples)
+            runtime = Runtime(rank, rank % 8, 1024, torch.device("cpu"))
+            trainer = Trainer(config, runtime, loader=Samples, garbage=no_collection)
             found = Counter(lane for (lane, _), group in trainer.meshes.lanes.made.items() if group is not None)
             assert len(living()) == sum(found.values()) <= MOST
             if dispatcher == "hierarchical" and rank == 0:

@@ -27,7 +27,7 @@ MIDDLE: dict[str, Any] = {
     "training.global_batch_size": 4,
 }
 EP4 = {"parallelism.experts.ep": 4}
-PP = {"parallelism.pp": 2, "parallelism.experts.ep": 2, "pipeline.schedule": "1F1B", "model.num_layers": 4}
+PP = {"parallelism.pp": 2, "parallelism.experts.ep": 2, "pipeline.schedule": "1F1B"}
 MAPPINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "alone": (1, MIDDLE | {"training.global_batch_size": 2, "training.local_batch_size": 2}),
     "tiny tp2 ep4": (4, {"parallelism.tp": 2, "training.global_batch_size": 4} | EP4),
@@ -47,9 +47,10 @@ def over(memory: Memory) -> int:
 
 
 LATENT = MODELS["deepseek_v3"] | {"model.num_dense_layers": 1, "model.num_kv_heads": 8, "parallelism.cp": 2}
+INTERLEAVED = {"pipeline.schedule": "Interleaved1F1B", "pipeline.virtual_stages": 2, "model.num_layers": 4}
 WIDER: dict[str, tuple[int, dict[str, Any]]] = {
     "latents cp2 ep4": (4, MIDDLE | LATENT | EP4),
-    "pp2 ep2 interleaved": (4, MIDDLE | PP | {"pipeline.schedule": "Interleaved1F1B", "pipeline.virtual_stages": 2}),
+    "pp2 ep2 interleaved": (4, MIDDLE | PP | INTERLEAVED),
 }
 
 

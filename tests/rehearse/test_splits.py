@@ -14,7 +14,7 @@ from titanmoe.comm.collectives import start
 from titanmoe.moe.dispatch import AllToAll
 from titanmoe.rehearse.order import HOST_ORDER
 from titanmoe.rehearse.roles import check_roles
-from titanmoe.rehearse.routing import StatedRouting, balanced, skewed
+from titanmoe.rehearse.routing import Exchange, StatedRouting, balanced, skewed
 from titanmoe.rehearse.splits import disagreeing_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
@@ -56,3 +56,26 @@ def test_each_layer_is_checked_if_layers_differ() -> None:
     assert splits[0] != splits[1]
     rows = [m.splits[0] for m in found.log.messages if m.op == "all-to-all" and m.line.layer == "layers.1"]
     assert len(set(rows)) > 1 and not list(disagreeing_splits([found]))
+
+
+def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
+    real, runs = AllToAll.leave, []
+
+    def leave(self: AllToAll, y_RD: Tensor, splits: Any) -> Any:
+        if self.group.rank or len(set(splits.receive)) == 1:
+            return real(self, y_RD, splits)
+        return start(y_RD, self.group, splits.receive[::-1], splits.send)
+
+    def choose(layer: int, index_T: Tensor) -> Tensor:
+        return skewed(index_T, 2, 8, 3.0) if index_T[0] >= 7 * 16 else balanced(index_T, 2, 8)
+
+    class Watched(Exchange):
+        def all_to_alls(self, rank: int, microbatch: int, layer: int) -> Any:
+            runs.append((rank, microbatch))
+            return super().all_to_alls(rank, microbatch, layer)
+
+    found = of({"training.global_batch_size": 8, "parallelism.experts.ep": 2}, StatedRouting("late", choose))
+    found.exchange.__class__ = Watched
+    assert not list(disagreeing_splits([found])) and runs == [(0, 0), (1, 0), (2, 1), (3, 1)]
+    with mock.patch.object(AllToAll, "leave", leave):
+        assert "microbatch 1: rank 2 sends rank 2" in next(disagreeing_splits([found]))

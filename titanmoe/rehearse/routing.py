@@ -88,7 +88,7 @@ class Routing:
 
     def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], stated: StatedRouting):
         self.config, self.fold, self.samples, self.stated = config, fold, samples, stated
-        self._index: dict[tuple[int, int], Tensor] = {}
+        self._index: dict[int, Tensor] = {}
         self._chosen: dict[tuple[int, int, int], Tensor] = {}
 
     @property
@@ -101,15 +101,15 @@ class Routing:
 
     def index(self, rank: int, microbatch: int) -> Tensor:
         """The index within the step of the tokens that a rank owns."""
-        key = rank, microbatch
-        if key not in self._index:
+        if rank not in self._index:
             fold, place = self.fold, lambda *axes: group_at(self.fold, "attention", axes, rank)
             data, cp, tp = place("dp"), place("cp"), place("tp")
-            batch = self.samples(self.config, data.rank, data.size).next_step()[microbatch]
+            batch = self.samples(self.config, data.rank, data.size).next_step()[0]
             meshes = SimpleNamespace(data=data, cp=cp, tp=tp, fold=fold)
-            cut_out = take_slice(batch, microbatch, meshes, placement(self.config.parallelism), torch.device("cpu"))
-            self._index[key] = cut_out.tokens.index_T
-        return self._index[key]
+            cut_out = take_slice(batch, 0, meshes, placement(self.config.parallelism), torch.device("cpu"))
+            self._index[rank] = cut_out.tokens.index_T
+        training = self.config.training
+        return self._index[rank] + microbatch * self.fold.dp * training.local_batch_size * training.seq_len
 
     def chosen(self, rank: int, microbatch: int, layer: int) -> Tensor:
         key = rank, microbatch, self.key(layer)

@@ -2,7 +2,7 @@
 
 For each operation fake tensors ask torch for the shape of the result, which takes a third of a millisecond. Here that
 happens once for each operation with the same scalars and input layouts; later results are made from the cache. So
-layers and microbatches that are alike are traced once.
+layers, microbatches and ranks that are alike are traced once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_leaves
 
 CPU = torch.device("cpu")
-NOT_BY_SHAPE = ("lift_fresh", "lift", "set_", "resize_", "_unsafe_view", "wait_tensor")
-KNOWN = ("aten", "titanmoe", "_c10d_functional")
+NOT_BY_SHAPE = ("lift_fresh", "lift", "set_", "resize_", "wait_tensor")
+KNOWN = ("aten", "titanmoe", "rehearsal", "_c10d_functional")
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device)
+_CACHE: dict[Any, tuple | None] = {}
+"""Of all rehearsals in this process: what a result looks like does not depend on the rank."""
 
 
 class _Unknown(Exception):
@@ -51,7 +53,6 @@ def _changes_first(func: Any) -> bool:
 class Shapes:
     def __init__(self, mode: FakeTensorMode):
         self.mode = mode
-        self._cache: dict[Any, list[tuple] | None] = {}
         self._kinds: dict[Any, str] = {}
         with no_dispatch():
             like = FakeTensor(mode, torch.empty(0, device="meta"), CPU)
@@ -70,13 +71,13 @@ class Shapes:
         except _Unknown:
             return func(*args, **kwargs)
         if kind == "view":
-            if key not in self._cache:
-                self._cache[key] = None
+            if key not in _CACHE:
+                _CACHE[key] = None
                 return func(*args, **kwargs)
             with in_kernel_invocation_manager(self.mode):
                 out = func(*args, **kwargs)
             return self._of(out) if isinstance(out, Tensor) else [self._of(x) for x in out]
-        made = self._cache.get(key)
+        made = _CACHE.get(key)
         if made is not None:
             several, layouts = made
             with no_dispatch():
@@ -87,7 +88,7 @@ class Shapes:
         found = tree_leaves(out)
         if found and all(type(x) is FakeTensor and x.device == CPU and x.storage_offset() == 0 for x in found):
             several = type(out) if isinstance(out, list | tuple) else None
-            self._cache[key] = several, [(x.shape, x.stride(), x.dtype) for x in found]
+            _CACHE[key] = several, [(x.shape, x.stride(), x.dtype) for x in found]
         return out
 
     def _of(self, x: Tensor) -> FakeTensor:
@@ -102,7 +103,7 @@ class Shapes:
             return "ask"
         if schema.is_mutable:
             return "same" if func.namespace == "aten" and _changes_first(func) else "ask"
-        if func.is_view:
+        if func.is_view or name == "_unsafe_view":  # of a tensor that nothing else uses
             return "view"
         if any(x.alias_info is not None for x in (*schema.arguments, *schema.returns)):
             return "ask"
