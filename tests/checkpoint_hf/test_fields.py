@@ -155,8 +155,8 @@ class Family:
         (self.folder / "config.json").write_text(json.dumps(config))
         try:
             described = describe(self.folder, self.dense)
-            notes = described.notes + HuggingFaceSource(self.folder, described, described.model).notes
-            if any(name in note for note in notes for name in names):
+            opened = HuggingFaceSource(self.folder, described, described.model)
+            if any(name in note for note in described.notes + opened.notes for name in names):
                 return "reported"
             model = self.build(theirs)
             state = model.state_dict()
@@ -164,7 +164,7 @@ class Family:
                 theirs.tie_word_embeddings == self.config["tie_word_embeddings"] and state.keys() == self.state.keys()
             )
             same = same and all(torch.equal(self.state[n], t) for n, t in state.items())
-            source = self.source(described, None if same else model, config)
+            source = self.source(opened if same else self.other(described, model, config))
         except ConfigError as error:
             assert any(name in str(error) for name in names), f"{change} is refused for another reason: {error}"
             return "refused"
@@ -188,18 +188,18 @@ class Family:
                     tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
         return model
 
-    def source(self, described: Any, model: Any, config: Change) -> Any:
-        folder = self.folder
-        if model is not None:
-            folder = models.save(model, self.folder / "other")
-            (folder / "config.json").write_text(json.dumps(config))
+    def other(self, described: Any, model: Any, config: Change) -> HuggingFaceSource:
+        folder = models.save(model, self.folder / "other")
+        (folder / "config.json").write_text(json.dumps(config))
+        return HuggingFaceSource(folder, described, described.model)
+
+    def source(self, opened: HuggingFaceSource) -> Any:
         if self.dense:
-            upcycled = Upcycled(folder, experts=2, top_k=2, granularity=1, seed=0)
+            upcycled = Upcycled(opened.path, experts=2, top_k=2, granularity=1, seed=0)
             read = lambda name, offset, shape, dtype: upcycled.read(name, offset, shape).to(dtype)  # noqa: E731
             return SimpleNamespace(model=upcycled.model, read=read)
-        source = HuggingFaceSource(folder, described, described.model)
-        source.check()
-        return source
+        opened.check()
+        return opened
 
     def logits(self, source: Any, same: bool) -> Tensor:
         """The same model with the same weights is computed once."""

@@ -47,6 +47,9 @@ MAPPINGS = {
 }
 
 
+LAYERS = {"cp2 pp2": 2}
+
+
 def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     """Losses, norms and whole weights of a run with its own loader, and the reports of its validations."""
     trainer = parity.make_trainer(changes)
@@ -74,7 +77,8 @@ def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
 )
 def test_packed_samples_distributed_by_work_change_no_number(texts: Path, packing: str, mapping: str) -> None:
     """Jitter depends on the sample's number in the step, not on where the sample goes."""
-    changes = recipe(texts, **{"data.packing": packing, "moe.jitter": 0.1})
+    layers = {"model.num_layers": LAYERS.get(mapping, 1)}
+    changes = recipe(texts, **layers, **{"data.packing": packing, "moe.jitter": 0.1})
     got = world.run(4, trained, changes | MAPPINGS[mapping] | {"data.balance_work": True})[0]
     config = parity.read(changes, 1)
     loader = Loader(config, 0, 1)
@@ -152,7 +156,12 @@ def test_the_best_loss_so_far_outlives_the_run(texts: Path, tmp_path: Path) -> N
 
 
 SHAPES = {
-    "tp2 ep4": {"parallelism.tp": 2, "parallelism.experts.ep": 4, "training.global_batch_size": 4},
+    "tp2 ep4": {
+        "parallelism.tp": 2,
+        "parallelism.experts.ep": 4,
+        "training.global_batch_size": 2,
+        "model.num_layers": 1,
+    },
     "a V": {
         "parallelism.pp": 2,
         "pipeline.schedule": "ZBVZeroBubble",
