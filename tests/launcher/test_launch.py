@@ -37,7 +37,7 @@ def wait_for(run: processes.Started, file: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["forks", "new processes"])
+@pytest.mark.parametrize("forks", [True, False], ids=["forks", "new processes"])
 def test_a_killed_rank_is_the_last_thing_on_the_screen(tmp_path: Path, forks: bool) -> None:
     kill = {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000002.writing"}
     done = started(tmp_path, faults=[kill], forks=forks, **LONG).wait()

@@ -78,10 +78,8 @@ MAPPINGS = {
 
 @pytest.mark.parametrize(
     "names",
-    [
-        ("cp2, ep2", "pp2 dp2, etp2", "one rank"),
-        pytest.param(("tp2 cp2, ep4", "one rank"), marks=pytest.mark.slow),
-    ],
+    [("cp2, ep2", "pp2 dp2, etp2", "one rank"), ("tp2 cp2, ep4", "one rank")],
+    ids=["of 2 and of 4 ranks", "of three axes"],
 )
 def test_every_mapping_skips_the_same_steps_and_leaves_no_trace(tmp_path: Path, names: tuple[str, ...]) -> None:
     samples, losses = [], []
