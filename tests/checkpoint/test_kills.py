@@ -95,6 +95,7 @@ def test_killed_in_a_synchronous_save(tmp_path: Path) -> None:
 def test_killed_between_a_checkpoint_and_the_line_of_its_step(tmp_path: Path, when: str, saved: int) -> None:
     """The step after which a restart resumes has its line, and no step has two."""
     changes = {"checkpoint.interval": 1, "checkpoint.save": "sync", "training.steps": 3}
+    changes |= {"model.num_layers": 1, "training.global_batch_size": 2}
     run, log = tmp_path / "run", tmp_path / "log"
     with victims.pair(victims.train_until_killed, str(tmp_path), changes, 2, when, log=log) as ranks:
         ranks[0].join(60)

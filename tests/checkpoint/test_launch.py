@@ -13,6 +13,7 @@ from titanmoe.checkpoint import layout
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = [
     "--config=train_configs/debug.toml", "--parallelism.tp=1", "--training.seq_len=16", "--checkpoint.enable",
+    "--metrics.tensorboard=false",
 ]  # fmt: skip
 STEPS = 400  # more than it is given time for
 

@@ -47,10 +47,13 @@ def test_what_is_saved_is_what_it_was_at_that_step(tmp_path):
     assert world.run(1, save_and_go_on, str(tmp_path / "c"))[0] == [True, True]
 
 
+SMALL = {"model.num_layers": 1, "training.global_batch_size": 2}
+
+
 def train_on_a_filling_disk(folder: str, save: str) -> tuple[str, int]:
     """From the second checkpoint on, rank 1 has no space left."""
     options = {"job.dump_folder": folder, "checkpoint.save": save, "checkpoint.interval": 2}
-    trainer = parity.make_trainer(runs.RUN | {"parallelism.experts.ep": 2} | options)
+    trainer = parity.make_trainer(runs.RUN | SMALL | {"parallelism.experts.ep": 2} | options)
     write = write_tensors._Summing.write
 
     def full(self: Any, data: bytes) -> int:
@@ -79,7 +82,7 @@ def test_a_save_that_fails_ends_the_run_on_all_ranks_with_the_file(tmp_path):
 
 
 def train(folder: str, more: dict[str, Any]) -> None:
-    parity.make_trainer(runs.RUN | {"job.dump_folder": folder, "training.steps": 4} | more).train()
+    parity.make_trainer(runs.RUN | SMALL | {"job.dump_folder": folder, "training.steps": 4} | more).train()
 
 
 def test_the_pause_of_training_is_a_metric(tmp_path):

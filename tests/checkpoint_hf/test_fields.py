@@ -111,6 +111,7 @@ class Family:
         self.config = json.loads((folder / "config.json").read_text())
         self.hf = next(hf for hf in [*HUGGING_FACE.values(), *DENSE] if hf.model_type == name)
         self.known: dict[str, Tensor] = {}
+        self.computed: dict[str, tuple[Any, Tensor, Tensor]] = {}
 
     def fields(self) -> list[str]:
         names = (
@@ -155,27 +156,34 @@ class Family:
         (self.folder / "config.json").write_text(json.dumps(config))
         try:
             described = describe(self.folder, self.dense)
-            notes = described.notes + HuggingFaceSource(self.folder, described, described.model).notes
-            if any(name in note for note in notes for name in names):
+            opened = HuggingFaceSource(self.folder, described, described.model)
+            if any(name in note for note in described.notes + opened.notes for name in names):
                 return "reported"
-            model = self.build(theirs)
+            model, loss, want = self.of_transformers(theirs)
             state = model.state_dict()
             same = (
                 theirs.tie_word_embeddings == self.config["tie_word_embeddings"] and state.keys() == self.state.keys()
             )
             same = same and all(torch.equal(self.state[n], t) for n, t in state.items())
-            source = self.source(described, None if same else model, config)
+            source = self.source(opened if same else self.other(described, model, config))
         except ConfigError as error:
             assert any(name in str(error) for name in names), f"{change} is refused for another reason: {error}"
             return "refused"
-        with torch.no_grad():
-            loss, want = model(IDS, labels=IDS)[:2]
         got = self.logits(source, same)
         assert torch.isfinite(want).all()
         torch.testing.assert_close(got, want, rtol=0, atol=1e-4, msg=lambda text: f"{change}: {text}")
         own_loss = F.cross_entropy(got[0, :-1], IDS[0, 1:])
         torch.testing.assert_close(own_loss, loss, rtol=0, atol=1e-4, msg=lambda text: f"loss of {change}: {text}")
         return "followed"
+
+    def of_transformers(self, config: Any) -> tuple[Any, Tensor, Tensor]:
+        """The model of a config with its loss and logits: once, for a field that is left out often has its default."""
+        key = repr(sorted(vars(config).items()))
+        if key not in self.computed:
+            model = self.build(config)
+            with torch.no_grad():
+                self.computed[key] = model, *model(IDS, labels=IDS)[:2]
+        return self.computed[key]
 
     def build(self, config: Any) -> Any:
         model = self.cls._from_config(config).train()
@@ -188,18 +196,18 @@ class Family:
                     tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
         return model
 
-    def source(self, described: Any, model: Any, config: Change) -> Any:
-        folder = self.folder
-        if model is not None:
-            folder = models.save(model, self.folder / "other")
-            (folder / "config.json").write_text(json.dumps(config))
+    def other(self, described: Any, model: Any, config: Change) -> HuggingFaceSource:
+        folder = models.save(model, self.folder / "other")
+        (folder / "config.json").write_text(json.dumps(config))
+        return HuggingFaceSource(folder, described, described.model)
+
+    def source(self, opened: HuggingFaceSource) -> Any:
         if self.dense:
-            upcycled = Upcycled(folder, experts=2, top_k=2, granularity=1, seed=0)
+            upcycled = Upcycled(opened.path, experts=2, top_k=2, granularity=1, seed=0)
             read = lambda name, offset, shape, dtype: upcycled.read(name, offset, shape).to(dtype)  # noqa: E731
             return SimpleNamespace(model=upcycled.model, read=read)
-        source = HuggingFaceSource(folder, described, described.model)
-        source.check()
-        return source
+        opened.check()
+        return opened
 
     def logits(self, source: Any, same: bool) -> Tensor:
         """The same model with the same weights is computed once."""

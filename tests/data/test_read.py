@@ -58,7 +58,7 @@ def test_records_of_every_kind(tmp_path, kind, size):
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=6), max_size=8), st.integers(1, 60), st.booleans())
 def test_cuts_lose_and_repeat_no_line(tmp_path_factory, texts, size, ends):
-    file = tmp_path_factory.mktemp("cut") / "a.jsonl"
+    file = tmp_path_factory.getbasetemp() / "cut.jsonl"
     text = lines(texts) + b"\n" * (not texts)
     file.write_bytes(text if ends else text.rstrip(b"\n") or b"\n")
     entries = read([file], size=size)

@@ -15,6 +15,7 @@ from tests.data.test_read import lines
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.data import tokenize as tokenize_module
+from titanmoe.data.chat import open_chat
 from titanmoe.data.shards import MANIFEST, ShardDocuments, verify
 from titanmoe.data.tokenize import plan_shards, tokenize
 from titanmoe.data.tokenize_unit import ShardUnit, TokenizeJob
@@ -27,6 +28,20 @@ TEXTS = [f"{n}: the quick brown fox jumps over the lazy dog number {n}, " * (1 +
 @pytest.fixture
 def small_units(monkeypatch):
     monkeypatch.setattr(tokenize_module, "LEAST_UNIT", 2500)
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """The work is done in this process: another takes a quarter of a second to start."""
+
+    def in_process(job, todo, workers, meter):
+        tokenizer = open_tokenizer(job.tokenizer)
+        chat = open_chat(job.chat_template, tokenizer) if job.format == "chat" else None
+        for number, spans, records in todo:
+            items = records[-1]["items"] if records else 0
+            ShardUnit(job, tokenizer, chat, number, len(records), items).run(spans, meter.add)
+
+    monkeypatch.setattr(tokenize_module, "_run", in_process)
 
 
 def corpus(folder: Path, texts=TEXTS) -> Path:
@@ -156,16 +171,9 @@ def test_killed_at_any_moment_the_same_command_ends_with_the_same_bytes(tmp_path
     assert tree(out) == ours
 
 
-def test_ended_at_every_point_in_turn(tmp_path, small_units, monkeypatch):
+def test_ended_at_every_point_in_turn(tmp_path, small_units, here, monkeypatch):
     """As above, without processes: before each single file is synced or gets its name."""
     source = corpus(tmp_path / "in", TEXTS[:30])
-
-    def in_process(job, todo, workers, meter):
-        for number, spans, records in todo:
-            items = records[-1]["items"] if records else 0
-            ShardUnit(job, ByteTokenizer(), None, number, len(records), items).run(spans, meter.add)
-
-    monkeypatch.setattr(tokenize_module, "_run", in_process)
     run(tmp_path, "whole", source)
     whole, left = tree(tmp_path / "whole"), [0]
 
@@ -194,7 +202,7 @@ def test_ended_at_every_point_in_turn(tmp_path, small_units, monkeypatch):
     assert points > 30
 
 
-def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units, monkeypatch):
+def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units, here, monkeypatch):
     source = corpus(tmp_path / "in")
     run(tmp_path, "whole", source)
     job = TokenizeJob([str(source)], str(tmp_path / "out"), shard_tokens=1500)
@@ -228,7 +236,7 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
     assert ByteTokenizer().decode(documents(tmp_path / "out")[-2 - len(TEXTS) // 3]) == "fine"
 
 
-def test_mistakes_are_reported_before_any_work(tmp_path):
+def test_mistakes_are_reported_before_any_work(tmp_path, here):
     source = corpus(tmp_path / "in")
     with pytest.raises(ConfigError) as error:
         plan_shards(TokenizeJob([str(tmp_path / "gone")], "out", tokenizer="nowhere"))
@@ -249,7 +257,7 @@ def test_mistakes_are_reported_before_any_work(tmp_path):
         assert "another process is writing to" in problems(tmp_path, "x", source)
 
 
-def test_chats_are_stored_with_what_counts(tmp_path, bpe):
+def test_chats_are_stored_with_what_counts(tmp_path, bpe, here):
     talk = [{"role": "user", "content": "why"}, {"role": "assistant", "content": "the fox"}]
     bad = [{"role": "user", "content": "why"}]
     (tmp_path / "a.jsonl").write_bytes(lines([talk, bad, talk[::-1]], field="messages"))
@@ -282,7 +290,7 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe):
     assert "a.jsonl:1: the chat template" in problems(tmp_path, "y", tmp_path / "a.jsonl", **options)
 
 
-def test_a_begin_mark_is_not_written_twice(tmp_path):
+def test_a_begin_mark_is_not_written_twice(tmp_path, here):
     (tmp_path / "a.jsonl").write_bytes(lines([[{"role": "assistant", "content": "ab"}]], field="messages"))
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     run(tmp_path, "x", tmp_path / "a.jsonl", format="chat", chat_template=str(tmp_path / "t.jinja"))

@@ -15,7 +15,7 @@ from tests.generate import saved
 from titanmoe.ops import counted
 
 PROMPTS = [1, 5, 13, 2, 17]  # the longest spans many of gpt_oss's windows of 3
-FURTHER = 6
+FURTHER = 3
 FOLDS = {
     "tp2-ep4": dict(tp=2, ep=4),
     "tp2-ep2-etp2": dict(tp=2, ep=2, etp=2),

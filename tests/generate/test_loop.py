@@ -13,7 +13,7 @@ from tests.features import MODELS
 from tests.generate import saved
 from titanmoe.ops import counted
 
-MOST = 10
+MOST = 6
 FOLDS: dict[str, dict[str, int]] = {
     "tp2-ep4": dict(tp=2, ep=4),
     "tp2-ep2-etp2": dict(tp=2, ep=2, etp=2),

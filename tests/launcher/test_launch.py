@@ -37,9 +37,10 @@ def wait_for(run: processes.Started, file: Path) -> None:
         time.sleep(0.05)
 
 
-def test_a_killed_rank_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forks", [True, False], ids=["forks", "new processes"])
+def test_a_killed_rank_is_the_last_thing_on_the_screen(tmp_path: Path, forks: bool) -> None:
     kill = {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000002.writing"}
-    done = started(tmp_path, faults=[kill], **LONG).wait()
+    done = started(tmp_path, faults=[kill], forks=forks, **LONG).wait()
     assert done.returncode == 128 + signal.SIGKILL
     error, part, log = done.stderr.splitlines()[-3:]
     assert error == "error: rank 1 was killed by SIGKILL: from outside, or by the kernel for lack of memory (see dmesg)"

@@ -22,9 +22,9 @@ from titanmoe.parallel.norm import grad_norm
 from titanmoe.rehearse.world import rehearse
 from titanmoe.train.trainer import Trainer
 
-ONE = {"model.num_layers": 2, "training.global_batch_size": 8, "parallelism.experts.ep": 4, "moe.bias_update_rate": 0.1}
+ONE = {"model.num_layers": 2, "training.global_batch_size": 4, "parallelism.experts.ep": 4, "moe.bias_update_rate": 0.1}
 ONE |= {"training.mixed_precision_param": "bfloat16", "moe.force_balance": False}
-LAYERS_AND_MICROBATCHES = 2 * 2
+LAYERS_AND_MICROBATCHES = 2 * 1
 PADDED = {"moe.capacity_factor": 1.0, "moe.pad_to_capacity": True}
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "alltoall": ({}, LAYERS_AND_MICROBATCHES),

@@ -86,8 +86,9 @@ def test_what_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: str, on: list[bool]) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of two steps for each entry of `on`, each a start from the last checkpoint; and this rank's tensors."""
+    """Losses of a step for each entry of `on`, each a start from the last checkpoint; and this rank's tensors."""
     changes = {"job.dump_folder": folder, "job.name": "run", "data.source": "synthetic", "parallelism.tp": 2}
+    changes |= {"model.num_layers": 1}
     changes |= {"parallelism.experts.ep": 2, "training.global_batch_size": 2, "training.dtype": "float32"}
     changes |= {"training.mixed_precision_param": "float32", "training.mixed_precision_reduce": "float32"}
     changes |= {"checkpoint.enable": True, "checkpoint.interval": 0, "optimizer.implementation": "fused"}
@@ -98,8 +99,8 @@ def run(folder: str, on: list[bool]) -> tuple[list[float], dict[str, Tensor]]:
             trainer = parity.make_trainer(changes | {"optimizer.offload": offloaded})
             with Checkpoints(trainer, Path(folder) / "run") as checkpoints:
                 checkpoints.begin()
-                assert trainer.step == 2 * start
-                losses += [trainer.train_step()["loss"] for _ in range(2)]
+                assert trainer.step == start
+                losses.append(trainer.train_step()["loss"])
                 checkpoints.finish()
             assert (trainer.optimizer.offload is not None) == offloaded
     finally:
@@ -114,7 +115,7 @@ def test_checkpoints_do_not_know_of_it(tmp_path: Path) -> None:
     plain = world.run(2, run, str(tmp_path / "plain"), [False, False, False])
     mixed = world.run(2, run, str(tmp_path / "mixed"), [True, False, True])
     for (losses, tensors), (wanted, expected) in zip(mixed, plain, strict=True):
-        assert losses == wanted and len(set(losses)) == 6
+        assert losses == wanted and len(set(losses)) == 3
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], expected[name]) for name in expected)
 

@@ -32,7 +32,7 @@ from titanmoe.train.launch import read
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 7
 PATIENCE = 240.0
-RUN = parity.SAVING | {"training.steps": STEPS}
+RUN = parity.SAVING | {"training.steps": STEPS, "model.num_layers": 1}
 
 
 def options(folder: Path, **changes: Any) -> list[str]:
@@ -115,6 +115,7 @@ def children(pid: int) -> list[int]:
 def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path: Path, agents: Agents) -> None:
     """One run: a rank is killed and torchrun restarts both; it gets a signal to stop; the same command continues."""
     struck, checkpoints = tmp_path / "struck", tmp_path / "hurt/run/checkpoints"
+    small = {"lr_schedule.decay": "none", "training.global_batch_size": 2}
     agents.faults += [
         {"do": "kill", "rank": 1, "on": ["write"], "path": f"{name_of(4)}.writing", "once": str(struck)},
         # Rank 0 comes first, and must not mistake what the previous rank 1 left for the new one.
@@ -122,7 +123,7 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
     ]
     torchrun = agents.start(
         *("--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2", "--max-restarts=3", "train.py"),
-        *options(tmp_path / "hurt", **{"training.steps": 400, "lr_schedule.decay": "none"}),
+        *options(tmp_path / "hurt", **small, **{"training.steps": 400}),
         forks=True,
     )
     agents.wait(lambda: went_on_after(tmp_path / "hurt/run") == [3], "the restart")
@@ -133,7 +134,7 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
     stopped = losses(tmp_path / "hurt")[-1][0]
     assert layout.latest(checkpoints) == name_of(stopped), "saved at the step it stopped at"
 
-    last = {"training.steps": stopped + 1, "lr_schedule.decay": "none"}
+    last = small | {"training.steps": stopped + 1}
     printed = world.run(2, said, options(tmp_path / "hurt", **last))[0]
     assert f"{name_of(stopped)}, after step {stopped}" in printed
     assert "nothing is left to do" in world.run(2, said, options(tmp_path / "hurt", **last))[0]

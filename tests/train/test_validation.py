@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests import parity, reference, world
+from tests.data.test_read import lines
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.train.validation import Validation
 
@@ -22,9 +23,9 @@ WORDS = ("sphinx", "of", "black", "quartz", "judge", "my", "vow", "the", "quick"
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Many short documents and few long ones."""
     folder = tmp_path_factory.mktemp("texts")
-    for i in range(80):
-        length = 60 if i % 9 == 0 else 1 + i % 4
-        (folder / f"{i:02}.txt").write_text(" ".join(WORDS[(i * 5 + j * j) % 12] for j in range(length)))
+    lengths = [60 if i % 9 == 0 else 1 + i % 4 for i in range(80)]
+    documents = [" ".join(WORDS[(i * 5 + j * j) % 12] for j in range(length)) for i, length in enumerate(lengths)]
+    (folder / "documents.jsonl").write_bytes(lines(documents))
     return folder
 
 
@@ -45,6 +46,9 @@ MAPPINGS = {
     "dp2 tp2": {"parallelism.tp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2},
     "cp2 pp2": {"parallelism.cp": 2, "parallelism.pp": 2, "parallelism.experts.ep": 2},
 }
+
+
+LAYERS = {"cp2 pp2": 2}
 
 
 def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
@@ -74,7 +78,8 @@ def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
 )
 def test_packed_samples_distributed_by_work_change_no_number(texts: Path, packing: str, mapping: str) -> None:
     """Jitter depends on the sample's number in the step, not on where the sample goes."""
-    changes = recipe(texts, **{"data.packing": packing, "moe.jitter": 0.1})
+    layers = {"model.num_layers": LAYERS.get(mapping, 1)}
+    changes = recipe(texts, **layers, **{"data.packing": packing, "moe.jitter": 0.1, "training.global_batch_size": 4})
     got = world.run(4, trained, changes | MAPPINGS[mapping] | {"data.balance_work": True})[0]
     config = parity.read(changes, 1)
     loader = Loader(config, 0, 1)
@@ -152,7 +157,12 @@ def test_the_best_loss_so_far_outlives_the_run(texts: Path, tmp_path: Path) -> N
 
 
 SHAPES = {
-    "tp2 ep4": {"parallelism.tp": 2, "parallelism.experts.ep": 4, "training.global_batch_size": 4},
+    "tp2 ep4": {
+        "parallelism.tp": 2,
+        "parallelism.experts.ep": 4,
+        "training.global_batch_size": 2,
+        "model.num_layers": 1,
+    },
     "a V": {
         "parallelism.pp": 2,
         "pipeline.schedule": "ZBVZeroBubble",

@@ -31,6 +31,7 @@ def broken(changes: dict[str, Any]) -> None:
 
 def small(folder: Path, **changes: Any) -> dict[str, Any]:
     base = {"job.dump_folder": str(folder), "job.name": "run", "training.steps": 3, "model.vocab_size": 320}
+    base |= {"training.global_batch_size": 4}
     return base | {key.replace("__", "."): value for key, value in changes.items()}
 
 
@@ -77,6 +78,7 @@ def test_a_resumed_run_says_so_and_a_failed_one_says_why(tmp_path: Path) -> None
 
 def test_a_trace_names_the_parts_of_a_step(tmp_path: Path) -> None:
     profiled = {"profile.steps": [2], "profile.ranks": [1], "parallelism.experts.ep": 2, "model.shared_hidden": 16}
+    profiled |= {"training.steps": 2, "model.num_layers": 1}
     world.run(2, run, small(tmp_path) | profiled)
     (trace,) = (tmp_path / "run" / "profile").glob("*.json.gz")
     assert trace.name == "step-2-rank-1.json.gz"

@@ -21,7 +21,8 @@ import torture_hangs  # noqa: E402
 TIMEOUT_S = 3
 RUN = parity.TINY | {
     "training.steps": 100_000,
-    "training.global_batch_size": 4,
+    "training.global_batch_size": 2,
+    "model.num_layers": 1,
     "training.timeout_s": TIMEOUT_S,
     "parallelism.experts.ep": 2,
     "lr_schedule.decay": "none",

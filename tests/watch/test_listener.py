@@ -9,6 +9,7 @@ from titanmoe.watch.heartbeat import LoggedMessage
 from titanmoe.watch.watch import Watch
 
 CHANGES = {"parallelism.tp": 2, "parallelism.experts.ep": 4, "data.source": "synthetic"}
+CHANGES |= {"training.global_batch_size": 4}
 
 
 def step(changes: dict[str, Any]) -> tuple[list[LoggedMessage], int, list[str]]:

@@ -53,9 +53,9 @@ def flips(changes: dict[str, Any]) -> list[str]:
     message."""
     trainer = parity.make_trainer(RUN | changes | {"debug.replicas_every": EVERY}, checks=checks)
     draw, said = random.Random(0), []
+    trainer.train_step()
     for _ in range(TRIALS):
-        trainer.step = 0
-        trainer.train_step()
+        trainer.step = 1
         sound = {name: x.clone() for name, x, _ in trainer.checks.replicas.held()}
         name, x, _ = draw.choice(list(trainer.checks.replicas.held()))
         victim, place, bit = draw.randrange(trainer.runtime.world), draw.randrange(x.numel()), draw.randrange(64)

@@ -16,16 +16,17 @@ from titanmoe.train.checks import Unsound
 from titanmoe.watch.numbers import checks
 from titanmoe.watch.rerun import describe
 
-RUN = runs.RUN | {"debug.rerun": True, "optimizer.skip_window": 4}
-FAULTY, STEPS = 5, 6
+RUN = runs.RUN | {"debug.rerun": True, "optimizer.skip_window": 4, "training.global_batch_size": 2}
+KNOWN = 5
+"""The first step in which it is known which losses are usual."""
 
 
-def go(changes: dict[str, Any], module: str, value: float, rank: int = 1) -> tuple[Any, ...]:
-    """Once, in one step, the first number that a module returns on one rank is wrong."""
+def go(changes: dict[str, Any], faulty: int, module: str, value: float, rank: int = 1) -> tuple[Any, ...]:
+    """Once, in the last step but one, the first number that a module returns on one rank is wrong."""
     struck = []
 
     def spoil(part: Any, args: Any, out: torch.Tensor) -> torch.Tensor | None:
-        if trainer.step != FAULTY or struck:
+        if trainer.step != faulty or struck:
             return None
         struck.append(True)
         return torch.cat((out.flatten()[:1] * 0 + value, out.flatten()[1:])).view_as(out)
@@ -36,24 +37,27 @@ def go(changes: dict[str, Any], module: str, value: float, rank: int = 1) -> tup
     named = {name: part for whole in trainer.parts for name, part in whole.named_modules()}
     if module in named and dist.get_rank() == rank:
         named[module].register_forward_hook(spoil)
-    losses = [trainer.train_step()["loss"] for _ in range(STEPS)]
+    losses = [trainer.train_step()["loss"] for _ in range(faulty + 1)]
     return losses, events, parity.whole(runs.everything(trainer), dist.get_rank(), trainer.fold)
 
 
 CASES = {
-    "NaN, data parallel": ({}, "layers.1.ffn_norm", float("nan"), 1, "the router of layer 1"),
-    "far too large, expert parallel": ({"parallelism.experts.ep": 2}, "head.norm", 1e30, 1, "the loss"),
-    "a stage": ({"parallelism.pp": 2}, "layers.1.ffn_norm", float("nan"), 1, "the router of layer 1"),
+    "NaN, data parallel": ({}, 2, "layers.1.ffn_norm", float("nan"), 1, "the router of layer 1"),
+    "far too large, expert parallel": (
+        {"parallelism.experts.ep": 2, "model.num_layers": 1},
+        *(KNOWN, "head.norm", 1e30, 1, "the loss"),
+    ),
+    "a stage": ({"parallelism.pp": 2}, 2, "layers.1.ffn_norm", float("nan"), 1, "the router of layer 1"),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_passing_fault_is_blamed_on_its_rank_and_leaves_no_trace(name: str) -> None:
-    changes, module, value, rank, where = CASES[name]
-    straight, _, want = world.run(2, go, changes, "no module", 0.0)[0]
-    ends = world.run(2, go, changes, module, value, rank)
+    changes, faulty, module, value, rank, where = CASES[name]
+    straight, _, want = world.run(2, go, changes, faulty, "no module", 0.0)[0]
+    ends = world.run(2, go, changes, faulty, module, value, rank)
     losses, ((step, kind, text),), got = ends[0]
-    assert (step, kind) == (FAULTY, "suspect") and ends[0][1] == ends[1][1]
+    assert (step, kind) == (faulty, "suspect") and ends[0][1] == ends[1][1]
     assert f": not reproducible on rank 1, first seen in {where}" in text
     assert losses == straight and all(torch.equal(tensor, want[name]) for name, tensor in got.items())
 

@@ -29,21 +29,21 @@ SHAPES = {"a stage": (1, 8, 4), "stages": (2, 4, 4), "two ranks": (1, 2, 2), "st
 """pp, dp_shard, ep."""
 
 
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
 @pytest.mark.parametrize("kind", ["compute", "data", "link"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_slow_rank_or_link_is_named_until_it_is_fast_again(shape: str, kind: str) -> None:
+def test_the_slow_rank_or_link_is_named_until_it_is_fast_again(shape: str, kind: str, seed: int) -> None:
     """Clocks are off by minutes, ranks compute unevenly, and the last stage always takes longer."""
-    for seed in range(3):
-        cluster = Cluster(*SHAPES[shape], seed)
-        told, fault = Told(cluster), simulate_stragglers.faults(np.random.default_rng(seed), cluster)[kind]
-        ranks = [fault.rank, fault.other] if kind == "link" else [fault.rank]
-        assert told.go(5, Fault(), 4) == []
-        for _ in range(2):
-            (event,) = told.go(3, fault, 4)
-            assert (event["ranks"], event["cause"]) == (ranks, kind), event
-            assert told.report()["straggler.cause"] == 1 + ("compute", "data", "link").index(kind)
-            assert told.go(8, Fault(), 4) == [] and told.named is None
-        assert told.report()["straggler.cause"] == 0
+    cluster = Cluster(*SHAPES[shape], seed)
+    told, fault = Told(cluster), simulate_stragglers.faults(np.random.default_rng(seed), cluster)[kind]
+    ranks = [fault.rank, fault.other] if kind == "link" else [fault.rank]
+    assert told.go(5, Fault(), 4) == []
+    for _ in range(2):
+        (event,) = told.go(3, fault, 4)
+        assert (event["ranks"], event["cause"]) == (ranks, kind), event
+        assert told.report()["straggler.cause"] == 1 + ("compute", "data", "link").index(kind)
+        assert told.go(8, Fault(), 4) == [] and told.named is None
+    assert told.report()["straggler.cause"] == 0
 
 
 def test_what_is_said() -> None:
