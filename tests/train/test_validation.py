@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from tests import parity, reference, world
-from tests.data.test_read import lines
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.train.validation import Validation
 
@@ -23,9 +22,9 @@ WORDS = ("sphinx", "of", "black", "quartz", "judge", "my", "vow", "the", "quick"
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Many short documents and few long ones."""
     folder = tmp_path_factory.mktemp("texts")
-    lengths = [60 if i % 9 == 0 else 1 + i % 4 for i in range(80)]
-    documents = [" ".join(WORDS[(i * 5 + j * j) % 12] for j in range(length)) for i, length in enumerate(lengths)]
-    (folder / "documents.jsonl").write_bytes(lines(documents))
+    for i in range(80):
+        length = 60 if i % 9 == 0 else 1 + i % 4
+        (folder / f"{i:02}.txt").write_text(" ".join(WORDS[(i * 5 + j * j) % 12] for j in range(length)))
     return folder
 
 
@@ -79,7 +78,7 @@ def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
 def test_packed_samples_distributed_by_work_change_no_number(texts: Path, packing: str, mapping: str) -> None:
     """Jitter depends on the sample's number in the step, not on where the sample goes."""
     layers = {"model.num_layers": LAYERS.get(mapping, 1)}
-    changes = recipe(texts, **layers, **{"data.packing": packing, "moe.jitter": 0.1, "training.global_batch_size": 4})
+    changes = recipe(texts, **layers, **{"data.packing": packing, "moe.jitter": 0.1})
     got = world.run(4, trained, changes | MAPPINGS[mapping] | {"data.balance_work": True})[0]
     config = parity.read(changes, 1)
     loader = Loader(config, 0, 1)
