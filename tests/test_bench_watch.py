@@ -74,4 +74,4 @@ def test_steps_in_turns_are_made_with_and_without_the_watch(tmp_path):
     assert 0 < first["in_place_error_s"] == second["in_place_error_s"]
     assert watch_overhead.per_message(first) == first["in_place_s"] / first["messages"]
     text = "\n".join(watch_overhead.lines(watch_overhead.parts(tmp_path, 2) | first))
-    assert "pairs of 2 steps" in text and "in all, " in text
+    assert "pairs of 10 steps" in text and "in all, " in text

@@ -24,7 +24,7 @@ def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", **more: 
     numbers, last = {str(i): 10 for i in range(3)}, []
     for index, (group, op) in enumerate(ops):
         numbers[str(group)] = numbers.get(str(group), 0) + 1
-        last.append((index, group, op, 64, numbers[str(group)], -1, 1, 3, True))
+        last.append((index, group, op, "float32", 64, numbers[str(group)], -1, 1, 3, True))
     one = Seen(rank, f"node{rank // 2}", 4000 + rank, state, 8.0, 7, "forward and backward", len(ops), 1, 3, True)
     one.last, one.numbers = last, numbers
     one.stack = ["/v/site-packages/torch/x.py:1 in wait", f"titanmoe/moe/dispatch.py:{200 + rank} in combine"]

@@ -43,8 +43,8 @@ def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
     issued(RECEIVE, x, "pp", 5)
     *_, sent, received = other.messages()
     assert len(other.messages()) == at.RECORDS and received.total == at.RECORDS + 5
-    assert (sent.op, sent.bytes, sent.number, sent.peer) == ("send", 48, 1, 5)
-    assert (received.op, received.bytes, received.step_position) == ("receive", 12, (3, 14, True))
+    assert (sent.op, sent.dtype, sent.bytes, sent.number, sent.peer) == ("send", "other", 48, 1, 5)
+    assert (received.op, received.dtype, received.step_position) == ("receive", "bfloat16", (3, 14, True))
     assert [one.number for one in other.messages() if one.op == "all-to-all"] == list(range(3, 258))
     assert other.message_counts() == {"0": 258, "1": 257, "send 5": 1, "receive 5": 1}
     mine.tick()
@@ -146,7 +146,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     assert event["report"] == said.removeprefix("error: ").splitlines()
     assert event["groups"] == [{"lane": "waited", "axes": "world", "parts": [[0, 1, 2, 3]]}]
     first, *_, last = event["ranks"]
-    assert first["last"] == [[0, 0, "all-reduce", 8, 1, -1, 0, -1, False]]
+    assert first["last"] == [[0, 0, "all-reduce", "float32", 8, 1, -1, 0, -1, False]]
     assert first["numbers"] == {"0": 1} and last["numbers"] == {} and last["state"] == "silent"
     assert any("in main_stack" in line for line in first["stack"]) or first["stack"]
 

@@ -17,6 +17,10 @@ import torch
 
 from titanmoe.comm.listener import OPS, RECEIVE
 
+NAMES = ("other", "float32", "bfloat16", "float16", "float64", "int64", "int32", "int16", "uint8", "bool", "int8")
+DTYPES = {dtype: 0 for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+DTYPES |= {getattr(torch, name): code << 9 for code, name in enumerate(NAMES) if code}
+"""Their bits in a record's third word."""
 PHASES = ("starting", "data", "forward and backward", "norm and update", "between steps")
 STARTING, BETWEEN = 0, PHASES.index("between steps")
 RUNNING, ENDED, FAILED = range(3)
@@ -34,11 +38,11 @@ and when the watchdog thread last ran, in nanoseconds of the machine's monotonic
 GROUPS, PEERS = 64, 112
 """Counts: collectives of each group, then messages sent to and received from each rank of the pipeline."""
 RECORDS = 512
-"""Of three words each: position; bytes; peer, op and group. Packed closer, they would be large integers, which Python
-handles more slowly."""
+"""Of three words each: position; bytes; group, op, dtype and peer from the lowest bit on. Packed closer, they would be
+large integers, which Python handles more slowly."""
 WORDS = 3
 assert COUNTS + GROUPS + 2 * PEERS <= RING and RING + WORDS * RECORDS <= ANSWER
-assert GROUPS <= 1 << 6 and len(OPS) <= 1 << 3
+assert GROUPS <= 1 << 6 and len(OPS) <= 1 << 3 and len(NAMES) <= 1 << 4
 
 
 class LoggedMessage(NamedTuple):
@@ -53,6 +57,7 @@ class LoggedMessage(NamedTuple):
     """Microbatch, layer (-1 for none), whether backward."""
     group: int
     op: str
+    dtype: str
     peer: int
 
     @property
@@ -97,27 +102,24 @@ class Heartbeat:
         """A function to call when the step issues a message to one of these groups; it ignores others. A step calls it
         hundreds of times, so it touches as little as it can.
         """
-        numbers, at = self.numbers, RING + WORDS * (self.total % RECORDS)
-        # Of each group: where its count is, and the third word of a record by op.
-        kinds = {
-            group: (COUNTS + number, tuple(number | op << 6 for op in range(len(OPS))))
-            for group, number in groups.items()
-        }
+        numbers, group_numbers, dtypes = self.numbers, dict(groups), DTYPES
+        at, end = RING + WORDS * (self.total % RECORDS), RING + WORDS * RECORDS
 
         def issued(op: int, x: torch.Tensor, group: Any, peer: int = -1) -> None:
             nonlocal at
-            try:
-                slot, words = kinds[group]
-            except KeyError:
+            number = group_numbers.get(group)
+            if number is None:
                 return
-            word = words[op]
+            slot, word = COUNTS + number, number + (op << 6) + dtypes[x.dtype]
             if peer >= 0:
-                slot, word = COUNTS + GROUPS + 2 * (peer % PEERS) + (op == RECEIVE), word | peer + 1 << 9
+                slot, word = COUNTS + GROUPS + 2 * (peer % PEERS) + (op == RECEIVE), word + (peer + 1 << 13)
             numbers[at] = self.step_position
             numbers[at + 1] = x.nbytes
             numbers[at + 2] = word
             numbers[slot] += 1
-            at = at + WORDS if at < RING + WORDS * (RECORDS - 1) else RING
+            at += WORDS
+            if at == end:
+                at = RING
             self.group = group
             now = numbers[ISSUED] = monotonic_ns()
             self.since = now if self.measured else 0
@@ -145,10 +147,10 @@ class Heartbeat:
         for number in range(total - 1, max(0, total - most) - 1, -1):
             at = RING + WORDS * (number % RECORDS)
             position, size, word = self.numbers[at : at + WORDS].tolist()
-            group, op, peer = word & 63, word >> 6 & 7, (word >> 9) - 1
+            group, op, dtype, peer = word & 63, word >> 6 & 7, NAMES[word >> 9 & 15], (word >> 13) - 1
             slot = group if peer < 0 else GROUPS + 2 * (peer % PEERS) + (op == RECEIVE)
-            one = LoggedMessage(number + 1, size, counts[slot], unpack_position(position), group, OPS[op], peer)
-            found.append(one)
+            where = unpack_position(position)
+            found.append(LoggedMessage(number + 1, size, counts[slot], where, group, OPS[op], dtype, peer))
             counts[slot] -= 1
         return found[::-1]
 

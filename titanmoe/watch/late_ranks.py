@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from titanmoe.watch.listener import LaneGroups
 from titanmoe.watch.stacks import in_message, line_in
 
-Record = tuple[int, int, str, int, int, int, int, int, bool]
-"""A message: index in its step, group, op, bytes, number in its group, peer, microbatch, layer, backward."""
-INDEX, GROUP, OP, BYTES, NUMBER, PEER, MICROBATCH, LAYER, BACKWARD = range(9)
+Record = tuple[int, int, str, str, int, int, int, int, int, bool]
+"""A message: index in its step, group, op, dtype, bytes, number in its group, peer, microbatch, layer, backward."""
+INDEX, GROUP, OP, DTYPE, BYTES, NUMBER, PEER, MICROBATCH, LAYER, BACKWARD = range(10)
 TO_PEER = ("send", "receive")
 What = tuple[int, str, int]
 """Group, op and bytes of a message."""

@@ -295,7 +295,7 @@ class Watchdog(threading.Thread):
         seen.issued, seen.differs = heart.total - begun, heart.differs
         seen.numbers = heart.message_counts()
         seen.last = [
-            (one.total - begun - 1, one.group, one.op, one.bytes, one.number, one.peer, *one.step_position)
+            (one.total - begun - 1, one.group, one.op, one.dtype, one.bytes, one.number, one.peer, *one.step_position)
             for one in step
         ]
         if step:
