@@ -21,10 +21,10 @@ FAIL_AT = 2.0
 START = 20.0
 """The first test in a worker pays for its processes' imports."""
 LONG = (
-    "test_parity", "rehearse/test_clean", "checkpoint/test_local", "ops/test_interpreter", "moe/test_compile",
-    "train/test_trainer", "checkpoint/test_resume", "train/test_restarts", "parallel/test_compiled",
-    "train/test_skips", "parallel/test_pairs", "train/test_validation", "moe/test_dispatch", "train/test_watch",
-    "test_launch_scripts", "launcher/test_launch", "checkpoint_hf/test_fields", "test_bench_layers",
+    "test_parity", "rehearse/test_clean", "checkpoint/test_local", "ops/test_interpreter", "test_extending",
+    "test_launch_scripts", "parallel/test_compiled", "checkpoint_hf/test_fields", "moe/test_dispatch",
+    "rehearse/test_memory", "parallel/test_pairs", "data/test_loader", "train/test_validation",
+    "ops/test_kernels_compile", "moe/test_compile", "moe/test_symmetric", "train/test_watch", "train/test_skips",
 )  # fmt: skip
 """The files that take longest. They come first: the worker that got one of them last would be waited for."""
 PROPERTY = "cpu_s"
