@@ -8,12 +8,13 @@ MODELS; 4,096 tokens per step in sequences of 512, bf16 compute, AdamW, clipping
 one rank of two threads; four ranks of one thread with ep = 4; the same with ep = 2 and tp = 2 for the rest.
 
 CPU-seconds are user + system of all ranks (getrusage), which other work on the machine disturbs far less than it does
-the clock. "peak" is that of one bf16 matrix product of 2048^3 on one thread, measured here before every round; "floor"
-is the CPU-seconds of a step if all of the model's FLOPs (titanmoe/models/count.py) ran at it. With --against, the
-checkout DIR runs the same: both sides stay alive and take turns, so that their ratio is stable even if the machine's
-speed is not. With --torchtitan, TorchTitan takes turns too (side "titan"), from the folder that it was installed
-into: scripts/bench/torchtitan_side.py says how. The last column is titanmoe's tokens per CPU-second over TorchTitan's.
-Each figure is the median over the rounds. Routing: learned, or forced to be balanced.
+the clock. "peak" is that of one matrix product of 2048^3 on one thread, in bf16 or what --set
+training.mixed_precision_param=... says, measured here before every round; "floor" is the CPU-seconds of a step if all
+of the model's FLOPs (titanmoe/models/count.py) ran at it. With --against, the checkout DIR runs the same: both sides
+stay alive and take turns, so that their ratio is stable even if the machine's speed is not. With --torchtitan,
+TorchTitan takes turns too (side "titan"), from the folder that it was installed into: scripts/bench/torchtitan_side.py
+says how. The last column is titanmoe's tokens per CPU-second over TorchTitan's. Each figure is the median over the
+rounds. Routing: learned, or forced to be balanced.
 """
 
 from __future__ import annotations
@@ -149,13 +150,13 @@ def serve(root: str, options: list[str]) -> None:
     stop()
 
 
-def matrix_peak() -> float:
-    """bf16 FLOPs per CPU-second of one thread, the best of several products."""
+def matrix_peak(dtype: str) -> float:
+    """FLOPs per CPU-second of one thread, the best of several products."""
     import torch
 
     torch.set_num_threads(1)
     size, best = 2048, float("inf")
-    a, b = (torch.randn(size, size).bfloat16() for _ in "ab")
+    a, b = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in "ab")
     for _ in range(4):
         used = time.thread_time()
         a @ b
@@ -166,6 +167,7 @@ def matrix_peak() -> float:
 def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, object]]:
     ranks, threads, _ = CASES[case]
     options = recipe(model, case) + ["--compile.enable"] * args.compile + [f"--{word}" for word in args.set]
+    dtype = next((word.partition("=")[2] for word in args.set if "mixed_precision_param=" in word), "bfloat16")
     here = HERE.parents[2]
     sides: dict[str, tuple[Path, Path | None]] = {"here": (here, None)}
     if args.against:
@@ -191,7 +193,7 @@ def measure(model: str, case: str, args: argparse.Namespace) -> list[dict[str, o
     taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
     try:
         for _ in range(args.rounds):
-            peaks.append(matrix_peak())
+            peaks.append(matrix_peak(dtype))
             for side in list(sides):
                 if side not in worlds and not begin(side):
                     del sides[side]
