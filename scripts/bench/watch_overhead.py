@@ -156,8 +156,8 @@ def message_by_message(trainer: Trainer, watch: Watch, seconds: float) -> dict[s
     now, draw = time.thread_time_ns, random.Random(trainer.runtime.rank)
     heard, last, laps, stretches = True, 0, 0, list[Stretch]()
 
-    def turned(function: Callable[..., Any], else_: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args: (function if heard else else_)(*args)
+    def turned(function: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: (function if heard else otherwise)(*args)
 
     def next_stretch() -> None:
         nonlocal heard, last
