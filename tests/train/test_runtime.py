@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
@@ -69,12 +70,15 @@ def refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], device
 
 def test_plain_python_is_one_rank_without_a_port():
     process = launch("""
-        import resource, torch, torch.distributed as dist
+        import os, resource, torch, torch.distributed as dist
+        if linux := hasattr(os, "SCHED_BATCH"):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
         few, most = 200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
         started = runtime.start(config)
         assert (started.rank, started.world, started.device.type) == (0, 1, "cpu"), started
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most
+        assert not linux or os.sched_getscheduler(0) == os.SCHED_BATCH
         dist.all_reduce(torch.ones(1))
         started.steady_timeout(30)
         runtime.stop()
@@ -174,6 +178,20 @@ def test_the_steady_timeout_replaces_the_one_of_the_first_step_on_every_group():
         assert first.wait(PATIENCE).stdout == "gave up\ngave up\n"
     finally:
         second.kill()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="a policy of Linux")
+@pytest.mark.parametrize(("before", "after"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
+def test_threads_push_no_other_off_its_core_unless_a_policy_was_chosen(before, after):
+    def policies():
+        os.sched_setscheduler(0, getattr(os, before), os.sched_param(0))
+        runtime._leave_cores_to_others()
+        yield os.sched_getscheduler(0)
+        with ThreadPoolExecutor(1) as later:  # as gloo's thread starts
+            yield later.submit(os.sched_getscheduler, 0).result()
+
+    with ThreadPoolExecutor(1) as thread:  # a policy is that of a thread
+        assert thread.submit(lambda: set(policies())).result() == {getattr(os, after)}
 
 
 @pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])

@@ -142,6 +142,7 @@ def start(config: Config) -> Runtime:
     device = _device(config.training.device, environment)
     if device.type == "cpu":
         _share_cores(environment.local_world)
+        _leave_cores_to_others()
         _keep_pages()
     if config.training.deterministic:
         _deterministic()
@@ -183,6 +184,17 @@ def _share_cores(local_world: int) -> None:
 
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         torch.set_num_threads(max(1, cores // local_world))
+
+
+def _leave_cores_to_others() -> None:
+    """Have the threads of this rank wait for a free core when they wake up, and not push others off theirs.
+
+    Where ranks share cores, gloo's thread would often wake up in place of the one that holds the lock it needs, and
+    try that lock until its own time is up: a sum over 4 ranks on 2 cores takes a quarter of the time without this. A
+    policy that was chosen for this process (chrt) stays.
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _keep_pages() -> None:
