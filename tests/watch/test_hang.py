@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests import parity, processes
-from titanmoe.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -39,7 +38,7 @@ def steps(folder: Path) -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
-def test_a_stopped_rank_is_named_and_killed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_stopped_rank_is_named_and_killed(tmp_path: Path) -> None:
     words = parity.arguments(RUN | {"job.dump_folder": str(tmp_path)})
     argv = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     run = processes.Started(
@@ -67,11 +66,6 @@ def test_a_stopped_rank_is_named_and_killed(tmp_path: Path, capsys: pytest.Captu
     event = json.loads(events.read_text().splitlines()[-1])
     assert (event["kind"], event["late"], event["report"][0]) == ("hang", [1], f"hang: {first}")
     assert [rank["state"] for rank in event["ranks"]] == ["answers", "stopped"]
-    capsys.readouterr()
-    recipe = ["--config", str(ROOT / "train_configs/debug.toml"), *words]
-    code = main(["rehearse", "--world", "2", "--hardware", "cpu", *recipe, "--trace", str(events)])
-    said = capsys.readouterr().out
-    assert "rank 1 never issued " in said if code else "has completed" in said
 
 
 @pytest.mark.slow

@@ -46,14 +46,6 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
         help="take rows per expert from an experts.jsonl, or the run folder that holds one; the results are estimates",
     )
     rehearse.add_argument("--routing-step", type=int, metavar="N", help="the step of that file (default: the last)")
-    rehearse.add_argument(
-        "--trace",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="the events.jsonl of a hung run, or flight-recorder dumps from its ranks: name the rank that never issued "
-        "its operation",
-    )
     rehearse.add_argument("--json", type=Path, metavar="FILE", help="also write the whole report to this file")
     rehearse.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step, as an HTML page")
     rehearse.set_defaults(run=run_rehearse, overrides=[])
@@ -62,7 +54,7 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
 def run_rehearse(args: argparse.Namespace) -> int:
     from titanmoe.rehearse.hardware import HARDWARE
 
-    return print_report(_problems(args, list(HARDWARE)), lambda: _compare(args) if args.trace else _report(args))
+    return print_report(_problems(args, list(HARDWARE)), lambda: _report(args))
 
 
 Report = tuple[list[str], dict[Path | None, str], int]
@@ -112,21 +104,6 @@ def _report(args: argparse.Namespace) -> Report:
     return lines, {args.json: json.dumps(data, indent=1) + "\n", args.picture: page}, code
 
 
-def _compare(args: argparse.Namespace) -> Report:
-    """Compares the dumps of a hung run with what its ranks should issue."""
-    from titanmoe.rehearse.event import read_event
-    from titanmoe.rehearse.hang import find_hang
-    from titanmoe.rehearse.trace import read_dumps
-    from titanmoe.rehearse.world import recipe_to_rehearse
-
-    events = args.trace[0].suffix == ".jsonl"
-    dumps = read_event(args.trace[0]) if events else read_dumps(args.trace)
-    config = recipe_to_rehearse(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
-    found = find_hang(config, args.world, args.hardware, args.node, dumps)
-    data = {"trace": {"stuck": found.stuck, "lines": found.lines}}
-    return list(found.lines), {args.json: json.dumps(data, indent=1) + "\n", args.picture: ""}, 1 if found.stuck else 0
-
-
 def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
     found = []
     if args.hardware not in names:
@@ -143,10 +120,6 @@ def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
         found.append("--all-roles checks NCCL's rules, and CPUs use gloo: name a GPU with --hardware")
     if args.routing is not None and args.imbalance != 1:
         found.append("--imbalance and --routing both say where rows go: use one of them")
-    if args.trace and (args.all_roles or args.routing is not None or args.imbalance != 1):
-        found.append("--trace compares a run with its own step: leave out --all-roles, --routing and --imbalance")
-    if args.trace and len(args.trace) > 1 and any(file.suffix == ".jsonl" for file in args.trace):
-        found.append("--trace takes one events.jsonl, or dumps: name one kind of file")
     if args.routing is None and args.routing_step is not None:
         found.append("--routing-step selects a line of a file: name the file with --routing")
     return found

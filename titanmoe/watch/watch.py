@@ -99,7 +99,7 @@ class Watch:
         return any(heart.numbers[at.STATE] == at.FAILED for heart in self.hosts.local.values())
 
     def _dump(self) -> str:
-        """Save what NCCL's flight recorder holds, for `titanmoe rehearse --trace`, and say where."""
+        """Save what NCCL's flight recorder holds, for torch's own analyser, and say where."""
         c10d = torch._C._distributed_c10d
         dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
         if self.trainer.folder is None or dump is None:
@@ -107,7 +107,7 @@ class Watch:
         folder = Path(self.trainer.folder, DUMPS)
         folder.mkdir(exist_ok=True)
         (folder / f"nccl_trace_rank_{self.trainer.runtime.rank}").write_bytes(dump())
-        return f"the messages it sent are in {folder}: titanmoe rehearse --trace {folder}"
+        return f"the messages it sent are in {folder}: torchfrtrace {folder} compares the ranks"
 
 
 def caused_by_others(error: BaseException) -> bool:
