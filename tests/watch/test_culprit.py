@@ -1,8 +1,7 @@
-"""Where numbers were first not finite: layer, direction, rank and samples; and a bundle repeats the step."""
+"""Where numbers were first not finite: layer, direction, rank and samples."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from tests.checkpoint import runs
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.train.checks import Unsound
-from titanmoe.watch import replay
 from titanmoe.watch.culprit import beginning, decoder
 from titanmoe.watch.numbers import checks
 
@@ -126,40 +124,6 @@ def test_a_weights_gradient_is_named_with_the_rank_that_computed_it(changes: dic
     texts = world.run(2, with_a_bad_weight_gradient, changes, 1)
     assert texts[0] == texts[1] and texts[0].startswith("step 1: loss 4.1")
     assert "First not finite: the gradient of layers.1.attention.wq.weight, microbatch 1, on rank 1 (" in texts[0]
-
-
-def bundled(folder: str) -> str:
-    changes = {"job.dump_folder": folder, "debug.culprit": "bundle", "parallelism.experts.ep": 2}
-    try:
-        parity.make_trainer(RUN | changes, loader=BadSample, checks=checks).train()
-    except Unsound as error:
-        return str(error)
-    return ""
-
-
-def again(folder: str) -> str:
-    config = replay.read(replay.arguments(Path(folder), dist.get_world_size()), dist.get_world_size())
-    return replay.repeat(Path(folder), config, parity.runtime_here())
-
-
-def test_a_bundle_repeats_the_step_under_its_mapping_and_in_one_process(tmp_path: Path) -> None:
-    (said, _) = world.run(2, bundled, str(tmp_path))
-    folder = tmp_path / "run/bundles/step-00000002"
-    assert f"; to repeat the step: python -m titanmoe.watch.replay {folder}. " in said
-    for size in (2, 1):
-        text = world.run(size, again, str(folder))[0]
-        assert text.startswith("step 2: loss nan, gradient norm nan;") and "sample 6 of the run" in text
-        assert "First not finite: the output of layers.0.attention, microbatch " in text
-    weights = {path.name for path in folder.iterdir()}
-    assert weights == {"batch.safetensors", "config.toml", "report.json", "weights"}
-
-
-def test_what_is_no_bundle_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in ([], [str(tmp_path)]):
-        with pytest.raises(SystemExit) as end:
-            replay.main(argv)
-        assert end.value.code == 2
-    assert "is not a bundle: it has no report.json" in capsys.readouterr().err
 
 
 def test_a_sample_is_shown_by_its_beginning() -> None:

@@ -425,8 +425,8 @@ class Debug:
     """When these bits differ. stop: end the run; a restart by the launcher then resumes from the last checkpoint, which was compared before it was saved. restore: go back to that checkpoint at once, up to three times."""
     rerun: bool = False
     """When a step's loss or gradient norm is not finite or far above those before (optimizer.skip_spikes, else 6 deviations), or replicas differ: repeat its forward and backward, and report whether the bits are the same or on which rank they are not. The second pass counts. Needs training.deterministic."""
-    culprit: Literal["none", "name", "bundle"] = "none"
-    """When a step's loss or gradients are not finite: repeat it and report which layer's output or gradient was the first, on which rank and in which samples. bundle: also write batch and weights to the run's folder, with a command that repeats the step from them in one process. It takes as much disk space as the weights."""
+    culprit: Literal["none", "name"] = "none"
+    """When a step's loss or gradients are not finite: repeat it and report which layer's output or gradient was the first, on which rank and in which samples."""
 
 
 @dataclass

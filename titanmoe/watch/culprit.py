@@ -181,7 +181,7 @@ def decoder(config: Config) -> Tokenizer | None:
         return None
     try:
         return open_tokenizer(data.tokenizer) if data.source == "files" else ByteTokenizer()
-    except ConfigError:  # a bundle's tokenizer may be on another machine
+    except ConfigError:  # it may be gone, and the numbers are named all the same
         return None
 
 

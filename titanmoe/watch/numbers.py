@@ -28,8 +28,6 @@ class NumberChecks(Checks):
         self.stragglers: Stragglers | None = None
         """While the run is watched."""
         self.said: list[str] = []
-        self.bundled = False
-        """Whether this process has written a bundle. It writes only one."""
 
     def suspect(self, why: str, work: StepWork, finite: bool) -> Sums | None:
         trainer, sums, self.said = self.trainer, None, []
@@ -45,11 +43,6 @@ class NumberChecks(Checks):
             from titanmoe.watch.culprit import first_not_finite
 
             sums, text = first_not_finite(trainer, work)
-            if self.options.culprit == "bundle" and not self.bundled and trainer.folder is not None:
-                from titanmoe.watch.bundle import write_bundle
-
-                self.bundled = True
-                text = f"{text}; {write_bundle(trainer, work.batches, text)}"
             self._say(text)
         return sums
 
