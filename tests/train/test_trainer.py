@@ -14,6 +14,8 @@ import torch.distributed as dist
 
 from tests import parity, processes, world
 from tests.features import MODELS
+from titanmoe.replace import replaced
+from titanmoe.train.header import header_notes
 
 
 def test_deterministic_runs_are_bit_equal() -> None:
@@ -170,3 +172,15 @@ def test_three_mistakes_are_three_problems(tmp_path: Path) -> None:
     assert run.returncode == 2
     assert "3 problems" in run.stderr and "training.steps" in run.stderr and "ep = 2" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def notes_under(version: str) -> dict[str, str]:
+    trainer = parity.make_trainer({"model.vocab_size": 320})
+    with replaced(torch, "__version__", version):
+        return header_notes(trainer)
+
+
+def test_a_version_of_torch_that_was_not_tried_is_named() -> None:
+    (new,) = world.run(1, notes_under, "2.99.0+cpu")
+    assert new["PyTorch"] == "2.99.0+cpu, which titanmoe was not tried with: 2.11 and 2.13 were"
+    assert "PyTorch" not in world.run(1, notes_under, "2.13.0+cpu")[0]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
 from titanmoe.comm import listener, turns
@@ -31,6 +32,10 @@ class Group:
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
         return Group(group.group_name, group.size(), group.rank()) if group.size() > 1 else ALONE
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        return _resolve_process_group(self.name)
 
 
 ALONE = Group("", 1, 0)

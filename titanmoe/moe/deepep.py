@@ -22,7 +22,6 @@ from titanmoe.moe.dispatch import AllToAll, Dispatcher, SharedBuffers
 from titanmoe.moe.permute import to_tokens
 from titanmoe.ops import device as devices
 from titanmoe.ops.region import named
-from titanmoe.torch_private import process_group
 
 NEEDS = "cuda"
 """Where its kernels run."""
@@ -39,7 +38,7 @@ class Kernels(SharedBuffers):
         width, ranks = 2 * config.model.dim, group.size  # bytes of a token
         options = Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)
         self.buffer = Buffer(
-            process_group(group.name),
+            group.process_group,
             max(option.get_nvl_buffer_size_hint(width, ranks) for option in options),
             max(option.get_rdma_buffer_size_hint(width, ranks) for option in options),
         )

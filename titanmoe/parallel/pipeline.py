@@ -24,7 +24,6 @@ from titanmoe.fold.schedules import COST, SINGLE, Action, Cell, bubble, single_o
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel import pairs
 from titanmoe.parallel.batch import Slice
-from titanmoe.torch_private import process_group
 
 
 def _cell(action: torch_schedules._Action | None) -> Cell:
@@ -169,7 +168,7 @@ class Pipeline:
                 device,
                 input_args=(ids if part.embed is not None else hidden.requires_grad_(),),
                 output_args=(hidden.requires_grad_() if part.head is None else loss.requires_grad_(),),
-                group=process_group(pp.name),
+                group=pp.process_group,
             )
             for part, stage in zip(parts, mine, strict=True)
         ]

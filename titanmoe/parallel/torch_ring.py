@@ -20,7 +20,6 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group
 from titanmoe.parallel.context import Placement, _block, _block_backward, _heads_first, _sinks_grad
-from titanmoe.torch_private import process_group
 
 try:
     from torch.distributed.tensor.experimental._context_parallel import _attention as _torch
@@ -73,7 +72,7 @@ def _op_backward(grad, query, key, value, out, logsumexp, is_causal):
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sinks, zigzag, group):
-        ctx.group, ctx.zigzag = process_group(group.name), zigzag
+        ctx.group, ctx.zigzag = group.process_group, zigzag
         with _options(zigzag, q.dtype):
             out, lse = _torch._templated_ring_attention(ctx.group, 2, _op, q, k, v, is_causal=True)
         if sinks is not None:

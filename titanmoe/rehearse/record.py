@@ -19,13 +19,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
 from torch.cpu import Stream, current_stream
 from torch.cpu import _default_cpu_stream as default_stream
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import titanmoe
 from titanmoe.moe.symmetric import SymmetricBuffers
 from titanmoe.replace import replaced
-from titanmoe.torch_private import process_group
 
 OURS = os.path.dirname(titanmoe.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
@@ -205,7 +205,7 @@ class Recorder(TorchDispatchMode):
         self, op: str, sizes: Tensor, arrived: Tensor, group: str
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows sent to each rank by an operation of symmetric memory that has ended, and received from each."""
-        ranks = process_group(group).size()
+        ranks = _resolve_process_group(group).size()
         if op == SYMMETRIC[0]:  # sent by rank and expert, received by expert and rank
             return tuple(sizes.view(ranks, -1).sum(1).tolist()), tuple(arrived[0].view(-1, ranks).sum(0).tolist())
         return tuple(sizes[0].view(-1, ranks).sum(0).tolist()), tuple(arrived[0].view(ranks, -1).sum(1).tolist())

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.parallel.compiled import why_in_parts
 
 if TYPE_CHECKING:
     from titanmoe.train.trainer import Trainer
 
+TRIED = ("2.11", "2.13")
+"""Versions of PyTorch that the tests were run with (README.md)."""
+
 
 def header_notes(trainer: Trainer) -> dict[str, str]:
     config, pp, notes = trainer.config, trainer.fold.pp, trainer.loader.notes()
     options, recompute = config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
+    if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
+        notes["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {' and '.join(TRIED)} were"
     if config.moe.overlap_chunks == -1:
         notes["overlap chunks"] = str(trainer.chunks or "1: no rows are sent in chunks")
     if config.compile.enable:

@@ -22,7 +22,6 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from titanmoe import torch_private
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 
@@ -137,8 +136,6 @@ def grow_segments() -> None:
 def start(config: Config) -> Runtime:
     """Pick the device and join the other ranks. A problem raises a ConfigError of one line, the same on all ranks."""
     environment = read_environment()
-    if problems := torch_private.refusals():
-        raise ConfigError(problems)
     device = _device(config.training.device, environment)
     if device.type == "cpu":
         _share_cores(environment.local_world)

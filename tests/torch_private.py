@@ -1,6 +1,6 @@
 """The private parts of torch that titanmoe uses, which any release may change. Each is used in one room.
 
-`removed` lists those that this version of torch no longer has. A run under a version that is not CHECKED asks it.
+`removed` lists those that this version of torch no longer has.
 """
 
 from __future__ import annotations
@@ -8,9 +8,6 @@ from __future__ import annotations
 import inspect
 from importlib import import_module
 from typing import Any, NamedTuple
-
-CHECKED = ("2.11", "2.13")
-"""Every entry was compared with the sources of these, and the tests were run with them (README.md)."""
 
 
 class Private(NamedTuple):
@@ -29,8 +26,9 @@ _RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 PRIVATE = (
     Private(
-        _C10D, ("_resolve_process_group",), "torch_private.py", "the group of a name, as functional collectives use"
+        _C10D, ("_resolve_process_group",), "comm/collectives.py", "the group of a name, as functional collectives use"
     ),
+    Private(_C10D, ("_resolve_process_group",), "rehearse/record.py", "the same"),
     Private(
         _C10D,
         ("_world", "_set_pg_timeout"),
@@ -242,33 +240,10 @@ PRIVATE = (
 )
 
 
-def process_group(name: str) -> Any:
-    """The group that functional collectives call by this name."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    return _resolve_process_group(name)
-
-
 def removed() -> dict[Private, list[str]]:
     """What this version of torch no longer has."""
     found = {one: [name for name in one.names if not _has(one.owner, name)] for one in PRIVATE}
     return {one: names for one, names in found.items() if names}
-
-
-def refusals() -> list[str]:
-    """Why training cannot run with this version of torch; versions that are CHECKED pass."""
-    import torch
-
-    version = torch.__version__
-    if version.startswith(tuple(f"{checked}." for checked in CHECKED)):
-        return []
-    return [
-        f"PyTorch {version} has no {one.owner}.{name}, which titanmoe needs for {one.need} (titanmoe/{one.where}): use "
-        f"PyTorch {' or '.join(CHECKED)}"
-        for one, names in removed().items()
-        for name in names
-        if not one.optional and not one.where.startswith("rehearse")
-    ]
 
 
 def _has(owner_name: str, name: str) -> bool:
