@@ -17,7 +17,7 @@ from tests.torch_private import PRIVATE, removed
 ROOT = Path(titanmoe.__file__).parent
 OTHERS = {
     *("_asdict", "_replace"),  # of named tuples
-    *("_exit", "_getframe", "_current_frames", "_SubParsersAction", "_Unpickler"),  # of Python's library
+    *("_exit", "_getframe", "_current_frames", "_SubParsersAction"),  # of Python's library
     *("_Namespace__attrs",),  # of jinja2
     *("_Exchange", "_here"),  # our own, which a rehearsal replaces
 }

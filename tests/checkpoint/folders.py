@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import zlib
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,6 @@ from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.folder import write_checkpoint
 from titanmoe.checkpoint.manifest import sealed
 from titanmoe.checkpoint.write_tensors import Lazy
-
-OLD = Path(__file__).parent / "old/step-00000007"
-"""As titanmoe wrote it in format 1, with a pickle: model.a is torch.arange(15.0).view(5, 3), model.b 2 in bfloat16."""
 
 
 def make(folder: Path, step: int, number: int | None = None) -> Path:
@@ -38,8 +34,7 @@ def rewrite(path: Path, **entries: Any) -> None:
     """Other entries in a manifest, with a new checksum, as an attacker would do."""
     found = manifest_of(path) | entries
     found.pop("sha256", None)
-    text = json.dumps(found, indent=1)
-    (path / layout.MANIFEST).write_text(text if found["format"] == 1 else sealed(text))
+    (path / layout.MANIFEST).write_text(sealed(json.dumps(found, indent=1)))
 
 
 def spoil(path: Path, name: str, data: bytes) -> None:
@@ -47,10 +42,6 @@ def spoil(path: Path, name: str, data: bytes) -> None:
     (path / name).write_bytes(data)
     files = manifest_of(path)["files"] | {name: {"bytes": len(data), "crc32": f"{zlib.crc32(data):08x}"}}
     rewrite(path, files=files)
-
-
-def old(folder: Path) -> Path:
-    return Path(shutil.copytree(OLD, folder / OLD.name))
 
 
 def flip_a_bit(file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +33,14 @@ def test_every_flip_of_every_bit_is_noticed() -> None:
     assert unnoticed == []
 
 
-def test_a_manifest_without_its_checksum_is_of_an_older_format_or_damaged() -> None:
-    text = folders.manifest_of(folders.OLD)
-    assert text["format"] == 1 and layout.read_manifest(folders.OLD).record["made"] == "by hand"
-    body = (folders.OLD / layout.MANIFEST).read_bytes().replace(b'"format": 1', b'"format": 2')
+def test_a_manifest_without_its_checksum_is_damaged_and_one_of_an_older_format_is_not_read(tmp_path: Path) -> None:
+    path = folders.make(tmp_path, 3)
+    found = folders.manifest_of(path)
+    found.pop("sha256")
     with pytest.raises(CheckpointError, match="it does not begin with its SHA-256"):
-        manifest.parse(body, HERE)
+        manifest.parse(json.dumps(found).encode(), HERE)
+    with pytest.raises(CheckpointError, match="has checkpoint format 1, this titanmoe reads format 2: use the version"):
+        manifest.parse(json.dumps(found | {"format": 1}).encode(), HERE)
 
 
 DEEP: Any = 1
@@ -67,7 +70,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_type_is_one_line_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture, name: str) -> None:
     entries, words = WRONG[name]
-    path = folders.old(tmp_path)
+    path = folders.make(tmp_path, 7)
     folders.rewrite(path, **entries)
     with pytest.raises(CheckpointError) as refused:
         layout.read_manifest(path)
@@ -90,7 +93,7 @@ def test_nesting_and_nonsense_are_one_line(text: bytes) -> None:
 def test_a_manifest_of_any_size_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifest, "MOST_BYTES", 100)
     with pytest.raises(CheckpointError, match=r"manifest\.json has more than 100 bytes"):
-        layout.read_manifest(folders.OLD)
+        layout.read_manifest(folders.make(tmp_path, 7))
 
 
 def test_a_config_of_wrong_types_is_not_built(tmp_path: Path) -> None:

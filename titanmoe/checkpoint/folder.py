@@ -19,12 +19,10 @@ from titanmoe.checkpoint.disk import Doing
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.tensors import (
-    PICKLED,
     TENSORS,
     Extent,
     Written,
     from_json,
-    from_pickle,
     load,
     needed,
     shared,
@@ -99,14 +97,13 @@ class Checkpoint:
     @cached_property
     def written(self) -> dict[str, Written]:
         files = self.manifest.files
-        name, understood = (TENSORS, from_json) if self.manifest.format > 1 else (PICKLED, from_pickle)
-        if name not in files:
-            raise CheckpointError(f"{self.path / layout.MANIFEST} is damaged: it has no {name}")
-        data = layout.content(self.path, name, files[name])
+        if TENSORS not in files:
+            raise CheckpointError(f"{self.path / layout.MANIFEST} is damaged: it has no {TENSORS}")
+        data = layout.content(self.path, TENSORS, files[TENSORS])
         try:
-            return understood(data, files)
+            return from_json(data, files)
         except Exception as error:  # files that are not ours can raise anything
-            raise inside.unread(self.path / name, error) from None
+            raise inside.unread(self.path / TENSORS, error) from None
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -16,7 +16,7 @@ from titanmoe.config.parse_json import parse_json
 from titanmoe.config.values import WrongType, fit, shown
 
 FORMAT = 2
-"""1: tensors are described by torch's .metadata, a pickle, and the manifest has no checksum. 2: by tensors.json."""
+"""Format 1 described tensors by torch's .metadata, a pickle, and its manifest had no checksum: it is no longer read."""
 MOST_BYTES = 1 << 28
 """Bytes of a manifest: one for 100,000 files has a tenth of it."""
 DEEPEST = 16
@@ -68,12 +68,12 @@ def parse(data: bytes, source: Path) -> Manifest:
         version = found["format"]
         if type(version) is not int:
             raise ValueError(f"format {version!r}")
-        if version > FORMAT:
+        if version != FORMAT:
             raise CheckpointError(
-                f"{source.parent} has checkpoint format {version}, this titanmoe reads up to {FORMAT}: "
-                "use the version that wrote it, or newer"
+                f"{source.parent} has checkpoint format {version}, this titanmoe reads format {FORMAT}: "
+                "use the version that wrote it"
             )
-        if version > 1 and not data.startswith(HEAD):
+        if not data.startswith(HEAD):
             raise ValueError("it does not begin with its SHA-256")
         if wrong := next(misfits(found, ENTRIES), ""):
             raise ValueError(wrong)

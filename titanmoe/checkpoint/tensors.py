@@ -2,18 +2,15 @@
 
     {"model.a": {"dtype": "float32", "shape": [2, 3], "blocks": [[[0, 0], [2, 3], "rank-00000-000.distcp", 0, 1321]]}}
 
-A block: offset in the tensor, shape, file, first byte, bytes; what is there was written by torch.save. Checkpoints of
-format 1 have torch's `.metadata` instead, a pickle, which could run anything: it is read by an interpreter that makes
-tuples and inert boxes and nothing else.
+A block: offset in the tensor, shape, file, first byte, bytes; what is there was written by torch.save.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import pickle
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -25,7 +22,7 @@ from torch import Tensor
 from titanmoe.checkpoint.manifest import Sum
 from titanmoe.config.parse_json import parse_json
 
-TENSORS, PICKLED = "tensors.json", ".metadata"
+TENSORS = "tensors.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 Sizes = tuple[int, ...]
 
@@ -59,11 +56,7 @@ def to_json(tensors: Mapping[str, Written]) -> bytes:
 
 def from_json(data: bytes, files: Mapping[str, Sum]) -> dict[str, Written]:
     """ValueError, KeyError or TypeError if it is not something that to_json writes."""
-    return _checked(parse_json(data), files)
-
-
-def _checked(found: Any, files: Mapping[str, Sum]) -> dict[str, Written]:
-    tensors = {name: _tensor(name, entry, files) for name, entry in found.items()}
+    tensors = {name: _tensor(name, entry, files) for name, entry in parse_json(data).items()}
     # This guarantees that all tensors together are no larger than the files.
     taken = sorted((b.file, b.start, b.bytes) for tensor in tensors.values() for b in tensor.blocks)
     for (file, start, length), (other, after, _) in pairwise(taken):
@@ -169,60 +162,3 @@ def needed(stored: Written | None, whole: Sizes, offset: Sizes, sizes: Sizes) ->
 
 def within(box: Box, offset: Sizes) -> tuple[slice, ...]:
     return tuple(slice(first - at, last - at) for (first, last), at in zip(box, offset, strict=True))
-
-
-# ---- format 1
-
-
-class _Box:
-    """Stands for any class of torch's: keeps what is put into it and does nothing."""
-
-    def __init__(self, *args: Any): ...
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-BOXED = {
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "ChunkStorageMetadata"),
-            *("TensorProperties", "_MEM_FORMAT_ENCODING"),
-        )
-    ),
-}
-
-
-class _Boxes(
-    pickle._Unpickler
-):  # the Python one: the C one fills gigabytes if a pickle asks for entry 2**31 of its memo
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in BOXED:
-            return _Box
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if module == "torch" and name in DTYPES:
-            return name
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which torch does not write there")
-
-
-def from_pickle(data: bytes, files: Mapping[str, Sum]) -> dict[str, Written]:
-    """From torch's `.metadata`. Any exception at all if it is not what torch writes."""
-    metadata = _Boxes(io.BytesIO(data)).load().state
-    places: dict[Any, dict[str, Any]] = {
-        (index.state["fqn"], index.state["offset"]): info.state for index, info in metadata["storage_data"].items()
-    }
-    found = {}
-    for name, tensor in metadata["state_dict_metadata"].items():
-        chunks: Iterable[dict[str, Any]] = [chunk.state for chunk in tensor.state["chunks"]]
-        blocks = []
-        for chunk in chunks:
-            place = places[name, chunk["offsets"]]
-            where = [place["relative_path"], place["offset"], place["length"]]
-            blocks.append([chunk["offsets"], chunk["sizes"], *where])
-        dtype, *_ = tensor.state["properties"].state
-        found[name] = {"dtype": dtype, "shape": tensor.state["size"], "blocks": blocks}
-    return _checked(found, files)
