@@ -235,19 +235,11 @@ def share_EC(load_EC: np.ndarray) -> np.ndarray:
     return share
 
 
-def load_picture(load_EC: np.ndarray) -> np.ndarray:
-    return colour_share_clear(share_EC(load_EC))
-
-
 def load_sheet(layer: int, load_EC: np.ndarray, steps: list[int]) -> Sheet:
     """One layer with its axes, for the page."""
     sheet = Sheet(300, 130, f"load of the experts of layer {layer}, steps {steps[0]} to {steps[-1]}")
-    draw_load(sheet, (0, 2, 298, 126), load_EC, steps)
+    draw_heatmap(sheet, (0, 2, 298, 126), colour_share_clear(share_EC(load_EC)), len(load_EC), steps)
     return sheet
-
-
-def draw_load(sheet: Sheet, box: tuple[float, float, float, float], load_EC: np.ndarray, steps: list[int]) -> None:
-    draw_heatmap(sheet, box, load_picture(load_EC), len(load_EC), steps)
 
 
 def draw_heatmap(
@@ -283,25 +275,4 @@ def ranks_sheet(run: Run) -> Sheet | None:
             column = sum(step < event["step"] for step in steps)
             at = left + (right - left) * column / len(steps)
             sheet.marks.append(Stroke([(at, top), (at, floor)], "event", 1.2, dash=True))
-    return sheet
-
-
-def loads_sheet(run: Run) -> Sheet | None:
-    """All layers below each other, for a PNG."""
-    if not run.load:
-        return None
-    columns = 1 if len(run.load) <= 4 else 2 if len(run.load) <= 16 else 4
-    width, row, head = 840.0, 100.0, 56.0
-    cell = (width - 24) / columns
-    height = head + math.ceil(len(run.load) / columns) * row
-    sheet = Sheet(width, height, f"experts' load, {run.name}")
-    sheet.marks.append(
-        Words(12, 21, f"Load of every expert over the mean of its layer: {run.name}", "ink", 14, bold=True)
-    )
-    text = f"steps {run.load_steps[0]} to {run.load_steps[-1]}, left to right; a row per expert; blue under, red over"
-    sheet.marks.append(Words(12, 40, text, "soft", 11))
-    for i, (layer, load) in enumerate(sorted(run.load.items())):
-        x, y = 12 + i % columns * cell, head + i // columns * row
-        sheet.marks.append(Words(x, y + 9, f"layer {layer}", "soft", 11))
-        draw_load(sheet, (x, y + 14, cell - 12, row - 22), load, run.load_steps)
     return sheet

@@ -13,9 +13,9 @@ from titanmoe.report.draw import MOST_RUNS
 def add_report(commands: argparse._SubParsersAction) -> None:
     report = commands.add_parser(
         "report",
-        help="a page (HTML and PNGs) of a run, or of several side by side",
+        help="a page of a run, or of several side by side",
         description="Draws loss, speed, times, experts' load, events, mapping and config of runs into one HTML page "
-        "that needs no network, and every chart as a PNG. A run that is still going can be drawn too.",
+        "that needs no network. A run that is still going can be drawn too.",
     )
     report.add_argument("RUN", type=Path, nargs="+", help="folder of a run, such as runs/debug")
     report.add_argument("--out", type=Path, metavar="FOLDER", help="default: report/ in the first run's folder")
@@ -32,7 +32,7 @@ def run_report(args: argparse.Namespace) -> int:
         return 2
     folder = args.out or args.RUN[0] / "report"
     try:
-        files = write_page(runs := read_runs(args.RUN), folder)
+        file = write_page(runs := read_runs(args.RUN), folder)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
@@ -41,5 +41,5 @@ def run_report(args: argparse.Namespace) -> int:
         return 2
     for line in (line for run in runs for line in run.said):
         print(f"warning: {line}", file=sys.stderr)
-    print(f"{files[0]}, and {len(files) - 1} PNGs next to it")
+    print(file)
     return 0

@@ -1,7 +1,4 @@
-"""Marks on a sheet, as SVG for the page and as PNG: one drawing, two outputs.
-
-A role is a colour with a meaning: the page's style sheet has it in light and dark; PNGs are light.
-"""
+"""Marks on a sheet, as SVG for the page. A role is a colour with a meaning: the page has it in light and dark."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ import base64
 import io
 from dataclasses import dataclass, field
 from html import escape
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -41,8 +37,6 @@ DARK = {
 }
 MOST_RUNS = 8
 """Colours of runs that can still be told apart."""
-SHARP = 2
-"""PNGs are drawn this many times larger and scaled down, which smooths every edge."""
 
 
 @dataclass
@@ -91,16 +85,13 @@ class Sheet:
     """What the page's script needs to name the values under the pointer."""
 
 
-def png_bytes(rgba: np.ndarray) -> bytes:
+def data_uri(rgba: np.ndarray) -> str:
+    """Pillow comes with TensorBoard."""
     from PIL import Image
 
     stream = io.BytesIO()
     Image.fromarray(rgba).save(stream, "PNG", optimize=True)
-    return stream.getvalue()
-
-
-def data_uri(rgba: np.ndarray) -> str:
-    return "data:image/png;base64," + base64.b64encode(png_bytes(rgba)).decode()
+    return "data:image/png;base64," + base64.b64encode(stream.getvalue()).decode()
 
 
 def _n(value: float) -> str:
@@ -132,49 +123,3 @@ def svg(sheet: Sheet, more: str = "") -> str:
             style += f";opacity:{mark.opacity:.2f}" if mark.opacity < 1 else ""
             out.append(f'<poly{"line" if isinstance(mark, Stroke) else "gon"} points="{points}" style="{style}"/>')
     return "".join([*out, "</svg>"])
-
-
-def png(sheet: Sheet, file: Path, scale: int = 2) -> None:
-    """Pillow comes with TensorBoard; its own font keeps the picture the same on every machine."""
-    from PIL import Image, ImageDraw, ImageFont
-
-    k = scale * SHARP
-    picture = Image.new("RGB", (round(sheet.width * k), round(sheet.height * k)), LIGHT["card"])
-    for mark in sheet.marks:
-        if isinstance(mark, Picture):
-            part = Image.fromarray(mark.rgba).resize((round(mark.width * k), round(mark.height * k)), Image.NEAREST)
-            picture.paste(part, (round(mark.x * k), round(mark.y * k)), part)
-        elif isinstance(mark, Words):
-            continue
-        elif mark.opacity < 1:
-            shade = Image.new("L", picture.size, 0)
-            _trace(ImageDraw.Draw(shade), mark, round(255 * mark.opacity), k)
-            picture.paste(LIGHT[mark.role], (0, 0), shade)
-        else:
-            _trace(ImageDraw.Draw(picture), mark, LIGHT[mark.role], k)
-    picture = picture.reduce(SHARP)
-    draw = ImageDraw.Draw(picture)
-    for mark in sheet.marks:
-        if isinstance(mark, Words):
-            font = ImageFont.load_default(mark.size * scale)
-            anchor = {"start": "l", "middle": "m", "end": "r"}[mark.anchor] + "s"
-            thick = 0.4 if mark.bold else 0
-            place = mark.x * scale, mark.y * scale
-            draw.text(place, mark.text, LIGHT[mark.role], font, anchor, stroke_width=thick)
-    picture.save(file)
-
-
-def _trace(draw: Any, mark: Stroke | Area, fill: Any, k: int) -> None:
-    points = [(x * k, y * k) for x, y in mark.points]
-    if isinstance(mark, Area):
-        draw.polygon(points, fill=fill)
-        return
-    width = max(1, round(mark.width * k))
-    if not mark.dash:
-        draw.line(points, fill=fill, width=width, joint="curve")
-        return
-    (x0, y0), (x1, y1) = points[0], points[-1]
-    pieces = max(1, round(np.hypot(x1 - x0, y1 - y0) / (3 * k)))
-    for i in range(0, pieces, 2):
-        ends = [(x0 + (x1 - x0) * j / pieces, y0 + (y1 - y0) * j / pieces) for j in (i, i + 1)]
-        draw.line(ends, fill=fill, width=width)

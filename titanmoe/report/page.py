@@ -18,13 +18,12 @@ from titanmoe.report.charts import (
     Mark,
     curves_chart,
     load_sheet,
-    loads_sheet,
     number,
     percent,
     ranks_sheet,
     times_chart,
 )
-from titanmoe.report.draw import DARK, LIGHT, Sheet, png, svg
+from titanmoe.report.draw import DARK, LIGHT, Sheet, svg
 from titanmoe.report.read import Run
 from titanmoe.train.console import duration
 
@@ -77,21 +76,12 @@ def marks_of(run: Run) -> list[Mark]:
     return marks
 
 
-def write_page(runs: list[Run], folder: Path) -> list[Path]:
-    """The page and the PNGs; returns what was written."""
+def write_page(runs: list[Run], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     found = {name: sheet for name, sheet in sheets(runs).items() if sheet is not None}
-    files = [folder / "report.html"]
-    files[0].write_text(page(runs, found), encoding="utf-8")
-    pictures = {name: sheet for name, sheet in found.items() if name != "loss_narrow"}
-    for i, run in enumerate(runs):
-        for name, draw_sheet in (("experts", loads_sheet), ("ranks", ranks_sheet)):
-            if (sheet := draw_sheet(run)) is not None:
-                pictures[name if len(runs) == 1 else f"{name}-{i + 1}"] = sheet
-    for name, sheet in pictures.items():
-        files.append(folder / f"{name}.png")
-        png(sheet, files[-1])
-    return files
+    file = folder / "report.html"
+    file.write_text(page(runs, found), encoding="utf-8")
+    return file
 
 
 def page(runs: list[Run], found: dict[str, Sheet]) -> str:
