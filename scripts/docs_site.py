@@ -1,4 +1,5 @@
-"""Lets mkdocs show files outside docs/: README.md as the first page, and every file that a page links to."""
+"""Lets mkdocs show files outside docs/: README.md as a page, and every file that a page links to. Pages are linked by
+their titles, and names in code break between words only."""
 
 from __future__ import annotations
 
@@ -12,6 +13,8 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 """Their paths on the site."""
+NAMED = re.compile(r"\[[\w/]+\.md\](?=\(([\w./]+\.md)(?:#[\w-]+)?\))")
+"""The text of a link that is the page's path."""
 LINK = re.compile(r"\]\((?!\w+://|#|mailto:)([^)#\s]+)([^)\s]*)\)")
 
 
@@ -41,8 +44,28 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def title(name: str) -> str:
+    """The first heading of a page."""
+    return re.search(r"^# (.*)$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+
 def on_page_markdown(markdown: str, page, **_: object) -> str:
-    """Point links to their files on the site."""
+    """Point links to their files on the site, and call pages by their titles."""
     here = page.file.src_uri
     folder = str(PurePosixPath(here).parent)
+    markdown = NAMED.sub(lambda m: f"[{title(target(m[1], here))}]", markdown)
     return LINK.sub(lambda m: f"]({relpath(site_path(target(m[1], here)), folder)}{m[2]})", markdown)
+
+
+OPTION = r'<span class="option">\g<0></span>'
+
+
+def breakable(code: re.Match[str]) -> str:
+    """Code in a line of text: its options stay whole at their hyphens, and a long name may break after _ and dots."""
+    text = re.sub(r"(?<![\w-])--?\w+", OPTION, code[1])
+    return f"<code>{re.sub(r'(?<=[a-z0-9][_./])(?=[a-z0-9])', '<wbr>', text)}</code>"
+
+
+def on_page_content(html: str, **_: object) -> str:
+    html = re.sub(r"(?<=</span>)--?\w+", OPTION, html)  # in blocks
+    return re.sub(r"(?<!</span>)<code>([^<]+)</code>", breakable, html)

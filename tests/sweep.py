@@ -141,7 +141,10 @@ def summary(rows: list[Row]) -> str:
         worst = [max(row["errors"][name] for row in some) for name in COLUMNS] + [max(others, default=0.0)]
         return f"| {what} | {choice} | {len(some)} | " + " | ".join(f"{value:.1e}" for value in worst) + " |"
 
-    out = ["| | | mappings | loss | gradients | norm | weights | others |", "|---|---|---|---|---|---|---|---|"]
+    out = [
+        "| kind | name | mappings | loss | gradients | norm | weights | others |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     out += [line("set", title, some) for key, title in SETS.items() if (some := [r for r in rows if r["set"] == key])]
     for feature, choices in FEATURES.items():
         for choice in choices:

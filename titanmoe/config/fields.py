@@ -198,7 +198,14 @@ def markdown() -> str:
     """The same for docs/config.md, one table of fields per TOML table, with the defaults."""
     lines = []
     for table, cls in tables().items():
-        lines += [f"### `[{table}]`", "", cls.__doc__, "", "| key | type | default | |", "| --- | --- | --- | --- |"]
+        lines += [
+            f"### `[{table}]`",
+            "",
+            cls.__doc__,
+            "",
+            "| key | type | default | what it does |",
+            "| --- | --- | --- | --- |",
+        ]
         for field in fields().values():
             if field.table == table:
                 choices = ", ".join(f"`{choice}`" for choice in field.choices)
