@@ -18,6 +18,7 @@ from titanmoe.load_colours import colour_share, colour_share_clear
 from titanmoe.report.charts import (
     POINTS,
     Curve,
+    Mark,
     curves_chart,
     number,
     percent,
@@ -222,6 +223,21 @@ def test_what_happened_is_marked_with_what_changed(tmp_path):
     marks = [(mark.step, mark.text, mark.role) for mark in marks_of(run)]
     assert marks[:2] == [(20, "spike", "event"), (30, "restart", "muted")]
     assert marks[2:] == [(33, "restart: 4 -> 2 ranks", "muted"), (35, "collapse", "event")]
+
+
+def test_the_texts_of_marks_lie_inside_their_chart_and_not_on_each_other():
+    curve = Curve("a", [1.0, 40.0], [2.0, 1.0], "c0")
+    marks = [Mark(step, "restart: 4 -> 2 ranks", "muted") for step in (40, 1, 35, 14, 15)]
+    sheet = curves_chart("Loss", "", [curve], marks=marks)
+    boxes = []
+    for words in sheet.marks:
+        if isinstance(words, Words) and words.text.startswith("restart"):
+            wide = 0.6 * words.size * len(words.text)
+            left = words.x - (wide if words.anchor == "end" else 0)
+            assert left >= 0 and left + wide <= sheet.width
+            assert all(y != words.y or abs(x - left) > wide for x, y in boxes)
+            boxes.append((left, words.y))
+    assert len(boxes) == len(marks)
 
 
 def test_a_curve_of_few_points_shows_each():

@@ -168,11 +168,17 @@ def curves_chart(
         return None
     xs, ys = ([value for curve in curves for value in getattr(curve, axis)] for axis in ("x", "y"))
     frame = Frame(title, unit, (min(xs), max(xs)), (min(ys), max(ys)), form, *size, curves if len(curves) > 1 else None)
-    for mark in marks:
+    rows: list[float] = []  # where the texts of each row end
+    for mark in sorted(marks):
         if min(xs) <= mark.step <= max(xs):
             ends = [frame.point(mark.step, frame.y[0]), frame.point(mark.step, frame.y[1])]
             frame.sheet.marks.append(Stroke(ends, mark.role, 1.2, dash=True))
-            frame.sheet.marks.append(Words(ends[1][0] + 3, ends[1][1] + 9, mark.text, mark.role, 10))
+            wide = LETTER * len(mark.text)
+            start = ends[1][0] + 3 if ends[1][0] + 3 + wide <= frame.width else ends[1][0] - 3 - wide
+            row = next((i for i, end in enumerate(rows) if end < start), len(rows))
+            rows[row : row + 1] = [start + wide]
+            anchor, across = ("start", start) if start > ends[1][0] else ("end", start + wide)
+            frame.sheet.marks.append(Words(across, ends[1][1] + 9 + 11 * row, mark.text, mark.role, 10, anchor))
     for curve in curves:
         soft = smoothed and len(curve.x) >= 30
         frame.line(thin(curve.x, curve.y), curve.role, 1.2 if soft else 1.8, 0.3 if soft else 1.0)
