@@ -21,6 +21,7 @@ from titanmoe.checkpoint.hf.command import add_convert
 from titanmoe.config.load import ConfigError, format_problems, load
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.data.tokenize_command import add_tokenize
+from titanmoe.data.tokenizer_command import add_tokenizer
 from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
 from titanmoe.fold.groups import View, groups
 from titanmoe.fold.legality import violations
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     add_fold(commands)
     add_checkpoint(commands)
     add_convert(commands)
+    add_tokenizer(commands)
     add_tokenize(commands)
     add_generate(commands)
     add_report(commands)
