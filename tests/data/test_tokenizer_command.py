@@ -29,7 +29,7 @@ def train(folder: Path, *options: str) -> int:
 def made(tmp_path: Path) -> Path:
     (tmp_path / "code.py").write_text(TEXT)
     (tmp_path / "code.jsonl").write_text(json.dumps({"body": TEXT}) + "\n")
-    assert train(tmp_path / "made", str(tmp_path / "code.py"), "--vocab-size", "280") == 0
+    assert train(tmp_path / "made", str(tmp_path / "code.py"), "--vocab-size", "288") == 0
     return tmp_path / "made"
 
 
@@ -37,12 +37,12 @@ def test_it_writes_any_text_in_few_tokens(made, tmp_path, capsys):
     tokenizer = open_tokenizer(str(made))
     other = "Größe: 東京 <|endoftext|>\n"
     (known, unknown) = tokenizer.encode_all([TEXT, other])
-    assert len(known) < len(TEXT) / 2 and tokenizer.vocab_size == 280
+    assert len(known) < len(TEXT) / 2 and tokenizer.vocab_size == 288
     assert tokenizer.decode(known.tolist()) == TEXT and tokenizer.decode(unknown.tolist()) == other
     assert tokenizer.eos == 0 and 0 not in unknown
-    assert train(tmp_path / "same", str(tmp_path / "code.jsonl"), "--field", "body", "--vocab-size", "280") == 0
+    assert train(tmp_path / "same", str(tmp_path / "code.jsonl"), "--field", "body", "--vocab-size", "288") == 0
     assert (tmp_path / "same/tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
-    assert "280 tokens, from 1 files" in capsys.readouterr().out
+    assert "288 tokens, from 1 files" in capsys.readouterr().out
 
 
 def test_transformers_reads_it_and_renders_its_chats_alike(made):
