@@ -1,5 +1,4 @@
-"""For every test: one thread, the project importable, deterministic property tests, no rank left over, the cost
-counted.
+"""For every test: one thread, the project importable, deterministic property tests, no rank left over.
 
 It does not import torch: when workers run the tests, the process that distributes them does not need it.
 """
@@ -8,9 +7,7 @@ import gc
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # Before torch is imported, and for every process that a test starts: two threads per rank are ten times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -34,7 +31,7 @@ import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 from hypothesis.internal.conjecture import providers  # noqa: E402
 
-from tests import cost, wider  # noqa: E402
+from tests.support import slow_cases  # noqa: E402
 
 settings.register_profile(
     "titanmoe", deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -43,7 +40,13 @@ settings.load_profile("titanmoe")
 # It would read all modules for constants to try: three seconds, and examples that change with any other file.
 providers.is_local_module_file = lambda path: False
 
-METER, BILL = cost.Meter(), cost.Bill()
+LONG = (
+    "test_parity", "rehearse/test_clean", "checkpoint/test_local", "ops/test_interpreter", "test_extending",
+    "test_launch_scripts", "parallel/test_compiled", "checkpoint_hf/test_fields", "moe/test_dispatch",
+    "rehearse/test_memory", "parallel/test_pairs", "data/test_loader", "train/test_validation",
+    "ops/test_kernels_compile", "moe/test_compile", "moe/test_symmetric", "train/test_watch", "train/test_skips",
+)  # fmt: skip
+"""The files that take longest. They come first: the worker that got one of them last would be waited for."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,45 +55,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    table = wider.stand_ins()
-    if cost.whole_suite(config):
-        config.stash[wider.PROBLEMS] = wider.problems(table, {item.nodeid for item in items})
+    table = slow_cases.stand_ins()
+    if whole_suite(config):
+        config.stash[slow_cases.PROBLEMS] = slow_cases.problems(table, {item.nodeid for item in items})
     for item in items:
         if item.nodeid in table:
             item.add_marker(pytest.mark.slow)
     if config.getoption("--one-of-each"):
         items[:] = {item.nodeid.partition("[")[0]: item for item in reversed(items)}.values()
-    items.sort(key=lambda item: cost.turn(item.nodeid))
+    items.sort(key=lambda item: turn(item.nodeid))
+
+
+def turn(nodeid: str) -> int:
+    file = nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
+    return LONG.index(file) if file in LONG else len(LONG)
+
+
+def whole_suite(config: pytest.Config) -> bool:
+    """Whether nothing was picked by name."""
+    picked = {"-k", "-m", "--lf"}.intersection(config.invocation_params.args)
+    return config.args_source is pytest.Config.ArgsSource.TESTPATHS and not picked
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
-    METER.read()  # imports are not part of any test's cost
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
-    if call.when == "teardown":
-        item.user_properties.append((cost.PROPERTY, METER.read()))
-    return (yield)
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    BILL.add(report)
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    if cost.whole_suite(config):
-        terminalreporter.section("cost")
-        for line in [*BILL.lines(cost.read_budget()), *BILL.beyond(cost.read_budget())]:
-            terminalreporter.line(line)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     gc.unfreeze()
     if ranks := sys.modules.get("tests.world"):
         ranks.shutdown()
-    in_a_worker = hasattr(session.config, "workerinput")
-    if os.environ.get("CI") and not in_a_worker and cost.whole_suite(session.config):
-        session.exitstatus = session.exitstatus or bool(BILL.beyond(cost.read_budget()))

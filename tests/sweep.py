@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests import cost, features, parity, world
+from tests import features, parity, world
 from tests.features import CP_KINDS, FEATURES, SCHEDULES, changes
 from tests.mappings import all_folds, cover, named, one_or_more
 from titanmoe.fold.degrees import Fold
@@ -104,7 +104,7 @@ def run(rows: Path, only: str = "", minutes: float = math.inf) -> dict[str, Row]
     found = {row["name"]: row for row in read(rows) if row["name"] in every}
     done = {n: row for n, row in found.items() if not row["failure"] and row["choices"] == every[n].choices}
     todo = {name: case for name, case in every.items() if name not in done and only in name}
-    started, meter = time.monotonic(), cost.Meter()
+    started = time.monotonic()
     for number, (name, case) in enumerate(todo.items(), 1):
         if time.monotonic() - started > 60 * minutes:
             break
@@ -121,7 +121,6 @@ def run(rows: Path, only: str = "", minutes: float = math.inf) -> dict[str, Row]
             "choices": case.choices,
             "errors": {part: float(f"{value:.1e}") for part, value in errors.items()},
             "failure": failure,
-            "cpu_s": round(meter.read(), 1),
         }
         with rows.open("a") as file:
             file.write(json.dumps(done[name]) + "\n")
@@ -155,8 +154,7 @@ def summary(rows: list[Row]) -> str:
 
 def page(rows: list[Row]) -> str:
     """The summary of docs/parity.jsonl in docs/parity.md."""
-    minutes = round(sum(row["cpu_s"] for row in rows) / 60)
-    return f"{len(rows)} of {len(cases())} mappings; float64 over gloo, {minutes} CPU-minutes.\n\n{summary(rows)}"
+    return f"{len(rows)} of {len(cases())} mappings; float64 over gloo.\n\n{summary(rows)}"
 
 
 def write(rows: list[Row], text: Path = PAGE) -> None:

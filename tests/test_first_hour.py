@@ -1,19 +1,26 @@
-"""What the first hour on a GPU runs: scripts/bench/h200.sh has every GPU test, trace_step.py reads a step's trace."""
+"""What the first hour on a GPU runs: scripts/bench/h200.sh has every GPU test, layers.py measures each part of a layer,
+trace_step.py reads a step's trace.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts" / "bench"))
 
+import layers
 import trace_step
+
+from tests import processes
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCH = ROOT / "scripts" / "bench"
@@ -80,3 +87,32 @@ def test_a_machine_without_a_gpu_is_refused_at_once(tmp_path: Path) -> None:
     assert run.returncode == 2 and "torch finds no CUDA device" in run.stderr
     assert (tmp_path / "stage-1.tar.gz").exists()
     assert subprocess.run(["bash", script, "4"], capture_output=True).returncode == 2
+
+
+def test_a_tiny_run_measures_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forked(command: list[str], env: dict[str, str] | None = None, **_: Any) -> subprocess.CompletedProcess[str]:
+        run = processes.run(command[1:], env)
+        assert run.returncode == 0, run.stdout + run.stderr
+        return run
+
+    out = tmp_path / "layers.json"
+    command = [str(BENCH / "layers.py"), "--tiny", "--shapes", "deepseek", "--sides", "titanmoe", "--json", str(out)]
+    command += ["--steps", "1", "--times", "1", "--peak-tflops", "0.001"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(layers, "subprocess", SimpleNamespace(**vars(subprocess) | {"run": forked}))
+    layers.main()
+    report = json.loads(out.read_text())
+    (row,) = report["rows"]
+    assert {"torch", "triton", "python", "machine", "device", "command"} <= report.keys()
+    for routing in ("balanced", "learned"):
+        of = row[routing]
+        assert of["tokens_per_s"] == pytest.approx(row["tokens_per_step"] / of["s"])
+        assert of["mfu"] == pytest.approx(of["tokens_per_s"] * row["flops_per_token"] / 1e9)
+    assert row["balanced"]["imbalance"] == 1.0 < row["learned"]["imbalance"]
+    parts = {part["part"]: part for part in row["parts"]}
+    names = ["attention", "norms", "router", "dispatch", "permute", "experts", "combine", "head, loss", "shared"]
+    assert list(parts) == names
+    # 256 tokens of width 64, each to 2 of 8 experts of width 32: three products, forward and twice backward
+    assert parts["experts"]["flops"] == 9 * 2 * 512 * 64 * 32
+    assert parts["permute"]["bytes"] == parts["combine"]["bytes"] == 2 * (256 + 512) * 64 * 2
+    assert all(part["ms"] > 0 for part in parts.values())

@@ -1,4 +1,4 @@
-"""Reads tests/wider.toml: which tests `make test` leaves to `pytest -m slow`, and which quicker test replaces each."""
+"""Reads slow_cases.toml: which tests `make test` leaves to `pytest -m slow`, and which quicker test replaces each."""
 
 from __future__ import annotations
 
@@ -24,6 +24,6 @@ def problems(table: dict[str, str], tests: Collection[str]) -> list[str]:
     gone = sorted({*table, *table.values()}.difference(tests))
     absent = sorted(set(table.values()) & set(table))
     return [
-        *(f"tests/wider.toml names {test}, and there is no such test" for test in gone),
-        *(f"tests/wider.toml leaves out {test}, which stands in for others" for test in absent),
+        *(f"tests/support/slow_cases.toml names {test}, and there is no such test" for test in gone),
+        *(f"tests/support/slow_cases.toml leaves out {test}, which stands in for others" for test in absent),
     ]
