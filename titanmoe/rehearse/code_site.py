@@ -103,6 +103,10 @@ class CodeSites:
     def lap(self, name: str) -> None:
         pass
 
+    def inside(self, name: str) -> bool:
+        """Whether the thread is in a region of that name."""
+        return name in self._regions()
+
     def _regions(self) -> list[str]:
         try:
             return self._thread.regions

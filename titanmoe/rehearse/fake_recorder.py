@@ -114,7 +114,7 @@ class FakeRecorder(Recorder):
         if func._overloadpacket.__name__ == "wait_tensor":
             if (value := values.known(args[0])) is not None:
                 values.set_known(out, value)
-        elif self.dispatching.exchange is not None:
+        elif self.dispatching.exchange is not None and self.sites.inside("dispatch"):
             with outside():
                 now = self.dispatching
                 value = now.exchange.received(self.rank, now.microbatch, now.layer, now.received)

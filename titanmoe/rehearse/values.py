@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._mode_utils import no_dispatch
@@ -19,6 +20,8 @@ from titanmoe.rehearse.stand_ins import FORMULAS
 MOST = 1 << 24
 """Elements of a tracked tensor: routing has fewer, indices into weights more."""
 _NAME = "_rehearsed"
+CONSTANTS = frozenset(("full_like", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"))
+"""Operations that take no more than a shape and dtype from their input."""
 
 
 class _Known:
@@ -59,6 +62,10 @@ def follow(func: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
     results = [out] if isinstance(out, FakeTensor) else [x for x in tree_leaves(out) if isinstance(x, FakeTensor)]
     changes = func._schema.is_mutable
     if not changes and not any(map(_is_whole, results)):
+        return
+    if func._overloadpacket.__name__ in CONSTANTS:
+        with no_dispatch():
+            set_known(out, func(torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:], **kwargs))
         return
     inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     values = [known(x) for x in inputs]

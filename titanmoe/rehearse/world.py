@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -79,7 +79,7 @@ class Rehearsal:
     operations: Operations
     memory: Memory
     exchange: Exchange | None
-    """What the dispatchers of its stage send each other; None without experts."""
+    """What the dispatchers of its stage send each other; None without experts, or if their bins are padded."""
     moe_layers: list[int]
 
 
@@ -98,6 +98,9 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
     """Makes routers choose as stated, and dispatchers receive what the other ranks would send them."""
     if not trainer.moe_layers:
         return None
+    moe_options = trainer.config.moe
+    if moe_options.capacity_factor and moe_options.pad_to_capacity:
+        return None  # sizes are those of the bins, whatever is sent
     template = copy(trainer.dispatchers[0])  # before its methods are replaced
     node, memory = trainer.config.parallelism.node, trainer.shared_buffers
     exchange = Exchange(routing, type(template), template, node)
@@ -124,9 +127,18 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
 
         router.forward = route
         dispatcher.start = start
+        if moe.capacity is not None:
+            moe.capacity.drop = partial(_count_before_dropping, moe.capacity.drop)
     if lent is not None and memory.group.size > 1:
         repeat_if_too_small(trainer, lent)
     return exchange
+
+
+def _count_before_dropping(drop: Callable[..., Tensor], chosen_TK: Tensor, *rest: Any) -> Tensor:
+    """What is dropped depends on scores, so for the sizes of messages nothing is."""
+    out = drop(chosen_TK, *rest)
+    values.set_known(out, values.known(chosen_TK))
+    return out
 
 
 class _NoCollection(GarbageCollection):
