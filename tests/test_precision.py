@@ -22,8 +22,8 @@ from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rope_ang
 from titanmoe.models.vocabulary import chunked_cross_entropy_sum, cross_entropy_sum
 from titanmoe.moe.balance import AUX, STATISTICS, Balance
 from titanmoe.moe.router import Router
-from titanmoe.ops import rowwise
-from titanmoe.ops.blocked_attention import blocked_attention
+from titanmoe.ops.cpu import rowwise
+from titanmoe.ops.cpu.blocked_attention import blocked_attention
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.parallel import context
 from titanmoe.parallel.norm import local_norms

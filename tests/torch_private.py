@@ -162,7 +162,7 @@ PRIVATE = (
     Private("torch", ("_foreach_norm",), "checkpoint/finite.py", "whether all numbers of a checkpoint are finite"),
     Private("torch", ("_grouped_mm",), "moe/experts.py", "the products of all experts"),
     Private("torch", ("_scaled_grouped_mm",), "moe/fp8.py", "the same in 8 bits; without it fp8 is refused", True),
-    Private("torch", ("_softmax_backward_data",), "ops/blocked_attention.py", "the gradient of a softmax"),
+    Private("torch", ("_softmax_backward_data",), "ops/cpu/blocked_attention.py", "the gradient of a softmax"),
     Private(
         "torch.distributed._symmetric_memory",
         ("empty", "rendezvous", "get_backend", "set_backend", "is_nvshmem_available"),

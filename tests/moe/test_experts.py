@@ -12,16 +12,15 @@ from torch import Tensor
 from tests import near
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.experts import (
-    COPIED,
-    UNIT,
     Experts,
     Product,
     can_group,
-    fill_units,
     grouped_gradient,
     grouped_loop,
     grouped_product,
 )
+from titanmoe.ops.cpu import whole_units
+from titanmoe.ops.cpu.whole_units import COPIED, UNIT
 from titanmoe.ops.device import Hardware, as_on
 
 D, HIDDEN = 16, 24
@@ -230,8 +229,10 @@ def test_rows_in_whole_units_change_no_number(counts: list[int], biases: bool) -
             weight.data.copy_(random(*weight.shape, dtype=torch.bfloat16, seed=seed).detach())
         x_RD = random(512, D, dtype=torch.bfloat16, seed=10)
         weight_R1 = torch.rand(512, 1, generator=torch.Generator().manual_seed(11)).requires_grad_()
-        assert experts.prefers_units(x_RD) and not experts.prefers_units(x_RD[:511])
-        assert not experts.prefers_units(x_RD.new_empty(4 * COPIED // D + 1, D))
+        uneven = torch.tensor([1, 0, 0, 511])
+        assert whole_units.pay(x_RD, uneven) and not whole_units.pay(x_RD[:511], uneven)
+        assert not whole_units.pay(x_RD.new_empty(4 * COPIED // D + 1, D), uneven)
+        assert not whole_units.pay(x_RD, torch.tensor([UNIT, 0, 0, 512 - UNIT])), "they are whole already"
         run = experts.products if in_units else experts.products_of_rows
         y_RD = run(x_RD, weight_R1, torch.tensor(counts))
         y_RD.backward(random(512, D, dtype=torch.bfloat16, seed=12).detach())
@@ -242,7 +243,7 @@ def test_rows_in_whole_units_change_no_number(counts: list[int], biases: bool) -
 
 def test_units_are_filled_up_expert_by_expert() -> None:
     counts, rows = torch.tensor([0, UNIT + 1, UNIT, 1]), 2 * UNIT + 2
-    source_P, slot_R1, whole_e = fill_units(counts, rows)
+    source_P, slot_R1, whole_e = whole_units.fill(counts, rows)
     assert whole_e.tolist() == [0, 2 * UNIT, UNIT, UNIT]
     assert source_P[slot_R1[:, 0]].tolist() == list(range(rows))
     assert (source_P == rows).sum() == len(source_P) - rows == 2 * (UNIT - 1)

@@ -7,8 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests import near
-from titanmoe.ops import blocked_attention as blocked
-from titanmoe.ops.blocked_attention import QUERIES, blocked_attention
+from titanmoe.ops.cpu import blocked_attention as blocked
+from titanmoe.ops.cpu.blocked_attention import QUERIES, blocked_attention
 
 
 def plain(q_BHSh, k_BGSh, v_BGSv, document_BS):

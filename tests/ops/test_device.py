@@ -8,7 +8,8 @@ import torch
 
 from titanmoe.models.layers import RMSNorm
 from titanmoe.moe.experts import can_group
-from titanmoe.ops import device, rowwise
+from titanmoe.ops import device
+from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.ops.kernels import fused, installed
 

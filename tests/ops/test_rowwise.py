@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.memory import saved_bytes
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rotate, swiglu
 from titanmoe.moe.experts import plain_swiglu, plain_swiglu_backward
-from titanmoe.ops import rowwise
+from titanmoe.ops.cpu import rowwise
 
 ROWS = [0, 1, 7, 65]
 

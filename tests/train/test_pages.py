@@ -10,9 +10,9 @@ import pytest
 
 FILL = """
 import ctypes, resource, sys
-from titanmoe.train.runtime import _keep_pages
+from titanmoe.ops.cpu.process import keep_pages
 if sys.argv[1] == "kept":
-    _keep_pages()
+    keep_pages()
 libc, at = ctypes.CDLL(None), ctypes.c_void_p()
 
 def fill():

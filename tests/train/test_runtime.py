@@ -14,6 +14,7 @@ import torch
 from tests import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
+from titanmoe.ops.cpu import process as cpu_process
 from titanmoe.train import runtime
 from titanmoe.train.runtime import VARIABLES, grow_segments
 
@@ -58,7 +59,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], device
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(runtime, "_keep_pages", lambda: None)  # it cannot be undone
+    monkeypatch.setattr(cpu_process, "keep_pages", lambda: None)  # it cannot be undone
     config = Config()
     config.training.device = device
     with pytest.raises(ConfigError) as refusal:
@@ -185,7 +186,7 @@ def test_the_steady_timeout_replaces_the_one_of_the_first_step_on_every_group():
 def test_threads_push_no_other_off_its_core_unless_a_policy_was_chosen(before, after):
     def policies():
         os.sched_setscheduler(0, getattr(os, before), os.sched_param(0))
-        runtime._leave_cores_to_others()
+        cpu_process.leave_cores_to_others()
         yield os.sched_getscheduler(0)
         with ThreadPoolExecutor(1) as later:  # as gloo's thread starts
             yield later.submit(os.sched_getscheduler, 0).result()

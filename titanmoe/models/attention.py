@@ -17,7 +17,7 @@ from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate_both
 from titanmoe.ops import device
-from titanmoe.ops.blocked_attention import blocked_attention
+from titanmoe.ops.cpu.blocked_attention import blocked_attention
 
 
 def causal_attention(

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from titanmoe.comm.collectives import ALONE, gather, local, scatter_sum, sum_over
 from titanmoe.config.schema import Model
-from titanmoe.ops import rowwise
+from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.kernels import fused
 
 

@@ -20,7 +20,8 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.fp8 import Quantised, Rounded, plain_scaled_rows, quantise, scaled_rows
 from titanmoe.moe.permute import to_rows, to_tokens
-from titanmoe.ops import device, rowwise
+from titanmoe.ops import device
+from titanmoe.ops.cpu import rowwise, whole_units
 from titanmoe.ops.kernels import fused
 from titanmoe.ops.region import region
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
@@ -267,23 +268,6 @@ def down(
     return _Down.apply(gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, rounded or Rounded())
 
 
-UNIT = 32
-COPIED = 1 << 18
-"""Copying an expert's rows to fill up units pays if they are at most this many numbers, on average."""
-
-
-def fill_units(count_e: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill up every expert's rows to whole units. Returns the source of each new row (`rows`: an empty one), the new
-    place of each row (R, 1), and the new counts.
-    """
-    whole_e = (count_e + UNIT - 1) // UNIT * UNIT
-    added_e = (whole_e - count_e).cumsum(0) - (whole_e - count_e)  # rows inserted before an expert's first
-    slot_R = torch.arange(rows) + added_e.repeat_interleave(count_e)
-    source_P = torch.full((int(whole_e.sum()),), rows)
-    source_P[slot_R] = torch.arange(rows)
-    return source_P, slot_R.unsqueeze(1), whole_e
-
-
 class Experts(nn.Module):
     def __init__(self, model: Model, options: MoEOptions, dtype: torch.dtype):
         super().__init__()
@@ -323,26 +307,12 @@ class Experts(nn.Module):
         """Whether these rows go through torch's grouped product."""
         return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
 
-    def prefers_units(self, x_RD: Tensor) -> bool:
-        """On CPUs oneDNN builds a new bf16 product for every number of rows that it has not seen recently, at half a
-        millisecond each: a third of the experts' time under learned routing. Whole units make row counts repeat. They
-        are used only if they add little, on average 16 rows to at least 128 per expert, and if copying an expert's rows
-        costs less than they save.
-        """
-        plain = self.dtype == "compute" and not self.unused_rows and not torch.compiler.is_compiling()
-        narrow = device.kind(x_RD) == "cpu" and x_RD.dtype == torch.bfloat16
-        if not (plain and narrow):
-            return False
-        w1_eFD = local(self.w1)
-        if not self.uses_grouped_mm(x_RD, w1_eFD):
-            return False
-        experts = w1_eFD.shape[0]
-        return x_RD.shape[0] >= 4 * UNIT * experts and x_RD.numel() <= COPIED * experts
-
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        if not self.prefers_units(x_RD) or not (count_e % UNIT).any():
+        plain = self.dtype == "compute" and not self.unused_rows and not torch.compiler.is_compiling()
+        grouped = plain and self.uses_grouped_mm(x_RD, local(self.w1))
+        if not (grouped and whole_units.pay(x_RD, count_e)):
             return self.products_of_rows(x_RD, weight_R1, count_e)
-        source_P, slot_R1, whole_e = fill_units(count_e, x_RD.shape[0])
+        source_P, slot_R1, whole_e = whole_units.fill(count_e, x_RD.shape[0])
         x_PD, weight_P1 = (to_rows(x, source_P, slot_R1, self.kernels) for x in (x_RD, weight_R1))
         return to_tokens(self.products_of_rows(x_PD, weight_P1, whole_e), source_P, slot_R1, self.kernels)
 

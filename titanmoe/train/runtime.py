@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
+from titanmoe.ops.cpu import process
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # malloc.h
 PR_SET_PDEATHSIG = 1  # prctl.h
 STOP_SECONDS = 5.0
 """How long a failed rank waits for its process groups to end."""
@@ -138,9 +138,9 @@ def start(config: Config) -> Runtime:
     environment = read_environment()
     device = _device(config.training.device, environment)
     if device.type == "cpu":
-        _share_cores(environment.local_world)
-        _leave_cores_to_others()
-        _keep_pages()
+        process.share_cores(environment.local_world)
+        process.leave_cores_to_others()
+        process.keep_pages()
     if config.training.deterministic:
         _deterministic()
     _open_files()
@@ -172,40 +172,6 @@ def _device(wanted: str, environment: Environment) -> torch.device:
     device = torch.device("cuda", environment.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _share_cores(local_world: int) -> None:
-    """One thread per core over all ranks: more wait for each other (2 per core were measured 10 times slower)."""
-    if local_world > 1 and "OMP_NUM_THREADS" not in os.environ:
-        import torch
-
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world))
-
-
-def _leave_cores_to_others() -> None:
-    """Have the threads of this rank wait for a free core when they wake up, and not push others off theirs.
-
-    Where ranks share cores, gloo's thread would often wake up in place of the one that holds the lock it needs, and
-    try that lock until its own time is up: a sum over 4 ranks on 2 cores takes a quarter of the time without this. A
-    policy that was chosen for this process (chrt) stays.
-    """
-    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-
-
-def _keep_pages() -> None:
-    """Let glibc keep freed memory: every step allocates the same gigabytes again.
-
-    By default each large tensor is a mapping of its own, whose pages the kernel clears at first touch: 40 % of the
-    CPU time of a step with 316M parameters. A setting in the environment takes precedence.
-    """
-    if not sys.platform.startswith("linux") or any(name.startswith("MALLOC_") for name in os.environ):
-        return
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def _open_files() -> None:
