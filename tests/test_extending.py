@@ -24,24 +24,48 @@ def changed(text: str, diff: str) -> str:
     return text.replace("".join(before), "".join(after))
 
 
+LISTS = (
+    *("tests/config/test_config_page.py", "tests/config/test_laws.py", "tests/config/test_load.py"),
+    *("tests/models/test_families.py", "tests/models/test_count.py"),
+    *("tests/test_recipes.py", "tests/test_project.py"),
+)
+"""Tests that know dispatchers, families and recipes by name."""
+ELSEWHERE = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "wheels", ".*_cache", ".hypothesis")
+ROW = "| [train_configs/debug_small_moe.toml](train_configs/debug_small_moe.toml) | 2 | of docs/extending.md |"
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=400
+    )
+
+
 def test_the_examples_work(tmp_path: Path) -> None:
-    for name in ("titanmoe", "tests", "train_configs"):
-        shutil.copytree(ROOT / name, tmp_path / name)  # with its compiled files, which stay valid
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=ELSEWHERE)  # with compiled files, which stay valid
     page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-    blocks = BLOCK.findall(page)
+    blocks, commands = BLOCK.findall(page), re.findall(r"^\$ python (.*)$", page, re.MULTILINE)
+    assert len(blocks) + page.count("```console") == page.count("```") // 2, "a block has no path above it"
     for path, language, text in blocks:
-        file = tmp_path / path
+        file = copy / path
         assert file.exists() == (language == "diff"), path
         file.write_text(changed(file.read_text(encoding="utf-8"), text) if language == "diff" else text)
-    tests = [path for path, _, _ in blocks if path.startswith("tests/")]
-    assert len(blocks) == page.count("```") // 2 and len(tests) == 4, "a block has no path above it"
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=400,
+    readme = (copy / "README.md").read_text(encoding="utf-8")
+    (copy / "README.md").write_text(
+        readme.replace("| [train_configs/debug.toml]", f"{ROW}\n| [train_configs/debug.toml]", 1)
     )
-    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
-    assert re.search(r"^6 passed", run.stdout, re.MULTILINE), run.stdout[-2000:]
+    assert len(commands) == 3 and all(run(copy, *command.split()).returncode == 0 for command in commands)
+    tests = [path for path, _, _ in blocks if path.startswith("tests/")]
+    assert len(tests) == 4
+    done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests, *LISTS)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+    family = copy / "titanmoe/models/families/small_moe.py"
+    family.write_text(family.read_text().partition("\nHF = ")[0] + "\n")
+    start = ("-m", "titanmoe", "train", "train_configs/debug_small_moe.toml", "--print-config")
+    refused = run(copy, *start)
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
+    assert "titanmoe/models/families/small_moe.py: it lacks HF, how Hugging Face names its tensors" in refused.stderr
+    assert "(docs/extending.md#a-family)" in refused.stderr
+    assert run(copy, *start, "--model.family", "mixtral").returncode == 0  # others still work

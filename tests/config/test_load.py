@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanmoe.config import Config, ConfigError, exit_with, load, to_toml
+from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.fields import build, fields, flat, tables, toml_value
 from titanmoe.config.load import format_problems
 from titanmoe.config.recipe import toml
@@ -169,14 +170,13 @@ def test_problems_of_every_source_come_together(recipe):
         (
             '[moe]\ndispatcher = "all2all"\n',
             2,
-            'moe.dispatcher = "all2all" is not one of alltoall, allgather, hierarchical, symm_mem, deepep: did you '
-            "mean allto",
+            f'moe.dispatcher = "all2all" is not one of {", ".join(DISPATCHERS)}: did you mean allto',
         ),
         ("[model]\nqk_norm = true\n", 2, "model.qk_norm = true is not one of none, head, full"),
         (
             "[moe]\ndispatcher = 2\n",
             2,
-            "moe.dispatcher = 2 is not one of alltoall, allgather, hierarchical, symm_mem, deepep",
+            f"moe.dispatcher = 2 is not one of {', '.join(DISPATCHERS)}",
         ),
         ('[training]\ndtype = "float16"\n', 2, 'training.dtype = "float16" is not one of float32, bfloat16, float64'),
         ('a = """\n[training]\nsteps = 3"""\n[training]\nsteps = 0\n', 5, "training.steps = 0 is out of range"),
@@ -219,8 +219,7 @@ def test_problem_in_a_recipe(recipe, text, line, says):
         (["--compile.enable", "yes"], "compile.enable = yes is not true or false"),
         (
             ["--moe.dispatcher", "gather"],
-            "moe.dispatcher = gather is not one of alltoall, allgather, hierarchical, symm_mem, deepep: did you mean "
-            "allg",
+            f"moe.dispatcher = gather is not one of {', '.join(DISPATCHERS)}: did you mean allg",
         ),
         (["--data.paths=[1]"], "data.paths = [1] is not a list of strings"),
         (["--data.paths=[a"], "data.paths = [a is not a list of strings"),
@@ -349,7 +348,7 @@ ANY = {
     "training.seed": st.integers(-(2**60), 2**60),
     "optimizer.lr": st.floats(allow_nan=False),
     "compile.enable": st.booleans(),
-    "moe.dispatcher": st.sampled_from(["alltoall", "allgather", "hierarchical", "symm_mem", "deepep"]),
+    "moe.dispatcher": st.sampled_from(list(DISPATCHERS)),
     "data.paths": st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=4), max_size=3),
     "pipeline.layers_per_stage": st.lists(st.integers(0, 99), max_size=3),
     "data.weights": st.lists(st.floats(allow_nan=False), max_size=3),
@@ -377,7 +376,7 @@ def test_help_shows_every_field_with_its_value_and_where_it_comes_from(recipe, c
     assert "  --training.steps INT = 7   (my.toml:4)\n      Optimizer steps" in page
     assert "  --moe.z_loss FLOAT = 0.5   (command line)\n" in page
     assert "  --model.num_layers INT = 2\n" in page
-    assert "  --moe.dispatcher {alltoall,allgather,hierarchical,symm_mem,deepep} = " in page
+    assert f"  --moe.dispatcher {{{','.join(DISPATCHERS)}}} = " in page
     assert "  --compile.enable {true,false} = false\n" in page
     assert all(len(line) <= 120 or line.startswith("  --") for line in page.splitlines())
 

@@ -76,8 +76,9 @@ def test_memory_is_that_of_a_rehearsal(case: str) -> None:
 
 
 def test_the_page_has_the_plans_of_all_recipes(script: ModuleType) -> None:
-    wanted = []
-    for name in names():
+    """Small ones, which anyone may add, are left out or right."""
+    wanted, shown = [], {row[0] for row in script.rows_on_page()}
+    for name in [name for name in names() if name in shown or not name.startswith("debug")]:
         _, fold, peaks = script.planned_peaks(name)
         wanted += [(name, f"{rank} of {fold.pp}", format_bytes(peak)) for rank, peak in peaks.items()]
     assert [row[:3] for row in script.rows_on_page()] == wanted

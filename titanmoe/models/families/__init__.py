@@ -5,14 +5,43 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 from importlib import import_module
+from types import ModuleType
 
 from titanmoe.config import families
 from titanmoe.models.families.huggingface import HuggingFace
 
-_FILES = {name: import_module(f"{__name__}.{name}") for name in families.NAMES}
-FAMILIES: dict[str, dict[str, dict[str, object]]] = {name: file.SIZES for name, file in _FILES.items()}
-HUGGING_FACE: dict[str, HuggingFace] = {name: file.HF for name, file in _FILES.items()}
+NEEDED = {
+    "SIZES": "its sizes, each with the [model] fields that it stands for",
+    "HF": "how Hugging Face names its tensors and fields",
+}
+"""What the file of a family has."""
+
+
+def _file(family: str) -> ModuleType:
+    name = f"{__name__}.{family}"
+    try:
+        file = import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise LookupError("there is no such file") from None
+    lacking = [f"it lacks {member}, {what}" for member, what in NEEDED.items() if not hasattr(file, member)]
+    if not lacking and file.HF.family != family:
+        lacking = [f"its HF says family = {file.HF.family!r}"]
+    if lacking:
+        raise LookupError("; ".join(lacking))
+    return file
+
+
+FAMILIES: dict[str, dict[str, dict[str, object]]] = {}
+HUGGING_FACE: dict[str, HuggingFace] = {}
 """How each family is written for transformers."""
+_LACKING: dict[str, str] = {}
+for _name in families.NAMES:
+    try:
+        FAMILIES[_name], HUGGING_FACE[_name] = _file(_name).SIZES, _file(_name).HF
+    except LookupError as _error:
+        _LACKING[_name] = f"titanmoe/models/families/{_name}.py: {_error} (docs/extending.md#a-family)"
 
 
 def names() -> dict[str, list[str]]:
@@ -22,6 +51,8 @@ def names() -> dict[str, list[str]]:
 
 def preset(family: str, size: str) -> dict[str, object]:
     """The [model] fields that a family and a size stand for; the fields left out keep their defaults."""
+    if family in _LACKING:
+        raise LookupError(f"model.family = {family!r} cannot be used. {_LACKING[family]}")
     if family not in FAMILIES:
         raise LookupError(f"model.family = {family!r} is not a family.{_nearest(family, FAMILIES)} {_known()}")
     sizes = FAMILIES[family]

@@ -1,0 +1,33 @@
+"""python -m titanmoe.models docs/models.md: rewrite the table of families and sizes, between the page's two markers."""
+
+import sys
+from pathlib import Path
+
+from titanmoe.config.schema import Model
+from titanmoe.models.count import flops_per_token, parameters
+from titanmoe.models.families import names, preset
+
+BEGIN, END = "<!-- sizes: written by `python -m titanmoe.models docs/models.md` -->", "<!-- end of sizes -->"
+
+
+def renew(page: str) -> str:
+    """The page with every size as the families have it now."""
+    lines = [
+        "| family | size | parameters | active per token | training GFLOPs per token at seq_len 4096 |",
+        "| --- | --- | ---: | ---: | ---: |",
+    ]
+    for family, sizes in names().items():
+        for size in sizes:
+            model = Model(**preset(family, size))
+            count, gflops = parameters(model), flops_per_token(model, 4096) / 1e9
+            lines.append(f"| {family} | {size} | {count.total:,} | {count.active:,} | {gflops:.3f} |")
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return "\n".join([f"{before}{BEGIN}\n", *lines, f"\n{END}{after}"])
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    page = Path(sys.argv[1])
+    page.write_text(renew(page.read_text(encoding="utf-8")), encoding="utf-8")
