@@ -54,6 +54,7 @@ BASE: dict[str, Any] = {
     "training.seq_len": 128, "training.local_batch_size": 1, "training.steps": 10, "training.dtype": "float32",
     "training.mixed_precision_param": "float32", "training.mixed_precision_reduce": "float32",
     "parallelism.tp": 1, "parallelism.experts.ep": 1, "metrics.tensorboard": False,
+    "checkpoint.enable": False,
 }  # fmt: skip
 
 

@@ -68,9 +68,9 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
         for word in (key, value)
     ]
     print(f"mapping   {' '.join(mapping) if mapping else 'as in the recipe'}")
-    # A run that can be resumed, but a new one each time.
-    saving = [] if any(key.startswith("checkpoint.") for key in chosen) else ["--checkpoint.enable"]
-    added = [*mapping, *saving, *([] if "checkpoint.load" in chosen else ["--checkpoint.load", "none"])]
+    # A new run each time, and none that `titanmoe train debug` would go on with.
+    own = {"job.name": "quickstart", "checkpoint.load": "none"}
+    added = [*mapping, *(word for key, value in own.items() if key not in chosen for word in (f"--{key}", value))]
     return ranks, added, load(["--config", RECIPE, *added, *extra], preset, lambda config: refusals(config, ranks))
 
 
@@ -129,10 +129,11 @@ def text(folder: Path, titanmoe: Path, shown: str) -> list[str]:
 
 def resume(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
     """The command that continues the run for the same number of steps; the default load = "auto" is left out."""
-    words = [word for word in arguments if word not in ("--checkpoint.load", "none")]
-    if "--training.steps" in words:  # another is given below
-        at = words.index("--training.steps")
-        words = words[:at] + words[at + 2 :]
+    words = list(arguments)
+    for option in ("--checkpoint.load", "--job.name", "--training.steps"):  # the others are given below
+        if option in words:
+            at = words.index(option)
+            words = words[:at] + words[at + 2 :]
     command = Path(sys.executable).parent / "titanmoe"
     program = command.relative_to(ROOT) if command.is_relative_to(ROOT) else command
     more = ["--job.name", folder.name, "--training.steps", str(2 * step)]

@@ -56,6 +56,8 @@ TINY: dict[str, Any] = {
     "optimizer.eps": 1e-4,
     "lr_schedule.warmup_steps": 1,
     "metrics.tensorboard": False,
+    "checkpoint.enable": False,
+    "validation.interval": 0,
 }
 SAVING = TINY | {
     "training.global_batch_size": 4,

@@ -6,9 +6,11 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
-from titanmoe.config.recipe import declared
+from titanmoe.config.recipe import declared, read_recipe
 from titanmoe.data.tokenize_command import add_tokenize
+from titanmoe.models.count import parameters
 from titanmoe.train.launch import read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -113,3 +115,18 @@ def test_mappings_of_the_paper(name):
 def test_readme_says_its_ranks(recipe):
     row = re.search(rf"\(train_configs/{re.escape(recipe.name)}\) \| ([\d,]+) \|", (ROOT / "README.md").read_text())
     assert row and int(row[1].replace(",", "")) == world(recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_saves_and_validates_on_held_out_data(recipe):
+    stated = read_recipe(str(recipe)).data
+    saved, validation = stated["checkpoint"], stated["validation"]
+    assert saved.keys() == {"enable", "interval", "keep_last"} and saved["enable"] and saved["keep_last"] > 1
+    config = read(["--config", str(recipe)], world(recipe))
+    assert 2 * saved["interval"] <= config.training.steps >= 2 * validation["interval"] > 0
+    assert validation["steps"] and validation["held_out"] > 1 and config.checkpoint.save == "async"
+    if "debug" not in recipe.stem:
+        size, unit, each = re.search(r"of (\S+) (GB|TB) each, (\d+) bytes per parameter", recipe.read_text()).groups()
+        assert int(each) == 3 * getattr(torch, config.training.dtype).itemsize
+        expected = parameters(config.model).total * int(each) / {"GB": 1e9, "TB": 1e12}[unit]
+        assert float(size) == pytest.approx(expected, abs=0.5 if unit == "GB" else 0.05)

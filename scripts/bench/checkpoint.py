@@ -39,7 +39,7 @@ MODEL = [
     "--training.mixed_precision_param=float32",
 ]  # fmt: skip
 SAVING = [
-    "--checkpoint.enable", "--checkpoint.keep_last=1", "--checkpoint.local=1",
+    "--checkpoint.keep_last=1", "--checkpoint.local=1",
     "--checkpoint.local_folder=/dev/shm/titanmoe-bench-$RANK",
 ]  # fmt: skip
 MODES = ("sync", "async", "local")

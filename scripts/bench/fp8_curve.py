@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 BASE = ["--config", str(ROOT / "train_configs/debug.toml"), "--parallelism.tp=1", "--parallelism.experts.ep=1"]
 BASE += ["--training.seq_len=128", "--training.local_batch_size=16", "--training.global_batch_size=16"]
+BASE += ["--checkpoint.enable=false"]
 RUNS = {
     "float32": ["--training.mixed_precision_param=float32"],
     "bfloat16": ["--training.mixed_precision_param=bfloat16"],

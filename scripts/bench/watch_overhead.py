@@ -62,7 +62,8 @@ from titanmoe.watch.watchdog import PUBLISH_S, TICK_S, Limits, Watchdog
 
 CONFIG = [
     "--config", "train_configs/debug.toml", "--training.device=cpu", "--training.steps=1000000",
-    "--lr_schedule.decay=none", "--optimizer.skip_spikes=6", "--debug.replicas_every=100", "--debug.culprit=name",
+    "--lr_schedule.decay=none", "--checkpoint.enable=false",
+    "--optimizer.skip_spikes=6", "--debug.replicas_every=100", "--debug.culprit=name",
 ]  # fmt: skip
 STEPS = 10
 """Of a block."""

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -45,6 +46,15 @@ def save_and_go_on(folder: str) -> list[bool]:
 
 def test_what_is_saved_is_what_it_was_at_that_step(tmp_path):
     assert world.run(1, save_and_go_on, str(tmp_path / "c"))[0] == [True, True]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", "/proc/ck"):
+        with pytest.raises(
+            world.RankError, match=r"checkpoint.folder: cannot write to /.*: name another folder, or set"
+        ):
+            world.run(1, save_and_go_on, str(folder))
 
 
 SMALL = {"model.num_layers": 1, "training.global_batch_size": 2}

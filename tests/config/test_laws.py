@@ -215,7 +215,7 @@ def test_out_of_range(path, value):
         ({"profile.steps": [3, 99], "training.steps": 98}, "profile.steps has 99, and training.steps is 98"),
         ({"profile.memory": "steps"}, 'needs profile.steps: list some, or use "oom"'),
         (
-            {"checkpoint.local": 5},
+            {"checkpoint.local": 5, "checkpoint.enable": False},
             "local = 5 .* checkpoint.enable = false makes none: set enable = true, or local",
         ),
         (

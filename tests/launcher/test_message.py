@@ -91,7 +91,7 @@ def test_exit_codes_are_kept(tmp_path):
     assert code(3)[0] == 3 and code(-signal.SIGKILL)[0] == 137
     # asked to stop: quiet, whatever became of the ranks
     assert code(130, 130, signal=2) == (130, "")
-    assert code(143, 143, signal=15) == (143, "stopped; nothing was saved: checkpoint.enable = true would")
+    assert code(143, 143, signal=15) == (143, "stopped; nothing was saved, because checkpoint.enable = false")
     assert code(-9, -9, signal=2, killed=True) == (130, "ended at once; checkpoints that were complete are there")
     assert code(signal=2) == (130, "")
 

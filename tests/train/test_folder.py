@@ -15,7 +15,7 @@ from titanmoe.train.folder import EVENTS, EXPERTS, METRICS, claim, rewind
 @pytest.fixture
 def config(tmp_path) -> Config:
     config = Config()
-    config.job.dump_folder, config.job.name = str(tmp_path), "run"
+    config.job.dump_folder, config.job.name, config.checkpoint.enable = str(tmp_path), "run", False
     return config
 
 

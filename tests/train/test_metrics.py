@@ -15,7 +15,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.models.families import preset
-from titanmoe.train import board, metrics, runtime
+from titanmoe.train import board, console, metrics, runtime
 from titanmoe.train.collapse import Collapse, unbalanced
 from titanmoe.train.folder import claim
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
@@ -232,7 +232,7 @@ def test_a_restart_says_what_has_changed_and_the_run_ends_with_a_line(config, cl
     run.close()
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == (
-        "ended      step 2 of 4 after 0:01:01: loss 5.5000 at step 1 -> 4.5000; "
+        "ended      step 2 of 4 after 0:01:01: loss 5.5000 at step 1 -> 4.5000; no checkpoint was completed; "
         f"a page of it: titanmoe report {run.folder}"
     )
     assert "none: nothing keeps the experts evenly busy" in printed
@@ -243,6 +243,38 @@ def test_a_restart_says_what_has_changed_and_the_run_ends_with_a_line(config, cl
     assert restart["text"] == (
         "continues after step 2; ranks 4 -> 2; attention dp_shard 2 x tp 2 -> tp 2; experts edp 4 -> edp 2"
     )
+
+
+def test_the_header_says_what_is_saved_and_the_last_line_what_was(config, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    run = make(config)
+    run.log(4, VALUES)
+    checkpoints = run.folder / "checkpoints"
+    checkpoints.mkdir()
+    (checkpoints / "latest").write_text("step-00000004\n")
+    run.close()
+    *header, _, _, done = capsys.readouterr().out.splitlines()
+    (saves,) = (line for line in header if line.startswith("checkpoint "))
+    about = f"to {checkpoints} (the last 3 kept, about 0.011 GB each)"
+    assert saves.split(maxsplit=1)[1].strip() == f"saves every 500 steps and at the end {about}"
+    assert done.startswith("done       step 4 of 4") and f"; saved as {checkpoints}/step-00000004; " in done
+
+    config.checkpoint.interval = config.checkpoint.keep_last = 0
+    config.checkpoint.folder = str(run.folder)
+    text = console.saving(config, parameters(config.model), run.folder).plain
+    assert text == f"saves at the end to {run.folder}/run (all kept, about 0.011 GB each)"
+    monkeypatch.setattr(console.shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=5e6))
+    text = console.saving(config, parameters(config.model), run.folder).plain
+    assert text.endswith("each): only 0.005 GB are free there")
+
+    config.checkpoint.enable = False
+    run = make(config)
+    run.log(4, VALUES)
+    run.close()
+    printed = capsys.readouterr().out
+    assert "saves nothing (checkpoint.enable = false)" in printed
+    assert printed.splitlines()[-1].count("; nothing was saved (checkpoint.enable = false); ") == 1
+    assert "red" in str(console.saving(config, parameters(config.model), run.folder).style)
 
 
 def test_experts_that_die_and_routing_that_collapses_are_events(config, capsys):

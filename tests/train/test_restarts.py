@@ -137,7 +137,9 @@ def test_killed_restarted_stopped_and_started_again_and_no_bit_differs(tmp_path:
     last = small | {"training.steps": stopped + 1}
     printed = world.run(2, said, options(tmp_path / "hurt", **last))[0]
     assert f"{name_of(stopped)}, after step {stopped}" in printed
-    assert "nothing is left to do" in world.run(2, said, options(tmp_path / "hurt", **last))[0]
+    printed = world.run(2, said, options(tmp_path / "hurt", **last))[0]
+    assert f"nothing is left to do: the run in {tmp_path}/hurt/run has made {stopped + 1} steps, and" in printed
+    assert f" --training.steps {2 * (stopped + 1)}\n" in printed and " --checkpoint.load none " in printed
     assert len(layout.steps(checkpoints)) == 3, "older ones are removed"
 
     world.run(2, said, options(tmp_path / "calm", **last))

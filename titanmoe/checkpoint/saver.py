@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -73,7 +74,14 @@ class Saver:
         together(self.group, lambda: self._prepare() if self.first else None)
 
     def _prepare(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoint.folder: cannot write to {self.folder.absolute()}: {error.strerror}: name another folder, "
+                "or set checkpoint.enable = false to save nothing"
+            ) from None
         self._say(layout.sweep(self.folder))
         if not self.options.local:  # the run may go anywhere before it makes local copies again
             (self.folder / ledger.NAME).unlink(missing_ok=True)

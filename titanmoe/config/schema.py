@@ -433,8 +433,8 @@ class Debug:
 class Checkpoint:
     """Saving and resuming a run, under the same mapping or any other (docs/checkpoint.md)."""
 
-    enable: bool = False
-    """Save into the run's folder: every `interval` steps, at the end, and on SIGTERM or SIGINT. A run of the same name then resumes where it stopped."""
+    enable: bool = True
+    """Save into the run's folder: every `interval` steps, at the end, and on SIGTERM or SIGINT. A run of the same name then resumes where it stopped. false: save nothing and begin anew each time, for benchmarks and trials."""
     folder: str = "checkpoints"
     """Where checkpoints go: a folder within the run's own, or an absolute path in which every run gets a folder of its own name."""
     interval: int = 500

@@ -272,7 +272,7 @@ def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple
     if culprit is None or (ended.signal and not culprit.own_fault):
         if ended.killed:
             return 128 + ended.signal, "ended at once; checkpoints that were complete are there"
-        return 128 + ended.signal, "" if saves else "stopped; nothing was saved: checkpoint.enable = true would"
+        return 128 + ended.signal, "" if saves else "stopped; nothing was saved, because checkpoint.enable = false"
     text = message(culprit, ended.world, out_of_memory)
     if nodes > 1 and culprit.consequence:
         text += "\nthis rank only lost its connection to another: look for the cause in the logs of the other nodes"

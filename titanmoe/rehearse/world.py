@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from titanmoe.comm import fsdp_cpu
 from titanmoe.config import load
-from titanmoe.config.schema import Config, Profile
+from titanmoe.config.schema import Config, Profile, Validation
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
@@ -231,6 +231,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
             parallelism=replace(config.parallelism, node=on_node),
             metrics=replace(config.metrics, wandb=""),
             profile=Profile(),
+            validation=Validation(),
         )
 
     with as_on(HARDWARE[hardware]), as_if_supported() if HARDWARE[hardware].kind == "cuda" else nullcontext():

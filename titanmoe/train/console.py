@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
+import shutil
 import sys
 from collections import deque
 from pathlib import Path
 from typing import TextIO
 
+import torch
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -16,6 +19,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.choose_checkpoint import checkpoints_of
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.models.count import Parameters
@@ -69,9 +74,19 @@ def closing_line(
     done = "done" if step == config.training.steps else "ended"
     print(
         f"{done:<11}step {step:,} of {config.training.steps:,} after {duration(seconds)}: loss {loss:.4f} at step "
-        f"{began:,} -> {last_loss:.4f}; a page of it: titanmoe report {shlex.quote(str(folder))}",
+        f"{began:,} -> {last_loss:.4f}; {last_checkpoint(config, folder)}; a page of it: titanmoe report "
+        f"{shlex.quote(str(folder))}",
         flush=True,
     )
+
+
+def last_checkpoint(config: Config, run: Path) -> str:
+    """The newest that is complete."""
+    if not config.checkpoint.enable:
+        return "nothing was saved (checkpoint.enable = false)"
+    folder = checkpoints_of(run, config)
+    name = layout.latest(folder)
+    return f"saved as {folder / name}" if name else "no checkpoint was completed"
 
 
 class Lines:
@@ -194,7 +209,7 @@ def banner(
     ranks = f"{fold.world} rank{'s' * (fold.world > 1)} on {device_name}"
     each = f", peak {peak / 1e12:,.1f} TFLOP/s each" if peak else ""
     count = f"{parameters.total:,} parameters, {parameters.active:,} active per token"
-    rows = {
+    rows: dict[str, str | Text] = {
         "model": f"{model.family} {model.size}: {count}",
         "attention": mapping(fold.attention_axes),
         "experts": mapping(fold.expert_axes),
@@ -205,13 +220,37 @@ def banner(
         f"of {training.local_batch_size}",
         "data": config.data.source,
         "run folder": str(folder),
+        "checkpoint": saving(config, parameters, folder),
     }
     if config.moe.force_balance:
         rows["routing"] = "FORCED BALANCE: tokens go round-robin, whatever the router says. For benchmarks only."
     table = Table.grid(padding=(0, 2))
     for name, text in rows.items():
-        table.add_row(Text(name, style="bold"), Text(text, overflow="fold"))
+        table.add_row(Text(name, style="bold"), Text(text, overflow="fold") if isinstance(text, str) else text)
     Console(highlight=False).print(table)
+
+
+MOMENTS = 2
+"""Of AdamW, saved in the weights' dtype."""
+
+
+def saving(config: Config, parameters: Parameters, run: Path) -> Text:
+    options = config.checkpoint
+    if not options.enable:
+        return Text("saves nothing (checkpoint.enable = false)", "bold red", overflow="fold")
+    folder = checkpoints_of(run, config)
+    each = parameters.total * (1 + MOMENTS) * getattr(torch, config.training.dtype).itemsize
+    when = f"every {options.interval:,} steps and at the end" if options.interval else "at the end"
+    kept = f"the last {options.keep_last} kept" if options.keep_last else "all kept"
+    text = Text(f"saves {when} to {folder} ({kept}, about {gigabytes(each)} each)", overflow="fold")
+    with contextlib.suppress(OSError):
+        if (free := shutil.disk_usage(folder).free) < each:
+            text.append(f": only {gigabytes(free)} are free there", "bold red")
+    return text
+
+
+def gigabytes(size: int) -> str:
+    return f"{size / 1e9:,.0f} GB" if size >= 1e10 else f"{size / 1e9:.2g} GB"
 
 
 def mapping(axes: dict[str, int]) -> str:

@@ -6,7 +6,9 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import socket
+import sys
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TextIO
@@ -20,6 +22,11 @@ EXPERTS, RANKS = "experts.jsonl", "ranks.jsonl"
 EVENTS, CONFIG = "events.jsonl", "config.toml"
 COMMAND = "TITANMOE_COMMAND"
 """The environment variable in which `titanmoe train` leaves what the user typed."""
+
+
+def command() -> str:
+    """What started this run."""
+    return os.environ.get(COMMAND) or shlex.join(sys.argv)
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:

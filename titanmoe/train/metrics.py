@@ -8,10 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import platform
 import resource
-import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -29,7 +27,7 @@ from titanmoe.models.count import Parameters
 from titanmoe.train import console
 from titanmoe.train.clock import Clock
 from titanmoe.train.collapse import Collapse, unbalanced
-from titanmoe.train.folder import COMMAND, CONFIG, EVENTS, EXPERTS, METRICS, RANKS
+from titanmoe.train.folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS, command
 from titanmoe.train.outlet import LineFile, Outlet
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.sink import Report, Sink
@@ -164,7 +162,7 @@ class Metrics:
         if torch.version.cuda:
             machine["cuda"] = torch.version.cuda
         machine |= {"attention": console.mapping(fold.attention_axes), "experts": console.mapping(fold.expert_axes)}
-        machine["command"] = os.environ.get(COMMAND) or shlex.join(sys.argv)
+        machine["command"] = command()
         if step:
             changes = "".join(f"; {change}" for change in changed(last_environment(self.folder / EVENTS), machine))
             self.event(step, "restart", f"continues after step {step}{changes}", environment=machine)

@@ -42,7 +42,7 @@ from titanmoe.tokens import IGNORE
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks, Restore, Unsound
 from titanmoe.train.clock import Clock
-from titanmoe.train.folder import claim, rewind
+from titanmoe.train.folder import claim, command, rewind
 from titanmoe.train.header import header_notes
 from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
@@ -168,8 +168,10 @@ class Trainer:
             first, paused = self.step + 1, {}
             if self.step >= self.config.training.steps:
                 say(
-                    f"nothing is left to do: the run has made all {self.step} steps; raise training.steps to go on, or "
-                    "start a new run under another job.name"
+                    f"nothing is left to do: the run in {run} has made {self.step} steps, and training.steps = "
+                    f"{self.config.training.steps}\n"
+                    f"  to go on:       {command()} --training.steps {2 * self.step}\n"
+                    f"  to begin anew:  {command()} --checkpoint.load none   (in a folder of its own)"
                 )
             try:
                 while not self.ends:
