@@ -54,7 +54,7 @@ def corpus(folder: Path, texts=TEXTS) -> Path:
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 def documents(folder: Path) -> list[list[int]]:
@@ -234,6 +234,17 @@ def test_bad_lines_end_it_or_are_counted(tmp_path, small_units):
     ours, theirs = tree(tmp_path / "out"), tree(tmp_path / "fresh")
     assert {**ours, MANIFEST: b""} == {**theirs, MANIFEST: b""}
     assert ByteTokenizer().decode(documents(tmp_path / "out")[-2 - len(TEXTS) // 3]) == "fine"
+
+
+def test_a_folder_that_a_failed_command_began_does_not_block_its_correction(tmp_path, small_units):
+    source = tmp_path / "code.jsonl"
+    source.write_bytes(b"".join(json.dumps({"content": text}).encode() + b"\n" for text in TEXTS))
+    said = problems(tmp_path, "out", source)
+    assert "has no field 'text', it has 'content': name the one that holds text with --field (data.field)" in said
+    assert (tmp_path / "out/work").is_dir()
+    run(tmp_path, "out", source, field="content")
+    run(tmp_path, "fresh", source, field="content")
+    assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
 
 
 def test_mistakes_are_reported_before_any_work(tmp_path, here):

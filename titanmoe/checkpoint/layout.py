@@ -6,7 +6,7 @@
             manifest.json         format, step, record (config, mapping, loader, ...), bytes and CRC-32 of every file
             tensors.json          shape and dtype of each tensor, and where its blocks are
             *.distcp              blocks of tensors, as torch.distributed.checkpoint spreads them over the ranks
-            hf/                   config.json and tokenizer of the Hugging Face model it came from, if any
+            hf/                   the tokenizer, and the config.json of the Hugging Face model it came from, if any
         step-00000180.writing/    being written; the next writer gives it its name if it is complete, else removes it
         step-00000060.removing/   being removed; never read
         step-00000150.passed-over/    could not be read when the run resumed from another; never removed

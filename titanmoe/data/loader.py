@@ -178,7 +178,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         described = [source.described for source in self.mix.sources]
-        return {"consumed": self.consumed, "sources": self.state, "described": described} | self._identity()
+        state = {"consumed": self.consumed, "sources": self.state, "described": described} | self._identity()
+        return state | ({"tokenizer": self.mix.tokenizer.identity} if self.mix.tokenizer else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where a run of the same samples stopped; the batch size and the number of data ranks may differ."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from titanmoe.data.pack import Arrays, Pieces, empty
+from titanmoe.data.shards import KeptTokenizer
 from titanmoe.ops.counted import bits, key
 
 
@@ -30,8 +31,9 @@ class Sample(NamedTuple):
 
 
 class Mix:
-    def __init__(self, sources: list[Source], seed: int):
-        self.sources, self._key = sources, key("mix", seed)
+    def __init__(self, sources: list[Source], seed: int, tokenizer: KeptTokenizer | None = None):
+        """tokenizer: that of all sources, as the first of them has it; None for random tokens."""
+        self.sources, self.tokenizer, self._key = sources, tokenizer, key("mix", seed)
         weight_K = np.array([source.weight for source in sources])
         self._until_K = np.cumsum(weight_K / weight_K.sum())[:-1]
 

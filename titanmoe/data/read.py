@@ -323,9 +323,9 @@ def _surrogate(value: Any) -> bool:
 
 def _no_field(where: str, field: str, names: list[str]) -> str:
     hint = f"it has {', '.join(map(repr, names[:12])) or 'none'}"
-    return f"{where}: has no field {field!r}, {hint}: " + (
-        "a chat is read with format chat" if "messages" in names and field == "text" else "name the one that holds text"
-    )
+    if "messages" in names and field == "text":
+        return f"{where}: has no field {field!r}, {hint}: a chat is read with --format chat (data.format)"
+    return f"{where}: has no field {field!r}, {hint}: name the one that holds text with --field (data.field)"
 
 
 # ---- Parquet

@@ -4,6 +4,7 @@ manifest.json      what is in the folder, with the length and checksum of every 
 NAME.tokens        the tokens of whole documents, uint16 or uint32, little-endian
 NAME.starts        uint64, documents + 1: document i is tokens starts[i]:starts[i + 1] of the shard
 NAME.counted       for chats: a byte per token, 1 where the token counts towards the loss as a label
+tokenizer/         the tokenizer's files, which a run copies into its checkpoints; none for bytes
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
+from titanmoe.data.tokenizer import BESIDE, FILE
 
-MANIFEST, WORK = "manifest.json", "work"
+MANIFEST, WORK, TOKENIZER = "manifest.json", "work", "tokenizer"
 FORMAT, VERSION = "titanmoe token shards", 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 SHOWN = 8
@@ -75,6 +79,42 @@ def misfits(folder: Path, shard: dict[str, Any], dtype: np.dtype) -> Iterator[st
             yield f"{file} has {found} bytes, but {expected} in its manifest: it was truncated or changed"
 
 
+class KeptTokenizer(NamedTuple):
+    """The tokenizer that tokens came from."""
+
+    identity: str
+    folder: Path
+    digests: dict[str, str]
+    """Of its files, by name; none for bytes, and in folders made before shards kept them."""
+
+    def files(self) -> dict[str, Path]:
+        """Its files, by name; ConfigError if one is missing or has changed."""
+        found, problems = {name: self.folder / name for name in self.digests}, []
+        for name, file in found.items():
+            if name != FILE and not any(fnmatch(name, pattern) for pattern in BESIDE):
+                problems.append(f"{self.folder.parent / MANIFEST} was changed: {name!r} is no file of a tokenizer")
+            elif file.is_symlink() or not file.is_file():
+                problems.append(f"{file} is missing, and the manifest names it")
+            elif digest_of(file) != self.digests[name]:
+                problems.append(f"{file} has changed since the shards were made")
+        if problems:
+            raise ConfigError(problems)
+        return found
+
+
+def digest_of(file: Path) -> str:
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+
+
+def keep_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
+    """Copies a tokenizer's files into a folder of shards; returns their digests."""
+    home = folder / TOKENIZER
+    for name, file in files.items():
+        home.mkdir(exist_ok=True)
+        shutil.copyfile(file, home / name)
+    return {name: digest_of(home / name) for name in files}
+
+
 class ShardDocuments:
     """What training reads (titanmoe.data.documents). Files are mapped when first read, and none is kept open."""
 
@@ -85,6 +125,8 @@ class ShardDocuments:
             self.dtype = DTYPES[manifest["dtype"]]
             self.vocab_size: int = manifest["vocab_size"]
             self.tokenizer: dict[str, Any] = manifest["tokenizer"]
+            digests = dict(manifest.get("tokenizer_files", {}))
+            self.kept_tokenizer = KeptTokenizer(self.tokenizer["identity"], folder / TOKENIZER, digests)
             self.skipped: int = manifest["skipped"]
             self.has_counted: bool = manifest["counted"] is not None
             shards: list[dict[str, Any]] = manifest["shards"]

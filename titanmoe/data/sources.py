@@ -21,6 +21,7 @@ from titanmoe.data.held_out import split
 from titanmoe.data.mix import Mix, Source
 from titanmoe.data.open import open_documents
 from titanmoe.data.pack import Arrays, BestFit, Pieces, Stream
+from titanmoe.data.shards import KeptTokenizer, ShardDocuments
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.ops.counted import bits, key, uniform
 
@@ -82,11 +83,14 @@ def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
         return Mix([source], training.seed), ()
     documents = _open(config, data.paths if data.source == "files" else [STDLIB])
     where = "data.paths" if data.source == "files" else "data.source"
+    kept = [its.kept_tokenizer for its in documents if isinstance(its, ShardDocuments)]
+    tokenizer = kept[0] if kept else KeptTokenizer(ByteTokenizer.identity, Path(), {})
     held_out: Sequence[Documents] = ()
     if every:
         documents, held_out = zip(*(split(its, every) for its in documents), strict=True)
         where = f"{where} minus validation.held_out = {every}"
-    return _mix(config, documents, data.weights, where, training.global_batch_size), held_out
+    mix = _mix(config, documents, data.weights, where, training.global_batch_size)
+    return Mix(mix.sources, training.seed, tokenizer), held_out
 
 
 def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:

@@ -34,6 +34,7 @@ from titanmoe.data.shards import (
     VERSION,
     WORK,
     is_shards,
+    keep_tokenizer,
     misfits,
     read_manifest,
     write_json,
@@ -158,9 +159,11 @@ def _make(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) 
     work = out / WORK
     work.mkdir(exist_ok=True)
     made_from = {"identity": plan.identity, "job": _described(plan)}
-    if (work / PLAN).exists():
+    if (work / PLAN).exists() and any(out.glob("*.tokens")):
         _same(plan, work / PLAN, json.loads((work / PLAN).read_bytes()))
-    else:
+    else:  # new, or begun by a command that made no shard, such as one with a wrong --field
+        for file in work.iterdir():
+            file.unlink(missing_ok=True)
         write_json(work / PLAN, made_from)
     for file in work.iterdir():
         if file.suffix[1:].isdecimal():  # left by a process that was killed
@@ -178,6 +181,7 @@ def _make(plan: ShardPlan, out: Path, workers: int, log: Callable[[str], None]) 
         records = [_records(plan, out, number) for number in range(len(units))]
 
     manifest = _manifest(plan, made_from, [record for found in records for record in found])
+    manifest["tokenizer_files"] = keep_tokenizer(out, plan.tokenizer.files())
     if not manifest["documents"]:
         left_out = f" ({manifest['skipped']} bad lines and {manifest['empty']} empty documents were left out)"
         shutil.rmtree(work)

@@ -19,6 +19,11 @@ if TYPE_CHECKING:  # the processes of `titanmoe tokenize` do not need torch
     from torch import Tensor
 
 FILE, SETTINGS = "tokenizer.json", "tokenizer_config.json"
+BESIDE = (
+    *(SETTINGS, "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "chat_template.json", "*.tiktoken", "tokenization_*.py"),
+)
+"""Names of what belongs to a tokenizer and lies beside its tokenizer.json."""
 END_MARKS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>")
 """Tried if no tokenizer_config.json names one."""
 PIECE = 1 << 20
@@ -40,6 +45,9 @@ class ByteTokenizer:
     vocab_size = 259
     identity = "bytes"
     marks: dict[str, str] = {}
+
+    def files(self) -> dict[str, Path]:
+        return {}
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -98,6 +106,11 @@ class JsonTokenizer:
             self.marks.setdefault("bos_token", self._plain.id_to_token(self.bos))
         digest = hashlib.blake2b(self._source.encode(), digest_size=8).hexdigest()
         self.identity = f"{digest} bos {self.bos} eos {self.eos}"
+
+    def files(self) -> dict[str, Path]:
+        """All that belongs to it, by the names it has in a folder of its own."""
+        beside = {file.name: file for pattern in BESIDE for file in self.file.parent.glob(pattern) if file.is_file()}
+        return {FILE: self.file} | dict(sorted(beside.items()))
 
     def encode_all(self, texts: list[str]) -> list[np.ndarray]:
         """Without marks; whatever looks like one in a text is text."""

@@ -103,6 +103,8 @@ def _run(args: argparse.Namespace) -> int:
     texts = _prompts(args)
     found = find_model(args.checkpoint)
     tokenizer = tokenizer_of(found, args.tokenizer)
+    if found.identity not in (None, tokenizer.identity) and os.environ.get("RANK", "0") == "0":
+        print(f"note: the model was trained on tokens of another tokenizer ({found.identity})", file=sys.stderr)
     degrees = {name: getattr(args, name) for name in ("pp", "cp", *DEGREES)}
     config = config_to_run(found, world_size(), degrees, args.dtype, args.device)
     ids = _encode(texts, tokenizer, found)

@@ -31,6 +31,8 @@ class Trained:
     config: Config
     step: int | None
     """None: a Hugging Face folder."""
+    identity: str | None = None
+    """Of the tokenizer that its tokens came from, where the checkpoint says so."""
 
     @property
     def tokenizer(self) -> Path | None:
@@ -58,25 +60,30 @@ def find_model(path: Path) -> Trained:
     record = layout.read_manifest(path).record
     if "model" not in record.get("config", {}):
         raise CheckpointError(f"{path / layout.MANIFEST} does not say which model it is: its config has no [model]")
-    return Trained(path, build_config(config_of(record, path / layout.MANIFEST)), record.get("step", 0))
+    config = build_config(config_of(record, path / layout.MANIFEST))
+    return Trained(path, config, record.get("step", 0), record.get("loader", {}).get("tokenizer"))
 
 
 def tokenizer_of(found: Trained, asked: str | None) -> Tokenizer:
     """As asked for, else the one that the run's tokens came from."""
     data, carried = found.config.data, found.tokenizer
-    if asked is not None or data.tokenizer != "bytes":
-        return open_tokenizer(asked if asked is not None else data.tokenizer)
+    if asked is not None:
+        return open_tokenizer(asked)
     shards = [path for entry in data.paths if is_shards(path := Path(entry).expanduser())]
-    identity = read_manifest(shards[0])["tokenizer"]["identity"] if shards else None
+    identity = found.identity or (read_manifest(shards[0])["tokenizer"]["identity"] if shards else None)
+    if identity is None and data.tokenizer != "bytes":
+        return open_tokenizer(data.tokenizer)
     own = open_tokenizer(str(carried)) if carried and identity != "bytes" else open_tokenizer("bytes")
-    if identity not in (None, own.identity):
-        raise ConfigError(
-            [f"the run read token shards of the tokenizer {identity}, which is not with the checkpoint: name it with "
-             f"--tokenizer (a {FILE} or its folder)"]
-        )  # fmt: skip
-    if found.step is None and not carried:
-        raise ConfigError([f"{found.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes"])
-    return own
+    if identity in (None, own.identity):
+        if found.step is None and not carried:
+            raise ConfigError([f"{found.path} has no {FILE}: name one with --tokenizer, or its folder, or bytes"])
+        return own
+    if data.tokenizer != "bytes" and (named := open_tokenizer(data.tokenizer)).identity == identity:
+        return named
+    raise ConfigError(
+        [f"the run read token shards of the tokenizer {identity}, which is not with the checkpoint: name it with "
+         f"--tokenizer (a {FILE} or its folder)"]
+    )  # fmt: skip
 
 
 def config_to_run(found: Trained, world: int, degrees: dict[str, int], dtype: str | None, device: str) -> Config:

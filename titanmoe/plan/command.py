@@ -55,17 +55,14 @@ def run_plan(args: argparse.Namespace) -> int:
     from titanmoe.plan.devices import read_device
 
     def report() -> Report:
-        lines, data, files, code = _planned(args, read_device(args.hardware))
-        return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, code
+        lines, data, files = _planned(args, read_device(args.hardware))
+        return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, 0
 
     return print_report(_problems(args), report)
 
 
-Plan = tuple[list[str], dict[str, Any], dict[Path | None, str], int]
-"""What is printed, the same for programs, files to write, and the exit code."""
-
-
-def _planned(args: argparse.Namespace, device: Any) -> Plan:
+def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
+    """What is printed, the same for programs, and files to write."""
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import evaluate
     from titanmoe.plan.table import as_json, budget, explained, table
@@ -74,12 +71,10 @@ def _planned(args: argparse.Namespace, device: Any) -> Plan:
     if device.name == "cpu":
         said = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(said or [""])]
     if args.explain:
-        _check_imbalance(config, args.imbalance)
         found = evaluate(config, args.gpus, device, Factors(), args.imbalance)
         lines = [*said, *explained(found, device)]
         more = budget(found, args.tokens, device) if args.tokens else []
-        too_large = found.peak > device.memory - device.reserved
-        return lines + more, {"hardware": device.name, "plan": as_json(found)}, {}, int(too_large)
+        return lines + more, {"hardware": device.name, "plan": as_json(found)}, {}
     if args.what_if:
         return _what_if(args, config, device, said)
     result = _searched(config, args, device)
@@ -91,19 +86,7 @@ def _planned(args: argparse.Namespace, device: Any) -> Plan:
     head = (
         f"# world = {args.gpus}\n#\n# Written by titanmoe plan for {args.gpus} {device.name}, from {args.config}.\n\n"
     )
-    return lines, data, {args.write: head + to_toml(best.config)} if args.write else {}, 0
-
-
-def _check_imbalance(config: Config, imbalance: float) -> None:
-    """A token goes to an expert once, so no expert has more rows than there are tokens."""
-    experts, chosen = config.model.num_experts, config.model.top_k
-    if imbalance > experts / chosen:
-        raise ConfigError(
-            [
-                f"--imbalance = {imbalance:g} cannot be: where every token takes the same {chosen} of {experts} "
-                f"experts, the busiest rank has {experts / chosen:g} times the mean: use at most that"
-            ]
-        )
+    return lines, data, {args.write: head + to_toml(best.config)} if args.write else {}
 
 
 def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
@@ -112,7 +95,6 @@ def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
 
-    _check_imbalance(config, args.imbalance)
     result = search(config, args.gpus, device, Factors(), args.top, args.imbalance)
     if result.best:
         return result
@@ -178,7 +160,9 @@ def _short(cells: tuple[str, ...]) -> str:
     )
 
 
-def _what_if(args: argparse.Namespace, config: Config, device: Any, said: list[str]) -> Plan:
+def _what_if(
+    args: argparse.Namespace, config: Config, device: Any, said: list[str]
+) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
     from titanmoe.config.laws import contradictions
     from titanmoe.plan.table import HEAD, as_json, picture, row
     from titanmoe.rehearse.columns import columns
@@ -208,7 +192,7 @@ def _what_if(args: argparse.Namespace, config: Config, device: Any, said: list[s
     lines = [*said, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
     lines += ["", *without] if without else []
     drawn = {args.picture: picture(name, points, device)} if args.picture else {}
-    return lines, {"hardware": device.name, "what_if": data}, drawn, 0
+    return lines, {"hardware": device.name, "what_if": data}, drawn
 
 
 def _varied(text: str) -> tuple[str, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +15,6 @@ from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, fre
 from titanmoe.checkpoint.folder import Checkpoint
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.local import Local
-from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.scattered import Scattered
 from titanmoe.checkpoint.together import from_rank, together
@@ -22,10 +22,10 @@ from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
+from titanmoe.data.shards import KeptTokenizer
 from titanmoe.fold.degrees import Fold
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.runtime import Runtime, say
-from titanmoe.train.schedule import changed_rate
 from titanmoe.train.signals import Signals
 from titanmoe.train.skips import Skips
 from titanmoe.train.validation import Validation
@@ -80,6 +80,8 @@ class Checkpoints:
     def begin(self) -> dict[str, str]:
         """Load what the config asks for, if anything; returns notes on it for the run's header."""
         notes = self._begin()
+        if self.saver and (tokenizer := self.trainer.loader.mix.tokenizer):
+            self._carry(partial(_files, tokenizer))
         if self.local:  # at once: it shows whether there is room, and a host that is new gets what it has to keep
             self._save_local()
         return notes
@@ -115,6 +117,7 @@ class Checkpoints:
         return {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
 
     def _carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
+        """Copied into the run's folder, and from there into every checkpoint."""
         try:
             self.saver.carry(find)
         except CheckpointError as error:
@@ -196,8 +199,7 @@ class Checkpoints:
         if trainer.validation:
             trainer.validation.load_state_dict(saved.record.get("validation", {}))
         trainer.optimizer.resume(trainer.step - trainer.skips.skipped)
-        before = flat_record(saved.record.get("config", {}))
-        return state.differences(saved.record, self.config) + changed_rate(trainer.step, before, self.config)
+        return state.differences(saved.record, self.config)
 
     def _all_there(self, saved: Checkpoint, wanted: state.Targets, model_only: bool) -> None:
         """Checks over all ranks that every stored tensor is used and that none is missing."""
@@ -278,3 +280,10 @@ class Checkpoints:
         if trainer.validation:
             record["validation"] = trainer.validation.state_dict()
         return trainer.step, state.pieces(self._targets(with_moments=True)), record
+
+
+def _files(tokenizer: KeptTokenizer) -> dict[str, Path]:
+    try:
+        return tokenizer.files()
+    except ConfigError as error:
+        raise CheckpointError("; ".join(error.problems)) from None

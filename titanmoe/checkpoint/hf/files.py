@@ -19,6 +19,7 @@ from titanmoe.checkpoint import inside, layout
 from titanmoe.checkpoint.hf.config import read_json
 from titanmoe.checkpoint.hf.maps import Shape
 from titanmoe.config.load import ConfigError
+from titanmoe.data.tokenizer import BESIDE, FILE
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -177,11 +178,7 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> N
 
 # ---- what else is in a model's folder
 
-CARRIED = (
-    *("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-    *("chat_template.json", "*.tiktoken", "tokenization_*.py"),
-)
+CARRIED = ("config.json", "generation_config.json", FILE, *BESIDE)
 
 
 def companions(folder: Path) -> dict[str, Path]:
