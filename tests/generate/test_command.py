@@ -18,6 +18,7 @@ from tests.checkpoint_hf import models
 from tests.generate import saved
 from titanmoe.checkpoint.folder import open_checkpoint
 from titanmoe.cli import main
+from titanmoe.data.tokenizer import open_tokenizer
 
 ROOT = Path(__file__).parents[2]
 TEXT = {"model.vocab_size": 320, "model.num_kv_heads": 4, "moe.capacity_factor": 0.5}
@@ -114,6 +115,18 @@ def test_plain_and_streamed_output(run: Path) -> None:
     assert ask(*words, "--stream")[:2] == (0, out)
     _, out, _ = ask(*words, "--prompt", "c")
     assert out.startswith(f"--- 1, {len(line['tokens'])} tokens, ended by {line['end']}\nab{line['text']}\n--- 2, ")
+
+
+def test_a_question_is_written_by_the_chat_template(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("half of 4? half of 2?\n" * 20)
+    assert main(["tokenizer", "train", f"{tmp_path}/text", "--vocab-size", "270", "--out", f"{tmp_path}/made"]) == 0
+    words = "--checkpoint", run, "--tokenizer", tmp_path / "made", "--chat", "--prompt", "half <|user|>", *GREEDY
+    (line,) = lines(*words)
+    tokenizer = open_tokenizer(str(tmp_path / "made"))
+    ids = tokenizer.with_offsets("<|user|>half <|user|><|assistant|>").tokens_T.tolist()
+    assert line["prompt_tokens"] == ids and ids[-2:] == [2, 3]  # a mark in a message is a mark, as in training
+    assert ask(*words)[:2] == (0, f"half <|user|>\n{line['text']}\n")
+    assert "has no chat template" in ask("--checkpoint", run, "--chat", "--prompt", "a")[2]
 
 
 def test_mistakes_are_reported_at_once(run: Path, tmp_path: Path) -> None:

@@ -68,6 +68,10 @@ class Chat:
             said_T |= (begin_T < end) & (end_T > begin)
         return tokens_T, said_T
 
+    def question(self, text: str) -> np.ndarray:
+        """What a user says, up to where the answer begins."""
+        return self.tokenizer.with_offsets(self._render([{"role": "user", "content": text}], prompt=True)).tokens_T
+
     def _render(self, messages: list[Any], prompt: bool = False) -> str:
         from titanmoe.data.template import OverBudget
 

@@ -48,6 +48,9 @@ def add_generate(commands: argparse._SubParsersAction) -> None:
     )
     generate.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line")
     generate.add_argument(
+        "--chat", action="store_true", help="a prompt is what a user says, written by the tokenizer's chat template"
+    )
+    generate.add_argument(
         "--tokenizer", metavar="T", help="tokenizer.json or its folder, or bytes (default: the run's)"
     )
     generate.add_argument(
@@ -107,7 +110,9 @@ def _run(args: argparse.Namespace) -> int:
         print(f"note: the model was trained on tokens of another tokenizer ({found.identity})", file=sys.stderr)
     degrees = {name: getattr(args, name) for name in ("pp", "cp", *DEGREES)}
     config = config_to_run(found, world_size(), degrees, args.dtype, args.device)
-    ids = _encode(texts, tokenizer, found)
+    ids = _encode(texts, tokenizer, found, args.chat)
+    if args.chat and not args.json:
+        texts = [f"{text}\n" for text in texts]  # the answer gets a line of its own
     runtime = start(config)
     try:
         _generate(args, texts, ids, tokenizer, found, config, runtime)
@@ -150,8 +155,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     return texts
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Trained) -> list[Prompt]:
-    """A prompt starts as a document of the training data did. Anything in it that looks like a mark is text."""
+def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Trained, chat: bool) -> list[Prompt]:
+    """A prompt starts as a document of the training data did. Anything in it that looks like a mark is text, except in
+    a chat, as in its training data."""
+    from titanmoe.data.chat import ChatError, open_chat
     from titanmoe.generate.loop import Prompt
 
     vocab_size = found.config.model.vocab_size
@@ -163,7 +170,12 @@ def _encode(texts: Sequence[str], tokenizer: Tokenizer, found: Trained) -> list[
             ]
         )
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
-    prompts = [Prompt(i, begin + tokens.tolist()) for i, tokens in enumerate(tokenizer.encode_all(list(texts)))]
+    try:
+        rows = map(open_chat("", tokenizer).question, texts) if chat else tokenizer.encode_all(list(texts))
+        ids = [row.tolist() for row in rows]
+    except ChatError as error:
+        raise ConfigError([f"--chat: {error}"]) from None
+    prompts = [Prompt(i, row if row[: len(begin)] == begin else begin + row) for i, row in enumerate(ids)]
     if empty := [prompt.number + 1 for prompt in prompts if not prompt.ids]:
         raise ConfigError([f"prompt {empty[0]} is empty, and the tokenizer has no begin mark: give it some text"])
     return prompts
