@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from titanmoe.config.recipe import declared  # noqa: E402
+from titanmoe.config.ranks import recipe_ranks  # noqa: E402
 from titanmoe.config.recipes import find_recipe, names  # noqa: E402
 from titanmoe.config.schema import (  # noqa: E402
     Config,
@@ -363,7 +363,7 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     from titanmoe.rehearse.world import recipe_to_rehearse  # only here, because it takes torch seconds to start
 
     path = find_recipe(name)
-    world = declared(path.read_text(encoding="utf-8"))
+    world = recipe_ranks([str(path)], preset)
     config = recipe_to_rehearse(["--config", str(path)], world, "h100")
     fold = derive(world, config.parallelism)
     peaks = [rank.peak for rank in ranks(config, fold)]

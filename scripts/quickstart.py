@@ -75,7 +75,7 @@ def configure(extra: list[str]) -> tuple[int, list[str], Config]:
 
 
 def run(ranks: int, arguments: list[str]) -> int:
-    words = ["train", RECIPE, "--nproc", str(ranks), *arguments]
+    words = ["train", RECIPE, "--ranks", str(ranks), *arguments]
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", str(ranks), "train.py", "--config", RECIPE, *arguments]
     print(
         f"command   titanmoe {shlex.join(words)}\n          which does what this does: {shlex.join(torchrun)}",
@@ -137,7 +137,7 @@ def resume(folder: Path, ranks: int, arguments: list[str], step: int) -> str:
     command = Path(sys.executable).parent / "titanmoe"
     program = command.relative_to(ROOT) if command.is_relative_to(ROOT) else command
     more = ["--job.name", folder.name, "--training.steps", str(2 * step)]
-    return f"{program} train {shlex.join([RECIPE, '--nproc', str(ranks), *words, *more])}"
+    return f"{program} train {shlex.join([RECIPE, '--ranks', str(ranks), *words, *more])}"
 
 
 def main() -> int:

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanmoe.config.recipe import declared, read_recipe
+from titanmoe.config.ranks import recipe_ranks
+from titanmoe.config.recipe import read_recipe
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.models.count import parameters
+from titanmoe.models.families import preset
 from titanmoe.train.launch import read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -26,8 +28,8 @@ GIVEN = {
 
 
 def world(recipe: Path) -> int:
-    ranks = declared(recipe.read_text())
-    assert ranks, f"{recipe.name} does not begin with its number of ranks, as in '# world = 8'"
+    ranks = recipe_ranks([str(recipe)], preset)
+    assert ranks, f"{recipe.name} does not say its number of ranks, as in [job] ranks = 8"
     return ranks
 
 
@@ -69,7 +71,7 @@ def test_head_says_how_to_start_it(recipe):
         started = len(hosts[1].split(",")) * int(hosts[2])
     else:
         assert f"titanmoe train train_configs/{recipe.name}" in comments(recipe)
-        started = int(ranks[1]) if ranks else declared(recipe.read_text())
+        started = int(ranks[1]) if ranks else world(recipe)
     assert started == world(recipe)
 
 

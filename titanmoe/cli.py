@@ -19,6 +19,7 @@ from rich.text import Text
 from titanmoe.checkpoint.command import add_checkpoint
 from titanmoe.checkpoint.hf.command import add_convert
 from titanmoe.config.load import ConfigError, format_problems, load
+from titanmoe.config.ranks import add_ranks, world_of
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.data.tokenizer_command import add_tokenizer
@@ -83,7 +84,7 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
         description="Draws how attention and experts are mapped onto the same ranks, or says why they cannot be.",
     )
     fold.set_defaults(run=run_fold)
-    fold.add_argument("--world", type=int, required=True, metavar="N", help="ranks in all")
+    add_ranks(fold)
     fold.add_argument("--node", type=int, default=8, metavar="N", help="ranks per node (default 8)")
     degrees = fold.add_argument_group("degrees", "1 unless given, and derived for those marked so")
     for name, text in (
@@ -99,7 +100,6 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
     ):
         degrees.add_argument("--" + name.replace("_", "-"), type=int, metavar="N", help=text)
     model = fold.add_argument_group("model", "its constraints apply too; without a model only those of the ranks do")
-    model.add_argument("--config", metavar="FILE", help="a recipe; degrees given here replace its own")
     model.add_argument("--family", metavar="NAME", help="a family of models, with --size")
     model.add_argument("--size", metavar="NAME", help="a size of the family")
     model.add_argument("--seq-len", type=int, metavar="N", help="tokens of a sample (default the recipe's, or 4096)")
@@ -110,7 +110,14 @@ def add_fold(commands: argparse._SubParsersAction) -> None:
 
 
 def run_fold(args: argparse.Namespace) -> int:
+    from titanmoe.models.families import preset
+
     asked = {name: getattr(args, name) for name in KEYS if getattr(args, name) is not None}
+    try:
+        world = world_of(args.ranks, args.overrides, preset)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
     config, problems, source = _model(args)
     requested = _requested(asked, config)
     if requested.node == -1:
@@ -120,20 +127,20 @@ def run_fold(args: argparse.Namespace) -> int:
     if args.node < 1:
         problems.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if args.list:
-        broken = [] if args.world > 0 else [f"--world = {args.world} is not a number of ranks: use 1 or more"]
+        broken = []
     elif config is not None:
-        broken = violations(config, args.world)
+        broken = violations(config, world)
     else:
-        broken = resolve(args.world, requested)[1]
+        broken = resolve(world, requested)[1]
     if problems or broken:
         print(format_problems(problems + broken, source), file=sys.stderr)
-        if broken and args.world > 0:
-            print(_nearest(args.world, requested, config), file=sys.stderr)
+        if broken:
+            print(_nearest(world, requested, config), file=sys.stderr)
         return 2
 
     if args.list:
-        return _list(args, asked, config)
-    fold = derive(args.world, requested)
+        return _list(args, world, asked, config)
+    fold = derive(world, requested)
     if args.json:
         print(json.dumps(_groups(fold)))
     else:
@@ -141,7 +148,7 @@ def run_fold(args: argparse.Namespace) -> int:
         _show([picture])
         if args.svg:
             try:
-                args.svg.write_text(_svg(picture, f"titanmoe fold --world {args.world}"), encoding="utf-8")
+                args.svg.write_text(_svg(picture, f"titanmoe fold --ranks {world}"), encoding="utf-8")
             except OSError as error:
                 print(f"error: cannot write {args.svg}: {error.strerror}", file=sys.stderr)
                 return 2
@@ -154,10 +161,10 @@ def _model(args: argparse.Namespace) -> tuple[Config | None, list[str], str]:
 
     given = {"model.family": args.family, "model.size": args.size, "training.seq_len": args.seq_len}
     given = {path: value for path, value in given.items() if value is not None}
-    if args.config is not None:
-        argv = ["--config", args.config]
+    if args.overrides:
+        argv = args.overrides
     elif args.family is None and args.size is None:
-        alone = f"--seq-len = {args.seq_len} only concerns models: give --family and --size too, or --config"
+        alone = f"--seq-len = {args.seq_len} only concerns models: give --family and --size too, or a recipe"
         return None, [alone] if given else [], ""
     else:
         # A name left out is passed as empty, and refused with the names there are.
@@ -199,18 +206,18 @@ def _nearest(world: int, requested: Parallelism, config: Config | None) -> str:
     return "\n".join(["\nNearest legal mappings:", *lines])
 
 
-def _list(args: argparse.Namespace, asked: dict[str, int], config: Config | None) -> int:
+def _list(args: argparse.Namespace, world: int, asked: dict[str, int], config: Config | None) -> int:
     def wanted(degrees: dict[str, int]) -> bool:
         return all(asked.get(name, -1) in (-1, n) for name, n in degrees.items())
 
     stages = []
-    for stage in legal_stages(args.world, config):
+    for stage in legal_stages(world, config):
         attention, experts = (list(filter(wanted, views)) for views in (stage.attention, stage.experts))
         if wanted({"pp": stage.pp}) and attention and experts:
             stages.append(replace(stage, attention=attention, experts=experts))
     if not stages:
         degrees = ", ".join(f"{name} {n}" for name, n in asked.items())
-        problem = f"no mapping of {args.world} ranks{f' with {degrees}' if asked else ''} is legal: use another world"
+        problem = f"no mapping of {world} ranks{f' with {degrees}' if asked else ''} is legal: use another world"
         print(format_problems([problem + " or fewer degrees" * bool(asked)]), file=sys.stderr)
         return 2
     if args.json:

@@ -1,8 +1,8 @@
 """What the watch over a run costs: of a step of the debug model, with and without in turns, and by count for any world.
 
     torchrun --standalone --nproc-per-node 4 scripts/bench/watch_overhead.py [--seconds 400] [--json FILE]
-    titanmoe rehearse --config R.toml --world 1024 --json rank.json
-    titanmoe plan --config R.toml --gpus 1024 --explain --json plan.json
+    titanmoe rehearse R.toml --ranks 1024 --json rank.json
+    titanmoe plan R.toml --ranks 1024 --explain --json plan.json
     python scripts/bench/watch_overhead.py --rehearsal rank.json --plan plan.json
 
 In one run, with and without the watch in turns, twice:

@@ -40,7 +40,7 @@ def fold(capsys):
 
 
 def test_draws_without_colour_into_a_pipe(fold):
-    code, out, err = fold("--world", 16, "--tp", 2, "--cp", 2, "--pp", 2, "--ep", 4, "--etp", 1)
+    code, out, err = fold("--ranks", 16, "--tp", 2, "--cp", 2, "--pp", 2, "--ep", 4, "--etp", 1)
     assert (code, err) == (0, "")
     assert out.startswith("16 ranks on 2 nodes of 8\n  attention = pp 2 x dp_replicate 1 x dp_shard 2 x cp 2 x tp 2\n")
     assert "\x1b" not in out
@@ -48,7 +48,7 @@ def test_draws_without_colour_into_a_pipe(fold):
 
 
 def test_json_is_the_groups_of_both_views(fold):
-    code, out, _ = fold("--world", 16, "--tp", 2, "--cp", 2, "--pp", 2, "--ep", 4, "--json")
+    code, out, _ = fold("--ranks", 16, "--tp", 2, "--cp", 2, "--pp", 2, "--ep", 4, "--json")
     assert code == 0
     pairs = [[0, 4], [1, 5], [2, 6], [3, 7], [8, 12], [9, 13], [10, 14], [11, 15]]
     assert json.loads(out) == {
@@ -68,14 +68,14 @@ def test_json_is_the_groups_of_both_views(fold):
 
 
 def test_json_joins_the_replicated_and_the_sharded_axes(fold):
-    _, out, _ = fold("--world", 8, "--dp-replicate", 2, "--tp", 2, "--ep", 2, "--json")
+    _, out, _ = fold("--ranks", 8, "--dp-replicate", 2, "--tp", 2, "--ep", 2, "--json")
     found = json.loads(out)
     assert found["attention"]["dp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert found["experts"]["edp"] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_an_illegal_mapping_exits_2_with_everything_and_the_nearest(fold):
-    code, out, err = fold("--world", 16, "--tp", 3, "--ep", 3, "--json")
+    code, out, err = fold("--ranks", 16, "--tp", 3, "--ep", 3, "--json")
     assert (code, out) == (2, "")
     assert "tp = 3 does not divide the stage of 16 ranks" in err
     assert "ep = 3 does not divide the stage of 16 ranks" in err
@@ -85,57 +85,57 @@ def test_an_illegal_mapping_exits_2_with_everything_and_the_nearest(fold):
 
 
 def test_the_laws_of_a_family(fold):
-    code, out, _ = fold("--world", 8, "--family", "mixtral", "--size", "8x7b", "--ep", 8)
+    code, out, _ = fold("--ranks", 8, "--family", "mixtral", "--size", "8x7b", "--ep", 8)
     assert code == 0
     assert out.startswith("8 ranks on 1 node of 8: mixtral 8x7b, 32 layers, 8 experts\n")
-    code, _, err = fold("--world", 16, "--family", "mixtral", "--size", "8x7b", "--tp", 16, "--seq-len", 4097)
+    code, _, err = fold("--ranks", 16, "--family", "mixtral", "--size", "8x7b", "--tp", 16, "--seq-len", 4097)
     assert code == 2
     assert "tp = 16 does not divide model.num_kv_heads = 8" in err
     assert "training.seq_len = 4097 is not a multiple of" in err
     assert "tp 16 -> 1\n" in err
-    code, _, err = fold("--world", 16, "--family", "mixtral", "--size", "8x7b", "--ep", 16)
+    code, _, err = fold("--ranks", 16, "--family", "mixtral", "--size", "8x7b", "--ep", 16)
     assert "ep = 16 does not divide model.num_experts = 8 (8 % 16 = 8): use ep in 1, 2, 4, 8" in err
 
 
 def test_half_a_model_is_refused_with_the_names_there_are(fold):
-    code, _, err = fold("--world", 8, "--family", "mixtral")
+    code, _, err = fold("--ranks", 8, "--family", "mixtral")
     assert code == 2 and "8x22b_g8t8" in err
-    code, _, err = fold("--world", 8, "--size", "8x7b", "--ep", 3)
+    code, _, err = fold("--ranks", 8, "--size", "8x7b", "--ep", 3)
     assert code == 2 and "qwen3_moe" in err and "ep = 3 does not divide the stage" in err
-    code, _, err = fold("--world", 8, "--seq-len", 64)
-    assert code == 2 and "give --family and --size too, or --config" in err
+    code, _, err = fold("--ranks", 8, "--seq-len", 64)
+    assert code == 2 and "give --family and --size too, or a recipe" in err
 
 
 def test_a_recipe_and_degrees_in_its_place(fold, tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE)
-    code, _, err = fold("--world", 8, "--config", recipe)
+    code, _, err = fold("--ranks", 8, "--config", recipe)
     assert code == 2
     assert "ep = 3 does not divide model.num_experts = 16" in err
     assert "\n  ep 3 -> 4\n" in err
-    code, out, _ = fold("--world", 8, "--config", recipe, "--ep", 4)
+    code, out, _ = fold("--ranks", 8, "--config", recipe, "--ep", 4)
     assert code == 0
     assert out.startswith("8 ranks on 1 node of 8: qwen3_moe debug, 4 layers, 16 experts\n")
     assert "dp_shard 4 x cp 1 x tp 2" in out
-    code, _, err = fold("--world", 8, "--config", recipe, "--ep", 4, "--tp", 1)
+    code, _, err = fold("--ranks", 8, "--config", recipe, "--ep", 4, "--tp", 1)
     assert code == 2 and "training.global_batch_size = 12 is not a multiple of" in err
-    code, _, err = fold("--world", 8, "--config", tmp_path / "none.toml")
+    code, _, err = fold("--ranks", 8, "--config", tmp_path / "none.toml")
     assert code == 2 and "none.toml" in err
 
 
 def test_an_unknown_key_of_a_recipe_does_not_hide_its_mapping(fold, tmp_path):
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(RECIPE + "capacity = 1\n")
-    code, _, err = fold("--world", 8, "--config", recipe)
+    code, _, err = fold("--ranks", 8, "--config", recipe)
     assert code == 2
     assert "capacity" in err and "ep = 3 does not divide" in err
 
 
 def test_the_list_names_every_legal_mapping(fold):
-    code, out, _ = fold("--world", 8, "--list")
+    code, out, _ = fold("--ranks", 8, "--list")
     assert code == 0
     assert out.startswith("517 legal mappings of 8 ranks, on nodes of 8\n")
-    _, out, _ = fold("--world", 8, "--list", "--json")
+    _, out, _ = fold("--ranks", 8, "--list", "--json")
     rows = json.loads(out)
     assert len(rows) == len({tuple(row.items()) for row in rows}) == 517
     assert len(out.splitlines()) == 517
@@ -143,34 +143,34 @@ def test_the_list_names_every_legal_mapping(fold):
 
 
 def test_the_list_narrows_to_what_is_given(fold):
-    _, out, _ = fold("--world", 8, "--list", "--json", "--tp", 2, "--ep", 4, "--dp-shard", -1)
+    _, out, _ = fold("--ranks", 8, "--list", "--json", "--tp", 2, "--ep", 4, "--dp-shard", -1)
     rows = json.loads(out)
     assert {(row["tp"], row["ep"]) for row in rows} == {(2, 4)}
     # a stage of 8: tp leaves 4 to three axes (6 ways), ep leaves 2 (3 ways); a stage of 4: 3 ways and 1
     assert len(rows) == 6 * 3 + 3 * 1
-    code, out, err = fold("--world", 8, "--list", "--tp", 3)
+    code, out, err = fold("--ranks", 8, "--list", "--tp", 3)
     assert (code, out) == (2, "")
     assert "no mapping of 8 ranks with tp 3 is legal" in err
 
 
 def test_the_list_obeys_a_model(fold):
-    _, out, _ = fold("--world", 16, "--list", "--json", "--family", "mixtral", "--size", "debug", "--seq-len", 64)
+    _, out, _ = fold("--ranks", 16, "--list", "--json", "--family", "mixtral", "--size", "debug", "--seq-len", 64)
     rows = json.loads(out)
     assert max(row["ep"] for row in rows) == max(row["tp"] for row in rows) == 8
     assert max(row["pp"] for row in rows) == 4
 
 
 def test_impossible_numbers(fold):
-    code, _, err = fold("--world", 0)
-    assert code == 2 and "the world has 0 ranks: use 1 or more" in err
-    code, _, err = fold("--world", 0, "--list")
-    assert code == 2 and "--world = 0 is not a number of ranks" in err
-    code, _, err = fold("--world", 8, "--node", 0)
+    code, _, err = fold("--ranks", 0)
+    assert code == 2 and "--ranks = 0 is not a number of ranks" in err
+    code, _, err = fold("--ranks", 0, "--list")
+    assert code == 2 and "--ranks = 0 is not a number of ranks" in err
+    code, _, err = fold("--ranks", 8, "--node", 0)
     assert code == 2 and "--node = 0 is not a number of ranks" in err and "Nearest" not in err
-    code, _, err = fold("--world", 8, "--tp", 0, "--etp", -1)
+    code, _, err = fold("--ranks", 8, "--tp", 0, "--etp", -1)
     assert code == 2 and "tp 0 -> 1, etp -1 -> 1" in err
     with pytest.raises(SystemExit) as exit:
-        main(["fold", "--world", "eight"])
+        main(["fold", "--ranks", "eight"])
     assert exit.value.code == 2
 
 
@@ -184,12 +184,12 @@ def test_the_page_shows_what_the_command_prints(fold):
 
 
 def test_torch_is_not_imported():
-    code = "import sys; from titanmoe.cli import main; main(['fold', '--world', '8']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from titanmoe.cli import main; main(['fold', '--ranks', '8']); sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True)
 
 
 def test_a_pipe_that_closes_early_and_an_ascii_one():
-    run = f"{sys.executable} -c 'from titanmoe.cli import main; import sys; sys.exit(main())' fold --world"
+    run = f"{sys.executable} -c 'from titanmoe.cli import main; import sys; sys.exit(main())' fold --ranks"
     closed = subprocess.run(f"{run} 1024 --list --json | head -1", shell=True, cwd=ROOT, capture_output=True, text=True)
     assert closed.stdout.startswith('[{"pp": 1,') and closed.stderr == ""
     ascii_only = subprocess.run(
@@ -199,10 +199,10 @@ def test_a_pipe_that_closes_early_and_an_ascii_one():
 
 
 def test_the_picture_of_the_readme_is_what_the_command_draws(fold, tmp_path):
-    code, out, _ = fold("--world", 8, "--tp", 2, "--cp", 2, "--ep", 8, "--svg", tmp_path / "fold.svg")
+    code, out, _ = fold("--ranks", 8, "--tp", 2, "--cp", 2, "--ep", 8, "--svg", tmp_path / "fold.svg")
     drawn, kept = ((folder / "fold.svg").read_text() for folder in (tmp_path, ROOT / "docs"))
     words = [re.findall(r">([^<>]+)</text>", picture) for picture in (drawn, kept)]
     assert code == 0 and words[0] == words[1] and "ep7" in str(words) and "ep7" in out
     assert "font-face" not in drawn and "url(http" not in drawn
-    code, _, err = fold("--world", 2, "--svg", tmp_path / "gone" / "fold.svg")
+    code, _, err = fold("--ranks", 2, "--svg", tmp_path / "gone" / "fold.svg")
     assert code == 2 and "cannot write" in err

@@ -80,7 +80,7 @@ def test_of_all_mappings_of_8_ranks(asked: list[str], complete_machine: None, tm
     recipe.write_text(capsys.readouterr().out)
     config = load(["--config", str(recipe)], preset, lambda _: [])
 
-    assert main(["fold", "--world", "8", "--node", "4", "--config", str(recipe), "--list", "--json"]) == 0
+    assert main(["fold", "--ranks", "8", "--node", "4", "--config", str(recipe), "--list", "--json"]) == 0
     listed = [Fold(8, **row) for row in json.loads(capsys.readouterr().out)]
     accepted = [fold for fold in all_folds(8) if not legal.refusals(mapped(config, fold), 8)]
     legal_ones = set(accepted)
@@ -91,5 +91,5 @@ def test_of_all_mappings_of_8_ranks(asked: list[str], complete_machine: None, tm
     assert all(fold in legal_ones for fold in nearest(8, here.parallelism, here))
     for fold in all_folds(8)[5::127]:
         line = [f"--{name.replace('_', '-')}={n}" for name, n in degrees(fold).items()]
-        code = main(["fold", "--world", "8", "--node", "4", "--config", str(recipe), "--json", *line])
+        code = main(["fold", "--ranks", "8", "--node", "4", "--config", str(recipe), "--json", *line])
         assert (code == 0) == (fold in legal_ones)

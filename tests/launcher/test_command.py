@@ -40,11 +40,11 @@ def refused(*words: str) -> ConfigError:
     ("words", "recipe", "options", "rest"),
     [
         ("a.toml --training.steps 5", "a.toml", {}, "--training.steps 5"),
-        ("--nproc 2 a.toml --data.paths x y", "a.toml", {"nproc": "2"}, "--data.paths x y"),
-        ("a.toml --data.paths x y --nproc=2 --fit", "a.toml", {"nproc": "2", "fit": "yes"}, "--data.paths x y"),
-        ("--config a.toml --compile.enable --nproc-per-node 3", "a.toml", {"nproc": "3"}, "--compile.enable"),
+        ("--ranks 2 a.toml --data.paths x y", "a.toml", {"ranks": "2"}, "--data.paths x y"),
+        ("a.toml --data.paths x y --ranks=2 --fit", "a.toml", {"ranks": "2", "fit": "yes"}, "--data.paths x y"),
+        ("--config a.toml --compile.enable --ranks 3", "a.toml", {"ranks": "3"}, "--compile.enable"),
         ("--fit a.toml --max_restarts 3", "a.toml", {"fit": "yes", "max-restarts": "3"}, ""),
-        ("debug --nproc auto", "debug", {"nproc": "auto"}, ""),
+        ("debug --ranks auto", "debug", {"ranks": "auto"}, ""),
         ("--training.steps 5 a.toml", "", {}, "--training.steps 5 a.toml"),  # a value, as far as can be known
     ],
 )
@@ -57,13 +57,21 @@ def test_the_launchers_options_are_separated_from_the_runs(words, recipe, option
     ("words", "said"),
     [
         ("", "which recipe? For example: titanmoe train train_configs/debug.toml"),
-        ("debug --nproc many", "--nproc 'many' is not N|auto"),
-        ("debug --nproc 0", "--nproc '0' is not N|auto"),
+        ("debug --ranks many", "--ranks 'many' is not N|auto"),
+        ("debug --ranks 0", "--ranks '0' is not N|auto"),
         ("debug --logs --fit", "--logs '--fit' is not FOLDER"),
         ("debug --nnodes some", "--nnodes 'some' is not N or MIN"),
-        ("debug --nnodes 2 --nproc 2", "--nnodes 2: where do the nodes meet? --master-addr HOST --node-rank K"),
-        ("debug --nprok 2", "unknown option --nprok"),
+        ("debug --nnodes 2 --ranks 2", "--nnodes 2: where do the nodes meet? --master-addr HOST --node-rank K"),
         ("nowhere.toml", "nowhere.toml: there is no such file"),
+        ("debug --nproc 2", "--nproc is now --ranks 2, the ranks of all nodes together"),
+        ("debug --nproc-per-node=4 --nnodes 2", "--nproc-per-node is now --ranks 8, the ranks of all nodes together"),
+        ("debug --world 4 --nnodes 2", "--world is now --ranks 4,"),
+        ("--gpus auto debug", "--gpus is now --ranks auto,"),
+        ("deepseek_671b --training.stps 5", "unknown option --training.stps"),
+        (
+            "deepseek_671b --training.stps 5",
+            "deepseek_671b is for 512 ranks (job.ranks) and this machine has 2 CPU cores",
+        ),
     ],
 )
 def test_mistakes_on_the_command_line(words, said):
@@ -107,31 +115,33 @@ def test_the_environment_of_the_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("nproc", "nodes", "wanted", "machine", "count"),
+    ("given", "nodes", "own", "machine", "count"),
     [
-        ("", 1, 4, CPUS, 4),  # the recipe's first line
-        ("", 2, 8, GPUS, 4),
+        ("", 1, 4, CPUS, 4),  # the recipe's own
+        ("", 2, 8, GPUS, 8),
         ("3", 1, 4, CPUS, 3),
         ("auto", 1, 4, CPUS, 2),
-        ("auto", 1, 4, GPUS, 8),
-        ("", 1, None, GPUS, 8),
+        ("auto", 2, 4, GPUS, 16),
+        ("", 1, 0, GPUS, 8),
     ],
 )
-def test_how_many_ranks(nproc, nodes, wanted, machine, count):
-    assert ranks.choose_ranks(nproc, nodes, wanted, machine, "r.toml") == (count, "")
+def test_how_many_ranks(given, nodes, own, machine, count):
+    assert ranks.choose_ranks(given, nodes, own, machine) == count
+    assert ranks.too_many(count, nodes, machine, "" if given else "r.toml") == ""
 
 
 @pytest.mark.parametrize(
-    ("nproc", "nodes", "wanted", "machine", "said"),
+    ("world", "nodes", "machine", "recipe", "said"),
     [
-        ("", 1, 128, GPUS, "r.toml wants 128 ranks (its first line) and this machine has 8 GPUs: use --nnodes 16"),
-        ("", 1, 64, CPUS, "this machine has 2 CPU cores and no GPU in use"),
-        ("", 3, 8, GPUS, "which 3 nodes cannot share evenly"),
-        ("9", 1, 8, GPUS, "--nproc = 9, but this machine has 8 GPUs: give 8 or fewer"),
+        (128, 1, GPUS, "r.toml", "r.toml is for 128 ranks (job.ranks) and this machine has 8 GPUs: use --nnodes 16"),
+        (64, 1, CPUS, "r.toml", "this machine has 2 CPU cores and no GPU in use"),
+        (8, 3, GPUS, "r.toml", "which 3 nodes cannot share evenly: give --ranks 6 or 9"),
+        (9, 1, GPUS, "", "--ranks = 9 and this machine has 8 GPUs: give 8 or fewer"),
+        (18, 2, GPUS, "", "--ranks = 18, 9 of them here, and this machine has 8 GPUs: give 16 or fewer"),
     ],
-)  # fmt: skip
-def test_ranks_that_this_machine_does_not_have(nproc, nodes, wanted, machine, said):
-    assert said in ranks.choose_ranks(nproc, nodes, wanted, machine, "r.toml")[1]
+)
+def test_ranks_that_this_machine_does_not_have(world, nodes, machine, recipe, said):
+    assert said in ranks.too_many(world, nodes, machine, recipe)
 
 
 # ---- a mapping that fits
@@ -143,20 +153,20 @@ def test_the_recipes_own_number_needs_no_option():
 
 
 def test_the_nearest_mapping_is_offered_and_taken(capsys):
-    refusal = refused("debug", "--nproc", "auto")
+    refusal = refused("debug", "--ranks", "auto")
     assert "parallelism.experts.ep = 4 does not divide the stage of 2 ranks" in refusal.problems[0]
     assert refusal.offer == ("The nearest mapping that fits 2 ranks: parallelism.experts.ep 4 -> 2; --fit takes it.")
-    found = prepare(parse_words(["debug", "--nproc", "auto", "--fit"]))
+    found = prepare(parse_words(["debug", "--ranks", "auto", "--fit"]))
     assert found.config.parallelism.experts.ep == 2 and found.request.words[-1] == "--parallelism.experts.ep=2"
     assert "fitted to 2 ranks: parallelism.experts.ep 4 -> 2" in capsys.readouterr().err
     assert launch.read(found.request.words, 2).parallelism.experts.ep == 2, "the ranks agree"
-    assert main(["train", "debug", "--nproc", "auto"]) == 2
+    assert main(["train", "debug", "--ranks", "auto"]) == 2
     assert capsys.readouterr().err.endswith("--fit takes it.\n")
 
 
 def test_a_number_of_ranks_without_any_mapping_offers_one_that_has_one():
-    refusal = refused("debug", "--nproc", "7", "--fit")
-    assert "No mapping of 7 ranks fits this model and batch; one of 6 does: --nproc 6 --fit (" in refusal.offer
+    refusal = refused("debug", "--ranks", "7", "--fit")
+    assert "No mapping of 7 ranks fits this model and batch; one of 6 does: --ranks 6 --fit (" in refusal.offer
 
 
 def test_other_mistakes_get_no_offer():
@@ -183,7 +193,7 @@ def test_one_process_gets_the_command_and_not_another_mapping(monkeypatch):
         launch.read(["--config", DEBUG, "--training.steps", "5"], 1)
     (problem,) = refusal.value.problems
     assert problem == (
-        "this recipe wants 4 ranks, and this is one process without a launcher: "
+        "this recipe is for 4 ranks, and this is one process without a launcher: "
         f"titanmoe train {DEBUG} --training.steps 5"
     )
     with pytest.raises(ConfigError) as refusal:

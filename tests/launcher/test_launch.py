@@ -27,7 +27,7 @@ def started(
     words = parity.arguments(parity.SAVING | {"job.dump_folder": str(folder)} | changes)
     env = os.environ | {"PYTHONPATH": str(ROOT / "scripts/faults"), "FAULTS": json.dumps(faults or [])}
     logs = f"--logs={folder}/logs"
-    return processes.Started(["-m", "titanmoe", "train", *words, "--nproc=2", logs, *options], env, forks=forks)
+    return processes.Started(["-m", "titanmoe", "train", *words, "--ranks=2", logs, *options], env, forks=forks)
 
 
 def wait_for(run: processes.Started, file: Path) -> None:
@@ -101,7 +101,7 @@ def test_two_nodes(tmp_path: Path, by_number: bool) -> None:
         else:
             where = [f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf=is_host={1 - number}", "--local-addr=127.0.0.1"]
         logs = f"--logs={tmp_path}/logs{number}"
-        nodes.append(started(tmp_path, "--nproc=1", "--nnodes=2", *where, logs, **{"training.steps": 2}))
+        nodes.append(started(tmp_path, "--ranks=2", "--nnodes=2", *where, logs, **{"training.steps": 2}))
     ends = [node.wait() for node in nodes]
     assert [end.returncode for end in ends] == [0, 0], [end.stderr for end in ends]
     first = max(ends, key=lambda end: len(end.stdout))
@@ -112,7 +112,7 @@ def test_two_nodes(tmp_path: Path, by_number: bool) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory")
 def test_out_of_memory_says_where_and_what_helps(tmp_path: Path) -> None:
     big = {"model.vocab_size": 2**22, "training.seq_len": 4096, "training.local_batch_size": 2}
-    done = started(tmp_path, "--nproc=1", **big | {"checkpoint.enable": False, "training.loss_chunks": 0}).wait()
+    done = started(tmp_path, "--ranks=1", **big | {"checkpoint.enable": False, "training.loss_chunks": 0}).wait()
     assert done.returncode == 1
     found = re.search(
         r"^error: .*rank 0 is out of memory: .*\nheld: weights \d.*\nwhat helps most:\n", done.stderr, re.M

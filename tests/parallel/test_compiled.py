@@ -13,8 +13,10 @@ from torch._dynamo.utils import counters
 
 from tests import parity, world
 from tests.features import DISPATCHERS, MODELS
+from titanmoe.config.ranks import recipe_ranks
 from titanmoe.config.schema import Config
 from titanmoe.fold.schedules import splits_backward
+from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.recompute import recompute
@@ -189,7 +191,7 @@ def small(config: Config) -> Config:
 )
 def test_recipes_for_gpus_compile_and_never_again(recipe: Path) -> None:
     """Two of their layers, forward and backward, under changing routing; bfloat16, as the recipes have it."""
-    world = int(recipe.read_text().partition("\n")[0].removeprefix("# world = "))
+    world = recipe_ranks([str(recipe)], preset)
     config = small(read(["--config", str(recipe)], world))
     assert config.compile.enable and config.training.mixed_precision_param == "bfloat16"
     torch._dynamo.reset()

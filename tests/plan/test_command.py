@@ -29,7 +29,7 @@ def plan(*words: str) -> int:
 
 def test_a_written_recipe_passes_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file, data = tmp_path / "best.toml", tmp_path / "plan.json"
-    assert plan("--gpus", "4", "--write", str(file), "--json", str(data), "--tokens", "1e9", *SMALL) == 0
+    assert plan("--ranks", "4", "--write", str(file), "--json", str(data), "--tokens", "1e9", *SMALL) == 0
     said = capsys.readouterr().out
     assert "mappings on 4 h100" in said and "best unfolded" in said and "US dollars" in said
     best = json.loads(data.read_text())["best"]
@@ -40,7 +40,7 @@ def test_a_written_recipe_passes_a_rehearsal(tmp_path: Path, capsys: pytest.Capt
 
 def test_explanation_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     data = tmp_path / "plan.json"
-    assert plan("--gpus", "4", "--explain", "--json", str(data), "--compile.enable", *SMALL) == 0
+    assert plan("--ranks", "4", "--explain", "--json", str(data), "--compile.enable", *SMALL) == 0
     said = capsys.readouterr().out
     assert "left out: compilation" in said and "matrix work" in said and "which fits into 80 GB" in said
     assert "mapping on 4 h100: dp_shard 2, tp 2, ep 4;" in said and "What helps: a larger microbatch" in said
@@ -51,22 +51,22 @@ def test_explanation_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
 
 def test_what_if(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "seq.svg"
-    assert plan("--gpus", "2", "--what-if", "seq_len=128,256", "--picture", str(file), *SMALL) == 0
+    assert plan("--ranks", "2", "--what-if", "seq_len=128,256", "--picture", str(file), *SMALL) == 0
     assert "for each seq_len" in capsys.readouterr().out and file.read_text().count("<circle") == 2
-    assert plan("--gpus", "2", "--what-if", "top_k=2,64", *SMALL) == 0
+    assert plan("--ranks", "2", "--what-if", "top_k=2,64", *SMALL) == 0
     assert "top_k = 64: model.top_k = 64 exceeds model.num_experts" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--gpus", "0"], "--gpus = 0 is not a number of devices"),
-        (["--gpus", "4", "--hardware", "h900"], "h900 is not known"),
-        (["--gpus", "4", "--what-if", "depth=3"], "is not one of gpus, seq_len"),
-        (["--gpus", "4", "--imbalance", "0.5"], "is below 1"),
-        (["--gpus", "4", "--explain", "--write", "x"], "leave out --what-if and --write"),
-        (["--gpus", "11", "--training.global_batch_size", "8"], "no mapping of 11 ranks is legal"),
-        (["--gpus", "4", "--explain", "--parallelism.tp", "3"], "parallelism.tp = 3"),
+        (["--ranks", "0"], "--ranks = 0 is not a number of ranks"),
+        (["--ranks", "4", "--hardware", "h900"], "h900 is not known"),
+        (["--ranks", "4", "--what-if", "depth=3"], "is not one of ranks, seq_len"),
+        (["--ranks", "4", "--imbalance", "0.5"], "is below 1"),
+        (["--ranks", "4", "--explain", "--write", "x"], "leave out --what-if and --write"),
+        (["--ranks", "11", "--training.global_batch_size", "8"], "no mapping of 11 ranks is legal"),
+        (["--ranks", "4", "--explain", "--parallelism.tp", "3"], "parallelism.tp = 3"),
     ],
 )
 def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
@@ -75,11 +75,11 @@ def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture) ->
 
 
 def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture) -> None:
-    words = ["--gpus", "2", "--training.global_batch_size", "8", "--hardware", "a100"]
+    words = ["--ranks", "2", "--training.global_batch_size", "8", "--hardware", "a100"]
     assert main(["plan", "--config", "train_configs/mixtral_8x7b.toml", *words]) == 2
     said = capsys.readouterr().err
     assert "no mapping of 2 a100 fits" in said and "on pipeline rank" in said and "too much" in said
-    assert "of single changes --gpus 4 helps most" in said and "GPUs are enough" in said
+    assert "of single changes --ranks 4 helps most" in said and "GPUs are enough" in said
 
 
 def test_the_table_lists_different_mappings() -> None:

@@ -28,7 +28,7 @@ def refused(capsys: pytest.CaptureFixture, *argv: str, config: str = DEBUG) -> s
 
 def test_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "rank.json"
-    assert rehearse("--world", "4", "--rank", "3", "--json", str(file), *SMALL) == 0
+    assert rehearse("--ranks", "4", "--rank", "3", "--json", str(file), *SMALL) == 0
     text = capsys.readouterr().out
     (report,) = json.loads(file.read_text())["ranks"]
     assert (report["rank"], report["world"], report["hardware"]) == (3, 4, "h100")
@@ -52,7 +52,7 @@ def test_every_role_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
     stages += ["--model.num_layers", "2", "--training.global_batch_size", "16"]
     page = tmp_path / "memory.html"
     files = ["--json", str(file), "--picture", str(page)]
-    assert rehearse("--world", "4", "--all-roles", *files, *SMALL, *stages) == 0
+    assert rehearse("--ranks", "4", "--all-roles", *files, *SMALL, *stages) == 0
     text = capsys.readouterr().out
     assert "Order of messages: safe in host order" in text and page.read_text().count("<svg") == 2
     report = json.loads(file.read_text())
@@ -63,23 +63,23 @@ def test_every_role_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "--hardware = h1000 is unknown: use a100, h100, h200" in refused(
-        capsys, "--world", "4", "--hardware", "h1000"
+        capsys, "--ranks", "4", "--hardware", "h1000"
     )
-    assert "--rank = 4 is not in a world of 4 ranks: use 0 to 3" in refused(capsys, "--world", "4", "--rank", "4")
-    assert "name a GPU" in refused(capsys, "--world", "4", "--all-roles", "--hardware", "cpu")
-    assert "--imbalance = 0.5 is below 1" in refused(capsys, "--world", "4", "--imbalance", "0.5")
-    assert "3 % 2 = 1: use tp in 1, 3" in refused(capsys, "--world", "3")  # the laws' own
-    assert "no.toml" in refused(capsys, "--world", "4", config=str(tmp_path / "no.toml"))
-    assert "training.stps" in refused(capsys, "--world", "4", "--training.stps", "3")
+    assert "--rank = 4 is not in a world of 4 ranks: use 0 to 3" in refused(capsys, "--ranks", "4", "--rank", "4")
+    assert "name a GPU" in refused(capsys, "--ranks", "4", "--all-roles", "--hardware", "cpu")
+    assert "--imbalance = 0.5 is below 1" in refused(capsys, "--ranks", "4", "--imbalance", "0.5")
+    assert "3 % 2 = 1: use tp in 1, 3" in refused(capsys, "--ranks", "3")  # the laws' own
+    assert "no.toml" in refused(capsys, "--ranks", "4", config=str(tmp_path / "no.toml"))
+    assert "training.stps" in refused(capsys, "--ranks", "4", "--training.stps", "3")
     assert "cannot write" in _said(capsys, tmp_path)
 
 
 def _said(capsys: pytest.CaptureFixture, folder: Path) -> str:
-    assert rehearse("--world", "4", "--json", str(folder / "none" / "x.json"), *SMALL) == 2
+    assert rehearse("--ranks", "4", "--json", str(folder / "none" / "x.json"), *SMALL) == 2
     return capsys.readouterr().err
 
 
 def test_other_commands_still_refuse_what_they_do_not_know(capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
-        main(["fold", "--world", "4", "--training.steps", "3"])
+        main(["report", "runs", "--training.steps", "3"])
     assert "unrecognized arguments: --training.steps 3" in capsys.readouterr().err

@@ -74,15 +74,15 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         "[" * 9999,
     ):
         assert "has no line with expert loads" in said(tmp_path, text)
-    options = ["--world", "4", "--routing", str(tmp_path / "none")]
+    options = ["--ranks", "4", "--routing", str(tmp_path / "none")]
     assert "cannot read" in refused(capsys, *options, *SMALL)
     assert "both say where rows go" in refused(capsys, *options, "--imbalance", "2")
-    assert "name the file with --routing" in refused(capsys, "--world", "4", "--routing-step", "2")
+    assert "name the file with --routing" in refused(capsys, "--ranks", "4", "--routing-step", "2")
 
 
 def test_the_output_says_that_it_estimates(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     run, file = written(tmp_path, lines((7, {"0": [16, 12, 0, 12]}))), tmp_path / "rank.json"
-    options = ["--world", "4", "--routing", str(run), "--json", str(file), "--model.num_experts", "4"]
+    options = ["--ranks", "4", "--routing", str(run), "--json", str(file), "--model.num_experts", "4"]
     assert rehearse(*options, *SMALL) == 0
     text = capsys.readouterr().out
     assert "routing as in step 7 of" in text and "rows between two ranks, and all that follows" in text

@@ -81,7 +81,7 @@ def test_a_rank_that_keeps_its_rows_is_named() -> None:
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "rank.json"
-    assert rehearse("--world", "4", "--json", str(file), "--moe.dispatcher", "symm_mem", *SMALL) == 0
+    assert rehearse("--ranks", "4", "--json", str(file), "--moe.dispatcher", "symm_mem", *SMALL) == 0
     text = capsys.readouterr().out
     assert "Before the first step symmetric memory sends:" in text and "computation's own stream" in text
     (report,) = json.loads(file.read_text())["ranks"]

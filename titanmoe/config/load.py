@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanmoe.config import laws, ranges
+from titanmoe.config import laws, other_names, ranges
 from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
-from titanmoe.config.recipes import find_recipe
+from titanmoe.config.recipes import find_recipe, names
 from titanmoe.config.schema import Config
 from titanmoe.config.values import WrongType, fit, fit_texts, nearest_field, shortened, shown
 
 Preset = Callable[[str, str], dict[str, object]]
+_OPTION = re.compile(r"--|-[A-Za-z]")
+"""How an option begins; a value may be negative."""
 HINTS = 20
 """Up to this many problems, an unknown name gets a suggestion: each is compared with every field's name."""
 
@@ -116,6 +118,26 @@ def load(
     return config
 
 
+def peek(argv: Sequence[str], preset: Preset) -> tuple[Config | None, ConfigError | None]:
+    """The config as far as it can be read, whatever its mapping, and what is wrong with it. Prints nothing."""
+    seen: list[Config] = []
+    try:
+        load(argv, preset, lambda config: seen.append(config) or [""])
+    except ConfigError as error:
+        problems = [problem for problem in error.problems if problem]
+        return (seen[0] if seen else None), ConfigError(problems, error.source) if problems else None
+
+
+def recipe_of(argv: Sequence[str]) -> str | None:
+    """The recipe that a command line names."""
+    return _split(argv).recipe
+
+
+def prints(argv: Sequence[str]) -> bool:
+    """Whether --print-config is among the words: then nothing starts, and any machine will do."""
+    return _split(argv).print_config
+
+
 @dataclass
 class _Given:
     """What recipe and command line say, by path, and what is wrong with it."""
@@ -158,6 +180,15 @@ class _Asked:
     print_config: bool = False
     problems: list[str] = field(default_factory=list)
 
+    def take_recipe(self, name: str) -> None:
+        if self.recipe is None:
+            self.recipe = name
+        else:
+            self.problems.append(
+                f"command line: two recipes are given, {self.recipe} and {name}: a run has one, "
+                "put the rest into overrides"
+            )
+
 
 def _split(argv: Sequence[str]) -> _Asked:
     asked = _Asked()
@@ -166,6 +197,10 @@ def _split(argv: Sequence[str]) -> _Asked:
         argument = rest.pop(0)
         if argument == "-h":
             argument = "--help"
+        first = len(rest) == len(argv) - 1
+        if not argument.startswith("-") and (first or Path(argument).suffix == ".toml" or argument in names()):
+            asked.take_recipe(argument)
+            continue
         if not argument.startswith("--"):
             asked.problems.append(
                 f"command line: {argument!r} does not belong to an option: fields are set as in --training.steps 10"
@@ -174,7 +209,7 @@ def _split(argv: Sequence[str]) -> _Asked:
         name, attached, value = argument[2:].partition("=")
         name = name.replace("-", "_")
         known = fields().get(name)
-        following = next((i for i, text in enumerate(rest) if text.startswith("--")), len(rest))
+        following = next((i for i, text in enumerate(rest) if _OPTION.match(text)), len(rest))
         if attached or name in ("help", "print_config"):
             following = 0
         elif name == "config" or (known and not known.item):
@@ -186,12 +221,7 @@ def _split(argv: Sequence[str]) -> _Asked:
         elif name == "config" and not (texts and texts[0]):
             asked.problems.append("command line: --config needs a file, as in --config train_configs/debug.toml")
         elif name == "config":
-            if asked.recipe is not None:
-                asked.problems.append(
-                    f"command line: --config is given twice, {asked.recipe} and {texts[0]}: a run has one recipe, "
-                    "put the rest into overrides"
-                )
-            asked.recipe = asked.recipe or texts[0]
+            asked.take_recipe(texts[0])
         elif known and (texts or known.kind is bool):
             asked.overrides[name] = texts or ["true"]
         elif known:
@@ -202,6 +232,7 @@ def _split(argv: Sequence[str]) -> _Asked:
         else:
             near = nearest_field(name) if len(asked.problems) < HINTS else ""
             hint = f"did you mean --{near}?" if near else "--help lists them all"
+            hint = other_names.hint(name, texts) or hint
             asked.problems.append(f"command line: unknown option --{shortened(name)}: {hint}")
     return asked
 

@@ -52,6 +52,7 @@ TOKENS = 2**31
 SECONDS = 31_536_000  # a year; a timedelta cannot hold 2**63 seconds
 
 RANGES = {
+    "job.ranks": Range(0, RANKS),
     "model.vocab_size": Range(2, 2**24),
     "model.dim": Range(1, WIDTH),
     "model.num_layers": Range(1, LAYERS),

@@ -27,9 +27,6 @@ _PART = re.compile(r"""[ \t]*("[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*""")
 _CLOSES = re.compile(r"""[]}]|\"{3}|'{3}""")
 
 
-_DECLARED = re.compile(r"# world = ([1-9]\d{0,6})")
-
-
 class RecipeError(ValueError):
     """The file cannot be read, or is not TOML."""
 
@@ -94,12 +91,6 @@ def read_recipe(name: str) -> Recipe:
         return Recipe(name, text, parsed(text))
     except ValueError as error:
         raise RecipeError(_not_toml(name, text, str(error))) from None
-
-
-def declared(text: str) -> int | None:
-    """The number of ranks that a recipe is written for: its first line is `# world = 8`."""
-    found = _DECLARED.fullmatch(text.partition("\n")[0].rstrip())
-    return int(found[1]) if found else None
 
 
 def parsed(text: str) -> dict[str, Any]:

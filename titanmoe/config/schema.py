@@ -24,6 +24,8 @@ class Job:
     """Folder that holds one sub-folder per run."""
     name: str = ""
     """Name of the run's folder. Empty: the recipe's file name, or family_size without a recipe."""
+    ranks: int = 0
+    """Ranks on all machines together that the recipe is written for: those of its mapping. train, plan, rehearse and fold take as many unless --ranks N says otherwise; torchrun's own number always wins, also when a run resumes on more or fewer. 0: not said; train then takes one per GPU, or per core without GPUs."""
 
 
 @dataclass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import errno
 import logging
 import os
@@ -18,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanmoe.config import ConfigError, load
-from titanmoe.config.load import format_problems
-from titanmoe.config.recipe import RecipeError, declared, read_recipe
-from titanmoe.config.recipes import find_recipe
+from titanmoe.config import ConfigError, load, other_names
+from titanmoe.config.load import format_problems, peek, prints
+from titanmoe.config.ranks import recipe_ranks
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
@@ -37,8 +35,8 @@ if TYPE_CHECKING:
 MEET = "where do the nodes meet? --master-addr HOST --node-rank K, or --rdzv-endpoint HOST:PORT (docs/multi_node.md)"
 
 OWN = {
-    "nproc": "N|auto: ranks on this machine. Default: the recipe's own number (# world = N), shared among the nodes; "
-    "auto: one per GPU, or per core without GPUs",
+    "ranks": "N|auto: ranks of all nodes together. Default: the recipe's own number, job.ranks; auto: one per GPU, or "
+    "per core without GPUs",
     "fit": "if the mapping does not fit that many ranks, take the nearest one that does",
     "logs": "FOLDER: where the ranks' logs go. Default: {job.dump_folder}/launch/NAME-DATE-TIME",
 }
@@ -55,7 +53,7 @@ TORCHRUN = {
     "max-restarts": "N: restart all ranks when one fails, at most N times (default 0)",
 }
 """Options that mean what they mean for torchrun."""
-SHAPES = {"nnodes": r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", "nproc": r"[1-9]\d{0,6}|auto", "max-restarts": r"\d{1,6}"}
+SHAPES = {"nnodes": r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", "ranks": r"[1-9]\d{0,6}|auto", "max-restarts": r"\d{1,6}"}
 SHAPES |= {"node-rank": r"\d{1,6}", "master-port": r"\d{1,5}"}
 
 
@@ -109,14 +107,14 @@ def run_train(words: Sequence[str]) -> int:
 def parse_words(words: Sequence[str]) -> Request:
     """The recipe comes first, or after an option of the launcher; after an override it would be read as its value."""
     request, rest, override = Request(typed=list(words)), list(words), False
+    old: dict[str, int | str] = {}
     known = OWN | TORCHRUN
     while rest:
         word = rest.pop(0)
         name, attached, value = word.removeprefix("--").replace("_", "-").partition("=")
-        name = "nproc" if name == "nproc-per-node" else name
         if word in ("--help", "-h"):
             request.options["help"] = "yes"
-        elif word.startswith("--config"):
+        elif name == "config" and word.startswith("--"):
             request.recipe = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
         elif word.startswith("--") and name in known:
             override = False
@@ -124,11 +122,17 @@ def parse_words(words: Sequence[str]) -> Request:
             if not re.fullmatch(SHAPES.get(name, r"[^-].*"), value):
                 request.problems.append(f"command line: --{name} {value!r} is not {known[name].partition(':')[0]}")
             request.options[name] = value
+        elif word.startswith("--") and name in other_names.RANKS:
+            count = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
+            old[name] = int(count) if count.isdecimal() else count
         elif override or request.recipe or word.startswith("-"):
             request.rest.append(word)
             override = True
         else:
             request.recipe = word
+    for name, count in old.items():
+        ranks = count if name in ("world", "world-size") or isinstance(count, str) else count * request.nodes
+        request.problems.append(f"command line: --{name} is now --ranks {ranks}, the ranks of all nodes together")
     return request
 
 
@@ -159,12 +163,20 @@ def prepare(request: Request) -> Prepared:
     if request.problems:
         raise ConfigError(request.problems)
     waiting("reading the recipe")
-    wanted, device = _requested(request)
-    machine = ranks.this_machine(device)
-    nproc, problem = ranks.choose_ranks(request.get("nproc"), request.nodes, wanted, machine, request.recipe)
-    if problem:
-        raise ConfigError([problem])
-    world = nproc * request.nodes
+    config, problem = peek(request.words, preset)
+    machine = ranks.this_machine(config.training.device if config else "auto")
+    ranks_given = request.get("ranks")
+    own = recipe_ranks(request.words, preset) if not ranks_given else 0
+    if prints(request.words) and not own and not ranks_given.isdecimal():
+        load(request.words, preset, lambda config: [])  # and exits: what follows from the number of ranks stays open
+    world = ranks.choose_ranks(ranks_given, request.nodes, own, machine)
+    nproc = -(-world // request.nodes)
+    if not prints(request.words) and (
+        wrong := ranks.too_many(world, request.nodes, machine, request.recipe if own else "")
+    ):
+        raise ConfigError([*(problem.problems if problem else []), wrong], problem.source if problem else "")
+    if prints(request.words):
+        nproc = min(nproc, machine.gpus or 8)
     try:
         return Prepared(request, final_config(request, world, nproc), nproc, machine)
     except Misfit as misfit:
@@ -180,27 +192,16 @@ def prepare(request: Request) -> Prepared:
     return Prepared(request, config, nproc, machine)
 
 
-def _requested(request: Request) -> tuple[int | None, str]:
-    """The number of ranks that the recipe is written for and its device, as far as they can be read."""
-    wanted, seen = None, []
-    with contextlib.suppress(RecipeError):
-        wanted = declared(read_recipe(str(find_recipe(request.recipe))).text) if request.recipe else None
-    with contextlib.suppress(ConfigError):  # `final_config` raises it again
-        load(request.words, preset, lambda config: seen.append(config) or ["only looked at"])
-    return wanted, seen[0].training.device if seen else "auto"
-
-
 def final_config(request: Request, world: int, nproc: int) -> Config:
     """The config that the ranks will have; refuses what they would refuse."""
     from titanmoe.train.folder import check_free
-    from titanmoe.train.launch import fitted, resolve
+    from titanmoe.train.launch import fitted, on_nodes, resolve
     from titanmoe.train.legal import refusals
 
     misfits: list[Config] = []
 
     def here(config: Config) -> Config:
-        node = nproc if config.parallelism.node == -1 else config.parallelism.node
-        return fitted(replace(config, parallelism=replace(config.parallelism, node=node)), world)[0]
+        return fitted(on_nodes(config, nproc), world)[0]
 
     def check(config: Config) -> list[str]:
         try:

@@ -23,7 +23,7 @@ class Machine:
 
     @property
     def ranks(self) -> int:
-        """What `--nproc auto` means."""
+        """What `--ranks auto` means."""
         return self.gpus or self.cores
 
     def __str__(self) -> str:
@@ -39,28 +39,35 @@ def this_machine(device: str) -> Machine:
     return Machine(torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0, cores)
 
 
-def choose_ranks(given: str, nodes: int, wanted: int | None, machine: Machine, recipe: str) -> tuple[int, str]:
-    """Ranks on this machine, and what is wrong with that. given: --nproc, "" if absent."""
-    if given == "auto" or (not given and wanted is None):
-        return machine.ranks, ""
-    if given:
-        count = int(given)
-        if machine.gpus and count > machine.gpus:
-            return count, (
-                f"--nproc = {count}, but this machine has {machine}: give {machine.gpus} or fewer, "
-                "--nproc auto, or --training.device cpu"
-            )
-        return count, ""
-    count, rest = divmod(wanted, nodes)
-    most = machine.gpus or max(8, MOST_PER_CORE * machine.cores)
-    where = f"{recipe} wants {wanted} ranks (its first line)"
-    if rest:
-        return count + 1, f"{where}, which {nodes} nodes cannot share evenly: give --nproc, the ranks of each node"
-    if count <= most:
-        return count, ""
-    each = machine.gpus or 8
-    several = f"--nnodes {-(-wanted // each)} --nproc {each} on each of {-(-wanted // each)} nodes (docs/multi_node.md)"
-    return count, f"{where} and this machine has {machine}: use {several}, or --nproc auto --fit to run it here"
+def choose_ranks(given: str, nodes: int, own: int, machine: Machine) -> int:
+    """Ranks on all nodes. given: --ranks, "" if absent; own: the recipe's number, 0 if it has none."""
+    if given == "auto" or not (given or own):
+        return machine.ranks * nodes
+    return int(given or own)
+
+
+def too_many(world: int, nodes: int, machine: Machine, recipe: str) -> str:
+    """Why these nodes cannot take so many ranks, "" if they can. recipe: whose own number it is, "" for --ranks."""
+    who = f"{recipe} is for {world} ranks (job.ranks)" if recipe else f"--ranks = {world}"
+    if world % nodes:
+        even = " or ".join(str(n) for n in (world // nodes * nodes, -(-world // nodes) * nodes) if n)
+        return f"{who}, which {nodes} nodes cannot share evenly: give --ranks {even}"
+    each = world // nodes
+    # A number on the command line is meant, also on CPUs.
+    most = machine.gpus or (max(8, MOST_PER_CORE * machine.cores) if recipe else each)
+    if each <= most:
+        return ""
+    on_node = machine.gpus or 8
+    here = (
+        f"{who}, {each} of them here, and this machine has {machine}"
+        if nodes > 1
+        else f"{who} and this machine has {machine}"
+    )
+    if not recipe:
+        return f"{here}: give {most * nodes} or fewer, --ranks auto, or --training.device cpu"
+    count = -(-world // on_node)
+    several = f"--nnodes {count} on each of {count} nodes (docs/multi_node.md)"
+    return f"{here}: use {several}, or --ranks auto --fit to run it here"
 
 
 def fitting(config: Config, world: int) -> dict[str, tuple[int, int]]:
@@ -78,7 +85,7 @@ def offer(config: Config, world: int, nodes: int) -> str:
             if change := fitting(config, smaller):
                 return (
                     f"No mapping of {world} ranks fits this model and batch; one of {smaller} does: "
-                    f"--nproc {smaller} --fit ({text(change)})."
+                    f"--ranks {smaller} --fit ({text(change)})."
                 )
     return f"No mapping of {world} ranks fits this model and batch: change training.global_batch_size, or the ranks."
 

@@ -11,12 +11,14 @@ from typing import Any
 
 from titanmoe.config import ConfigError, load
 from titanmoe.config.fields import to_toml
+from titanmoe.config.load import recipe_of
+from titanmoe.config.ranks import add_ranks, world_of
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.rehearse.command import Report, print_report
 
 MOST = 16384
 """GPUs that are tried for a model that fits nowhere."""
-VARIED = ("gpus", "seq_len", "num_experts", "top_k")
+VARIED = ("ranks", "seq_len", "num_experts", "top_k")
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
@@ -27,8 +29,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
         "lists the fastest that fit. docs/planner.md says how far published runs agree. Whatever follows the options "
         "and has the form --table.field value overrides the recipe.",
     )
-    plan.add_argument("--config", metavar="FILE", required=True, help="a recipe")
-    plan.add_argument("--gpus", type=int, metavar="N", required=True, help="devices in all")
+    add_ranks(plan)
     plan.add_argument(
         "--hardware", metavar="NAME", default="h100", help="a known device, or a TOML file (default h100)"
     )
@@ -52,9 +53,11 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
+    from titanmoe.models.families import preset
     from titanmoe.plan.devices import read_device
 
     def report() -> Report:
+        args.ranks = world_of(args.ranks, args.overrides, preset)
         lines, data, files = _planned(args, read_device(args.hardware))
         return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, 0
 
@@ -71,7 +74,7 @@ def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str
     if device.name == "cpu":
         said = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(said or [""])]
     if args.explain:
-        found = evaluate(config, args.gpus, device, Factors(), args.imbalance)
+        found = evaluate(config, args.ranks, device, Factors(), args.imbalance)
         lines = [*said, *explained(found, device)]
         more = budget(found, args.tokens, device) if args.tokens else []
         return lines + more, {"hardware": device.name, "plan": as_json(found)}, {}
@@ -79,14 +82,13 @@ def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str
         return _what_if(args, config, device, said)
     result = _searched(config, args, device)
     best = result.best[0]
-    lines = [*said, *table(result, device, args.gpus)]
+    lines = [*said, *table(result, device, args.ranks)]
     lines += budget(best, args.tokens, device) if args.tokens else []
     data = {"hardware": device.name, "considered": result.considered, "best": [as_json(one) for one in result.best]}
     data["best_unfolded"] = as_json(result.best_unfolded) if result.best_unfolded else None
-    head = (
-        f"# world = {args.gpus}\n#\n# Written by titanmoe plan for {args.gpus} {device.name}, from {args.config}.\n\n"
-    )
-    return lines, data, {args.write: head + to_toml(best.config)} if args.write else {}
+    head = f"# Written by titanmoe plan for {args.ranks} {device.name}, from {recipe_of(args.overrides)}.\n\n"
+    written = replace(best.config, job=replace(best.config.job, ranks=args.ranks))
+    return lines, data, {args.write: head + to_toml(written)} if args.write else {}
 
 
 def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
@@ -95,15 +97,15 @@ def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
 
-    result = search(config, args.gpus, device, Factors(), args.top, args.imbalance)
+    result = search(config, args.ranks, device, Factors(), args.top, args.imbalance)
     if result.best:
         return result
     if result.nearest is None:
         plain = replace(config, parallelism=Parallelism(), training=replace(config.training, local_batch_size=1))
-        why = violations(plain, args.gpus) or violations(config, args.gpus)
-        why = why or [f"heads, experts, batch and sequence length cannot be divided among {args.gpus} ranks"]
+        why = violations(plain, args.ranks) or violations(config, args.ranks)
+        why = why or [f"heads, experts, batch and sequence length cannot be divided among {args.ranks} ranks"]
         raise ConfigError(
-            [f"no mapping of {args.gpus} ranks is legal. Without any parallelism but data: {why[0]}", *why[1:]]
+            [f"no mapping of {args.ranks} ranks is legal. Without any parallelism but data: {why[0]}", *why[1:]]
         )
     raise ConfigError([_too_large(config, args, device, result.nearest)])
 
@@ -115,16 +117,16 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     from titanmoe.rehearse.columns import format_bytes
 
     room = device.memory - device.reserved
-    training, most = config.training, args.gpus
+    training, most = config.training, args.ranks
     ways = {
-        f"--gpus {2 * args.gpus}": (config, 2 * args.gpus),
+        f"--ranks {2 * args.ranks}": (config, 2 * args.ranks),
         f"--training.seq_len {training.seq_len // 2}": (
             replace(config, training=replace(training, seq_len=training.seq_len // 2)),
-            args.gpus,
+            args.ranks,
         ),
         "--training.mixed_precision_reduce bfloat16": (
             replace(config, training=replace(training, mixed_precision_reduce="bfloat16")),
-            args.gpus,
+            args.ranks,
         ),
     }
 
@@ -146,7 +148,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     rank = nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.get)
     return (
-        f"no mapping of {args.gpus} {device.name} fits into {format_bytes(room)} a device: the one that needs least, "
+        f"no mapping of {args.ranks} {device.name} fits into {format_bytes(room)} a device: the one that needs least, "
         f"{_short(row(nearest))}, needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "
         f"{format_bytes(nearest.peak - room)} too much, most of it {largest} "
         f"({format_bytes(rank.components[largest])}){helps}"
@@ -170,8 +172,8 @@ def _what_if(
     name, values = _varied(args.what_if)
     body, points, data, without = [(name, *HEAD)], [], [], []
     for value in values:
-        changed, world = config, args.gpus
-        if name == "gpus":
+        changed, world = config, args.ranks
+        if name == "ranks":
             world = value
         elif name == "seq_len":
             changed = replace(config, training=replace(config.training, seq_len=value))
@@ -207,16 +209,16 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
     from titanmoe.models.families import preset
 
     def check(config: Config) -> list[str]:
-        return violations(config, args.gpus) if args.explain else []
+        return violations(config, args.ranks) if args.explain else []
 
-    config = load(["--config", args.config, *args.overrides], preset, check)
+    config = load(args.overrides, preset, check)
     said, training, moe = [], config.training, config.moe
     if training.global_batch_size == -1:
-        ranks = derive(args.gpus, config.parallelism).dp if args.explain else args.gpus
+        ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks
         config = replace(config, training=replace(training, global_batch_size=training.local_batch_size * ranks))
         said.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
     if args.explain:
-        fold = derive(args.gpus, config.parallelism)
+        fold = derive(args.ranks, config.parallelism)
         experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
         config = replace(config, parallelism=replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts))
     for left_out, text in (
@@ -250,8 +252,6 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
 
 def _problems(args: argparse.Namespace) -> list[str]:
     found = []
-    if args.gpus < 1:
-        found.append(f"--gpus = {args.gpus} is not a number of devices: use 1 or more")
     if args.top < 1:
         found.append(f"--top = {args.top} is not a number of mappings: use 1 or more")
     if not args.imbalance >= 1:
@@ -267,7 +267,7 @@ def _problems(args: argparse.Namespace) -> list[str]:
         if wrong:
             found.append(
                 f"--what-if = {args.what_if} is not one of {', '.join(VARIED)} and its values: use, for example, "
-                "gpus=64,128,256"
+                "ranks=64,128,256"
             )
     if args.explain and (args.what_if or args.write):
         found.append("--explain looks at the recipe's own mapping: leave out --what-if and --write")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from titanmoe.config import ConfigError
 from titanmoe.config.load import format_problems
+from titanmoe.config.ranks import add_ranks, world_of
 
 
 def add_rehearse(commands: argparse._SubParsersAction) -> None:
@@ -20,8 +21,7 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
         "storage, and reports every message, its size and the line of code that sends it. Opens no data, tokenizer or "
         "checkpoint. --table.field VALUE overrides a field of the recipe.",
     )
-    rehearse.add_argument("--config", metavar="FILE", required=True, help="a recipe")
-    rehearse.add_argument("--world", type=int, metavar="N", required=True, help="number of ranks")
+    add_ranks(rehearse)
     rehearse.add_argument("--rank", type=int, metavar="N", default=0, help="the rank to rehearse (default 0)")
     rehearse.add_argument(
         "--all-roles",
@@ -83,19 +83,23 @@ def print_report(problems: list[str], report: Callable[[], Report]) -> int:
 
 
 def _report(args: argparse.Namespace) -> Report:
+    from titanmoe.models.families import preset
     from titanmoe.rehearse.picture import picture
     from titanmoe.rehearse.recorded import recorded_routing
     from titanmoe.rehearse.roles import check_roles, roles
     from titanmoe.rehearse.table import as_json, table, table_of_roles
     from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
-    config = recipe_to_rehearse(["--config", args.config, *args.overrides], args.world, args.hardware, args.node)
+    world = world_of(args.ranks, args.overrides, preset)
+    if not 0 <= args.rank < world:
+        raise ConfigError([f"--rank = {args.rank} is not in a world of {world} ranks: use 0 to {world - 1}"])
+    config = recipe_to_rehearse(args.overrides, world, args.hardware, args.node)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
     if not args.all_roles:
-        rehearsed = [rehearse(config, args.world, args.rank, args.hardware, routing, args.node)]
+        rehearsed = [rehearse(config, world, args.rank, args.hardware, routing, args.node)]
         lines, order, code = table(rehearsed[0]), {}, 0
     else:
-        rehearsed = list(roles(config, args.world, args.hardware, routing, args.node))
+        rehearsed = list(roles(config, world, args.hardware, routing, args.node))
         verdict = check_roles(rehearsed)
         lines, code = table_of_roles(rehearsed, verdict), 0 if verdict.safe else 1
         order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}}
@@ -108,10 +112,6 @@ def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
     found = []
     if args.hardware not in names:
         found.append(f"--hardware = {args.hardware} is unknown: use {', '.join(names)}")
-    if args.world < 1:
-        found.append(f"--world = {args.world} is not a number of ranks: use 1 or more")
-    elif not 0 <= args.rank < args.world:
-        found.append(f"--rank = {args.rank} is not in a world of {args.world} ranks: use 0 to {args.world - 1}")
     if args.node < 1:
         found.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if not args.imbalance >= 1:

@@ -14,7 +14,8 @@ from titanmoe.checkpoint.choose_checkpoint import has_begun, record_ahead
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.config import ConfigError, load
 from titanmoe.config.dispatchers import DISPATCHERS
-from titanmoe.config.recipe import declared, read_recipe
+from titanmoe.config.load import prints, recipe_of
+from titanmoe.config.ranks import recipe_ranks
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
@@ -50,7 +51,13 @@ def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]
             training = replace(training, global_batch_size=before)
             if broken := refusals(replace(config, training=training), world):
                 raise ConfigError(broken, "the checkpoint's global batch, as training.global_batch_size is not set")
-    return replace(config, parallelism=parallelism, training=training)
+    return replace(config, job=replace(config.job, ranks=world), parallelism=parallelism, training=training)
+
+
+def on_nodes(config: Config, ranks: int) -> Config:
+    """The config on machines of that many ranks, unless it says how many they have."""
+    node = ranks if config.parallelism.node == -1 else config.parallelism.node
+    return replace(config, parallelism=replace(config.parallelism, node=node))
 
 
 def fitted(config: Config, world: int) -> tuple[Config, str]:
@@ -67,18 +74,22 @@ def fitted(config: Config, world: int) -> tuple[Config, str]:
 def read(argv: list[str], world: int) -> Config:
     """The resolved config of a command line; raises ConfigError with every problem."""
     grow_segments()  # before a check initialises CUDA
-    change = ""
+    change, node = "", -1
+    if prints(argv) and not read_environment().launched:
+        world = node = recipe_ranks(argv, preset)
+        if not world:
+            load(argv, preset, lambda config: [])  # and exits: what follows from the number of ranks stays open
 
     def check(config: Config) -> list[str]:
         try:
-            found = refusals(fitted(config, world)[0], world)
+            found = refusals(fitted(on_nodes(config, node), world)[0], world)
         except FoldError as error:
             found = error.problems
         return for_launcher(config, argv) or found if found else []
 
     def finish(config: Config) -> Config:
         nonlocal change
-        config, change = fitted(config, world)
+        config, change = fitted(on_nodes(config, node), world)
         return resolve(config, world)
 
     config = load(argv, preset, check, finish)
@@ -89,18 +100,16 @@ def read(argv: list[str], world: int) -> Config:
 
 def for_launcher(config: Config, argv: list[str]) -> list[str]:
     """What to say of one process where the recipe's own number of ranks would do: not how to change the mapping."""
-    names = [after for word, after in zip(argv, [*argv[1:], ""], strict=True) if word == "--config"]
-    names += [word.partition("=")[2] for word in argv if word.startswith("--config=")]
-    if read_environment().launched or not names:
+    recipe = recipe_of(argv)
+    if read_environment().launched or recipe is None:
         return []
-    wanted = declared(read_recipe(names[0]).text) or 1
-    if wanted == 1:
+    ranks = recipe_ranks(argv, preset)
+    if ranks < 2:
         return []
-    rest = [word for word in argv if word not in ("--config", f"--config={names[0]}", names[0])]
-    command = shlex.join(["titanmoe", "train", names[0], *rest])
-    node = config.parallelism.node if config.parallelism.node > 0 else wanted
-    there = refusals(replace(config, parallelism=replace(config.parallelism, node=node)), wanted)
-    return [*there, f"this recipe wants {wanted} ranks, and this is one process without a launcher: {command}"]
+    rest = [word for word in argv if word not in ("--config", f"--config={recipe}", recipe)]
+    command = shlex.join(["titanmoe", "train", recipe, *rest])
+    there = refusals(on_nodes(config, ranks), ranks)
+    return [*there, f"this recipe is for {ranks} ranks, and this is one process without a launcher: {command}"]
 
 
 def main(
