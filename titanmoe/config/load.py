@@ -30,8 +30,11 @@ class ConfigError(ValueError):
     """What was asked for cannot run. `problems` has every reason, `source` says where it was asked for."""
 
     def __init__(self, problems: list[str], source: str = ""):
-        super().__init__(format_problems(problems, source))
+        super().__init__(problems, source)  # its arguments, from which pickle makes it again
         self.problems, self.source = problems, source
+
+    def __str__(self) -> str:
+        return format_problems(self.problems, self.source)
 
 
 def format_problems(problems: Sequence[str], source: str = "") -> str:

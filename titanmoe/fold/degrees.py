@@ -32,8 +32,11 @@ class FoldError(ValueError):
     """The degrees do not fit the world; `problems` holds every reason."""
 
     def __init__(self, problems: list[str]):
-        super().__init__("\n".join(problems))
+        super().__init__(problems)  # its arguments, from which pickle makes it again
         self.problems = problems
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
 
 
 @dataclass(frozen=True)

@@ -137,11 +137,11 @@ def parse_words(words: Sequence[str]) -> Request:
 
 
 class Misfit(ConfigError):
-    """Refused because the mapping does not fit. offer: one that does."""
+    """Refused because the mapping does not fit."""
 
-    def __init__(self, error: ConfigError, config: Config):
-        super().__init__(error.problems, error.source)
-        self.config, self.offer = config, ""
+    config: Config
+    offer: str = ""
+    """A mapping that does."""
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,9 @@ def final_config(request: Request, world: int, nproc: int) -> Config:
         return load(request.words, preset, check, finish)
     except ConfigError as error:
         if misfits:
-            raise Misfit(error, misfits[0]) from None
+            misfit = Misfit(error.problems, error.source)
+            misfit.config = misfits[0]
+            raise misfit from None
         raise
 
 
