@@ -79,6 +79,18 @@ def test_a_validation_has_a_line_of_its_own_that_stays(config):
         assert "val loss 2.5000 (best 2.2500)  perplexity 12.18  at step 20" in drawn.file.getvalue()
 
 
+def test_a_loss_that_is_too_high_reddens_the_panel(config):
+    colours = Console(file=io.StringIO(), force_terminal=True, width=80, color_system="standard")
+    panel = open_console(config, "debug", colours)
+    panel.log(REPORT)
+    assert "\x1b[31m╭" not in colours.file.getvalue()
+    colours.print(panel.panel(REPORT._replace(wrong="since step 3 the loss is far too high")))
+    panel.event(20, "divergence", "now 9")
+    panel.close()
+    text = colours.file.getvalue()
+    assert "\x1b[31m╭" in text and "\x1b[1;31m2.6194" in text and "\x1b[1;31msince step 3 the loss" in text
+
+
 def test_until_the_first_step_it_says_what_is_waited_for(config, monkeypatch, capsys):
     console = terminal(80)
     config.compile.enable = True

@@ -17,7 +17,7 @@ from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.models.families import preset
 from titanmoe.train import board, console, metrics, runtime
 from titanmoe.train.collapse import Collapse, unbalanced
-from titanmoe.train.folder import claim
+from titanmoe.train.folder import claim, rewind
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.sink import Report
@@ -275,6 +275,47 @@ def test_the_header_says_what_is_saved_and_the_last_line_what_was(config, capsys
     assert "saves nothing (checkpoint.enable = false)" in printed
     assert printed.splitlines()[-1].count("; nothing was saved (checkpoint.enable = false); ") == 1
     assert "red" in str(console.saving(config, parameters(config.model), run.folder).style)
+
+
+def test_a_loss_that_flies_away_is_in_the_lines_the_events_and_the_last_lines(config, capsys):
+    config.training.steps, config.optimizer.lr = 30, 3.0
+    run = make(config)
+    for step in range(1, 31):
+        run.log(step, VALUES | {"loss": 5.5 if step == 1 else 165.0 / step + 8})
+    run.close()
+    *lines, wrong, done = capsys.readouterr().out.splitlines()
+    told = [line for line in lines if line.startswith("step ")]
+    assert [("LOSS TOO HIGH" in line) for line in told].index(True) == 17
+    assert told[16].startswith("step 17  DIVERGENCE: since step 2 the loss is far too high, up to 90.5: ")
+    assert wrong.startswith("done, but since step 2 the loss is far too high, up to 90.5: it was 5.5 at the first step")
+    assert ": lower optimizer.lr (3) or raise lr_schedule.warmup_steps" in wrong
+    assert done.startswith("           step 30 of 30 after ")
+    events = [json.loads(line) for line in (run.folder / "events.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "divergence"] == [17]
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_the_smoothed_loss_and_what_is_wrong_with_it_go_on_when_a_run_resumes(config, every):
+    config.training.steps, config.metrics.log_every = 60, every
+    values = [6.0 if step < 5 else 9.0 - 0.02 * step for step in range(1, 61)]
+
+    def go(run: Metrics, steps: range) -> tuple[float, bool]:
+        for step in steps:
+            run.log(step, VALUES | {"loss": values[step - 1]})
+        run.close()
+        return run._average, bool(run._divergence.text)
+
+    whole = go(make(config), range(1, 41))
+    config.job.name = "resumed"
+    run = make(config)
+    go(run, range(1, 37))
+    rewind(run.folder, 36)
+    again = Metrics(
+        config, run.runtime, derive(4, config.parallelism), parameters(config.model), 1.0, run.folder, step=36
+    )
+    average, wrong = go(again, range(37, 41))
+    assert whole[1] and average == pytest.approx(whole[0], rel=1e-12 if every == 1 else 0.01)
+    assert wrong or every > 1, "known from before, without sixteen more steps"
 
 
 def test_experts_that_die_and_routing_that_collapses_are_events(config, capsys):

@@ -70,7 +70,7 @@ def marks_of(run: Run) -> list[Mark]:
         if kind == "restart":
             now = environment.get("ranks", ranks)
             marks.append(Mark(event["step"], kind if now == ranks else f"restart: {ranks} -> {now} ranks", "muted"))
-        elif kind in ("spike", "skip", "collapse", "straggler"):
+        elif kind in ("spike", "skip", "divergence", "collapse", "straggler"):
             marks.append(Mark(event["step"], kind, "event"))
         ranks = environment.get("ranks", ranks)
     return marks
@@ -296,7 +296,7 @@ table{border-collapse:collapse;font-size:13px;font-variant-numeric:tabular-nums}
 th{color:var(--soft);font-weight:500;text-align:left}
 td,th{padding:5px 18px 5px 0;border-bottom:1px solid var(--grid);white-space:nowrap}
 .events td:last-child{white-space:normal;min-width:260px}
-.spike,.collapse,.straggler,.stop{color:var(--event)}
+.spike,.divergence,.collapse,.straggler,.stop{color:var(--event)}
 pre{font:12px/1.35 ui-monospace,SFMono-Regular,Menlo,"DejaVu Sans Mono",monospace;margin:10px 0;overflow-x:auto}
 .fold{padding:4px 10px}
 summary{cursor:pointer;overflow-wrap:anywhere}

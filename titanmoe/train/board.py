@@ -112,7 +112,7 @@ class WandB:
         self.run.log({"step": report.step, "train/loss_smoothed": report.smoothed, **values})
 
     def event(self, step: int, kind: str, text: str) -> None:
-        if kind in ("spike", "skip", "collapse", "straggler", "suspect", "restore", "stop"):
+        if kind in ("spike", "skip", "divergence", "collapse", "straggler", "suspect", "restore", "stop"):
             self.run.alert(title=f"step {step}: {kind}", text=text)
 
     def close(self) -> None:

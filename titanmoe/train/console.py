@@ -68,10 +68,20 @@ def duration(seconds: float) -> str:
 
 
 def closing_line(
-    config: Config, step: int, first: tuple[int, float], last_loss: float, seconds: float, folder: Path
+    config: Config,
+    step: int,
+    first: tuple[int, float],
+    last_loss: float,
+    seconds: float,
+    folder: Path,
+    wrong: str = "",
 ) -> None:
+    """wrong: with the loss, and what to change."""
     began, loss = first
     done = "done" if step == config.training.steps else "ended"
+    if wrong:
+        Console(highlight=False).print(Text(f"{done}, but {wrong}", "bold red"), soft_wrap=True)
+        done = ""
     print(
         f"{done:<11}step {step:,} of {config.training.steps:,} after {duration(seconds)}: loss {loss:.4f} at step "
         f"{began:,} -> {last_loss:.4f}; {last_checkpoint(config, folder)}; a page of it: titanmoe report "
@@ -100,6 +110,8 @@ class Lines:
             parts.append(f"{value} {name}" if name == "tokens/s" else f"{name} {value}")
         if self.config.moe.force_balance:
             parts.append("FORCED BALANCE")
+        if report.wrong:
+            parts.append("LOSS TOO HIGH")
         if report.eta is not None:
             parts.append(f"ETA {duration(report.eta)}")
         print("  ".join(parts), flush=True)
@@ -135,7 +147,8 @@ class LivePanel:
 
     def event(self, step: int, kind: str, text: str) -> None:
         if kind not in QUIET:
-            self.live.console.print(Text.assemble((f"step {step}  {kind}: ", "bold"), text))
+            style = "bold red" if kind == "divergence" else "bold"
+            self.live.console.print(Text.assemble((f"step {step}  {kind}: ", style), text))
 
     def close(self) -> None:
         self.live.stop()
@@ -155,6 +168,8 @@ class LivePanel:
         cells = figures(record)
         if "imbalance" in record and record["imbalance"] > 2:
             cells["imbalance"] = f"[yellow]{cells['imbalance']}[/]"
+        if report.wrong:
+            cells["loss"] = f"[bold red]{cells['loss']}[/]"
         cells = {"loss": cells.pop("loss"), "smoothed": f"{report.smoothed:.4f}", **cells}
         if "val loss" in cells:
             loss, perplexity = cells.pop("val loss"), cells.pop("perplexity")
@@ -172,7 +187,10 @@ class LivePanel:
             lines.append(Text.assemble(("time ", "dim"), times))
         if self.config.moe.force_balance:
             lines.append(Text("FORCED BALANCE: a benchmark, the router is ignored", "bold yellow"))
-        return Panel(Group(*lines), title=self.name, title_align="left", border_style="dim")
+        if report.wrong:
+            lines.append(Text(report.wrong, "bold red"))
+        border = "red" if report.wrong else "dim"
+        return Panel(Group(*lines), title=self.name, title_align="left", border_style=border)
 
 
 def curve(values: deque[float]) -> str:

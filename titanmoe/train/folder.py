@@ -83,7 +83,8 @@ def check_free(config: Config) -> None:
 def rewind(folder: Path, step: int) -> None:
     """Remove the lines of steps that will run again. A run that starts from the beginning moves existing files aside.
 
-    Of the events only spikes and skips belong to such a step; that the run was started or saved remains true.
+    Of the events only spikes, skips and divergences belong to such a step; that the run was started or saved remains
+    true.
     """
     if step == 0 and (folder / METRICS).exists() and (folder / METRICS).stat().st_size:
         n = 1
@@ -105,6 +106,6 @@ def rewind(folder: Path, step: int) -> None:
 def _stays(line: str, step: int) -> bool:
     try:
         record = json.loads(line)
-        return record["step"] <= step or record.get("kind", "spike") not in ("spike", "skip")
+        return record["step"] <= step or record.get("kind", "spike") not in ("spike", "skip", "divergence")
     except (ValueError, KeyError, TypeError, RecursionError):  # cut off by a kill, or written by something else
         return False

@@ -12,7 +12,7 @@ import platform
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from titanmoe.models.count import Parameters
 from titanmoe.train import console
 from titanmoe.train.clock import Clock
 from titanmoe.train.collapse import Collapse, unbalanced
+from titanmoe.train.divergence import Divergence
 from titanmoe.train.folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS, command
 from titanmoe.train.outlet import LineFile, Outlet
 from titanmoe.train.runtime import Runtime
@@ -116,6 +117,11 @@ class Metrics:
         self._last_step: int | None = None
         self._steady_seconds, self._steady_steps = 0.0, 0  # without the first step
         self._smoothed, self._weight = 0.0, 0.0
+        self._divergence = Divergence(config)
+        before = 0
+        for line, loss in losses(folder / METRICS):
+            self._follow(line, loss, line - before)
+            before = line
         self._open_sinks(fold, parameters, notes or {})
         try:
             (folder / CONFIG).write_text(to_toml(config), encoding="utf-8")
@@ -184,10 +190,9 @@ class Metrics:
             self.event(step, "spike", spike)
         for text in self._collapse.check(loads):
             self.event(step, "collapse", text)
+        if text := self._follow(step, values["loss"]):
+            self.event(step, "divergence", text)
         self._first_loss, self._last_loss = self._first_loss or (step, values["loss"]), values["loss"]
-        if math.isfinite(values["loss"]):
-            self._smoothed = 0.9 * self._smoothed + 0.1 * values["loss"]
-            self._weight = 0.9 * self._weight + 0.1
         self._log_experts(step, loads)
         self._tokens += values["tokens"]
         if not (self._due(step, self.config.metrics.log_every) or "val_loss" in values):
@@ -211,10 +216,22 @@ class Metrics:
         eta = None
         if self._steady_steps:
             eta = (self.config.training.steps - step) * self._steady_seconds / self._steady_steps
-        report = Report(step, record, loads, self._smoothed / max(self._weight, 0.1), eta)
+        report = Report(step, record, loads, self._average, eta, self._divergence.text)
         for outlet in self._sinks:
             outlet.put(lambda sink: sink.log(report))
         self._tokens, self._last_step, self._since = 0.0, step, now
+
+    @property
+    def _average(self) -> float:
+        return self._smoothed / max(self._weight, 0.1)
+
+    def _follow(self, step: int, loss: float, steps: int = 1) -> str:
+        """Returns the text of an event, "" for none. steps: since the loss before."""
+        if math.isfinite(loss):
+            keep = 0.9**steps
+            self._smoothed = keep * self._smoothed + (1 - keep) * loss
+            self._weight = keep * self._weight + 1 - keep
+        return self._divergence.check(step, loss, self._average)
 
     def _due(self, step: int, every: int) -> bool:
         return self._last_step is None or step % every == 0 or step == self.config.training.steps
@@ -241,7 +258,7 @@ class Metrics:
                 self._times = []
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """Log something that happened once: start, restart, save, spike, skip, collapse, stop, ..."""
+        """Log something that happened once: start, restart, save, spike, skip, divergence, collapse, stop, ..."""
         if not self.writes:
             return
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -258,7 +275,19 @@ class Metrics:
         if self._first_loss:
             with contextlib.suppress(OSError):
                 seconds = time.monotonic() - self._begun
-                console.closing_line(self.config, self._step, self._first_loss, self._last_loss, seconds, self.folder)
+                wrong = f"{self._divergence.text}: {self._divergence.advice}" if self._divergence.text else ""
+                console.closing_line(
+                    self.config, self._step, self._first_loss, self._last_loss, seconds, self.folder, wrong
+                )
+
+
+def losses(file: Path) -> Iterator[tuple[int, float]]:
+    """Those that a run has reported, for one that resumes."""
+    with contextlib.suppress(OSError), file.open(encoding="utf-8") as lines:
+        for line in lines:
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                record = json.loads(line)
+                yield int(record["step"]), float(record["loss"])
 
 
 def last_environment(events: Path) -> dict[str, Any]:

@@ -17,6 +17,8 @@ class Report(NamedTuple):
     """The loss, averaged over about ten steps."""
     eta: float | None
     """Seconds until the last step is done; None at the first step."""
+    wrong: str = ""
+    """What is wrong with the loss, for as long as it is."""
 
 
 class Sink(Protocol):

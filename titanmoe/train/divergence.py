@@ -1,0 +1,66 @@
+"""A loss that flies away, or stays above that of a guess: reported once it has lasted, and again when it is over.
+
+A healthy loss falls, wobbles from batch to batch, and has spikes of a few steps. It is too high if, STEPS in a row, it
+is over the lower of two limits:
+
+* FIRST nats above that of the run's first step. Nothing that works makes a model 2.7 times as perplexed as it was
+  before its first update, and a fine-tune that starts low and wobbles by a few tenths stays below.
+* LOWEST nats above its lowest average so far, 7.4 times as perplexed. A spike and the way back from it are shorter;
+  batches of unlike sources differ by less; a model that falls back to counting tokens does so by more.
+
+Or if, GUESSED steps in a row after the warm-up, it is over ln(vocab_size), that of a uniform guess: how often each
+token occurs is learnt within the first steps, and alone worth several nats. Random tokens (data.source = "synthetic")
+have nothing to learn, so this rule is off for them.
+"""
+
+from __future__ import annotations
+
+import math
+
+from titanmoe.config.schema import Config
+
+FIRST, LOWEST = 1.0, 2.0
+STEPS, GUESSED = 16, 50
+
+
+class Divergence:
+    def __init__(self, config: Config):
+        self.warmup = config.lr_schedule.warmup_steps
+        self.guess = math.log(config.model.vocab_size) if config.data.source != "synthetic" else math.inf
+        self.advice = (
+            f"lower optimizer.lr ({config.optimizer.lr:g}) or raise lr_schedule.warmup_steps ({self.warmup}), and "
+            "begin again, or from a checkpoint of before (checkpoint.load = its step)"
+        )
+        self.first: float | None = None
+        self.lowest, self.highest = math.inf, 0.0
+        self.over, self.guessing, self.calm = 0, 0, 0
+        """Steps in a row over a limit, over a guess, and below both."""
+        self.text = ""
+        """What is wrong, for as long as it is."""
+
+    def check(self, step: int, loss: float, smoothed: float) -> str:
+        """The text of an event, "" for none."""
+        if not math.isfinite(loss):  # a step that was skipped
+            return ""
+        self.first = loss if self.first is None else self.first
+        over = loss > min(self.first + FIRST, self.lowest + LOWEST)
+        guessing = loss > self.guess and step > self.warmup
+        self.lowest = min(self.lowest, smoothed)
+        self.over = self.over + 1 if over else 0
+        self.guessing = self.guessing + 1 if guessing else 0
+        self.calm = 0 if over or guessing else self.calm + 1
+        self.highest = max(self.highest, loss) if over or guessing else loss
+        if self.text:
+            if self.calm < STEPS:
+                return ""
+            self.text = ""
+            return f"the loss has come back to {loss:.4g}"
+        if self.over >= STEPS:
+            begin = step - self.over + 1
+            known = f"it was {self.first:.4g} at the first step, and {self.lowest:.4g} on average at its lowest"
+        elif self.guessing >= GUESSED:
+            begin, known = step - self.guessing + 1, f"a uniform guess has {self.guess:.4g}"
+        else:
+            return ""
+        self.text = f"since step {begin:,} the loss is far too high, up to {self.highest:.4g}: {known}"
+        return f"{self.text}: {self.advice}"
