@@ -225,6 +225,19 @@ def test_the_contents_of_a_sequence(config, packing):
                     assert ByteTokenizer.eos not in its and IGNORE not in next_ones
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_a_document_that_ends_with_a_window_is_not_followed_by_the_next_ones_first_token(config, packing, monkeypatch):
+    """Windows of 32 over documents of 32: each begins at a multiple of 32, its last label is the next document's."""
+    tokens = np.arange(32 * 50 + 1)
+    documents = MemoryDocuments("even", tokens, np.append(np.arange(0, 32 * 50, 32), len(tokens)))
+    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [documents])
+    config.data.packing = packing
+    (batch, *_) = Loader(config, 0, 1).next_step()
+    assert (batch.tokens_BS[:, 0] % 32 == 0).all() and (batch.tokens_BS.diff()[:, :30] == 1).all()
+    crosses = packing == "stream"
+    assert torch.equal(batch.labels_BS[:, 31] == IGNORE, torch.full((2,), not crosses))
+
+
 def bounds(source) -> list[tuple[int, int]]:
     starts = source.packer.documents.starts
     return [(int(starts[i]), int(starts[i + 1])) for i in range(len(starts) - 1)]

@@ -24,6 +24,7 @@ from titanmoe.parallel.context import (
     _block_backward,
     _forward_pairs,
     _pairs,
+    _Ring,
     _swap,
     alone,
     block_reference,
@@ -258,6 +259,28 @@ def test_zigzag_is_even_work(size: int, chunk: int) -> None:
     position = torch.arange(placement.chunks * chunk).unsqueeze(0)
     pairs = {int((placement.part(position, rank) + 1).sum()) for rank in range(size)}
     assert len(pairs) == 1
+
+
+def added_up_on_the_ring() -> None:
+    """Each block's gradient is in bfloat16, and so is the result: their sum is not."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group, shape = Group(dist.group.WORLD.group_name, size, rank), (B, H, C, WIDTH)
+    q, k, v, grad = ([random(*shape, dtype=torch.bfloat16, seed=size * s + r) for r in range(size)] for s in range(4))
+    inputs = [x[rank].requires_grad_() for x in (q, k, v)]
+    out = _Ring.apply(*inputs, None, Placement(size, zigzag=False), group, None, 0)
+    _, dk, dv = torch.autograd.grad(out, inputs, grad[rank])
+    wide = [torch.zeros(shape) for _ in range(3)]
+    with torch.no_grad():
+        for r in range(rank, size):
+            out, lse = torch.zeros(shape), torch.full(shape[:3], -torch.inf)
+            for chunk in reversed(range(r + 1)):
+                _forward_pairs(q[r], k[chunk], v[chunk], [r], [chunk], None, out, lse)
+            _backward_pairs(grad[r], q[r], k[rank], v[rank], [r], [rank], None, out.bfloat16(), lse, *wide)
+    assert torch.equal(dk, wide[1].bfloat16()) and torch.equal(dv, wide[2].bfloat16())
+
+
+def test_the_ring_adds_up_the_gradients_of_keys_in_float32() -> None:
+    world.run(4, added_up_on_the_ring)
 
 
 def swapped() -> None:

@@ -5,6 +5,9 @@ including its all-to-alls: experts are an FSDP unit of their own, but their hook
 (`compile_layer`). If sizes depend on the routing, dispatch is not compiled, only the experts and the shared expert. Any
 number of rows, including none and one, then runs the graph of the experts' first call. Identical layers share their
 graphs.
+
+All other sizes are static, and told so (`dynamic=False`): torch keeps what it has seen of a function for the whole
+process, and after a model with other sizes or options it would compile them, and capacity_factor, as variables.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ def compile_products(experts: Experts, backend: str, static: bool) -> Callable[[
         torch._check(x_RD.shape[0] == weight_R1.shape[0])
         return plain(x_RD, weight_R1, count_e)
 
-    compiled = torch.compile(products, backend=backend, fullgraph=True)
+    compiled = torch.compile(products, backend=backend, fullgraph=True, dynamic=False if static else None)
 
     def run(x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         # The loop over experts reads each one's number of rows on the host, and a graph cannot zero the gradients that
@@ -60,7 +63,7 @@ def compile_layer(moe: MoE, backend: str) -> None:
     graph.
     """
     experts = moe.experts
-    graph = torch.compile(_without_hooks(moe).forward, backend=backend, fullgraph=True)
+    graph = torch.compile(_without_hooks(moe).forward, backend=backend, fullgraph=True, dynamic=False)
     moe.forward = lambda x_BsD, tokens: experts(x_BsD, tokens)
     experts.forward = graph
 
@@ -105,4 +108,4 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute
     for part in parts:
         if part is not None:
             # The forward only: the module's hooks (FSDP's) stay outside the graph.
-            part.forward = torch.compile(part.forward, backend=options.backend)
+            part.forward = torch.compile(part.forward, backend=options.backend, dynamic=False)
