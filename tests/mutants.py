@@ -190,6 +190,16 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "return _turned(grad_BSHh, *ctx.saved_tensors, 1), None, None",
         ),
     ],
+    ("models/families/huggingface.py", "tests/checkpoint_hf/test_fields.py -k rope"): [
+        (
+            "YaRN's original context is that of the rope dict if a config.json has two",
+            'config.get("original_max_position_embeddings", given.get("original_max_position_embeddings", context))',
+            'given.get("original_max_position_embeddings", config.get("original_max_position_embeddings", context))',
+        ),
+    ],
+    ("models/families/olmoe.py", "tests/checkpoint_hf/test_fields.py -k left_out"): [
+        ("another epsilon where config.json has none", '"rms_norm_eps": 1e-5', '"rms_norm_eps": 1e-6'),
+    ],
     ("models/attention.py", "tests/parallel/test_context.py"): [
         ("a window is one position longer", ".tril().triu(1 - window)", ".tril().triu(-window)"),
     ],
@@ -244,6 +254,9 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "sinks_H = sinks_H.chunk(group.size)[group.rank]",
             "sinks_H = sinks_H.chunk(group.size)[0]",
         ),
+    ],
+    ("parallel/context.py", "tests/parallel/test_context.py -k ring_adds"): [
+        ("the ring adds up the gradients of keys in bfloat16", "dkv = _wide_zeros(kv)", "dkv = torch.zeros_like(kv)"),
     ],
     ("parallel/recompute.py", "tests/parallel/test_recompute.py"): [
         (
@@ -368,6 +381,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "a document's end has the next one's first token as its label",
             "out.labels_NS[n, begins - 1] = IGNORE  #",
             "#",
+        ),
+        (
+            "a window's last label may belong to the next document",
+            "labels_NS[n, begins - 1]",
+            "labels_NS[n, begins[begins < self.seq_len] - 1]",
         ),
         (
             "positions run on through documents",

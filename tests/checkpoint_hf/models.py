@@ -107,11 +107,15 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def config(name: str, **changes: Any) -> Any:
+    kind, options = (FAMILIES | DENSE)[name]
+    return getattr(transformers, f"{kind}Config")(**{**BASE, **options, **changes})
+
+
 def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """The model with every parameter random: ones or zeros of a new model could be left out unnoticed."""
-    kind, options = (FAMILIES | DENSE)[name]
-    config = getattr(transformers, f"{kind}Config")(**{**BASE, **options, **changes})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    kind, _ = (FAMILIES | DENSE)[name]
+    model = getattr(transformers, f"{kind}ForCausalLM")(config(name, **changes)).eval()
     generator = torch.Generator().manual_seed(len(name))
     with torch.no_grad():
         for parameter in [*model.parameters(), *(b for n, b in model.named_buffers() if "correction_bias" in n)]:

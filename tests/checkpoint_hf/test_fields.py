@@ -1,13 +1,17 @@
 """Every field of every config class: changed or left out, it is followed as in transformers, refused, or reported.
 
 After a change that is neither refused nor reported, our logits and loss must be those of transformers, whose model
-is built from the changed config and runs as in training: dropout and noise show there.
+is built from the changed config and runs as in training: dropout and noise show there. What logits hardly show is
+compared by value. A change that is only reported must not move transformers' logits outside training.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import inspect
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.checkpoint_hf import models, ours
-from titanmoe.checkpoint.hf.config import describe
+from titanmoe.checkpoint.hf.config import ASIDE, describe, interpret, known_keys
 from titanmoe.checkpoint.hf.source import HuggingFaceSource
 from titanmoe.checkpoint.hf.upcycle import Upcycled
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import HUGGING_FACE
 from titanmoe.models.families.dense import DENSE
+from titanmoe.models.layers import rope_frequencies, rope_scale
 from titanmoe.models.transformer import Transformer
 from titanmoe.tokens import Tokens
 
@@ -57,6 +62,8 @@ OTHER: dict[str, Any] = {
     "label2id": {"a": 0},
     "rope_parameters": {"rope_type": "default", "rope_theta": 77.0},
 }
+# By the names of classes, by dtype, and by the reader of quantised tensors.
+READ_ELSEWHERE = {"model_type", "auto_map", "torch_dtype", "quantization_config"}
 # Fields that only change together.
 WITH: dict[tuple[str, str], Change] = {
     ("deepseek_v3", "num_attention_heads"): {"num_key_value_heads": 4},
@@ -110,6 +117,8 @@ class Family:
         self.cls, self.config_cls, self.state = type(model), type(model.config), model.state_dict()
         self.config = json.loads((folder / "config.json").read_text())
         self.hf = next(hf for hf in [*HUGGING_FACE.values(), *DENSE] if hf.model_type == name)
+        with torch.no_grad():
+            self.plain = model.eval()(IDS).logits
         self.known: dict[str, Tensor] = {}
         self.computed: dict[str, tuple[Any, Tensor, Tensor]] = {}
 
@@ -158,8 +167,12 @@ class Family:
             described = describe(self.folder, self.dense)
             opened = HuggingFaceSource(self.folder, described, described.model)
             if any(name in note for note in described.notes + opened.notes for name in names):
+                theirs.dtype = torch.float32
+                with torch.no_grad():
+                    torch.testing.assert_close(self.build(theirs).eval()(IDS).logits, self.plain)
                 return "reported"
             model, loss, want = self.of_transformers(theirs)
+            self.check_values(described.model, theirs, model)
             state = model.state_dict()
             same = (
                 theirs.tie_word_embeddings == self.config["tie_word_embeddings"] and state.keys() == self.state.keys()
@@ -175,6 +188,14 @@ class Family:
         own_loss = F.cross_entropy(got[0, :-1], IDS[0, 1:])
         torch.testing.assert_close(own_loss, loss, rtol=0, atol=1e-4, msg=lambda text: f"loss of {change}: {text}")
         return "followed"
+
+    def check_values(self, model: Model, theirs: Any, their_model: Any) -> None:
+        """Of what logits hardly show."""
+        assert model == interpret(theirs.to_dict(), "transformers' own", self.dense).model
+        rotary = their_model.model.rotary_emb
+        frequency = rope_frequencies(model, 2 * len(rotary.inv_freq), torch.float32, torch.device("cpu"))
+        torch.testing.assert_close(frequency, rotary.inv_freq)
+        assert rope_scale(model) == pytest.approx(rotary.attention_scaling, rel=1e-12)
 
     def of_transformers(self, config: Any) -> tuple[Any, Tensor, Tensor]:
         """The model of a config with its loss and logits: once, for a field that is left out often has its default."""
@@ -238,10 +259,45 @@ def test_every_field(name: str, tmp_path: Path) -> None:
             except Exception as error:
                 wrong.append(f"{without(change)}: {type(error).__name__} {error}")
     assert not wrong, "\n".join(wrong)
+    ignored = dict.fromkeys(ASIDE - set(family.fields()) - READ_ELSEWHERE, 7)
+    assert family.outcome(ignored) == "followed"
+    assert family.outcome({"unheard_of": 7}) == "reported"
+    assert family.outcome({"is_causal": False}) == family.outcome({"is_causal": None}) == "refused"
     assert outcomes["attention_dropout", False] == "reported"
     assert outcomes["rms_norm_eps", False] == outcomes["rms_norm_eps", True] == "followed"
     for key in {"router_jitter_noise", "output_router_logits"} & set(family.fields()):
         assert outcomes[key, False] == "reported"
+
+
+@pytest.mark.parametrize("name", [*models.FAMILIES, *models.DENSE])
+def test_what_is_left_out_has_transformers_default(name: str) -> None:
+    """By value: logits hardly show another epsilon. The keys that each model needs are required here."""
+    cls, dense = type(models.config(name)), name in models.DENSE
+    every, required = cls().to_dict(), {"model_type": name}
+    model = interpret(every, "it", dense).model
+    for key in every.keys() - {"model_type"}:
+        left = {k: v for k, v in every.items() if key not in (k, cls.attribute_map.get(k))}
+        try:
+            assert interpret(left, "it", dense).model == model, key
+        except ConfigError as error:
+            assert "it has no " in str(error)
+            required[key] = every[key]
+    assert not required.keys() & {"rms_norm_eps", "rope_parameters", "norm_topk_prob", "tie_word_embeddings"}
+    assert interpret(required, "it", dense).model == model
+
+
+@pytest.mark.parametrize("name", [*models.FAMILIES, *models.DENSE])
+def test_no_key_that_transformers_reads_is_unknown(name: str) -> None:
+    """Read in the code of the model, of the causal mask or of rotary positions."""
+    model = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    from transformers import masking_utils, modeling_rope_utils
+
+    text = "".join(map(inspect.getsource, (model, masking_utils.create_causal_mask, modeling_rope_utils)))
+    read = re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", text) + re.findall(r'getattr\([\w.]*config, "(\w+)"', text)
+    keys = set(read) - {"default_theta", "json"}  # of the class; of a comment
+    assert keys >= {"is_causal", "rms_norm_eps", "rope_parameters"}
+    hf = next(hf for hf in [*HUGGING_FACE.values(), *DENSE] if hf.model_type == name)
+    assert keys - known_keys(hf) == set()
 
 
 REFUSED = ("one scale", "the other scale", "factor of attention", "linear", "part of a head")

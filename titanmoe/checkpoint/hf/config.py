@@ -38,6 +38,9 @@ TRAINING_ONLY = {
 }
 """Keys that only affect training, and are not supported unless null, 0 or false."""
 
+OF_EVERY_MODEL = {"is_causal": True, "per_layer_config": None}
+"""Keys that transformers follows in every model, and their only values that [model] can express: the defaults."""
+
 MOST_BYTES = 32 << 20
 """Of a JSON file: the index of 140,000 tensors has 15 MB. The parsed form takes up to thirty times the space."""
 MOST_MATRICES = 2**20
@@ -111,7 +114,7 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
             problems.append(f"{source} has no {keys[0]}, which gives model.{name}")
     problems += [
         f"{source} has {key} = {config[key]!r}, titanmoe's {hf.family} only has {json.dumps(value)}"
-        for key, value in hf.fixed.items()
+        for key, value in (hf.fixed | OF_EVERY_MODEL).items()
         if key in config and config[key] != value
     ]
     problems += _oversized(values, source) or _mistyped(values, source)
@@ -129,10 +132,12 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Descr
     if problems:
         raise ConfigError(problems)
     model = _model(hf, values, source)
-    known = ASIDE.union(
-        TRAINING_ONLY, hf.absent, hf.fixed, *hf.fields.values(), *(special.keys for special in hf.special)
-    )
-    return Described(hf, model, config, sorted(config.keys() - known))
+    return Described(hf, model, config, sorted(config.keys() - known_keys(hf)))
+
+
+def known_keys(hf: HuggingFace) -> set[str]:
+    read = *hf.fields.values(), *(special.keys for special in hf.special)
+    return ASIDE.union(TRAINING_ONLY, OF_EVERY_MODEL, hf.absent, hf.fixed, *read)
 
 
 def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:

@@ -57,6 +57,8 @@ def _read(config: hf.Json) -> dict[str, object]:
     turned = config["qk_rope_head_dim"]
     if config.get("head_dim", turned) != turned:
         raise hf.Unrepresentable(f"has head_dim = {config['head_dim']}, which is qk_rope_head_dim here, {turned}")
+    if missing := [key for key in ("q_lora_rank", "n_shared_experts") if key not in config]:
+        raise hf.Unrepresentable(f"has no {' and no '.join(missing)}: null stands for none")
     return {
         "q_lora_rank": config["q_lora_rank"] or 0,
         "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],

@@ -42,5 +42,5 @@ HF = hf.HuggingFace(
     },
     special=(hf.rope(1e4),),
     absent=hf.ABSENT | {"rms_norm_eps": 1e-5, "norm_topk_prob": False},
-    fixed=hf.FIXED | {"attention_bias": False, "clip_qkv": None},
+    fixed=hf.FIXED | {"attention_bias": False, "clip_qkv": None, "sliding_window": None},
 )
