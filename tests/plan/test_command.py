@@ -49,6 +49,12 @@ def test_explanation_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     assert all(sum(rank["components"].values()) == rank["peak"] for rank in found["memory"])
 
 
+def test_explaining_what_does_not_fit_exits_1(capsys: pytest.CaptureFixture) -> None:
+    words = ["--ranks", "8", "--explain", "--hardware", "a100", "--training.dtype", "float32"]
+    assert main(["plan", "--config", "train_configs/mixtral_8x7b.toml", *words]) == 1
+    assert "does not fit, by " in capsys.readouterr().out
+
+
 def test_what_if(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "seq.svg"
     assert plan("--ranks", "2", "--what-if", "seq_len=128,256", "--picture", str(file), *SMALL) == 0
@@ -64,6 +70,8 @@ def test_what_if(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["--ranks", "4", "--hardware", "h900"], "h900 is not known"),
         (["--ranks", "4", "--what-if", "depth=3"], "is not one of ranks, seq_len"),
         (["--ranks", "4", "--imbalance", "0.5"], "is below 1"),
+        (["--ranks", "4", "--imbalance", "1e30", *SMALL], "the busiest rank has 4 times the mean: use at most that"),
+        (["--ranks", "4", "--imbalance", "5", "--explain", *SMALL], "takes the same 2 of 8 experts"),
         (["--ranks", "4", "--explain", "--write", "x"], "leave out --what-if and --write"),
         (["--ranks", "11", "--training.global_batch_size", "8"], "no mapping of 11 ranks is legal"),
         (["--ranks", "4", "--explain", "--parallelism.tp", "3"], "parallelism.tp = 3"),

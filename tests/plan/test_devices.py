@@ -41,3 +41,19 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         read_device("h900")
     with pytest.raises(ConfigError, match="No such file"):
         read_device(str(tmp_path / "none.toml"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("reserved", "85e9", "reserved = 8.5e+10 leaves nothing of memory = 8.5e+10 to tensors"),
+        ("node", "7.5", "node = 7.5 is not a whole number of devices"),
+        ("domain", "4", "domain = 4 is smaller than node = 8"),
+    ],
+)
+def test_figures_that_contradict_each_other(key: str, value: str, says: str, tmp_path: Path) -> None:
+    lines = [x for x in (SHIPPED / "h100.toml").read_text().splitlines() if not x.startswith(f"{key} =")]
+    (file := tmp_path / "mine.toml").write_text("\n".join([*lines, f"{key} = {{ value = {value}, source = 'mine' }}"]))
+    with pytest.raises(ConfigError) as caught:
+        read_device(str(file))
+    assert caught.value.problems == [says]

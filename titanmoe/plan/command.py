@@ -58,14 +58,17 @@ def run_plan(args: argparse.Namespace) -> int:
 
     def report() -> Report:
         args.ranks = world_of(args.ranks, args.overrides, preset)
-        lines, data, files = _planned(args, read_device(args.hardware))
-        return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, 0
+        lines, data, files, code = _planned(args, read_device(args.hardware))
+        return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, code
 
     return print_report(_problems(args), report)
 
 
-def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
-    """What is printed, the same for programs, and files to write."""
+Plan = tuple[list[str], dict[str, Any], dict[Path | None, str], int]
+"""What is printed, the same for programs, files to write, and the exit code."""
+
+
+def _planned(args: argparse.Namespace, device: Any) -> Plan:
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import evaluate
     from titanmoe.plan.table import as_json, budget, explained, table
@@ -74,10 +77,12 @@ def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str
     if device.name == "cpu":
         said = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(said or [""])]
     if args.explain:
+        _check_imbalance(config, args.imbalance)
         found = evaluate(config, args.ranks, device, Factors(), args.imbalance)
         lines = [*said, *explained(found, device)]
         more = budget(found, args.tokens, device) if args.tokens else []
-        return lines + more, {"hardware": device.name, "plan": as_json(found)}, {}
+        too_large = found.peak > device.memory - device.reserved
+        return lines + more, {"hardware": device.name, "plan": as_json(found)}, {}, int(too_large)
     if args.what_if:
         return _what_if(args, config, device, said)
     result = _searched(config, args, device)
@@ -88,7 +93,19 @@ def _planned(args: argparse.Namespace, device: Any) -> tuple[list[str], dict[str
     data["best_unfolded"] = as_json(result.best_unfolded) if result.best_unfolded else None
     head = f"# Written by titanmoe plan for {args.ranks} {device.name}, from {recipe_of(args.overrides)}.\n\n"
     written = replace(best.config, job=replace(best.config.job, ranks=args.ranks))
-    return lines, data, {args.write: head + to_toml(written)} if args.write else {}
+    return lines, data, {args.write: head + to_toml(written)} if args.write else {}, 0
+
+
+def _check_imbalance(config: Config, imbalance: float) -> None:
+    """A token goes to an expert once, so no expert has more rows than there are tokens."""
+    experts, chosen = config.model.num_experts, config.model.top_k
+    if imbalance > experts / chosen:
+        raise ConfigError(
+            [
+                f"--imbalance = {imbalance:g} cannot be: where every token takes the same {chosen} of {experts} "
+                f"experts, the busiest rank has {experts / chosen:g} times the mean: use at most that"
+            ]
+        )
 
 
 def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
@@ -97,6 +114,7 @@ def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
 
+    _check_imbalance(config, args.imbalance)
     result = search(config, args.ranks, device, Factors(), args.top, args.imbalance)
     if result.best:
         return result
@@ -162,9 +180,7 @@ def _short(cells: tuple[str, ...]) -> str:
     )
 
 
-def _what_if(
-    args: argparse.Namespace, config: Config, device: Any, said: list[str]
-) -> tuple[list[str], dict[str, Any], dict[Path | None, str]]:
+def _what_if(args: argparse.Namespace, config: Config, device: Any, said: list[str]) -> Plan:
     from titanmoe.config.laws import contradictions
     from titanmoe.plan.table import HEAD, as_json, picture, row
     from titanmoe.rehearse.columns import columns
@@ -194,7 +210,7 @@ def _what_if(
     lines = [*said, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
     lines += ["", *without] if without else []
     drawn = {args.picture: picture(name, points, device)} if args.picture else {}
-    return lines, {"hardware": device.name, "what_if": data}, drawn
+    return lines, {"hardware": device.name, "what_if": data}, drawn, 0
 
 
 def _varied(text: str) -> tuple[str, list[int]]:

@@ -34,6 +34,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "price": (0, 1000),
 }
 """Every figure of a file, and what is not absurd."""
+WHOLE = ("node", "domain")
 UNITS = (
     dict.fromkeys(("memory", "reserved"), " bytes")
     | dict.fromkeys(("bandwidth", "link", "network"), " bytes per second")
@@ -106,6 +107,8 @@ def read_device(name: str) -> Device:
         figures[key], sources[key] = value, source
         if not problem and not least <= value <= most:
             problem = f"{key} = {value:g} is absurd: expected {least:g} to {most:g}{UNITS.get(key, '')}"
+        if not problem and key in WHOLE and value != int(value):
+            problem = f"{key} = {value:g} is not a whole number of devices"
         problems += [problem] * bool(problem)
     points, sources["curve"], problem = _curve(data)
     problems += [problem] * bool(problem)
@@ -113,10 +116,14 @@ def read_device(name: str) -> Device:
         f"{key} is no figure of a device: {', '.join([*RANGES, 'curve'])}" for key in data.keys() - RANGES - {"curve"}
     ]
     if not problems and figures["domain"] < figures["node"]:
-        problems.append(f"domain = {figures['domain']} is smaller than node = {figures['node']}")
+        problems.append(f"domain = {figures['domain']:g} is smaller than node = {figures['node']:g}")
+    if not problems and figures["reserved"] >= figures["memory"]:
+        problems.append(
+            f"reserved = {figures['reserved']:g} leaves nothing of memory = {figures['memory']:g} to tensors"
+        )
     if problems:
         raise ConfigError(problems, str(path))
-    figures |= {key: int(figures[key]) for key in ("node", "domain")}
+    figures |= {key: int(figures[key]) for key in WHOLE}
     return Device(path.stem, **figures, curve=points, sources=sources)
 
 
