@@ -7,8 +7,9 @@ import math
 
 import pytest
 
-from titanmoe.config.schema import LRSchedule
-from titanmoe.train.schedule import lr_factor
+from titanmoe.config.fields import flat
+from titanmoe.config.schema import Config, LRSchedule
+from titanmoe.train.schedule import changed_rate, lr_factor
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,21 @@ def test_wsd_without_and_with_nothing_but_decay(decay_fraction: float) -> None:
     options = LRSchedule(warmup_steps=0, decay="wsd", decay_fraction=decay_fraction, min_ratio=0.0)
     wanted = [1, 1, 1, 1] if decay_fraction == 0 else [0.75, 0.5, 0.25, 0]
     assert [lr_factor(step, 4, options) for step in range(1, 5)] == pytest.approx(wanted)
+
+
+def test_a_longer_run_says_that_its_rate_rises_and_from_what() -> None:
+    config = Config()
+    config.optimizer.lr, config.training.steps, config.lr_schedule.warmup_steps = 5e-3, 60, 0
+    before = flat(config)
+    assert changed_rate(60, before, config) == []
+    config.training.steps = 120
+    assert changed_rate(60, before, config) == [
+        "note: the learning rate, which had come to 0.0005, rises to 0.00275 here, and the loss perhaps too; to "
+        'keep it, set optimizer.lr = 0.0005 and lr_schedule.decay = "none"'
+    ]
+    assert changed_rate(0, before, config) == [], "nothing has been made yet"
+    config.optimizer.lr, config.lr_schedule.decay = 5e-4, "none"
+    assert changed_rate(60, before, config) == []
+    config.optimizer.lr = 1e-4
+    assert changed_rate(60, before, config) == ["note: the learning rate falls from 0.0005 to 0.0001 here"]
+    assert changed_rate(60, {}, config) == []

@@ -20,6 +20,7 @@ from titanmoe.watch.links import Link, distances, once, slow_link
 from titanmoe.watch.listener import LaneGroups
 from titanmoe.watch.slowest import of_peers
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
+from titanmoe.watch.stragglers import ON_ONE_HOST
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
 import simulate_stragglers
@@ -56,6 +57,15 @@ def test_what_is_said() -> None:
     assert event["text"].startswith("the link between rank 17 on node2 and rank 25 on node3: 20.2 ms there and back, ")
     assert told.report()["straggler.other_rank"] == 25 and event["excess_s"] > 0.1
     assert [link[:2] for link in event["links_ms"]] == [[17, 25]]
+    assert event["text"].endswith("of a step: look at cables, ports and drivers")
+
+
+def test_on_one_host_nobody_is_sent_to_look_at_cables() -> None:
+    (event,) = Told(Cluster(1, 8, 8, 0)).go(2, Fault(compute=2.0, rank=3), 8)
+    assert event["text"].endswith("computing: " + ON_ONE_HOST["compute"]) and "do without" not in event["text"]
+    (event,) = Told(Cluster(2, 16, 16, 0)).go(1, Fault(link_s=0.01, rank=17, other=18), 8)
+    assert event["text"].startswith("the link between rank 17 on node2 and rank 18 on node2: 20 ms there")
+    assert event["text"].endswith("of a step: " + ON_ONE_HOST["link"])
 
 
 def test_a_rank_that_is_a_stage_alone_is_compared_with_its_past() -> None:

@@ -15,6 +15,7 @@ from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, fre
 from titanmoe.checkpoint.folder import Checkpoint
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.local import Local
+from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.scattered import Scattered
 from titanmoe.checkpoint.together import from_rank, together
@@ -26,6 +27,7 @@ from titanmoe.data.shards import KeptTokenizer
 from titanmoe.fold.degrees import Fold
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.runtime import Runtime, say
+from titanmoe.train.schedule import changed_rate
 from titanmoe.train.signals import Signals
 from titanmoe.train.skips import Skips
 from titanmoe.train.validation import Validation
@@ -199,7 +201,8 @@ class Checkpoints:
         if trainer.validation:
             trainer.validation.load_state_dict(saved.record.get("validation", {}))
         trainer.optimizer.resume(trainer.step - trainer.skips.skipped)
-        return state.differences(saved.record, self.config)
+        before = flat_record(saved.record.get("config", {}))
+        return state.differences(saved.record, self.config) + changed_rate(trainer.step, before, self.config)
 
     def _all_there(self, saved: Checkpoint, wanted: state.Targets, model_only: bool) -> None:
         """Checks over all ranks that every stored tensor is used and that none is missing."""

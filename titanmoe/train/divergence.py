@@ -34,7 +34,9 @@ class Divergence:
         self.first: float | None = None
         self.lowest, self.highest = math.inf, 0.0
         self.over, self.guessing, self.calm = 0, 0, 0
-        """Steps in a row over a limit, over a guess, and below both."""
+        """Losses in a row over a limit, over a guess, and below both."""
+        self.begun = 0
+        """The first step of those that are not calm."""
         self.text = ""
         """What is wrong, for as long as it is."""
 
@@ -48,19 +50,20 @@ class Divergence:
         self.lowest = min(self.lowest, smoothed)
         self.over = self.over + 1 if over else 0
         self.guessing = self.guessing + 1 if guessing else 0
-        self.calm = 0 if over or guessing else self.calm + 1
-        self.highest = max(self.highest, loss) if over or guessing else loss
+        if not (over or guessing):
+            self.calm, self.highest, self.begun = self.calm + 1, 0.0, 0
+        else:
+            self.calm, self.highest, self.begun = 0, max(self.highest, loss), self.begun or step
         if self.text:
             if self.calm < STEPS:
                 return ""
             self.text = ""
             return f"the loss has come back to {loss:.4g}"
         if self.over >= STEPS:
-            begin = step - self.over + 1
             known = f"it was {self.first:.4g} at the first step, and {self.lowest:.4g} on average at its lowest"
         elif self.guessing >= GUESSED:
-            begin, known = step - self.guessing + 1, f"a uniform guess has {self.guess:.4g}"
+            known = f"a uniform guess has {self.guess:.4g}"
         else:
             return ""
-        self.text = f"since step {begin:,} the loss is far too high, up to {self.highest:.4g}: {known}"
+        self.text = f"since step {self.begun:,} the loss is far too high, up to {self.highest:.4g}: {known}"
         return f"{self.text}: {self.advice}"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
-from titanmoe.config.schema import LRSchedule
+from titanmoe.config.schema import Config, LRSchedule
 
 
 def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
@@ -21,3 +24,27 @@ def lr_factor(step: int, steps: int, options: LRSchedule) -> float:
         length = options.decay_fraction * steps
         return 1 - (1 - floor) * max(0.0, step - (steps - length)) / length if length else 1.0
     return 1.0
+
+
+def rate(step: int, config: Config) -> float:
+    return config.optimizer.lr * lr_factor(step, config.training.steps, config.lr_schedule)
+
+
+def changed_rate(step: int, before: Mapping[str, Any], config: Config) -> list[str]:
+    """What to say of a run that goes on after this step at another rate than it had. before: its fields then, by
+    path."""
+    try:
+        names = [field.name for field in dataclasses.fields(LRSchedule)]
+        options = LRSchedule(**{name: before[f"lr_schedule.{name}"] for name in names})
+        steps = before["training.steps"]
+        was, now = before["optimizer.lr"] * lr_factor(step, steps, options), rate(step, config)
+    except (LookupError, TypeError, ArithmeticError):  # saved by a version without one of these fields
+        return []
+    if not step or abs(now - was) <= 0.01 * was:
+        return []
+    if now < was:
+        return [f"note: the learning rate falls from {was:.3g} to {now:.3g} here"]
+    return [
+        f"note: the learning rate, which had come to {was:.3g}, rises to {now:.3g} here, and the loss perhaps too; "
+        f'to keep it, set optimizer.lr = {was:.3g} and lr_schedule.decay = "none"'
+    ]

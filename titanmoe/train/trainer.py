@@ -48,7 +48,7 @@ from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.profile import Profiler
 from titanmoe.train.runtime import GarbageCollection, Runtime, say
-from titanmoe.train.schedule import lr_factor
+from titanmoe.train.schedule import rate
 from titanmoe.train.skips import USUAL, Skips
 from titanmoe.train.validation import Validation
 
@@ -256,7 +256,7 @@ class Trainer:
         self.last_work = work if self.config.debug.rerun else None
         found, norm, experts = self.sums(work)
         self.stopping = bool(found.stop)
-        lr = self.config.optimizer.lr * lr_factor(self.step, self.config.training.steps, self.config.lr_schedule)
+        lr = rate(self.step, self.config)
         sigmas = self.config.optimizer.skip_spikes
         why = self.skips.why(found.loss, found.norm, sigmas or USUAL)
         if why and (again := self.checks.suspect(why, work, math.isfinite(found.loss + found.norm))):

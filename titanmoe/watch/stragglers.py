@@ -35,6 +35,13 @@ ADVICE = {
     "data": "look at what it reads from, or raise data.workers or data.prefetch",
     "link": "look at cables, ports and drivers",
 }
+ON_ONE_HOST = {
+    "compute": "look for other processes on this machine, at its clocks and temperature, and at `imbalance`",
+    "data": ADVICE["data"],
+    "link": "no network is between them: look for other processes on that machine, and at how its GPUs and cores are "
+    "connected (nvidia-smi topo -m, lscpu)",
+}
+"""Where every link that is slow, or every rank of the run, is on one machine."""
 
 
 class Blamed(NamedTuple):
@@ -163,7 +170,9 @@ class Stragglers:
         more = {"ranks": ranks, "cause": found.cause, "excess_s": round(excess_s, 6)}
         if found.cause == "link":
             more["links_ms"] = [[*pair, round(seconds * 1e3, 3)] for pair, seconds in self.link.pairs.items()]
-        self.trainer.log_event(self.trainer.step, "straggler", f"{text}: {ADVICE[found.cause]}", **more)
+        concerned = {rank for pair in self.link.pairs for rank in pair} if found.cause == "link" else self.host_of
+        advice = ON_ONE_HOST if len({self.host_of[rank] for rank in concerned}) == 1 else ADVICE
+        self.trainer.log_event(self.trainer.step, "straggler", f"{text}: {advice[found.cause]}", **more)
 
     def report(self) -> dict[str, float]:
         """The last window's result, for the step's line."""
