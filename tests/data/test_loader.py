@@ -18,7 +18,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data import loader as module
 from titanmoe.data.documents import MemoryDocuments
 from titanmoe.data.loader import Loader, ValidationSet
-from titanmoe.data.pack import Stream
+from titanmoe.data.pack import Stream, empty
 from titanmoe.data.shards import ShardDocuments
 from titanmoe.data.tokenizer import ByteTokenizer
 from titanmoe.tokens import IGNORE
@@ -157,12 +157,23 @@ def test_an_epoch_has_every_pair_once(config, packing):
 
 def test_windows_begin_elsewhere_in_other_epochs():
     stream = Stream(MemoryDocuments("row", np.arange(1000), np.array([0, 1000])), 32, seed=0, apart=False)
-    offsets = []
-    for _ in range(6):
+    offsets = set()
+    for _ in range(40):
         (offset,) = {int(pieces.start_P[0]) % 32 for pieces in stream.take(stream.per_epoch)}
-        offsets.append(offset)
-    assert max(offsets) <= 999 % 32, "the rest of the row, which an epoch leaves out"
-    assert len(set(offsets)) > 1
+        offsets.add(offset)
+    assert offsets == set(range(999 % 32 + 1)), "anywhere in the rest of the row, which an epoch leaves out"
+
+
+@pytest.mark.parametrize("packing", ["documents", "best_fit"])
+def test_lengths_are_those_of_the_documents_in_a_sequence(config, packing):
+    """By which work is distributed."""
+    config.data.packing = packing
+    packer = Loader(config, 0, 1).mix.sources[0].packer
+    sequences = list(packer.once())
+    for pieces, length_P in zip(sequences, packer.lengths(sequences), strict=True):
+        out = empty(1, 32, apart=True)
+        packer.fill(pieces, out, 0)
+        assert length_P.tolist() == np.bincount(out.document_NS[out.valid_NS]).tolist()
 
 
 def test_shares_are_those_of_the_weights_and_epochs_are_reported(config):

@@ -70,6 +70,23 @@ def test_batches_and_mappings_change_no_token(checkpoint, sampling: dict[str, An
         assert ask(4, path, FOLDS[fold], 2, eos, **sampling) == want
 
 
+def test_a_prompt_that_has_its_first_tokens_already_goes_on_with_the_same(checkpoint) -> None:
+    """A draw depends on where its token is in the row, not on where the prompt ended."""
+    path, _ = checkpoint
+    whole, rest = world.run(1, in_two, path)[0]
+    assert whole[2:] == rest
+
+
+def in_two(path: Path) -> tuple[list[int], list[int]]:
+    from titanmoe.generate.loop import Prompt
+    from titanmoe.generate.sample import Sampling
+
+    generator, sampling = saved.generator(path, {}), Sampling(seed=5)
+    (whole,) = generator.batch([Prompt(0, [1, 2, 3])], MOST, sampling)
+    (rest,) = generator.batch([Prompt(0, [1, 2, 3, *whole.tokens[:2]])], MOST - 2, sampling)
+    return whole.tokens, rest.tokens
+
+
 def test_tokens_beyond_the_tokenizers_are_never_chosen(checkpoint) -> None:
     path, _ = checkpoint
     seen = world.run(1, narrow, path)[0]

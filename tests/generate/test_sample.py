@@ -49,6 +49,11 @@ def test_the_distribution(case: str) -> None:
     assert torch.equal(got > 0, torch.tensor(want) > 0)
 
 
+def test_a_share_that_reaches_top_p_exactly_is_the_last() -> None:
+    share_BV, _ = distribution(torch.zeros(1, 4), Sampling(top_p=0.5))
+    assert share_BV.tolist() == [[0.5, 0.5, 0, 0]]
+
+
 @pytest.mark.parametrize("case", ["all", "both"])
 def test_tokens_are_as_frequent_as_their_shares(case: str) -> None:
     logits_BV = torch.tensor([LOGITS]).expand(DRAWS, -1)

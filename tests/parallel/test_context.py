@@ -23,6 +23,7 @@ from titanmoe.parallel.context import (
     _block,
     _block_backward,
     _forward_pairs,
+    _Gathered,
     _pairs,
     _Ring,
     _swap,
@@ -268,19 +269,41 @@ def added_up_on_the_ring() -> None:
     q, k, v, grad = ([random(*shape, dtype=torch.bfloat16, seed=size * s + r) for r in range(size)] for s in range(4))
     inputs = [x[rank].requires_grad_() for x in (q, k, v)]
     out = _Ring.apply(*inputs, None, Placement(size, zigzag=False), group, None, 0)
-    _, dk, dv = torch.autograd.grad(out, inputs, grad[rank])
-    wide = [torch.zeros(shape) for _ in range(3)]
+    grads = torch.autograd.grad(out, inputs, grad[rank])
+    wide, others = ([torch.zeros(shape) for _ in range(3)] for _ in range(2))
     with torch.no_grad():
         for r in range(rank, size):
             out, lse = torch.zeros(shape), torch.full(shape[:3], -torch.inf)
             for chunk in reversed(range(r + 1)):
                 _forward_pairs(q[r], k[chunk], v[chunk], [r], [chunk], None, out, lse)
-            _backward_pairs(grad[r], q[r], k[rank], v[rank], [r], [rank], None, out.bfloat16(), lse, *wide)
-    assert torch.equal(dk, wide[1].bfloat16()) and torch.equal(dv, wide[2].bfloat16())
+            for chunk in reversed(range(r + 1)) if r == rank else [rank]:
+                dq, (dk, dv) = (wide if r == rank else others)[0], (wide if chunk == rank else others)[1:]
+                _backward_pairs(grad[r], q[r], k[chunk], v[chunk], [r], [chunk], None, out.bfloat16(), lse, dq, dk, dv)
+    for got, want in zip(grads, wide, strict=True):
+        assert torch.equal(got, want.bfloat16())
 
 
-def test_the_ring_adds_up_the_gradients_of_keys_in_float32() -> None:
+def test_the_ring_adds_up_gradients_in_float32() -> None:
     world.run(4, added_up_on_the_ring)
+
+
+def test_gradients_of_all_keys_are_added_up_in_float32() -> None:
+    """Of a rank with the first and the last of four chunks."""
+    placement, mine, theirs = Placement(2, zigzag=True), [0, 3], [0, 1, 2, 3]
+    q, k, v, grad = (random(B, H, n * C, WIDTH, dtype=torch.bfloat16, seed=n) for n in (2, 4, 4, 2))
+    sinks = torch.arange(H, dtype=torch.bfloat16)
+    inputs = [x.requires_grad_() for x in (q, k, v, sinks)]
+    grads = torch.autograd.grad(_Gathered.apply(*inputs, placement, 0, None, 0), inputs, grad)
+    wide, out = [torch.zeros(x.shape) for x in (q, k, v)], torch.zeros(q.shape)
+    lse = sinks.detach().float().view(-1, 1).expand(q.shape[:3]).clone()
+    with torch.no_grad():
+        _forward_pairs(q, k, v, mine, theirs, None, out, lse)
+        out = out.bfloat16()
+        _backward_pairs(grad, q, k, v, mine, theirs, None, out, lse, *wide)
+        share = (sinks.float().view(-1, 1) - lse).exp()
+        wide.append(-(share * (grad.float() * out.float()).sum(-1)).sum((0, 2)))
+    for got, want in zip(grads, wide, strict=True):
+        assert torch.equal(got, want.bfloat16())
 
 
 def swapped() -> None:

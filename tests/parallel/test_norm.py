@@ -57,7 +57,7 @@ def test_the_norm_of_narrow_numbers_is_that_of_wide_ones() -> None:
     generator = torch.Generator().manual_seed(0)
     shapes = (3 * 4096 + 7, 5), (4096,), (0, 8), (1,), (70, 4096)
     grads = [torch.randn(shape, generator=generator) * 10.0**i for i, shape in enumerate(shapes)]
-    grads.append(torch.randn(300, 500, generator=generator).t())
+    grads += [torch.randn(300, 500, generator=generator).t(), torch.randn(5000, generator=generator).bfloat16()]
     for norm, grad in zip(local_norms(grads), grads, strict=True):
         assert norm.dtype == torch.float64
         assert norm.item() == pytest.approx(grad.double().norm().item(), rel=near.bound(torch.float32, ROW))
