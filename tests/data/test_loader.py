@@ -99,6 +99,16 @@ def test_samples_are_the_same_however_they_are_shared_out(config, of_one_rank, p
     assert step_samples(config, data_ranks, 3) == of_one_rank[packing, balance]
 
 
+def test_samples_are_identified_alike_however_they_are_distributed(config):
+    config.data.packing, seen = "best_fit", []
+    for config.data.balance_work in (False, True):
+        loaders = [Loader(config, rank, 4) for rank in range(4)]
+        steps = [(loader.next_step(), loader.next_step())[1] for loader in loaders]
+        parts = [loader.identify(step) for loader, step in zip(loaders, steps, strict=True)]
+        seen.append({number: digest for part in parts for number, digest in part.items()})
+    assert seen[0] == seen[1] and set(seen[0]) == set(range(24, 48))
+
+
 def test_other_steps_and_other_seeds_have_other_samples(config):
     first, second = step_samples(config, 1, 2)
     assert not set(first.values()) & set(second.values())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +19,7 @@ from titanmoe.data import tokenize as tokenize_module
 from titanmoe.data.chat import open_chat
 from titanmoe.data.shards import MANIFEST, ShardDocuments, verify
 from titanmoe.data.tokenize import plan_shards, tokenize
-from titanmoe.data.tokenize_unit import ShardUnit, TokenizeJob
+from titanmoe.data.tokenize_unit import ShardUnit, TokenizeJob, dtype_name
 from titanmoe.data.tokenizer import ByteTokenizer, open_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -356,3 +357,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(monkeypatch):
         "35.0% of 1.00 GB, 10.00 M tokens/s, about 2 min to go",
         "50.0% of 1.00 GB, 10.00 M tokens/s, about 2 min to go",
     ]
+
+
+def test_ids_take_two_bytes_as_long_as_they_fit():
+    assert [dtype_name(SimpleNamespace(vocab_size=size)) for size in (1 << 16, (1 << 16) + 1)] == ["uint16", "uint32"]

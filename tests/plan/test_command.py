@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from itertools import product
 from pathlib import Path
 
@@ -61,6 +62,10 @@ def test_what_if(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "for each seq_len" in capsys.readouterr().out and file.read_text().count("<circle") == 2
     assert plan("--ranks", "2", "--what-if", "top_k=2,64", *SMALL) == 0
     assert "top_k = 64: model.top_k = 64 exceeds model.num_experts" in capsys.readouterr().out
+    data = tmp_path / "ranks.json"
+    assert plan("--ranks", "2", "--what-if", "ranks=1,4", "--json", str(data), *SMALL) == 0
+    mappings = [best["mapping"] for best in json.loads(data.read_text())["what_if"]]
+    assert [math.prod(m[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")) for m in mappings] == [1, 4]
 
 
 @pytest.mark.parametrize(

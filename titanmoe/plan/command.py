@@ -198,7 +198,7 @@ def _what_if(args: argparse.Namespace, config: Config, device: Any, said: list[s
         try:
             if wrong := [violation.text for violation in contradictions(changed)]:
                 raise ConfigError(wrong)
-            best = _searched(changed, argparse.Namespace(**vars(args) | {"gpus": world}), device).best[0]
+            best = _searched(changed, argparse.Namespace(**vars(args) | {"ranks": world}), device).best[0]
         except ConfigError as error:
             without += [f"{name} = {value}: {problem}" for problem in error.problems]
             continue
