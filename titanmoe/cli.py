@@ -23,6 +23,7 @@ from titanmoe.config.ranks import add_ranks, world_of
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.data.tokenizer_command import add_tokenizer
+from titanmoe.data.verify_command import add_data
 from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
 from titanmoe.fold.groups import View, groups
 from titanmoe.fold.legality import violations
@@ -59,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     add_convert(commands)
     add_tokenizer(commands)
     add_tokenize(commands)
+    add_data(commands)
     add_generate(commands)
     add_report(commands)
     add_rehearse(commands)

@@ -1,5 +1,6 @@
 """Token shards read as one sequence of documents, open quickly however large, and show damage before they are read."""
 
+import json
 import os
 import pickle
 import resource
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from tests.data.shard_folders import edit, make, manifest
 from titanmoe.config import ConfigError
 from titanmoe.data.documents import document_of
-from titanmoe.data.shards import MANIFEST, WORK, ShardDocuments, ShardWriter, verify, write_json
+from titanmoe.data.shards import BLOCK, MANIFEST, WORK, ShardDocuments, verify
+from titanmoe.data.write_shards import ShardWriter, write_json
 
 documents = st.lists(st.integers(0, 999), min_size=1, max_size=5)
 
@@ -126,6 +128,55 @@ def test_manifests_that_cannot_be_believed(tmp_path):
     assert "contains no token shards: there is no" in problems(folder)
     (folder / WORK).mkdir()
     assert "unfinished token shards: give the titanmoe tokenize command again" in problems(folder)
+
+
+def large(folder, counted=False):
+    """Three blocks of tokens, one of starts."""
+    tokens = (np.arange(BLOCK + 100) % 999).reshape(-1, 2).tolist()
+    return make(folder, [tokens, [[7]]], [[[0, 1]] * len(tokens), [[1]]] if counted else None)
+
+
+def flip(file, at):
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def refused(read):
+    with pytest.raises(ConfigError) as error:
+        read()
+    return str(error.value)
+
+
+def test_changed_bytes_are_noticed_when_they_are_first_read(tmp_path):
+    folder = large(tmp_path / "x", counted=True)
+    flip(folder / "00000-000.tokens", BLOCK + 10)
+    flip(folder / "00000-000.counted", 5)
+    opened = ShardDocuments(folder)
+    assert opened.has_sums and opened.read(0, 100).tolist() == list(range(100))
+    said = refused(lambda: opened.read(BLOCK // 2 - 1, BLOCK // 2 + 1))
+    assert "00000-000.tokens has changed since it was written, between bytes 65,536 and 131,072" in said
+    assert f"titanmoe data verify {folder}" in said
+    assert "00000-000.counted has changed" in refused(lambda: opened.counted(0, 8))
+    assert len(opened.read(BLOCK + 99, BLOCK + 101)) == 2, "the third block, and the next shard, are as they were"
+    flip(folder / "00000-000.tokens", 0)
+    assert len(opened.read(0, 100)) == 100, "a block is checked once"
+    flip(folder / "00000-000.starts", 8 * 20000)
+    assert "00000-000.starts has changed" in refused(lambda: ShardDocuments(folder).starts[20001])
+    assert "00000-000.starts has changed" in refused(lambda: ShardDocuments(folder).starts[20000:20002])
+    assert ShardDocuments(folder).starts[[1, 2]].tolist() == [2, 4]
+
+
+def test_tokens_beyond_the_vocabulary_are_named_with_their_place(tmp_path):
+    folder = large(tmp_path / "x")
+    edit(folder, vocab_size=998)
+    assert "00000-000.tokens contains token 998, beyond the vocabulary of 998" in problems(folder)
+    shards = json.loads((folder / MANIFEST).read_text())["shards"]
+    edit(folder, shards=[{name: shard[name] for name in ("name", "documents", "tokens", "crc32")} for shard in shards])
+    opened = ShardDocuments(folder)  # as made before there were sums
+    assert not opened.has_sums and len(opened.read(0, 998)) == 998
+    said = refused(lambda: opened.read(900, 1100))
+    assert "00000-000.tokens has token 998 at position 998, beyond the vocabulary of 998" in said
 
 
 def test_changed_contents_are_found_by_reading_them(tmp_path):

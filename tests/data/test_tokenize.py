@@ -316,16 +316,16 @@ def test_the_command(tmp_path, capsys):
     assert main(["tokenize", str(source), "--out", out, "--workers", "2"]) == 0
     said = capsys.readouterr().out
     assert "4 files, 0.0 MB" in said and "tokens in 61 documents and 1 shards" in said
-    assert main(["tokenize", "--verify", out]) == 0
-    assert "1 shards are as they were written" in capsys.readouterr().out
+    assert main(["data", "verify", out]) == 0
+    assert "1 shards are as they were written\n" in capsys.readouterr().out
     with (tmp_path / "out" / "00000-000.tokens").open("r+b") as file:
         file.write(b"x")
-    assert main(["tokenize", "--verify", out]) == 2
-    assert "00000-000.tokens has changed since it was written" in capsys.readouterr().err
+    assert main(["data", "verify", out, str(source)]) == 1
+    said = capsys.readouterr().err
+    assert "00000-000.tokens has changed since it was written" in said and f"{source} contains no token shards" in said
     assert main(["tokenize", "--workers", "0", "--chat-template", "t"]) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in ("name files, folders", "--out is missing", "--format chat", "--workers = 0"))
-    assert main(["tokenize", "--verify", out, "--out", out]) == 2
 
 
 def test_units_depend_on_sizes_alone(monkeypatch):

@@ -34,13 +34,12 @@ from titanmoe.data.shards import (
     VERSION,
     WORK,
     is_shards,
-    keep_tokenizer,
     misfits,
     read_manifest,
-    write_json,
 )
 from titanmoe.data.tokenize_unit import TokenizeJob, dtype_name, record_name
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
+from titanmoe.data.write_shards import keep_tokenizer, write_json
 
 LOCK, PLAN = ".lock", "plan.json"
 ASIDE = ("out", "bad_lines", "max_document_mb")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from titanmoe.config.load import ConfigError, format_problems
@@ -59,7 +58,6 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
         default=128,
         help="maximum MiB, uncompressed, of a text file, a line or a row's value (default 128)",
     )
-    parser.add_argument("--verify", metavar="DIR", type=Path, help="only read a folder's shards and compare checksums")
 
 
 def cores() -> int:
@@ -69,8 +67,6 @@ def cores() -> int:
 
 def run_tokenize(args: argparse.Namespace) -> int:
     try:
-        if args.verify:
-            return _verify(args)
         return _tokenize(args)
     except ConfigError as error:
         print(format_problems(error.problems, error.source), file=sys.stderr)
@@ -130,18 +126,3 @@ def summary(out: str, manifest: dict[str, Any]) -> list[str]:
     if manifest["skipped"]:
         lines += [f"left out: {manifest['skipped']:,} bad lines, such as", *(f"  {e}" for e in manifest["examples"])]
     return lines
-
-
-def _verify(args: argparse.Namespace) -> int:
-    from titanmoe.data.shards import verify
-
-    if args.paths or args.out:
-        raise ConfigError(["--verify DIR only reads: leave out IN and --out"])
-    shards, problems = 0, []
-    for _, found in verify(args.verify):
-        shards += 1
-        problems += found
-    if problems:
-        raise ConfigError(problems)
-    print(f"{args.verify}: {shards} shards are as they were written")
-    return 0

@@ -20,8 +20,9 @@ import numpy as np
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import Chat, ChatError, open_chat
 from titanmoe.data.read import Bad, Reader, Record, Span, named
-from titanmoe.data.shards import DTYPES, WORK, ShardWriter, write_json
+from titanmoe.data.shards import DTYPES, WORK
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
+from titanmoe.data.write_shards import ShardWriter, write_json
 
 BATCH = 1 << 20
 """Characters that are tokenized together."""

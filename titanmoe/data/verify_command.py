@@ -1,0 +1,59 @@
+"""`titanmoe data verify`: whether token shards are what was written."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from titanmoe.config.load import ConfigError, format_problems
+
+EVERY_S = 10
+"""Seconds between two lines of progress."""
+
+
+def add_data(commands: argparse._SubParsersAction) -> None:
+    data = commands.add_parser("data", help="check token shards")
+    verify = data.add_subparsers(required=True, metavar="COMMAND").add_parser(
+        "verify",
+        help="read every byte of token shards and compare checksums",
+        description="Reads every byte of folders of token shards: compares checksums with those of when it was made, "
+        "and tokens with the vocabulary. The exit code is 1 if anything has changed.",
+    )
+    verify.add_argument("folders", metavar="FOLDER", nargs="+", type=Path)
+    verify.set_defaults(run=run_verify)
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    problems = []
+    for folder in args.folders:
+        try:
+            found = _verify(folder)
+        except ConfigError as error:
+            found = error.problems
+        except OSError as error:
+            found = [f"{error.filename or folder}: {error.strerror}"]
+        problems += found
+    if problems:
+        print(format_problems(problems), file=sys.stderr)
+    return 1 if problems else 0
+
+
+def _verify(folder: Path) -> list[str]:
+    from titanmoe.data.shards import ShardDocuments, verify
+
+    documents, problems, told = ShardDocuments(folder), [], time.monotonic()
+    for number, (_, wrong) in enumerate(verify(folder), 1):
+        problems += wrong
+        if time.monotonic() - told > EVERY_S:
+            told = time.monotonic()
+            print(f"{folder}: {number} of {documents.shards} shards read", file=sys.stderr, flush=True)
+    try:
+        documents.kept_tokenizer.files()
+    except ConfigError as error:
+        problems += error.problems
+    if not problems:
+        unchecked = "" if documents.has_sums else "; a run cannot check them as it reads: they were made before that"
+        print(f"{folder}: {documents.shards} shards are as they were written{unchecked}")
+    return problems
