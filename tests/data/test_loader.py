@@ -306,6 +306,17 @@ def test_errors_while_reading_ahead_are_reported(config, workers, monkeypatch):
             loader.next_step()
     loader.close()
 
+    def changed(*_: object) -> None:
+        raise ConfigError(["a.tokens has changed"])
+
+    loader = Loader(config, 0, 1)
+    monkeypatch.setattr(ShardDocuments, "read", changed)
+    for _ in range(2):
+        with pytest.raises(ConfigError) as refused:
+            loader.next_step()
+        assert refused.value.problems == ["a.tokens has changed"]
+    loader.close()
+
 
 def test_a_signal_to_the_group_leaves_the_workers_alone(config):
     """Without this the rank could not take the steps, or the save, that a signal asks for."""

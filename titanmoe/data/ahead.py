@@ -13,6 +13,8 @@ import warnings
 from collections.abc import Generator, Iterator
 from typing import Any
 
+from titanmoe.config import ConfigError
+
 
 class Ahead:
     def __init__(self, reader: Any, plans: Any, workers: int, depth: int):
@@ -56,7 +58,7 @@ def _by_workers(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[A
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 under torch 2.13
         # Forked, so that memory is shared and memory-mapped files stay open.
         loader = StatefulDataLoader(
-            reader,
+            _Answering(reader),
             batch_size=None,
             sampler=plans,
             num_workers=workers,
@@ -66,6 +68,19 @@ def _by_workers(reader: Any, plans: Any, workers: int, depth: int) -> Iterator[A
             multiprocessing_context="fork",
         )
         return iter(loader)
+
+
+class _Answering:
+    """A refusal is an item like any other: torch would make a new one of it, of the text of a traceback."""
+
+    def __init__(self, reader: Any):
+        self.reader = reader
+
+    def __getitem__(self, plan: Any) -> Any:
+        try:
+            return self.reader[plan]
+        except ConfigError as error:
+            return error
 
 
 def _apart(_: int) -> None:
@@ -87,7 +102,10 @@ def _feed(box: list[Iterator[Any]], items: queue.SimpleQueue, room: threading.Se
             room.acquire()
             if stop.is_set():
                 return
-            items.put(next(source))
+            item = next(source)
+            if isinstance(item, ConfigError):
+                raise item
+            items.put(item)
     except BaseException as error:
         # A worker's error carries its traceback as text; this one's frames would keep the workers alive.
         items.put(error if isinstance(source, Generator) else error.with_traceback(None))
