@@ -213,6 +213,12 @@ PRIVATE = (
     Private("torch.utils._pytree", ("tree_leaves",), "watch/culprit.py", "tensors among a module's results"),
     Private("torch._ops.OpOverload", ("_schema", "_overloadpacket"), "rehearse", "an operation's name and arguments"),
     Private("torch.Tensor", ("_make_subclass",), "rehearse/shapes.py", "parameters without numbers"),
+    Private(
+        "torch.distributed.tensor.debug",
+        ("_clear_sharding_prop_cache",),
+        "rehearse/world.py",
+        "to forget the shards of another rank",
+    ),
     Private("torch._C", ("_current_autograd_node",), "rehearse/code_site.py", "the node that backward has come to"),
     Private(
         "torch._C._distributed_c10d",

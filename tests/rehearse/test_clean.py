@@ -20,7 +20,7 @@ from titanmoe.moe.dispatch import AllToAll
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.pipeline import Pipeline, stage_ranks
 from titanmoe.rehearse.order import HOST_ORDER, Verdict, check
-from titanmoe.rehearse.roles import check_roles, programs_of_all, role, roles
+from titanmoe.rehearse.roles import check_ranks, programs, rehearse_ranks
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
@@ -31,12 +31,12 @@ ONE = NARROW | {"model.num_layers": 1, "training.global_batch_size": 4, "paralle
 
 
 def of_stages(changes: dict[str, Any], world: int = 4) -> Verdict:
-    return check_roles(roles(config_of(STAGES | changes, world, "h100"), world, "h100"))
+    return check_ranks(rehearse_ranks(config_of(STAGES | changes, world, "h100"), world, "h100"))
 
 
 def of_all(changes: dict[str, Any], imbalance: float = 1.0, world: int = 4) -> Verdict:
     config = config_of(ONE | changes, world, "h100")
-    return check(programs_of_all([rehearse(config, world, rank, "h100", imbalance, 2) for rank in range(world)]))
+    return check(programs([rehearse(config, world, rank, "h100", imbalance, 2) for rank in range(world)]))
 
 
 def schedule(name: str) -> dict[str, Any]:
@@ -98,16 +98,27 @@ def shortened(recipe: Path, most: int, microbatches: int) -> tuple[Config, int]:
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_recipes(recipe: Path) -> None:
-    """Those for GPUs with a microbatch per pipeline rank; on their schedules, debug_pp and debug_5d have two."""
+    """The first rank of each stage. Those for GPUs with a microbatch per pipeline rank; on their schedules, debug_pp
+    and debug_5d have two.
+    """
     config, world = shortened(recipe, most=2, microbatches=2 if "debug" in recipe.stem else 1)
-    assert check_roles(roles(config, world, "h100")).text == HOST_ORDER
+    firsts = range(0, world, world // config.parallelism.pp)
+    assert check_ranks(rehearse_ranks(config, world, "h100", ranks=firsts)).text == HOST_ORDER
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [r for r in RECIPES if "debug" not in r.stem], ids=lambda recipe: recipe.stem)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_recipes_with_all_their_stages(recipe: Path) -> None:
+    """All ranks of debug recipes, of others those at the corners."""
     config, world = shortened(recipe, most=1000, microbatches=2)
-    assert world == ranks(recipe) and check_roles(roles(config, world, "h100")).text == HOST_ORDER
+    assert world == ranks(recipe) and check_ranks(rehearse_ranks(config, world, "h100")).text == HOST_ORDER
+
+
+def test_shards_of_one_rank_are_not_those_of_the_rank_before() -> None:
+    """A gate of one row is on the first data rank alone."""
+    config = config_of(ONE | {"model.shared_hidden": 16, "model.shared_gate": True}, 4, "h100")
+    first, last = (rehearse(config, 4, rank, "h100").parameter_bytes for rank in (0, 3))
+    assert first - last >= 4 * config.model.dim
 
 
 # ---- faults
@@ -119,7 +130,7 @@ def faulty(world: int, of: Callable[[int], Any], changes: dict[str, Any]) -> Ver
     for rank in range(world):
         with of(rank):
             found.append(rehearse(config, world, rank, "h100"))
-    return check(programs_of_all(found))
+    return check(programs(found))
 
 
 def test_a_rank_that_skips_its_call_is_named() -> None:
@@ -150,6 +161,6 @@ def test_an_extra_microbatch_is_found() -> None:
 
     first = rehearse(config, 4, 0, "h100")
     with mock.patch.object(Pipeline, "run", run):
-        second = rehearse(config, 4, role(first.fold, 2), "h100")
-    found = check_roles([first, second])
+        second = rehearse(config, 4, 2, "h100")
+    found = check_ranks([first, second])
     assert not found.safe and "rank 2" in found.text and "stages pp" in found.text

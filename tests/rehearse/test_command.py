@@ -46,7 +46,7 @@ def test_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixt
     assert report["bytes"]["optimizer"] > 2 * report["bytes"]["parameters"] > 0
 
 
-def test_every_role_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_every_rank_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     file = tmp_path / "order.json"
     stages = ["--parallelism.pp", "2", "--parallelism.tp", "1", "--parallelism.experts.ep", "2"]
     stages += ["--model.num_layers", "2", "--training.global_batch_size", "16"]
@@ -54,9 +54,10 @@ def test_every_role_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
     files = ["--json", str(file), "--picture", str(page)]
     assert rehearse("--ranks", "4", "--all-roles", *files, *SMALL, *stages) == 0
     text = capsys.readouterr().out
-    assert "Order of messages: safe in host order" in text and page.read_text().count("<svg") == 2
+    assert "Order of messages: safe in host order" in text and page.read_text().count("<svg") == 4
+    assert "4 ranks, as on h100, routing balanced: all of them" in text
     report = json.loads(file.read_text())
-    assert [one["rank"] for one in report["ranks"]] == [0, 2] and report["order"]["safe"]
+    assert [one["rank"] for one in report["ranks"]] == [0, 1, 2, 3] and report["order"]["safe"]
     worst = max(report["ranks"], key=lambda one: one["memory"]["peak"])
     assert f"Rank {worst['rank']} needs the most memory." in text and worst["memory"]["line"] in text
 
@@ -67,6 +68,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     )
     assert "--rank = 4 is not in a world of 4 ranks: use 0 to 3" in refused(capsys, "--ranks", "4", "--rank", "4")
     assert "name a GPU" in refused(capsys, "--ranks", "4", "--all-roles", "--hardware", "cpu")
+    assert "--all-ranks checks" in refused(capsys, "--ranks", "4", "--all-ranks", "--hardware", "cpu")
     assert "--imbalance = 0.5 is below 1" in refused(capsys, "--ranks", "4", "--imbalance", "0.5")
     assert "3 % 2 = 1: use tp in 1, 3" in refused(capsys, "--ranks", "3")  # the laws' own
     assert "no.toml" in refused(capsys, "--ranks", "4", config=str(tmp_path / "no.toml"))

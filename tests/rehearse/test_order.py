@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from titanmoe.rehearse.order import HOST_ORDER, STREAMS, Program, Verdict, check
+from titanmoe.rehearse.order import HOST_ORDER, STREAMS, Comm, Program, Verdict, check
 from titanmoe.rehearse.record import ALL_TO_ALLS, CodeLine, Event, Log, Message
 
 ALL, LEFT = (0, 1, 2, 3), (0, 1)
@@ -31,12 +33,13 @@ class Script:
         return self
 
     def sync(self) -> Script:
-        self.log.events.append(Event("sync", 0))
+        self.log.syncs.append(CodeLine("made.py", self.line))
+        self.log.events.append(Event("sync", len(self.log.syncs) - 1))
         return self
 
     @property
     def program(self) -> Program:
-        return Program(self.rank, self.log, {lane: (lane, ranks) for lane, ranks in self.groups.items()})
+        return Program(self.rank, self.log, {lane: Comm(lane, ranks, ranks) for lane, ranks in self.groups.items()})
 
 
 def judged(*scripts: Script) -> Verdict:
@@ -57,8 +60,8 @@ def test_equal_programs_are_safe():
 
 def test_groups_in_swapped_order_need_streams():
     a, b = pair()
-    a("all-gather", "shards", open=True)("all-gather", "rows", open=True)
-    b("all-gather", "rows", open=True)("all-gather", "shards", open=True)
+    a("all-gather", "shards", open=True)("all-gather", "rows", open=True).wait(0).wait(1)
+    b("all-gather", "rows", open=True)("all-gather", "shards", open=True).wait(0).wait(1)
     found = judged(a, b)
     assert found.safe and found.text == STREAMS
     assert "rank 0" in found.concerned[0] and "made.py:1" in found.concerned[0] and "shards" in found.concerned[0]
@@ -106,6 +109,53 @@ def test_split_sizes_agree(op: str):
     assert "sends rank 1 3 rows" in judged(a, b).text and "expects 4" in judged(a, b).text
 
 
+def test_rows_of_the_same_width_are_exchanged():
+    a, b = pair()
+    for script, row in (a, 32), (b, 4):
+        script("all-to-all", "rows", row=row, splits=((2, 2), (2, 2)))
+    found = judged(a, b)
+    assert not found.safe and "in rows of 32" in found.text and "in rows of 4" in found.text
+
+
+def test_every_message_is_waited_for():
+    a, b = pair()
+    for script in (a, b):
+        script("all-gather", "shards")("all-reduce", "rows", open=script is b)
+    found = judged(a, b)
+    assert not found.safe and "rank 1" in found.text and "made.py:2, which is never waited for" in found.text
+
+
+def test_all_ranks_make_the_same_groups():
+    a, b = pair()
+    programs = [replace(a.program, groups_made=[("rows", (LEFT,))]), replace(b.program, groups_made=[("rows", (ALL,))])]
+    found = check(programs)
+    assert not found.safe and "rank 0 makes rows over ranks 0,1, and rank 1 rows over ranks 0,1,2,3" in found.text
+
+
+def test_ranks_that_were_not_rehearsed_are_not_waited_for():
+    a, b = pair(rows=LEFT)
+    for script in (a, b):
+        script("all-reduce", "rows")
+        script.groups = {"rows": ALL}
+    programs = [replace(one, comms={"rows": Comm("rows", ALL, LEFT)}) for one in (a.program, b.program)]
+    assert check(programs).text == HOST_ORDER
+    b("all-reduce", "rows").sync()
+    assert "rank 0 never issues operation 1" in check(programs).text
+
+
+def test_ranks_that_stand_for_others_are_alike():
+    groups = {"rows": (0, 2), "shards": (1, 3)}
+    a, b = Script(0, **groups), Script(1, **groups)
+    for script, lane in (a, "rows"), (b, "shards"):
+        script("all-reduce", lane).sync()
+    alone = {lane: Comm("rows", ranks, ranks[:1]) for lane, ranks in groups.items()}
+    programs = [replace(one, comms=alone) for one in (a.program, b.program)]
+    assert check(programs, [tuple(programs)]).text == HOST_ORDER
+    b.sync()
+    text = check(programs, [tuple(programs)]).text
+    assert "ranks 0 and 1 of a stage differ" in text and "--all-ranks" in text
+
+
 def test_sends_meet_receives():
     def stages(first: int, second: int) -> Verdict:
         a, b = pair(stages=LEFT)
@@ -132,6 +182,7 @@ def test_two_ranks_that_send_first_are_stuck_unless_batched():
     a, b = pair(stages=LEFT)
     for script, other in (a, 1), (b, 0):
         script("send", "stages", peer=other, batch=0, open=True)("receive", "stages", peer=other, batch=0, open=True)
+        script.wait(0).wait(1)
     assert judged(a, b).text == HOST_ORDER
 
 

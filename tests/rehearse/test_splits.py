@@ -13,7 +13,7 @@ from tests.rehearse.small import config_of
 from titanmoe.comm.collectives import start
 from titanmoe.moe.dispatch import AllToAll
 from titanmoe.rehearse.order import HOST_ORDER
-from titanmoe.rehearse.roles import check_roles
+from titanmoe.rehearse.roles import check_ranks
 from titanmoe.rehearse.routing import Exchange, StatedRouting, balanced, skewed
 from titanmoe.rehearse.splits import disagreeing_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
@@ -43,8 +43,8 @@ def test_a_rank_that_was_not_rehearsed_and_returns_rows_to_the_wrong_ranks_is_na
 
     with mock.patch.object(AllToAll, "leave", leave):
         found = of({})
-        assert "rank 2 sends rank 0" in check_roles([found]).text
-    assert check_roles([found]).text == HOST_ORDER
+        assert "rank 2 sends rank 0" in check_ranks([found]).text
+    assert check_ranks([found]).text == HOST_ORDER
 
 
 def test_each_layer_is_checked_if_layers_differ() -> None:

@@ -26,8 +26,10 @@ def add_rehearse(commands: argparse._SubParsersAction) -> None:
     rehearse.add_argument(
         "--all-roles",
         action="store_true",
-        help="one rank of each pipeline stage, and whether all ranks' messages can complete",
+        help="the first rank of each pipeline stage and the last along each axis, or all of up to 8; and whether all "
+        "messages can complete",
     )
+    rehearse.add_argument("--all-ranks", action="store_true", help="the same of every rank: nothing is assumed alike")
     rehearse.add_argument(
         "--hardware", metavar="NAME", default="h100", help="run the code that this hardware runs (default h100)"
     )
@@ -86,8 +88,8 @@ def _report(args: argparse.Namespace) -> Report:
     from titanmoe.models.families import preset
     from titanmoe.rehearse.picture import picture
     from titanmoe.rehearse.recorded import recorded_routing
-    from titanmoe.rehearse.roles import check_roles, roles
-    from titanmoe.rehearse.table import as_json, table, table_of_roles
+    from titanmoe.rehearse.roles import check_ranks, rehearse_ranks
+    from titanmoe.rehearse.table import as_json, table, table_of_ranks
     from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
     world = world_of(args.ranks, args.overrides, preset)
@@ -95,13 +97,14 @@ def _report(args: argparse.Namespace) -> Report:
         raise ConfigError([f"--rank = {args.rank} is not in a world of {world} ranks: use 0 to {world - 1}"])
     config = recipe_to_rehearse(args.overrides, world, args.hardware, args.node)
     routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
-    if not args.all_roles:
+    if not (args.all_roles or args.all_ranks):
         rehearsed = [rehearse(config, world, args.rank, args.hardware, routing, args.node)]
         lines, order, code = table(rehearsed[0]), {}, 0
     else:
-        rehearsed = list(roles(config, world, args.hardware, routing, args.node))
-        verdict = check_roles(rehearsed)
-        lines, code = table_of_roles(rehearsed, verdict), 0 if verdict.safe else 1
+        ranks = range(world) if args.all_ranks else None
+        rehearsed = list(rehearse_ranks(config, world, args.hardware, routing, args.node, ranks))
+        verdict = check_ranks(rehearsed)
+        lines, code = table_of_ranks(rehearsed, verdict), 0 if verdict.safe else 1
         order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}}
     data = {"ranks": [as_json(one) for one in rehearsed]} | order
     page = picture(rehearsed) if args.picture else ""
@@ -116,8 +119,9 @@ def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
         found.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
     if not args.imbalance >= 1:
         found.append(f"--imbalance = {args.imbalance:g} is below 1, which is balanced: use 1 or more")
-    if args.all_roles and args.hardware == "cpu":
-        found.append("--all-roles checks NCCL's rules, and CPUs use gloo: name a GPU with --hardware")
+    if (args.all_roles or args.all_ranks) and args.hardware == "cpu":
+        option = "--all-ranks" if args.all_ranks else "--all-roles"
+        found.append(f"{option} checks NCCL's rules, and CPUs use gloo: name a GPU with --hardware")
     if args.routing is not None and args.imbalance != 1:
         found.append("--imbalance and --routing both say where rows go: use one of them")
     if args.routing is None and args.routing_step is not None:

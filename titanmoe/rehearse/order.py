@@ -1,15 +1,19 @@
 """Whether the messages of all ranks can complete: who issues what in which order, and who waits for whom.
 
-Three questions, in this order. Do all members of a group issue the same collectives in the same order, with matching
-dtypes and sizes? Does every send have a receive of its size? Does every rank reach the end? The last is answered by
-simulating the ranks. A communicator runs its operations one at a time, in the order in which its host issued them, and
-the sends and receives of one batch together; an operation starts once its inputs exist, that is, after everything that
-earlier computation has waited for; a host that reads a number waits for the computation. There are two simulations:
+In this order: Do all ranks make the same groups in the same order? Do all members of a group issue the same collectives
+in the same order, with matching dtypes and sizes? Does every send have a receive of its size? Does every rank wait for
+all its messages? Are the ranks of a stage alike, where not all of them were rehearsed? Does every rank reach the end?
+The last is answered by simulating the ranks. A communicator runs its operations one at a time, in the order in which
+its host issued them, and the sends and receives of one batch together; an operation starts once its inputs exist, that
+is, after everything that earlier computation has waited for; a host that reads a number waits for the computation.
+There are two simulations:
 
     safe in host order                 every operation blocks the rank that issues it until it completes
     safe only if streams overlap       operations of different communicators must be able to run side by side
 
 NCCL has no receive from any source, so nothing depends on which message arrives first: following one run is enough.
+
+Nobody waits for a member of a group that was not rehearsed.
 """
 
 from __future__ import annotations
@@ -17,13 +21,26 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice, zip_longest
+from typing import NamedTuple
 
-from titanmoe.rehearse.record import ALL_TO_ALLS, Log, Message
+from titanmoe.rehearse.record import ALL_TO_ALLS, Event, Log, Message
 
 HOST_ORDER, STREAMS = "safe in host order", "safe only if streams overlap"
 POINT_TO_POINT = ("send", "receive")
-Comm = tuple[str, tuple[int, ...]]
-"""A communicator: its lane and its ranks."""
+MOST = 8
+"""Errors that are reported: one often causes many."""
+GroupsMade = list[tuple[str, tuple[tuple[int, ...], ...]]]
+"""Lanes and the ranks of each group, in the order in which they are made."""
+
+
+class Comm(NamedTuple):
+    """A communicator."""
+
+    lane: str
+    ranks: tuple[int, ...]
+    members: tuple[int, ...]
+    """Those of its ranks that were rehearsed."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +51,14 @@ class Program:
     log: Log
     comms: dict[str, Comm]
     """By torch's name for the group, as in the log."""
-    exact: bool = True
-    """False for a rank that represents others: their split sizes may differ."""
+    groups_made: GroupsMade = field(default_factory=list)
 
     def comm(self, message: Message) -> Comm:
         return self.comms[message.group]
+
+    def peer(self, message: Message) -> int:
+        """The other rank of a send or receive."""
+        return self.comm(message).ranks[message.peer]
 
 
 @dataclass(frozen=True)
@@ -47,13 +67,15 @@ class Verdict:
     """HOST_ORDER, STREAMS, or the error."""
     safe: bool
     concerned: tuple[str, ...] = ()
-    """Operations that wait for each other."""
+    """Operations that wait for each other, or further errors."""
 
 
-def check(programs: list[Program]) -> Verdict:
-    wrong = next(disagreements(programs), None)
-    if wrong is not None:
-        return Verdict(wrong, False)
+def check(programs: list[Program], alike: Iterable[tuple[Program, Program]] = ()) -> Verdict:
+    """alike: pairs of ranks that must run the same program, each in its own groups."""
+    findings = different_groups(programs), disagreements(programs), unwaited(programs), differences(alike)
+    wrong = list(islice(chain(*findings), MOST))
+    if wrong:
+        return Verdict(wrong[0], False, tuple(wrong[1:]))
     stuck = _Simulation(programs, blocking=True).stuck()
     if not stuck:
         return Verdict(HOST_ORDER, True)
@@ -64,20 +86,45 @@ def check(programs: list[Program]) -> Verdict:
 
 
 def describe(program: Program, message: Message, number: int | None = None) -> str:
-    lane, ranks = program.comm(message)
+    comm = program.comm(message)
     of = f" {number}" if number is not None else ""
     layer = f" of {message.line.layer}" if message.line.layer else ""
     phase = " in backward" if message.backward else ""
-    who = f" with rank {ranks[message.peer]}" if message.op in POINT_TO_POINT else ""
-    count = f"{message.sent or message.received} bytes of {str(message.dtype).removeprefix('torch.')}"
+    who = f" with rank {program.peer(message)}" if message.op in POINT_TO_POINT else ""
+    rows = f" in rows of {message.row}" if message.op in ALL_TO_ALLS else ""
+    count = f"{message.sent or message.received} bytes of {str(message.dtype).removeprefix('torch.')}{rows}"
     return (
-        f"rank {program.rank}: operation{of} of {lane} over ranks {_few(ranks)}: {message.op}{who}, {count}, "
+        f"rank {program.rank}: operation{of} of {comm.lane} over ranks {_few(comm.ranks)}: {message.op}{who}, {count}, "
         f"{message.line}{layer}{phase}"
     )
 
 
 def _few(ranks: tuple[int, ...]) -> str:
     return ",".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}..{ranks[-1]} ({len(ranks)})"
+
+
+# ---- groups
+
+
+def different_groups(programs: list[Program]) -> Iterator[str]:
+    """All ranks of the world make every group together, members or not."""
+    first = programs[0]
+    for program in programs[1:]:
+        for number, (a, b) in enumerate(zip_longest(first.groups_made, program.groups_made)):
+            if a != b:
+                yield (
+                    f"rank {first.rank} makes {_made(a)}, and rank {program.rank} {_made(b)} as number {number} of its "
+                    "groups: all ranks of a world have to make the same groups in the same order"
+                )
+                return
+
+
+def _made(group: tuple[str, tuple[tuple[int, ...], ...]] | None) -> str:
+    if group is None:
+        return "no group"
+    lane, parts = group
+    more = f" and {len(parts) - 4} more" if len(parts) > 4 else ""
+    return f"{lane} over ranks {' | '.join(map(_few, parts[:4]))}{more}"
 
 
 # ---- agreement
@@ -93,7 +140,7 @@ def disagreements(programs: list[Program]) -> Iterator[str]:
             by_comm[comm].append((program, messages))
     for comm, members in by_comm.items():
         present = {program.rank for program, _ in members}
-        absent = [rank for rank in comm[1] if rank not in present]
+        absent = [rank for rank in comm.members if rank not in present]
         if absent:
             program, messages = members[0]
             yield f"{describe(program, messages[0], 0)}; rank {absent[0]} never issues any operation of that group"
@@ -106,31 +153,47 @@ def _collectives(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
     lists = [(program, [m for m in messages if m.op not in POINT_TO_POINT]) for program, messages in members]
     first, mine = lists[0]
     for program, theirs in lists[1:]:
-        for number, (a, b) in enumerate(zip(mine, theirs, strict=False)):
-            if _agreed(a) != _agreed(b):
-                yield f"{describe(first, a, number)}; {describe(program, b, number)}"
-                return
-        if len(mine) != len(theirs):
-            number = min(len(mine), len(theirs))
+        number = _first_difference(mine, theirs)
+        if number is None:
+            continue
+        if number < min(len(mine), len(theirs)):
+            a, b = mine[number], theirs[number]
+            counts = "" if len(mine) == len(theirs) else f" ({len(mine)} and {len(theirs)} operations in all)"
+            like = tuple(
+                other.rank
+                for other, its in lists
+                if other is not program and number < len(its) and _agreed(its[number]) == _agreed(b)
+            )
+            also = f", as on rank{'s' * (len(like) > 1)} {_few(like)}" if like else ""
+            yield f"{describe(first, a, number)}; {describe(program, b, number)}{also}{counts}"
+        else:
             more, messages, less = (first, mine, program) if len(mine) > number else (program, theirs, first)
             yield f"{describe(more, messages[number], number)}; rank {less.rank} never issues operation {number}"
-            return
-    exact = [(program, messages) for program, messages in lists if program.exact]
+        return
     for number, message in enumerate(mine):
         if message.op in ALL_TO_ALLS:
-            yield from _splits(exact, number)
+            yield from _splits(lists, number)
+
+
+def _first_difference(mine: list[Message], theirs: list[Message]) -> int | None:
+    """Where two ranks part: the first operations that differ, or that different lines of code issue before these."""
+    pairs = list(zip(mine, theirs, strict=False))
+    if len(mine) == len(theirs) and all(_agreed(a) == _agreed(b) for a, b in pairs):
+        return None
+    parted = (i for i, (a, b) in enumerate(pairs) if a.line != b.line or _agreed(a) != _agreed(b))
+    return next(parted, len(pairs))
 
 
 def _agreed(message: Message) -> tuple:
-    sizes = () if message.op in ALL_TO_ALLS else (message.sent, message.received)
-    return message.op, message.dtype, *sizes
+    sizes = (message.row,) if message.op in ALL_TO_ALLS else (message.sent, message.received)
+    return message.op, message.dtype, message.line.layer, message.backward, *sizes
 
 
 def _splits(members: list[tuple[Program, list[Message]]], number: int) -> Iterator[str]:
     """Each rank sends as many rows as its receiver expects."""
     for program, messages in members:
         a = messages[number]
-        ranks = program.comm(a)[1]
+        ranks = program.comm(a).ranks
         me = ranks.index(program.rank)
         for other, theirs in members:
             b, you = theirs[number], ranks.index(other.rank)
@@ -146,8 +209,8 @@ def _pairs(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
     by_ends: dict[tuple[int, int], dict[str, list[tuple[Program, Message]]]] = defaultdict(lambda: defaultdict(list))
     for program, messages in members:
         for message in messages:
-            if message.op in POINT_TO_POINT:
-                other = program.comm(message)[1][message.peer]
+            other = program.peer(message) if message.op in POINT_TO_POINT else -1
+            if other in program.comm(message).members:
                 ends = (program.rank, other) if message.op == "send" else (other, program.rank)
                 by_ends[ends][message.op].append((program, message))
     for (source, target), found in by_ends.items():
@@ -162,6 +225,42 @@ def _pairs(members: list[tuple[Program, list[Message]]]) -> Iterator[str]:
             less = target if program.rank == source else source
             yield f"{describe(program, message, number)}; rank {less} never issues its side"
             return
+
+
+def unwaited(programs: list[Program]) -> Iterator[str]:
+    """Nothing keeps a step from using a result before it has arrived, or from ending before."""
+    for program in programs:
+        waited = {event.number for event in program.log.events if event.kind == "wait"}
+        for number, message in enumerate(program.log.messages):
+            if number not in waited:
+                yield f"{describe(program, message)}, which is never waited for"
+
+
+def differences(alike: Iterable[tuple[Program, Program]]) -> Iterator[str]:
+    for a, b in alike:
+        for mine, theirs in zip_longest(a.log.events, b.log.events):
+            if mine is None or theirs is None or _likeness(a, mine) != _likeness(b, theirs):
+                yield (
+                    f"ranks {a.rank} and {b.rank} of a stage differ, so nothing is known of its ranks that were not "
+                    f"rehearsed: {_event(a, mine)}; {_event(b, theirs)}; --all-ranks rehearses them all"
+                )
+                return
+
+
+def _likeness(program: Program, event: Event) -> tuple:
+    if event.kind != "issue":
+        return event
+    message = program.log.messages[event.number]
+    return *_agreed(message), program.comm(message).lane, message.peer, message.batch
+
+
+def _event(program: Program, event: Event | None) -> str:
+    if event is None:
+        return f"rank {program.rank}: the end of its step"
+    if event.kind == "sync":
+        return f"rank {program.rank}: the host waits for the device, {program.log.syncs[event.number]}"
+    text = describe(program, program.log.messages[event.number])
+    return text if event.kind == "issue" else f"{text}, is waited for"
 
 
 # ---- progress
@@ -228,7 +327,7 @@ class _Simulation:
         """Ranks that have not started the operation that this one waits for."""
         for key in unit.keys:
             present = {other.rank for other in self.arrived[key]}
-            yield from (rank for rank in (key[-2:] if key[0] == "pair" else unit.comm[1]) if rank not in present)
+            yield from (rank for rank in (key[-2:] if key[0] == "pair" else unit.comm.members) if rank not in present)
 
     def _go(self, state: _Rank, runnable: deque[_Rank]) -> None:
         events, messages = state.program.log.events, state.program.log.messages
@@ -271,7 +370,9 @@ class _Simulation:
         comm, keys = program.comm(messages[0]), []
         for message in messages:
             if message.op in POINT_TO_POINT:
-                other = comm[1][message.peer]
+                other = program.peer(message)
+                if other not in comm.members:
+                    continue
                 ends = (program.rank, other) if message.op == "send" else (other, program.rank)
                 pair = message.op, comm, *ends
                 count = state.counts[pair]
@@ -290,7 +391,7 @@ class _Simulation:
         for key in unit.keys:
             units = self.arrived[key]
             units.append(unit)
-            if len(units) == (2 if key[0] == "pair" else len(unit.comm[1])):
+            if len(units) == (2 if key[0] == "pair" else len(unit.comm.members)):
                 for one in units:
                     one.left -= 1
                     if not one.left and one.rank != unit.rank:

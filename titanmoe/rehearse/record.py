@@ -6,6 +6,7 @@ requests it; in backward, the line of the forward pass whose gradients are sent.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -88,6 +89,8 @@ class Message:
     backward: bool
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """All-to-alls only: rows sent to each rank of the group, and received from each."""
+    row: int = 0
+    """All-to-alls only: bytes of a row."""
     peer: int = -1
     """Sends and receives only: the index of the other rank in the group."""
     batch: int = -1
@@ -111,6 +114,10 @@ class Log:
     """Lines where the host waits for the device."""
     side_streams: dict[Stream, list[int]] = field(default_factory=dict, repr=False)
     """Messages that another stream has waited for, and the computation's stream has not."""
+
+
+def _row_bytes(x: Tensor) -> int:
+    return math.prod(x.shape[1:]) * x.element_size()
 
 
 class Recorder(TorchDispatchMode):
@@ -199,7 +206,7 @@ class Recorder(TorchDispatchMode):
         rows = self.rows_exchanged(op, sizes, arrived, group)
         sent, received = (sum(side) * x.shape[1] * x.element_size() for side in rows)
         line, backward = self.line()
-        return Message(op, group, x.dtype, sent, received, line, backward, rows)
+        return Message(op, group, x.dtype, sent, received, line, backward, rows, _row_bytes(x))
 
     def rows_exchanged(
         self, op: str, sizes: Tensor, arrived: Tensor, group: str
@@ -216,7 +223,8 @@ class Recorder(TorchDispatchMode):
         if op in ("send", "receive"):
             sent, received = (sent, 0) if op == "send" else (0, received)
         line, backward = self.line()
-        return Message(op, group, inputs[0].dtype, sent, received, line, backward, splits, peer, self._batch)
+        row = _row_bytes(inputs[0]) if splits is not None else 0
+        return Message(op, group, inputs[0].dtype, sent, received, line, backward, splits, row, peer, self._batch)
 
     def _note(self, message: Message) -> None:
         number = len(self.log.messages)

@@ -1,74 +1,92 @@
-"""All ranks of a world from one of each role: ranks of a stage run the same program, each in its own groups."""
+"""The ranks of a world to rehearse, and whether all messages can complete: all of them, or those at the corners.
+
+Ranks of a stage run the same program, each in its own groups. Rank 0 of a large world is compared with the last rank
+along each axis, and every stage has its first rank; the others are taken to be like the first of their stage.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from itertools import starmap
+from itertools import repeat
 from multiprocessing import get_context
 
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import Fold
-from titanmoe.rehearse.order import Program, Verdict, check
+from titanmoe.fold.degrees import Fold, derive
+from titanmoe.fold.groups import group_of
+from titanmoe.rehearse.order import Comm, Program, Verdict, check
 from titanmoe.rehearse.routing import StatedRouting
 from titanmoe.rehearse.splits import disagreeing_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
-MIN_ROLES_PER_PROCESS = 4
+SMALL = 8
+"""Ranks of a world that is rehearsed whole."""
+MIN_RANKS_PER_PROCESS = 4
 
 
-def role(fold: Fold, rank: int) -> int:
-    """The rank that represents it: the first of its stage."""
-    return rank // fold.stage * fold.stage
+def corners(fold: Fold) -> list[int]:
+    """The first rank of every stage; and of the first and the last stage, the last rank along every axis of both
+    views.
+    """
+    firsts = range(0, fold.world, fold.stage)
+    ends = {
+        group_of(fold, view, axis, first)[-1]
+        for first in (firsts[0], firsts[-1])
+        for view, axes in (("attention", fold.attention_axes), ("experts", fold.expert_axes))
+        for axis in axes
+        if axis != "pp"
+    }
+    return sorted(ends.union(firsts))
 
 
-def roles(
-    config: Config, world: int, hardware: str, routing: float | StatedRouting = 1.0, node: int = 8
+def rehearse_ranks(
+    config: Config,
+    world: int,
+    hardware: str,
+    routing: float | StatedRouting = 1.0,
+    node: int = 8,
+    ranks: Iterable[int] | None = None,
 ) -> Iterator[Rehearsal]:
-    """Rehearses each; many of them in several processes, each of which uses one CPU and takes a while to start."""
-    pp = config.parallelism.pp
-    arguments = [(config, world, stage * (world // pp), hardware, routing, node) for stage in range(pp)]
-    processes = min(os.cpu_count() or 1, pp // MIN_ROLES_PER_PROCESS)
+    """ranks: by default all of a small world, and those at the corners of a larger one. Many of them are rehearsed in
+    several processes, each of which uses one CPU and takes a while to start.
+    """
+    if ranks is None:
+        ranks = range(world) if world <= SMALL else corners(derive(world, config.parallelism))
+    ranks = list(ranks)
+    arguments = repeat(config), repeat(world), ranks, repeat(hardware), repeat(routing), repeat(node)
+    processes = min(os.cpu_count() or 1, len(ranks) // MIN_RANKS_PER_PROCESS)
     if processes < 2:
-        yield from starmap(rehearse, arguments)
+        yield from map(rehearse, *arguments)
         return
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        yield from pool.map(rehearse, *zip(*arguments, strict=True))
+        yield from pool.map(rehearse, *arguments)
 
 
-def programs_of_roles(rehearsals: Iterable[Rehearsal]) -> list[Program]:
-    """For ranks that represent their stage. All ranks of a stage advance alike, so a group within a stage is reduced
-    to the stage's first rank, and a group across stages to their first ranks.
-    """
+def programs(rehearsals: list[Rehearsal]) -> list[Program]:
+    rehearsed = {one.rank for one in rehearsals}
     return [
         Program(
-            found.rank,
-            found.log,
+            one.rank,
+            one.log,
             {
-                name: (f"{group.lane} {group.axes}", tuple(dict.fromkeys(role(found.fold, r) for r in group.ranks)))
-                for name, group in found.groups.items()
+                name: Comm(f"{group.lane} {group.axes}", group.ranks, tuple(r for r in group.ranks if r in rehearsed))
+                for name, group in one.groups.items()
             },
-            exact=False,
+            one.groups_made,
         )
-        for found in rehearsals
+        for one in rehearsals
     ]
 
 
-def programs_of_all(rehearsals: Iterable[Rehearsal]) -> list[Program]:
-    """For a world of which every rank has been rehearsed: split sizes are compared too."""
-    return [
-        Program(
-            found.rank,
-            found.log,
-            {name: (f"{group.lane} {group.axes}", group.ranks) for name, group in found.groups.items()},
-        )
-        for found in rehearsals
-    ]
-
-
-def check_roles(rehearsals: Iterable[Rehearsal]) -> Verdict:
+def check_ranks(rehearsals: Iterable[Rehearsal]) -> Verdict:
     rehearsals = list(rehearsals)
-    found = check(programs_of_roles(rehearsals))
-    wrong = next(disagreeing_splits(rehearsals), None) if found.safe else None
-    return found if wrong is None else Verdict(wrong, False)
+    fold, found = rehearsals[0].fold, programs(rehearsals)
+    by_rank = {program.rank: program for program in found}
+    alike = []
+    if len(by_rank) < fold.world:
+        firsts = {rank: rank // fold.stage * fold.stage for rank in by_rank}
+        alike = [(by_rank[first], by_rank[rank]) for rank, first in firsts.items() if rank != first]
+    verdict = check(found, alike)
+    wrong = next(disagreeing_splits(rehearsals), None) if verdict.safe else None
+    return verdict if wrong is None else Verdict(wrong, False)

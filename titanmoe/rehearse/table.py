@@ -131,10 +131,11 @@ def _remarks(rehearsal: Rehearsal) -> list[str]:
     return lines
 
 
-def table_of_roles(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
-    first = rehearsals[0]
+def table_of_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
+    first, count = rehearsals[0], len(rehearsals)
+    which = "all of them" if count == first.fold.world else f"{count} of them, the others are taken to be alike"
     lines = [
-        f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing.text}: one rank of each stage",
+        f"{first.fold.world} ranks, as on {first.hardware}, routing {first.routing.text}: {which}",
         f"    attention  {_axes(first.fold.attention_axes)}",
         f"    experts    {_axes(first.fold.expert_axes)}",
         *_estimates(first),

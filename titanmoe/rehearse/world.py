@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes as outside
 from torch.utils._python_dispatch import _pop_mode, _push_mode
@@ -55,8 +56,6 @@ class NamedGroup:
     ranks: tuple[int, ...]
     across: bool
     """Whether it spans nodes."""
-    parts: tuple[tuple[int, ...], ...] = field(repr=False, compare=False, default=())
-    """The groups of all ranks that were made together with it."""
 
 
 @dataclass
@@ -69,6 +68,8 @@ class Rehearsal:
     log: Log
     groups: dict[str, NamedGroup]
     """By torch's name for the group."""
+    groups_made: list[tuple[str, tuple[tuple[int, ...], ...]]]
+    """In the order in which they are made, as all ranks make them together: lanes, and the ranks of each group."""
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -90,7 +91,7 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
             continue
         ranks = next(part for part in parts if rank in part)
         across = len({r // node for r in ranks}) > 1
-        out[group.group_name] = NamedGroup(lane, axes_of(fold, lane, ranks), ranks, across, parts)
+        out[group.group_name] = NamedGroup(lane, axes_of(fold, lane, ranks), ranks, across)
     return out
 
 
@@ -264,6 +265,8 @@ def rehearse(
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(as_on(hardware))
+        # torch keeps shards' layouts by mesh, and equal meshes of two ranks differ in this rank's place.
+        stack.callback(_clear_sharding_prop_cache)
         stack.enter_context(fake_world(rank, world))
         # Building meshes reads real values, and modules are built on meta: fake tensors start where weights are made.
         stack.enter_context(replaced(apply, "materialize", _without_numbers(fake)))
@@ -300,6 +303,7 @@ def rehearse(
             stated,
             recorder.log,
             name_groups(trainer.meshes.lanes, fold, rank, node),
+            list(trainer.meshes.lanes.made),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(x.numel() * x.element_size() for x in trainer.optimizer.on_device),
