@@ -37,8 +37,6 @@ TINY = {
     "checkpoint.enable": "true", "checkpoint.interval": INTERVAL, "checkpoint.keep_last": 3,
     "metrics.tensorboard": "false", "metrics.console": "lines",
 }  # fmt: skip
-LOCAL = {"checkpoint.local": 2, "checkpoint.interval": STEPS // 2}
-"""For runs with local copies, which are usually newer than their last checkpoint."""
 
 PRELOADED = (
     "torch.distributed.run", "torch.distributed.fsdp", "titanmoe.checkpoint.folder", "titanmoe.train.trainer",
@@ -412,23 +410,6 @@ def asked_to_stop(run: Run) -> None:
     run.start()
 
 
-def lost_host(run: Run) -> None:
-    """Each rank is a host, and a folder is its memory. One host's folder is removed before the run starts again."""
-    run.options = run.options | LOCAL | {"checkpoint.local_folder": f"{run.folder}/memory$RANK"}
-    run.start()
-    step = run.draw.randint(2 * LOCAL["checkpoint.local"] + 1, STEPS - 2 * INTERVAL)
-    run.wait(lambda: run.step() >= step, f"step {step}")
-    time.sleep(run.draw.uniform(0, 0.1))
-    run.kill_launcher()
-    lost = run.draw.randrange(RANKS)
-    shutil.rmtree(run.folder / f"memory{lost}")
-    whole = (run.folder / f"memory{1 - lost}").glob(f"*/*/{layout.MANIFEST}")
-    run.committed = max([run.committed, *(layout.step_of(manifest.parent) for manifest in whole)])
-    if not run.committed:
-        raise Missed("there are no local copies but those of the start")
-    run.start()
-
-
 KINDS: dict[str, Callable[[Run], None]] = {
     "one rank killed": one_rank,
     "all ranks killed": all_ranks,
@@ -441,5 +422,4 @@ KINDS: dict[str, Callable[[Run], None]] = {
     "errors while reading": errors_while_reading,
     "errors while writing": errors_while_writing,
     "asked to stop (SIGTERM)": asked_to_stop,
-    "a host lost with its memory": lost_host,
 }

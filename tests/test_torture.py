@@ -300,7 +300,7 @@ def test_a_trial_reads_what_a_run_left(tmp_path):
         (run.checkpoints / name).mkdir()
     run.struck()
     assert (run.made, run.begun(), run.committed) == (2, [0, 1], 2 * INTERVAL)
-    assert len(KINDS) == 12
+    assert len(KINDS) == 11
 
 
 def test_a_leak_is_not_flat() -> None:

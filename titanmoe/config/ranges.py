@@ -138,7 +138,6 @@ RANGES = {
     "moe.bias_update_rate": NOT_NEGATIVE,
     "activation_checkpoint.every": COUNT,
     "checkpoint.interval": NOT_NEGATIVE,
-    "checkpoint.local": NOT_NEGATIVE,
     "checkpoint.keep_last": NOT_NEGATIVE,
     "checkpoint.keep_every": NOT_NEGATIVE,
     "checkpoint.timeout_s": COUNT,

@@ -443,10 +443,6 @@ class Checkpoint:
     """Steps between checkpoints; 0 saves only at the end and on a signal. As many as you can afford to repeat."""
     save: Literal["async", "sync"] = "async"
     """async copies the state to CPU memory and writes it while training continues. sync waits for the disk and needs no copy."""
-    local: int = 0
-    """Steps between copies in the memory of the hosts: each host keeps what its ranks hold, and a copy of what the ranks of another host hold. A run that loses a host then goes back to the latest copies and not to the last checkpoint. `local_folder` needs room for two sets. 0: none."""
-    local_folder: str = "/dev/shm"
-    """Where `local` copies go: a folder that each host has to itself, in memory or on a local disk, and that outlives the run's processes. Environment variables are expanded on each host, as in "$SLURM_TMPDIR"."""
     keep_last: int = 3
     """How many of the latest to keep; 0 keeps all."""
     keep_every: int = 0

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import re
 import shlex
-import socket
 import sys
 import time
 import uuid
@@ -27,6 +25,7 @@ from titanmoe.launcher import ranks
 from titanmoe.launcher.message import first, message, oom_kills
 from titanmoe.models.families import preset
 from titanmoe.train.folder import COMMAND
+from titanmoe.train.runtime import why_not_listen
 from titanmoe.train.waiting import waiting
 
 if TYPE_CHECKING:
@@ -306,16 +305,9 @@ def _as_for_torchrun(request: Request) -> list[str]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Node 0 listens there. Checked before the ranks start, because torch's own error fills a screen."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            why = "is in use by another program" if error.errno == errno.EADDRINUSE else f"cannot be used ({error})"
-            raise ConfigError(
-                [f"--master-port {port} {why} on {host}: give another one, the same on every node"]
-            ) from None
+    """Node 0 listens there."""
+    if why := why_not_listen(port):
+        raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
 
 
 def _folder(prepared: Prepared) -> Path:
