@@ -251,7 +251,7 @@ def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -
 
 
 def why_not_listen(port: int) -> str:
-    """Why this process cannot listen on a port; empty if it can. Asked first because torch's own error fills a
+    """Why this process cannot listen on a port; empty if it can. Asked first, because torch's own error fills a
     screen."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
