@@ -82,7 +82,7 @@ def begin(launcher: str, argv: list[str], log: Path, faults: list[dict[str, Any]
 
 
 def fork_ranks() -> None:
-    """In a torchrun: ranks that it starts from now on are forks of it."""
+    """In a launcher: ranks that it starts from now on are forks of it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     SubprocessHandler._popen = lambda self, args, env: Forked(args, env, (self._stdout, self._stderr))

@@ -138,7 +138,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     assert "ranks 0-2: all-reduce over world, number 1" in said
     assert sorted(note.get("consequence", False) for note in notes) == [False, False, True]
     part = "step 3, forward and backward: forward, microbatch 0"
-    reports = {tuple(note["ending"]): note for note in notes if note.get("alike")}
+    reports = {tuple(note["following"]): note for note in notes if note.get("alike")}
     assert set(reports) == {(1,), (3,)}, "the launcher of each machine knows which of its ranks end only now"
     assert reports[1,]["during"] == {3: part} and reports[3,]["during"] == {"3": part}
     assert all(f"error: {note['text']}\n" == said for note in reports.values()), "both print the report last"

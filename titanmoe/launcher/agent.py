@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from titanmoe.launcher.message import Failure, ended_by_report, parts_of_step
+from titanmoe.launcher.message import Failure, following, parts_of_step
 from titanmoe.train import failure
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -117,12 +117,12 @@ class Agent(LocalElasticAgent):
     def ended(self, failures: dict[int, Any]) -> Ended:
         workers, notes = self._worker_group.workers, self._pcontext.error_files if self._pcontext else {}
         files = [Path(note) for note in notes.values()]
-        found, parts, reported = [], parts_of_step(files), ended_by_report(files)
+        found, parts, follow = [], parts_of_step(files), following(files)
         for failed in failures.values():
             local = failed.local_rank
             rank, log, note = workers[local].global_rank, Path(self._pcontext.stderrs[local]), Path(notes[local])
             during = parts.get(rank, "")
-            found.append(Failure(rank, failed.exitcode, failed.timestamp, log, note, during, rank in reported))
+            found.append(Failure(rank, failed.exitcode, failed.timestamp, log, note, during, rank in follow))
         return Ended(self.signal, self.killed, found, workers[0].world_size if workers else 1)
 
 

@@ -26,8 +26,8 @@ class Failure:
     """Written by titanmoe.train.failure, if the rank got that far."""
     during: str = ""
     """Which part of the step it was in, as far as other ranks of this machine know."""
-    reported: bool = False
-    """Whether the watch reported a hang before this rank ended, and then killed it if it was stopped."""
+    follows: bool = False
+    """Whether it ended because of a hang that the watch reported, which kills a stopped rank."""
 
     def note(self) -> dict:
         return read_note(self.note_file)
@@ -42,7 +42,7 @@ class Failure:
         """Whether another rank failed first: the note says so, or the launcher or the watch then ended this one."""
         if note := self.note():
             return bool(note.get("consequence"))
-        return self.reported or self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        return self.follows or self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
     @property
     def own_fault(self) -> bool:
@@ -65,9 +65,9 @@ def parts_of_step(notes: Iterable[Path]) -> dict[int, str]:
     return found
 
 
-def ended_by_report(notes: Iterable[Path]) -> set[int]:
-    """Ranks that were still there when the watch reported a hang."""
-    return {rank for file in notes for rank in read_note(file).get("ending", [])}
+def following(notes: Iterable[Path]) -> set[int]:
+    """Ranks that ended because of a hang that the watch reported."""
+    return {rank for file in notes for rank in read_note(file).get("following", [])}
 
 
 def first(failures: Iterable[Failure]) -> Failure:

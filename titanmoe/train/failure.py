@@ -34,15 +34,15 @@ def leave_note(
     consequence: bool = False,
     alike: bool = False,
     during: Mapping[int, str] | None = None,
-    ending: Iterable[int] = (),
+    following: Iterable[int] = (),
 ) -> bool:
     """Returns whether there is a launcher to read it. consequence: another rank failed before this one. alike: all
-    ranks say the same. during: which part of the step ranks were in that cannot say so themselves. ending: ranks of
-    this machine that were still there, and end because of what this note says."""
+    ranks say the same. during: which part of the step ranks were in that cannot say so themselves. following:
+    ranks of this machine that end because of what this note says, whatever they end with."""
     if not (file := os.environ.get(FILE)):
         return False
     found = {"message": text, "timestamp": time.time()}  # torch's names, which its agent reads
-    found |= {"consequence": consequence, "alike": alike, "during": during or {}, "ending": list(ending)}
+    found |= {"consequence": consequence, "alike": alike, "during": during or {}, "following": list(following)}
     new = Path(f"{file}.new")
     new.write_text(json.dumps(found), encoding="utf-8")
     new.replace(file)

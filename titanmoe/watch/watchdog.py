@@ -206,12 +206,16 @@ class Watchdog(threading.Thread):
         """The report of another machine, for the launcher of this one."""
         with contextlib.suppress(RuntimeError, OSError):
             if self.hosts.number and self.between.posted("report"):
-                failure.leave_note(**self.between.read("report"), alike=True, ending=self._others_here())
+                self._leave_note(self.between.read("report"))
                 return
         failure.leave_note("another rank is late", consequence=True)
 
-    def _others_here(self) -> list[int]:
-        return [rank for rank, heart in self.hosts.local.items() if rank != self.rank and not gone(heart)]
+    def _leave_note(self, report: dict[str, Any]) -> None:
+        """A late rank that is gone is the cause; one that is still there is ended, and the others follow."""
+        late = set(map(int, report["during"]))
+        local = {rank: heart for rank, heart in self.hosts.local.items() if rank != self.rank}
+        following = [rank for rank, heart in local.items() if rank not in late or not gone(heart)]
+        failure.leave_note(**report, alike=True, following=following)
 
     def report(self, seen: list[Seen]) -> None:
         """Judge, report, and end the run. Called on the first machine, or the second if the first is gone."""
@@ -219,7 +223,7 @@ class Watchdog(threading.Thread):
         verdict = judge(everyone, self.groups, self.stage)
         launcher_reports = bool(os.environ.get(failure.FILE))
         said = {"text": verdict.text, "during": verdict.during}
-        self._in_time(lambda: failure.leave_note(**said, alike=True, ending=self._others_here()))
+        self._in_time(lambda: self._leave_note(said))
         self._in_time(lambda: self._write(everyone, verdict))
         self.hosts.mine.numbers[at.REPORTED] = 1
         with contextlib.suppress(RuntimeError, OSError):
