@@ -100,7 +100,10 @@ def test_a_gpu_is_of_one_rank(on):
     assert prepare(parse_words([*words, "--activation_checkpoint.mode", "none", *change.split()])).nproc == 8
     on(Machine(8, 64, 24 << 30))
     (problem,) = refused("mixtral_8x7b").problems
-    assert re.search(r"\): \d+ GPUs of 25.8 GB are enough, as titanmoe plan mixtral_8x7b --ranks \d+ shows", problem)
+    assert re.search(r"\): (\d+) GPUs of 25.8 GB are enough, as titanmoe plan mixtral_8x7b --ranks \1 --hard", problem)
+    on(Machine(256, 64, 40 << 30))
+    (problem,) = refused("qwen3_235b_a22b").problems
+    assert "): 256 GPUs of 42.9 GB are enough with another mapping, as titanmoe plan" in problem
 
 
 def test_moments_in_the_hosts_memory_are_not_on_the_gpu_and_machines_hold_their_own_ranks():

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from titanmoe.config.load import peek
 from titanmoe.config.schema import Config
+from titanmoe.models.families import preset
 from titanmoe.train import host_memory, launch, out_of_memory
 from titanmoe.train.out_of_memory import explain, holds, is_one, settings
 
@@ -131,8 +133,9 @@ def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(mon
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     assert "what helps most:" in out_of_memory.advice(run)
     # Before there are weights, their number is known.
-    run.config.training.device = "cpu"
-    early = explain(cpu_error(), None, 0, run.config)
+    monkeypatch.setattr(host_memory, "whole", lambda: 1 << 20)
+    config, _ = peek(["--config", "debug", "--training.device=cpu"], preset)
+    early = explain(cpu_error(), None, 0, config)
     assert re.search(r"in starting: .*\nweights, gradients and optimizer state alone are \d+ MiB a rank, and it", early)
     assert "optimizer.offload" not in early
 

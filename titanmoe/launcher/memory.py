@@ -119,11 +119,12 @@ def enough(config: Config, world: int, machine: Machine, command: str) -> str:
         batch = training.global_batch_size
         given = replace(training, global_batch_size=training.local_batch_size * tried if batch == -1 else batch)
         if search(replace(config, training=given), tried, device, Factors(), 1).best:
-            known = device.name in names()
-            kind = f"{device.name.upper()} GPU" if known else f"GPU of {format_bytes(device.memory)}"
+            kind = f"{device.name.upper()} GPU" if device.name else f"GPU of {format_bytes(device.memory)}"
             kind = f"1 {kind} is" if tried == 1 else f"{tried} {kind.replace('GPU', 'GPUs')} are"
-            hardware = f" --hardware {device.name}" if known else ""
-            return f"{kind} enough, as titanmoe plan {command} --ranks {tried}{hardware} shows"
+            how = " with another mapping" if machine.gpus and tried == world else ""
+            plan = f"titanmoe plan {command} --ranks {tried} --hardware"
+            shows = f"{plan} {device.name} shows" if device.name else f"{plan} FILE shows, with their figures in FILE"
+            return f"{kind} enough{how}, as {shows}"
     return f"titanmoe plan {command} --ranks {count} says what helps"
 
 

@@ -96,11 +96,11 @@ def _torch_said(error: BaseException) -> str:
 
 def holds(trainer: Trainer) -> dict[str, int]:
     """Bytes on this rank; what is not named is activations, gathered weights and message buffers."""
-    parameters = trainer.parameters.values()
+    weights = trainer.parameters.values()
     states = getattr(getattr(trainer.optimizer, "adamw", None), "state", {}).values()
     found = {
-        "weights": _bytes(parameters),
-        "gradients": _bytes(p.grad for p in parameters if p.grad is not None),
+        "weights": _bytes(weights),
+        "gradients": _bytes(p.grad for p in weights if p.grad is not None),
         "optimizer state": _bytes(t for state in states for t in state.values() if isinstance(t, Tensor)),
     }
     if trainer.device.type == "cuda":
