@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Makes runs hang under the real torchrun in every way a rank can, and checks which rank is named and when all end.
+"""Makes runs hang in every way a rank can, and checks which rank is named and when all end.
 
-    python scripts/torture_hangs.py                              # 20 trials, and a table
+    python scripts/torture_hangs.py                              # 20 trials under torchrun, and a table
+    python scripts/torture_hangs.py --launcher "titanmoe train"  # under the other launcher
     python scripts/torture_hangs.py --only stop --first 5 --trials 1       # repeat one, as a failure prints it
     python scripts/torture_hangs.py --out docs/reliability.md    # the table between its marks there
 
 A trial trains a small model on 4 CPU ranks with training.timeout_s = 10. Its seed decides the mapping, the rank that
-fails and the moment. The report must name that rank, and be the last thing that the ranks print.
+fails and the moment. The report must name that rank, and be the last thing that the ranks, or titanmoe train, print.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from torture_runs import TINY, Run, Wrong, preload, workplace, write
+from torture_runs import LAUNCHERS, TINY, Run, Wrong, preload, workplace, write
 
 from titanmoe.checkpoint import layout
 
@@ -65,7 +67,7 @@ class Hang(Run):
         self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
         took = time.monotonic() - self.struck_at
         said = [line for line in self.log.read_text(errors="replace").splitlines() if line.startswith("error: ")]
-        if not said or f"rank {self.rank} " not in said[-1]:
+        if not said or f"rank {self.rank} " not in said[-1] or "SIGKILL" in said[-1]:
             raise Wrong(f"rank {self.rank} was struck, and the last report is: {(said or ['none'])[-1]}")
         if "Traceback" in self.log.read_text(errors="replace").partition(said[-1])[0]:
             raise Wrong("a rank printed a traceback before the report")
@@ -121,7 +123,7 @@ WHAT = {
 
 def one(kind: str, seed: int, folder: Path) -> dict[str, Any]:
     run = Hang(folder / str(seed), seed)
-    outcome = {"kind": kind, "seed": seed, "rank": run.rank, "seconds": None, "failure": ""}
+    outcome = {"launcher": run.launcher, "kind": kind, "seed": seed, "rank": run.rank, "seconds": None, "failure": ""}
     try:
         KINDS[kind](run)
         outcome["seconds"] = run.named()
@@ -134,13 +136,13 @@ def one(kind: str, seed: int, folder: Path) -> dict[str, Any]:
 
 
 def table(outcomes: list[dict[str, Any]]) -> str:
-    head = ("what happened", "trials", "rank named", "seconds until all had ended: median", "max")
-    lines = [f"| {' | '.join(head)} |", "| --- | --- | --- | --- | --- |"]
-    for kind, what in WHAT.items():
-        if some := [each["seconds"] for each in outcomes if each["kind"] == kind]:
+    head = ("what happened", "under", "trials", "rank named", "seconds until all had ended: median", "max")
+    lines = [f"| {' | '.join(head)} |", "|" + " --- |" * len(head)]
+    for kind, launcher in product(WHAT, LAUNCHERS):
+        if some := [each["seconds"] for each in outcomes if (each["kind"], each["launcher"]) == (kind, launcher)]:
             named = [seconds for seconds in some if seconds is not None]
             shown = [f"{seconds:.1f}" for seconds in (statistics.median(named), max(named))] if named else ["", ""]
-            lines.append(f"| {what} | {len(some)} | {len(named)} | {' | '.join(shown)} |")
+            lines.append(f"| {WHAT[kind]} | {launcher} | {len(some)} | {len(named)} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -149,22 +151,23 @@ def main() -> int:
     parser.add_argument("--trials", type=int, default=20, metavar="N", help="how many (default 20)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="seed of the first trial")
     parser.add_argument("--only", choices=KINDS, metavar="KIND", help=f"one of: {', '.join(KINDS)}")
-    parser.add_argument("--forks", action="store_true", help="ranks are forks of torchrun, which have imported torch")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun", help="what starts the ranks")
+    parser.add_argument("--forks", action="store_true", help="ranks are forks of it, which have imported torch")
     parser.add_argument("--results", metavar="FILE", help="one line per trial; those already in it are not repeated")
     parser.add_argument("--out", metavar="FILE", help="also write the table there, between its marks")
     args = parser.parse_args()
     if not sys.platform.startswith("linux"):
         parser.error("this needs Linux: it reads /proc")
     preload()
-    Hang.forks = args.forks
+    Hang.forks, Hang.launcher = args.forks, args.launcher
     kinds = [args.only] if args.only else list(KINDS)
     asked = [(kinds[seed % len(kinds)], seed) for seed in range(args.first, args.first + args.trials)]
     results = Path(args.results) if args.results else None
     outcomes = [json.loads(line) for line in results.read_text().splitlines()] if results and results.exists() else []
-    done = {(each["kind"], each["seed"]) for each in outcomes}
+    done = {(each["launcher"], each["kind"], each["seed"]) for each in outcomes}
     with workplace() as folder:
         for kind, seed in asked:
-            if (kind, seed) in done:
+            if (args.launcher, kind, seed) in done:
                 continue
             outcomes.append(one(kind, seed, folder))
             print(outcomes[-1], flush=True)
@@ -172,11 +175,8 @@ def main() -> int:
                 with results.open("a", encoding="utf-8") as stream:
                     stream.write(json.dumps(outcomes[-1]) + "\n")
         text = table(outcomes)
-        failures = [
-            f"--only {each['kind']} --first {each['seed']} --trials 1: {each['failure']}"
-            for each in outcomes
-            if each["failure"]
-        ]
+        again = '--launcher "{launcher}" --only {kind} --first {seed} --trials 1: {failure}'
+        failures = [again.format(**each) for each in outcomes if each["failure"]]
         print("\n" + text + "".join(f"  {line}\n" for line in failures))
         if args.out:
             write(Path(args.out), "hangs", text)

@@ -26,6 +26,7 @@ from titanmoe.train.runtime import PR_SET_PDEATHSIG
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS, INTERVAL, RANKS = 24, 3, 2
+LAUNCHERS = ("torchrun", "titanmoe train")
 LIMIT_S = 240.0
 """For one attempt of a trial; after that it counts as failed."""
 TINY = {
@@ -39,8 +40,8 @@ TINY = {
 }  # fmt: skip
 
 PRELOADED = (
-    "torch.distributed.run", "torch.distributed.fsdp", "titanmoe.checkpoint.folder", "titanmoe.train.trainer",
-    "titanmoe.watch.numbers", "titanmoe.watch.watch",
+    "torch.distributed.run", "torch.distributed.fsdp", "titanmoe.checkpoint.folder", "titanmoe.cli",
+    "titanmoe.train.trainer", "titanmoe.watch.numbers", "titanmoe.watch.watch",
 )  # fmt: skip
 
 
@@ -58,8 +59,12 @@ def preload() -> None:
         importlib.import_module(name)
 
 
-def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]], forks: bool) -> None:
-    from torch.distributed.run import main
+def begin(launcher: str, argv: list[str], log: Path, faults: list[dict[str, Any]], forks: bool) -> None:
+    """In a process of its own. launcher: one of LAUNCHERS."""
+    if launcher == "torchrun":
+        from torch.distributed.run import main
+    else:
+        from titanmoe.cli import main
 
     os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and its ranks die with it
@@ -71,11 +76,11 @@ def torchrun(argv: list[str], log: Path, faults: list[dict[str, Any]], forks: bo
     os.environ |= {"FAULTS": json.dumps(faults)} if faults else {}
     if forks:
         fork_ranks()
-    main(argv)
+    sys.exit(main(argv))
 
 
 def fork_ranks() -> None:
-    """In a torchrun: ranks that it starts from now on are forks of it."""
+    """In a launcher: ranks that it starts from now on are forks of it."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
     SubprocessHandler._popen = lambda self, args, env: Forked(args, env, (self._stdout, self._stderr))
@@ -134,7 +139,8 @@ class Run:
     """A run in a folder, across all its starts."""
 
     forks = False
-    """Whether ranks are forks of torchrun instead of new processes."""
+    """Whether ranks are forks of their launcher instead of new processes."""
+    launcher = "torchrun"
 
     def __init__(self, folder: Path, seed: int = 0, options: dict[str, Any] = TINY, count: int = RANKS):
         self.folder, self.draw, self.options, self.count = folder, random.Random(seed), options, count
@@ -150,16 +156,14 @@ class Run:
     def start(self, restarts: int = 0, faults: tuple[dict[str, Any], ...] = ()) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         words = [f"--{name}={value}" for name, value in (self.options | {"job.dump_folder": self.folder}).items()]
-        argv = [
-            "--standalone",
-            "--local-addr=127.0.0.1",
-            f"--nproc-per-node={self.count}",
-            f"--max-restarts={restarts}",
-        ]
+        if self.launcher == "torchrun":
+            ranks = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={self.count}"]
+            argv = [*ranks, f"--max-restarts={restarts}", "train.py", *words]
+        else:
+            ranks = [f"--ranks={self.count}", f"--logs={self.folder}/logs"]
+            argv = ["train", *ranks, f"--max-restarts={restarts}", *words]
         context = multiprocessing.get_context("fork")
-        self.agent = context.Process(
-            target=torchrun, args=([*argv, "train.py", *words], self.log, list(faults), self.forks)
-        )
+        self.agent = context.Process(target=begin, args=(self.launcher, argv, self.log, list(faults), self.forks))
         self.agent.start()
 
     def ranks(self) -> list[int]:

@@ -205,9 +205,14 @@ def test_what_was_named_is_a_table_of_its_own():
 
 
 def test_hangs_have_a_table_too(tmp_path):
-    tried = [("stop", 8.5, ""), ("stop", 9.5, ""), ("skip", None, "Wrong rank 1 was struck")]
-    lines = torture_hangs.table([{"kind": k, "seconds": s, "failure": f} for k, s, f in tried]).splitlines()[2:]
-    assert lines == ["| stopped (SIGSTOP) | 2 | 2 | 9.0 | 9.5 |", "| one rank skips a collective | 1 | 0 |  |  |"]
+    torchrun, ours = torture_hangs.LAUNCHERS
+    tried = [("stop", torchrun, 8.5), ("stop", torchrun, 9.5), ("stop", ours, 8.0), ("skip", torchrun, None)]
+    lines = torture_hangs.table([{"kind": k, "launcher": under, "seconds": s} for k, under, s in tried]).splitlines()
+    assert lines[2:] == [
+        "| stopped (SIGSTOP) | torchrun | 2 | 2 | 9.0 | 9.5 |",
+        "| stopped (SIGSTOP) | titanmoe train | 1 | 1 | 8.0 | 8.0 |",
+        "| one rank skips a collective | torchrun | 1 | 0 |  |  |",
+    ]
 
 
 def test_a_trial_that_names_another_rank_or_too_late_has_failed(tmp_path, monkeypatch):

@@ -127,7 +127,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     machines: Watched, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[dict] = []
-    monkeypatch.setattr(watchdog.failure, "leave_note", lambda text, **more: notes.append(more))
+    monkeypatch.setattr(watchdog.failure, "leave_note", lambda text, **more: notes.append({"text": text} | more))
     machines.send(0, 1, 2)
     machines.hearts[3].numbers[at.TICK] = 0  # its thread does not run
     machines.run(0, 1, 2)
@@ -136,10 +136,12 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     assert said.startswith("error: hang: rank 3 on node1 is late, in step 3\n") and said.count("error:") == 1
     assert f"rank 3, process {machines.bodies[3].pid} on node1: does not answer: its process lives" in said
     assert "ranks 0-2: all-reduce over world, number 1" in said
-    during = [note["during"] for note in notes if note.get("alike") or note["during"]]
+    assert sorted(note.get("consequence", False) for note in notes) == [False, False, True]
     part = "step 3, forward and backward: forward, microbatch 0"
-    assert {3: part} in during, "for the launcher of the first machine"
-    assert {"3": part} in during, "for that of the other, which has no report of its own"
+    reports = {tuple(note["following"]): note for note in notes if note.get("alike")}
+    assert set(reports) == {(1,), (3,)}, "the launcher of each machine knows which of its ranks end only now"
+    assert reports[1,]["during"] == {3: part} and reports[3,]["during"] == {"3": part}
+    assert all(f"error: {note['text']}\n" == said for note in reports.values()), "both print the report last"
     event = machines.event()
     assert (event["kind"], event["step"], event["late"]) == ("hang", 3, [3])
     assert event["text"] == "hang: rank 3 on node1 is late, in step 3"

@@ -189,7 +189,7 @@ class Watchdog(threading.Thread):
                 return self.report(seen)
         self._until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
         self.hosts.mine.numbers[at.REPORTED] = 1
-        self._in_time(lambda: failure.leave_note("another rank is late", consequence=True, during=self._late_parts()))
+        self._in_time(self._note_report)
         if self.leads():
             self.end_others(wait=False)
         self.end(1)
@@ -202,22 +202,32 @@ class Watchdog(threading.Thread):
         except (RuntimeError, OSError):
             return False
 
-    def _late_parts(self) -> dict[int, str]:
-        """Which part of the step late ranks were in, if another machine made the report."""
+    def _note_report(self) -> None:
+        """The report of another machine, for the launcher of this one."""
         with contextlib.suppress(RuntimeError, OSError):
-            return self.between.read("report") if self.between.posted("report") else {}
-        return {}
+            if self.hosts.number and self.between.posted("report"):
+                self._leave_note(self.between.read("report"))
+                return
+        failure.leave_note("another rank is late", consequence=True)
+
+    def _leave_note(self, report: dict[str, Any]) -> None:
+        """A late rank that is gone is the cause; one that is still there is ended, and the others follow."""
+        late = set(map(int, report["during"]))
+        local = {rank: heart for rank, heart in self.hosts.local.items() if rank != self.rank}
+        following = [rank for rank, heart in local.items() if rank not in late or not gone(heart)]
+        failure.leave_note(**report, alike=True, following=following)
 
     def report(self, seen: list[Seen]) -> None:
         """Judge, report, and end the run. Called on the first machine, or the second if the first is gone."""
         everyone = seen + self._others()
         verdict = judge(everyone, self.groups, self.stage)
         launcher_reports = bool(os.environ.get(failure.FILE))
-        self._in_time(lambda: failure.leave_note(verdict.text, alike=True, during=verdict.during))
+        said = {"text": verdict.text, "during": verdict.during}
+        self._in_time(lambda: self._leave_note(said))
         self._in_time(lambda: self._write(everyone, verdict))
         self.hosts.mine.numbers[at.REPORTED] = 1
         with contextlib.suppress(RuntimeError, OSError):
-            self.between.post("report", verdict.during)
+            self.between.post("report", said)
         self.end_others(wait=True)
         if not launcher_reports:
             os.write(2, f"error: {verdict.text}\n".encode())  # without the rank before each line
