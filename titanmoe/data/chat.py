@@ -45,10 +45,10 @@ class Chat:
         try:
             self._compiled = Template(template, OPEN, CLOSE)
         except OverBudget as error:
-            raise ConfigError([f"{origin}: to compile the chat template {error}"]) from None
+            raise ConfigError([f"{origin}: compiling the chat template {error}"]) from None
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError([f"{origin}:{error.lineno}: the chat template is not Jinja: {error.message}"]) from None
-        except (RecursionError, SyntaxError, MemoryError, ValueError, OverflowError) as error:
+        except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
             text = _short(f"{type(error).__name__} {error}")
             raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}"]) from None
         self.marks_generation = self._compiled.marks_generation

@@ -1,9 +1,9 @@
 """Chat templates, rendered in a process of their own. A template comes with a downloaded model, and a line of Jinja can
 ask for 10^10 of anything: so each rendering has a limit of time and one of memory.
 
-The process is started when a template is opened, and anew after a fork or after its end. It reads requests on stdin and
-answers on stdout, each a pickle after its length, and ends when its stdin does, as when the other side dies. Its time
-is processor time: a busy machine changes nothing, and the kernel ends it whatever it is doing.
+The process is started when a template is opened, and anew in a fork or after its end. Its first request is the
+template. It ends with its stdin, so also when its parent dies. Its time is processor time: a busy machine changes
+nothing, and the kernel ends it whatever it is doing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import weakref
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -37,32 +36,48 @@ class Template:
     def __init__(self, text: str, opening: str, closing: str):
         """opening, closing: what {% generation %} and {% endgeneration %} write. Raises what Jinja raises."""
         self._template = text, opening, closing
-        self._worker: _Worker | None = None
-        self.marks_generation: bool = self._ask(None)
+        self.marks_generation = False
+        self._idle = [self._begin()]
 
     def render(self, *given: dict[str, Any]) -> list[str]:
         """One text for each. given: what the template's names stand for. The limits are for all of them together."""
-        return self._ask(given)
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = None
+        if worker is None or worker.parent != os.getpid():
+            worker = self._begin()
+        answer = _answer(worker, given, "this conversation")
+        self._idle.append(worker)  # not before: after an interruption, what it says would answer another request
+        return _result(answer)
 
-    def _ask(self, given: tuple[dict[str, Any], ...] | None) -> Any:
-        if self._worker is None or self._worker.parent != os.getpid():
-            self._worker = _Worker()
-        request = pickle.dumps((self._template, given))
-        seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
-        memory = MEMORY + MEMORY_PER_BYTE * len(request)
-        answer = self._worker.ask(request, seconds, memory)
-        if answer is None:
-            code = self._worker.end()
-            self._worker = None
-            if code == -signal.SIGPROF:
-                raise OverBudget(f"takes more than {seconds:.3g} s, the limit for this conversation")
-            raise OverBudget(f"ends the process that renders it (code {code})")
-        found, result = answer
-        if found:
-            return result
-        if isinstance(result, MemoryError) and given is not None:
-            raise OverBudget(f"takes more than {memory >> 20:,} MiB of memory, the limit for this conversation")
+    def _begin(self) -> _Worker:
+        worker = _Worker()
+        self.marks_generation = _result(_answer(worker, self._template, "a template"))
+        return worker
+
+
+def _answer(worker: _Worker, asked: tuple[Any, ...], what: str) -> tuple[bool, Any]:
+    """Whether the process could do it, and what it made or why it could not. what: what the limits are for."""
+    request = pickle.dumps(asked)
+    seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
+    memory = MEMORY + MEMORY_PER_BYTE * len(request)
+    answer = worker.ask(request, seconds, memory)
+    if answer is None:
+        code = worker.end()
+        if code == -signal.SIGPROF:
+            raise OverBudget(f"takes more than {seconds:.3g} s, the limit for {what}")
+        raise OverBudget(f"ends the process that renders it (code {code})")
+    if isinstance(answer[1], MemoryError):
+        raise OverBudget(f"takes more than {memory >> 20:,} MiB of memory, the limit for {what}")
+    return answer
+
+
+def _result(answer: tuple[bool, Any]) -> Any:
+    found, result = answer
+    if not found:
         raise result
+    return result
 
 
 class _Worker:
@@ -73,7 +88,7 @@ class _Worker:
 
         home = str(Path(titanmoe.__file__).parent.parent)
         paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
-        self.parent, self._lock = os.getpid(), threading.Lock()
+        self.parent = os.getpid()
         # Not multiprocessing: whoever reads data may be a daemon, which may have no such children.
         self._process = subprocess.Popen(
             [sys.executable, "-c", "from titanmoe.data.template import serve; serve()"],
@@ -87,14 +102,10 @@ class _Worker:
     def ask(self, request: bytes, seconds: float, memory: int) -> Any:
         """None if it has ended."""
         try:
-            with self._lock:
-                _send(self._process.stdin, request, seconds, memory)
-                answer = _receive(self._process.stdout)
+            _send(self._process.stdin, request, seconds, memory)
+            answer = _receive(self._process.stdout)
         except BrokenPipeError:
             return None
-        except BaseException:  # such as Ctrl-C: what it says next would answer this request
-            self.end()
-            raise
         return answer and pickle.loads(answer[0])
 
 
@@ -135,19 +146,20 @@ def serve() -> None:
         size = os.open("/proc/self/statm", os.O_RDONLY)
     except FileNotFoundError:  # not Linux: then only time is limited
         size = None
-    templates: dict[Any, tuple[Any, bool]] = {}
+    template = None
     while (asked := _receive(sys.stdin.buffer)) is not None:
         request, seconds, memory = asked
-        template, given = pickle.loads(request)
+        given = pickle.loads(request)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles its signal, so the kernel ends the process
         if size is not None:
             most = int(os.pread(size, 64, 0).split()[0]) * page + memory
             resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
         try:
-            if template not in templates:
-                templates[template] = _compiled(*template)
-            compiled, marks = templates[template]
-            answer = True, marks if given is None else [compiled.render(each) for each in given]
+            if template is None:
+                template, marks_generation = _compiled(*given)
+                answer = True, marks_generation
+            else:
+                answer = True, [template.render(each) for each in given]
         except Exception as error:
             answer = False, error.with_traceback(None)
         if size is not None:
