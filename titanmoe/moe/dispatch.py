@@ -44,7 +44,7 @@ from titanmoe.moe.assign import (
     split_into_chunks,
 )
 from titanmoe.moe.permute import reorder, reorder_weighted, to_rows, to_tokens
-from titanmoe.ops.region import named
+from titanmoe.observe import named
 
 if TYPE_CHECKING:
     from titanmoe.moe.layer import MoE

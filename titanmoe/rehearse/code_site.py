@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import traceback
 
-from titanmoe.ops.region import measured_by
+from titanmoe.observe import Observer, listening
 from titanmoe.rehearse.record import BLOCK_METHODS, COMM, HERE, LAUNCH, OURS, TORCH
 from titanmoe.replace import replaced
 
@@ -65,7 +65,7 @@ def _kind(code: CodeType) -> str:
     return "receive" if name == "_make_tensor_from_meta" else ""
 
 
-class CodeSites:
+class CodeSites(Observer):
     """layers: names of blocks, by the id of the module."""
 
     def __init__(self, layers: dict[int, str]):
@@ -77,12 +77,10 @@ class CodeSites:
     @contextmanager
     def on(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(measured_by(self))
+            stack.enter_context(listening(self))
             stack.enter_context(replaced(traceback, "format_stack", self._format_site))
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             yield
-
-    # ---- the interface of the Trainer's clock
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -99,9 +97,6 @@ class CodeSites:
             yield
         finally:
             stack.pop()
-
-    def lap(self, name: str) -> None:
-        pass
 
     def inside(self, name: str) -> bool:
         """Whether the thread is in a region of that name."""

@@ -285,7 +285,6 @@ def rehearse(
         stack.enter_context(replaced(fsdp_cpu._Exchange, "wait", _without_timeout))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.on_gpus())
-        trainer.clock = recorder.sites
         trainer.optimizer.moments()  # allocated now, as in every step but the first
         recorder.ledger.assign((x for part in trainer.parts for x in (*part.parameters(), *part.buffers())), WEIGHTS)
         recorder.ledger.assign(trainer.optimizer.on_device, MOMENTS)

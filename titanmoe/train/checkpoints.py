@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanmoe import observe
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, freshest
 from titanmoe.checkpoint.folder import Checkpoint
@@ -57,7 +58,6 @@ class Checkpoints:
         self.group = dist.group.WORLD if self.world > 1 else None
         self.signals = Signals()
         self.saver = self._saver() if self.options.enable else None
-        self.log_event: Callable[[int, str, str], None] = lambda step, kind, text: None
 
     def _saver(self) -> Saver:
         try:
@@ -270,7 +270,7 @@ class Checkpoints:
     def _save(self) -> float:
         blocked = self.saver.save(*self._state())
         name = layout.name_of(self.trainer.step)
-        self.log_event(self.trainer.step, "save", f"{name}, which paused training for {blocked:.2f} s")
+        observe.active.event(self.trainer.step, "save", f"{name}, which paused training for {blocked:.2f} s")
         return blocked
 
     def _save_local(self) -> float | None:

@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from titanmoe.config.schema import Config
+from titanmoe.observe import Observer, listening
 from titanmoe.ops import device
 from titanmoe.train import failure
 from titanmoe.watch import heartbeat as at
+from titanmoe.watch.flight_recorder import recorded
+from titanmoe.watch.groups import name_groups, own_groups
 from titanmoe.watch.hosts import Machines
-from titanmoe.watch.listener import HeartbeatListener, name_groups
+from titanmoe.watch.listener import HeartbeatListener
 from titanmoe.watch.numbers import NumberChecks
 from titanmoe.watch.stacks import ROOT
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
@@ -54,12 +57,12 @@ class Watch:
         self.hosts = Machines.meet(runtime.rank, runtime.world)
         self.heart = self.hosts.mine
         lanes, gpu = trainer.meshes.lanes, device.kind(trainer.device) == "cuda"
-        groups = name_groups(lanes, trainer.fold)
-        times = None
+        groups, own = name_groups(lanes, trainer.fold), own_groups(lanes)
+        self.observers: list[Observer] = [HeartbeatListener(self.heart)]
         if trainer.config.training.stragglers and isinstance(trainer.checks, NumberChecks):
-            times = StepTimes([group.axes for group in groups], StreamMarks() if gpu else HostMarks())
+            times = StepTimes([group.axes for group in groups], own, StreamMarks() if gpu else HostMarks())
             trainer.checks.stragglers = Stragglers(trainer, times, self.hosts, groups)
-        self.listener = HeartbeatListener(self.heart, lanes, lambda: trainer.step, times)
+            self.observers.append(times)
         self.dog = Watchdog(
             runtime.rank,
             self.hosts,
@@ -68,12 +71,13 @@ class Watch:
             limits(trainer.config, gpu),
             lambda: trainer.folder,
             self._dump if gpu else lambda: "",
+            lambda: recorded(own, self.heart.numbers[at.BEGUN], self.heart.numbers[at.BEFORE]),
         )
         self._stack = ExitStack()
 
     def __enter__(self) -> Watch:
-        trainer = self.trainer
-        self._stack.enter_context(self.listener.on(trainer.parts, trainer.clock, trainer.config.compile.enable))
+        for observer in self.observers:
+            self._stack.enter_context(listening(observer))
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, ignore))
         before = signal.set_wakeup_fd(self.dog.waker, warn_on_full_buffer=False)
