@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from titanmoe.watch.flight_recorder import Message, Recorded
+from titanmoe.watch.flight_recorder import Collective, Recorded
 from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.late_ranks import LateRanks, Seen, judge
@@ -26,7 +26,7 @@ def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", differs:
     numbers, last = {str(i): 10 for i in range(3)}, []
     for index, (group, op) in enumerate(ops):
         numbers[str(group)] = numbers.get(str(group), 0) + 1
-        last.append(Message(index, group, op, "Float", 16, numbers[str(group)]))
+        last.append(Collective(index, group, op, "Float", 16, numbers[str(group)]))
     one = Seen(rank, f"node{rank // 2}", 4000 + rank, state, 8.0, 7, "forward and backward", Position(0, 1, 3, True))
     one.recorded = Recorded(len(ops), tuple(last), numbers, differs)
     one.stack = ["/v/site-packages/torch/x.py:1 in wait", f"titanmoe/moe/dispatch.py:{200 + rank} in combine"]

@@ -9,7 +9,7 @@ import torch
 
 from tests import parity, world
 from titanmoe.observe import Observer, listening
-from titanmoe.watch.flight_recorder import Message, Recorded, first_difference, recorded
+from titanmoe.watch.flight_recorder import Collective, Recorded, first_difference, recorded
 from titanmoe.watch.groups import name_groups, own_groups
 from titanmoe.watch.heartbeat import BEFORE, BEGUN, Position
 from titanmoe.watch.listener import HeartbeatListener
@@ -100,8 +100,8 @@ def test_a_skipped_message_shows_as_a_difference_from_the_step_before() -> None:
 
 
 def test_the_first_difference() -> None:
-    def messages(*ops: tuple[int, str, int]) -> list[Message]:
-        return [Message(i, group, op, "Float", elements, i) for i, (group, op, elements) in enumerate(ops)]
+    def messages(*ops: tuple[int, str, int]) -> list[Collective]:
+        return [Collective(i, group, op, "Float", elements, i) for i, (group, op, elements) in enumerate(ops)]
 
     whole = [(0, "all_gather", 6), (1, "all_to_all", 3), (1, "all_to_all", 5), (0, "all_gather", 6)]
     before = messages(*whole)

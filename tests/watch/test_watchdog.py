@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch import watchdog
-from titanmoe.watch.flight_recorder import Message, Recorded
+from titanmoe.watch.flight_recorder import Collective, Recorded
 from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.heartbeat import Heartbeat, Position
 from titanmoe.watch.hosts import Between, Machines
 from titanmoe.watch.watchdog import Limits, Watchdog
 
 RANKS = [[0, 1], [2, 3]]
-SENT = Recorded(1, (Message(0, 0, "all_reduce", "Float", 2, 1),), {"0": 1})
+SENT = Recorded(1, (Collective(0, 0, "all_reduce", "Float", 2, 1),), {"0": 1})
 GROUPS = [LaneGroups("waited", ((0, 1, 2, 3),), "world")]
 LIMITS = Limits(step=0.6, first=60, between=60, thread=60, by_age=False)
 

@@ -28,7 +28,7 @@ from titanmoe.replace import replaced
 if TYPE_CHECKING:
     from titanmoe.rehearse.fake_recorder import FakeRecorder
     from titanmoe.rehearse.routing import Exchange
-    from titanmoe.train.trainer import Sums, Trainer
+    from titanmoe.train.trainer import StepWork, Sums, Trainer
 
 Rows = tuple[int, ...]
 
@@ -119,8 +119,8 @@ def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
     real, first = trainer.gradients, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
     stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
 
-    def gradients(slices: list, totals: Any, memory: Any) -> Sums:
-        sums = real(slices, totals, memory)
+    def gradients(work: StepWork, memory: Any) -> Sums:
+        sums = real(work, memory)
         if memory is not None:
             with outside():
                 sums.found.overflowed = float(_overflows(lent, memory, layers, stage))

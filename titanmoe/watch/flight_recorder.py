@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ MOST = 32
 Kind = tuple[int, str, str, int]
 
 
-class Message(NamedTuple):
+class Collective(NamedTuple):
     index: int
     """In its step."""
     group: int
@@ -39,7 +40,7 @@ class Message(NamedTuple):
 class Recorded(NamedTuple):
     issued: int = 0
     """Messages of this step so far."""
-    last: tuple[Message, ...] = ()
+    last: tuple[Collective, ...] = ()
     """Its latest ones."""
     numbers: Mapping[str, int] = {}
     """By group (as text, as in JSON), the number of its latest message."""
@@ -51,7 +52,7 @@ class Recorded(NamedTuple):
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Recorded:
-        return Recorded(**value | {"last": tuple(Message(*one) for one in value["last"])})
+        return Recorded(**value | {"last": tuple(Collective(*one) for one in value["last"])})
 
 
 def recorded(groups: Mapping[str, int], begun: int, before: int) -> Recorded:
@@ -69,17 +70,17 @@ def recorded(groups: Mapping[str, int], begun: int, before: int) -> Recorded:
     return Recorded(len(step), tuple(step[-MOST:]), numbers, first_difference(step, previous) if whole else -1)
 
 
-def first_difference(step: list[Message], previous: list[Message]) -> int:
+def first_difference(step: list[Collective], previous: list[Collective]) -> int:
     pairs = enumerate(zip(step, previous, strict=False))
     return next((index for index, (now, then) in pairs if now.kind != then.kind), -1)
 
 
 Entry = tuple[int, int, str, str, int, int]
-"""When it was issued, then a Message without its index."""
+"""When it was issued, then a Collective without its index."""
 
 
-def _messages(entries: Iterator[Entry]) -> list[Message]:
-    return [Message(index, *one[1:]) for index, one in enumerate(entries)]
+def _messages(entries: Iterator[Entry]) -> list[Collective]:
+    return [Collective(index, *one[1:]) for index, one in enumerate(entries)]
 
 
 def _entries(groups: Mapping[str, int]) -> Iterator[Entry]:
@@ -92,6 +93,17 @@ def _entries(groups: Mapping[str, int]) -> Iterator[Entry]:
         sizes, dtypes = one["input_sizes"], one["input_dtypes"]
         elements = sum(math.prod(size) for size in sizes)
         yield one["time_created_ns"], group, op, dtypes[0] if dtypes else "", elements, one["collective_seq_id"]
+
+
+def save(folder: Path, rank: int) -> bool:
+    """For torch's own analyser, torchfrtrace."""
+    c10d = torch._C._distributed_c10d
+    dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
+    if dump is None:
+        return False
+    folder.mkdir(exist_ok=True)
+    (folder / f"nccl_trace_rank_{rank}").write_bytes(dump())
+    return True
 
 
 def _dump() -> list[dict[str, Any]]:
