@@ -91,8 +91,7 @@ class Dispatcher:
     """The pieces, for a dispatcher that has nothing in flight between them and only defines dispatch and combine."""
 
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
-        # -1, to be measured, means one chunk until titanmoe.parallel.expert.measured_chunks has chosen a number.
-        self.num_experts, self.chunks, self.kernels = num_experts, max(1, chunks), kernels
+        self.num_experts, self.chunks, self.kernels = num_experts, chunks, kernels
         self.set_groups(ALONE, 1, 1)
 
     def set_groups(self, group: Group, ep: int, etp: int) -> None:
@@ -102,10 +101,6 @@ class Dispatcher:
 
     def set_nodes(self, within: Group, across: Group) -> None:
         """within: this group's ranks on this node. across: the ranks at this rank's position on each of its nodes."""
-
-    def set_chunks(self, chunks: int) -> None:
-        """Change the number of chunks; it must be the same on all ranks of the group."""
-        self.chunks = chunks
 
     @staticmethod
     def missing(device: str) -> str:
@@ -267,10 +262,6 @@ class Hierarchical(_InPieces):
         self.node_experts = self.num_experts // across.size
         self.inner = AllToAll(self.node_experts, self.chunks, self.kernels)
         self.inner.set_groups(within, self.ep // across.size, self.etp)
-
-    def set_chunks(self, chunks: int) -> None:
-        super().set_chunks(chunks)
-        self.inner.set_chunks(chunks)
 
     @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:

@@ -22,8 +22,6 @@ def header_notes(trainer: Trainer) -> dict[str, str]:
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
         notes["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {' and '.join(TRIED)} were"
-    if config.moe.overlap_chunks == -1:
-        notes["overlap chunks"] = str(trainer.chunks or "1: no rows are sent in chunks")
     if config.compile.enable:
         reason = why_in_parts(config.moe, splits)
         notes["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"

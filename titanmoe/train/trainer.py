@@ -35,7 +35,7 @@ from titanmoe.observe import named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.batch import Slice, check_alike, take_slice, to_device
 from titanmoe.parallel.context import placement
-from titanmoe.parallel.expert import measured_chunks, reserve_buffers
+from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
@@ -135,7 +135,6 @@ class Trainer:
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
         self.shared_buffers = reserve_buffers(config, self.meshes, self.device)
-        self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
 
         self.optimizer, self.on_gradients = optimizer(self.parameters, config.optimizer), on_gradients
         self.validation = Validation(self) if config.validation.interval else None
@@ -159,8 +158,6 @@ class Trainer:
             metrics = self.metrics(run, notes)
             for observer in (self.checks, *((metrics, self.clock) if metrics.writes else ())):
                 listening.enter_context(observe.listening(observer))
-            if self.chunks:
-                observe.active.event(self.step, "chunks", str(self.chunks), **self.chunks.numbers())
             profiler = Profiler(self, run)
             self.wants_to_stop = lambda: checkpoints.wants_to_stop
             first, paused = self.step + 1, {}
