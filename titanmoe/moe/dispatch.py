@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,9 +46,6 @@ from titanmoe.moe.assign import (
 from titanmoe.moe.permute import reorder, reorder_weighted, to_rows, to_tokens
 from titanmoe.observe import named
 
-if TYPE_CHECKING:
-    from titanmoe.moe.layer import MoE
-
 
 class Splits(NamedTuple):
     """Where the rows of one part came from."""
@@ -69,22 +66,22 @@ class Part(NamedTuple):
 
 
 class SharedBuffers:
-    """What the layers of a rank share, lent to their dispatchers while a step runs."""
+    """What the dispatchers of a rank share, attached to them while a step runs."""
 
     def __init__(self, device: torch.device):
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
         """Whether the step is void on this rank and must be repeated without these buffers."""
 
     @contextmanager
-    def lent_to(self, layers: Collection[MoE]) -> Iterator[None]:
+    def attach(self, dispatchers: Collection[Dispatcher]) -> Iterator[None]:
         self.overflowed.zero_()
         try:
-            for moe in layers:
-                moe.dispatcher.memory = self
+            for dispatcher in dispatchers:
+                dispatcher.memory = self
             yield
         finally:
-            for moe in layers:
-                moe.dispatcher.memory = None
+            for dispatcher in dispatchers:
+                dispatcher.memory = None
 
 
 class Dispatcher:

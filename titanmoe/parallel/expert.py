@@ -29,5 +29,5 @@ def expert_parallel(model: Transformer, meshes: Meshes) -> None:
 
 
 def reserve_buffers(config: Config, meshes: Meshes, device: torch.device) -> SharedBuffers | None:
-    """What a step lends to its dispatchers; None if they need nothing. Collective over the world."""
+    """What a step attaches to its dispatchers; None if they need nothing. Collective over the world."""
     return dispatcher_class(config.moe.dispatcher).reserve(config, meshes.fold, meshes.dispatch, device)

@@ -17,8 +17,8 @@ from titanmoe.rehearse.code_site import CodeSites
 from titanmoe.rehearse.memory import Ledger
 from titanmoe.rehearse.record import Log, Message, Recorder
 from titanmoe.rehearse.routing import Exchange
+from titanmoe.rehearse.rows import Rows
 from titanmoe.rehearse.shapes import Shapes
-from titanmoe.rehearse.symmetric import Rows
 from titanmoe.rehearse.work import Operations
 
 

@@ -10,14 +10,14 @@ from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.parallel.compiled import why_in_parts
 
 if TYPE_CHECKING:
-    from titanmoe.train.trainer import Trainer
+    pass
 
 TRIED = ("2.11", "2.13")
 """Versions of PyTorch that the tests were run with (README.md)."""
 
 
-def header_notes(trainer: Trainer) -> dict[str, str]:
-    config, pp, notes = trainer.config, trainer.fold.pp, trainer.loader.notes()
+def header_notes(config: Config, pp: int, loader: Loader, engine: Alone | Pipeline) -> dict[str, str]:
+    notes = loader.notes()
     options, recompute = config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
@@ -29,8 +29,8 @@ def header_notes(trainer: Trainer) -> dict[str, str]:
         return notes
     name = options.schedule_csv or options.schedule
     notes["pipeline"] = (
-        f"{name}: {len(stage_ranks(options, pp))} stages, {trainer.loader.microbatches} microbatches, "
-        f"bubble {trainer.engine.bubble:.1%} of the time"
+        f"{name}: {len(stage_ranks(options, pp))} stages, {loader.microbatches} microbatches, "
+        f"bubble {engine.bubble:.1%} of the time"
         + (", pairs of forward and backward take turns" if options.overlap_pairs else "")
     )
     if splits and recompute in ("full", "moe"):

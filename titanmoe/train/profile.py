@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 from titanmoe import observe
-
-if TYPE_CHECKING:
-    from titanmoe.train.trainer import Trainer
+from titanmoe.config.schema import Profile
+from titanmoe.train.runtime import Runtime
 
 HISTORY = 200_000
 """Number of allocations that a memory snapshot covers."""
@@ -30,9 +28,10 @@ class RegionsInTrace(observe.Observer):
 
 
 class Profiler:
-    def __init__(self, trainer: Trainer, run: Path):
-        self.trainer, self.options = trainer, trainer.config.profile
-        self.folder, self.rank = run / "profile", trainer.runtime.rank
+    def __init__(self, options: Profile, run: Path, runtime: Runtime, all_threads: bool):
+        """all_threads: whether parts of the step run in other threads, as the halves of a pair do."""
+        self.options, self.device, self.all_threads = options, runtime.device, all_threads
+        self.folder, self.rank = run / "profile", runtime.rank
         self.mine = self.rank in self.options.ranks
         self.records_memory = self.mine and self.options.memory != "none"
         if self.records_memory:
@@ -57,10 +56,9 @@ class Profiler:
 
     @contextmanager
     def _trace(self, number: int) -> Iterator[None]:
-        on_gpu = self.trainer.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        # Otherwise it would only see its own thread, and so only one half of a pair.
-        threads = _ExperimentalConfig(profile_all_threads=True) if self.trainer.engine.pairs is not None else None
+        threads = _ExperimentalConfig(profile_all_threads=True) if self.all_threads else None
         tracing = profile(activities=kinds, record_shapes=True, experimental_config=threads)
         with tracing as trace, observe.listening(RegionsInTrace()):
             yield

@@ -154,11 +154,11 @@ class Trainer:
         check_alike(self.loader.peek(), self.meshes, self.device)
         run = self.folder = self.claim()
         with Checkpoints(self, run) as checkpoints, ExitStack() as listening:
-            notes = checkpoints.begin() | header_notes(self)
+            notes = checkpoints.begin() | header_notes(self.config, self.fold.pp, self.loader, self.engine)
             metrics = self.metrics(run, notes)
             for observer in (self.checks, *((metrics, self.clock) if metrics.writes else ())):
                 listening.enter_context(observe.listening(observer))
-            profiler = Profiler(self, run)
+            profiler = Profiler(self.config.profile, run, self.runtime, all_threads=self.engine.pairs is not None)
             self.wants_to_stop = lambda: checkpoints.wants_to_stop
             first, paused = self.step + 1, {}
             if self.step >= self.config.training.steps:
@@ -335,14 +335,14 @@ class Trainer:
         """This rank's losses. And summed over all, in one message: the losses, whether any rank wants to stop, and
         whether a receive buffer was too small.
 
-        symmetric: what to lend to the layers' dispatchers, which are exact without it.
+        symmetric: what to attach to the layers' dispatchers, which are exact without it.
         """
         layers = self.moe_layers.values()
         for moe in layers:
             moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
         # The only division: sums over labels by their global count. Every reduction is a sum.
         labels = totals.labels.clamp(min=1)
-        with symmetric.lent_to(layers) if symmetric else nullcontext():
+        with symmetric.attach(self.dispatchers) if symmetric else nullcontext():
             loss = self.engine.run(slices, labels)
         mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
         stop = torch.full_like(loss, self.wants_to_stop())

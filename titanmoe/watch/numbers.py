@@ -44,7 +44,7 @@ class NumberChecks(Checks):
         if self.options.rerun:
             from titanmoe.watch.rerun import repeat
 
-            sums, text = repeat(self, work)
+            sums, text = repeat(trainer, work, lambda: self.own_losses)
             same = "the data is the cause: a second forward and backward gives the same bits on all ranks"
             self._say(f"{why}: {text or same}")
             finite = math.isfinite(sums.found.loss + sums.found.norm)
@@ -80,7 +80,7 @@ class NumberChecks(Checks):
 
         self.trainer.drop_gradients()
         self.trainer.sums(self.last_work)
-        _, text = repeat(self, self.last_work)
+        _, text = repeat(self.trainer, self.last_work, lambda: self.own_losses)
         self.trainer.drop_gradients()
         return f"; two more passes over the last batch are {text or 'the same on all ranks'}"
 

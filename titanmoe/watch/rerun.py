@@ -7,7 +7,7 @@ layer that came out differently shows where the fault is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from titanmoe.parallel.norm import local_grad
 from titanmoe.train.trainer import StepWork, Sums, Trainer
 from titanmoe.watch.bits import fingerprint
 from titanmoe.watch.replicas import few
-
-if TYPE_CHECKING:
-    from titanmoe.watch.numbers import NumberChecks
 
 
 def computed(trainer: Trainer, own_losses: Tensor) -> dict[str, int]:
@@ -34,16 +31,15 @@ def computed(trainer: Trainer, own_losses: Tensor) -> dict[str, int]:
     return dict(zip(prints, torch.stack(list(prints.values())).tolist(), strict=True))
 
 
-def repeat(checks: NumberChecks, work: StepWork) -> tuple[Sums, str]:
+def repeat(trainer: Trainer, work: StepWork, own_losses: Callable[[], Tensor]) -> tuple[Sums, str]:
     """The sums of a second pass, whose gradients replace those of the first, and what differs.
 
-    All ranks call it together.
+    All ranks call it together. own_losses: those of the pass that was last (`Observer.gradients`).
     """
-    trainer = checks.trainer
-    first = computed(trainer, checks.own_losses)
+    first = computed(trainer, own_losses())
     trainer.drop_gradients()
     sums = trainer.sums(work)
-    second = computed(trainer, checks.own_losses)
+    second = computed(trainer, own_losses())
     mine = [name for name in first if first[name] != second[name]]
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)
