@@ -1,16 +1,14 @@
-"""What a run's header says besides its mapping: chunks, compilation, pipeline, recomputation."""
+"""What a run's header says besides its mapping: compilation, pipeline, recomputation."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from titanmoe.config.schema import Config
+from titanmoe.data.loader import Loader
 from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.parallel.compiled import why_in_parts
-
-if TYPE_CHECKING:
-    pass
+from titanmoe.parallel.pipeline import Alone, Pipeline
 
 TRIED = ("2.11", "2.13")
 """Versions of PyTorch that the tests were run with (README.md)."""
