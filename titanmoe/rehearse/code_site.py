@@ -18,10 +18,21 @@ from typing import NamedTuple
 import torch
 from torch.fx import traceback
 
+import titanmoe
+from titanmoe.moe.symmetric import SymmetricBuffers
 from titanmoe.observe import Observer, listening
-from titanmoe.rehearse.record import BLOCK_METHODS, COMM, HERE, LAUNCH, OURS, TORCH
 from titanmoe.replace import replaced
 
+OURS = os.path.dirname(titanmoe.__file__) + os.sep
+HERE = os.path.dirname(__file__) + os.sep
+COMM = os.path.join(OURS, "comm") + os.sep
+LAUNCH = os.path.join(OURS, "ops", "kernels", "launch.py")
+"""Where every kernel is called."""
+SENDERS = (SymmetricBuffers.dispatch.__code__, SymmetricBuffers.combine.__code__)
+"""These send for their callers, as the functions of titanmoe.comm do."""
+TORCH = os.path.dirname(torch.__file__) + os.sep
+BLOCK_METHODS = ("attend", "feed", "forward", "whole")
+"""Methods of a block: any work for the block has one of them on the stack."""
 TRACEBACK_KEY = "traceback_"
 """The key of a node's metadata that holds what `traceback.format_stack` returned when the node was made."""
 GATHER, REDUCE, RECEIVE = "gather weights", "reduce gradients", "receive buffers"
@@ -47,7 +58,7 @@ def _kind(code: CodeType) -> str:
     """What a frame running that code means."""
     file, name = code.co_filename, code.co_name
     if file.startswith(OURS):
-        if file.startswith((HERE, COMM)) or file == LAUNCH:
+        if file.startswith((HERE, COMM)) or file == LAUNCH or code in SENDERS:
             return ""
         if name == "train_step":
             return "step"
