@@ -184,10 +184,6 @@ def test_out_of_range(path, value):
             f'overlap_chunks = 2 .*dispatcher = "allgather" has none: use dispatcher = {in_pieces_quoted()}',
         ),
         (
-            {"moe.overlap_chunks": -1, "moe.dispatcher": "allgather"},
-            f'overlap_chunks = -1 .*dispatcher = "allgather" has none: use dispatcher = {in_pieces_quoted()}',
-        ),
-        (
             {"moe.overlap_chunks": 2, "moe.dispatcher": "symm_mem"},
             'overlap_chunks = 2 splits .*dispatcher = "symm_mem" leaves those counts on the device: use ',
         ),

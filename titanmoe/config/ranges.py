@@ -128,7 +128,7 @@ RANGES = {
     "pipeline.virtual_stages": Range(1, 1024, derived=True),
     "pipeline.layers_per_stage": Range(0, LAYERS),
     "moe.symm_mem_factor": COUNT,
-    "moe.overlap_chunks": Range(1, 2**16, derived=True),
+    "moe.overlap_chunks": Range(1, 2**16),
     "moe.capacity_factor": NOT_NEGATIVE,
     "moe.jitter": BELOW_ONE,
     "moe.aux_loss": NOT_NEGATIVE,

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanmoe import observe
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, wanted_checkpoint
 from titanmoe.checkpoint.folder import Checkpoint
@@ -54,7 +55,6 @@ class Checkpoints:
         self.group = dist.group.WORLD if self.world > 1 else None
         self.signals = Signals()
         self.saver = self._saver() if self.options.enable else None
-        self.log_event: Callable[[int, str, str], None] = lambda step, kind, text: None
 
     def _saver(self) -> Saver:
         try:
@@ -246,7 +246,7 @@ class Checkpoints:
             record["validation"] = trainer.validation.state_dict()
         blocked = self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)
         name = layout.name_of(trainer.step)
-        self.log_event(trainer.step, "save", f"{name}, which paused training for {blocked:.2f} s")
+        observe.active.event(trainer.step, "save", f"{name}, which paused training for {blocked:.2f} s")
         return blocked
 
 

@@ -1,37 +1,24 @@
-#!/usr/bin/env python
-"""Who is named among 1,024 ranks, from simulated times of arrival, and what the method itself costs.
+"""A simulated cluster, for the rule that names stragglers: what the ranks measure goes through the code of a real run.
 
-    python scripts/simulate_stragglers.py                            # 20 trials of each fault, and a table
-    python scripts/simulate_stragglers.py --out docs/reliability.md  # the table between its marks there
-
-pp 8 x dp_shard 128 with ep 64. A step is 16 microbatches through 8 stages, forward and then backward: every rank
-computes, meets the other ranks of its ep group in an all-to-all and passes the result to the next stage. At the end
-comes a reduce-scatter in each stage and a sum over the world. Ranks compute in 1 ms forward and 2 ms backward, give or
-take 3 %; the last stage takes a third longer. Every rank has a clock of its own, up to 1,000 s off. What the ranks
-measure goes through the code of a real run.
+A step is 16 microbatches through the stages of a pipeline, forward and then backward: every rank computes, meets the
+other ranks of its ep group in an all-to-all and passes the result to the next stage. At the end comes a reduce-scatter
+in each stage and a sum over the world. Ranks compute in 1 ms forward and 2 ms backward, give or take 3 %; the last
+stage takes a third longer. Every rank has a clock of its own, up to 1,000 s off.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from torture import write
-
 from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.groups import groups
+from titanmoe.observe import Observer, listening
 from titanmoe.watch import links
-from titanmoe.watch.listener import LaneGroups
+from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.step_times import COMPUTE, DATA, WAITS
 from titanmoe.watch.stragglers import WINDOW, Stragglers
 
@@ -130,17 +117,17 @@ class Cluster:
         return found
 
 
-class Told(Stragglers):
+class Told(Stragglers, Observer):
     """The stragglers of a run whose times and links are a cluster's."""
 
     def __init__(self, cluster: Cluster):
         self.cluster, self.fault, self.said = cluster, Fault(), list[dict[str, Any]]()
-        trainer = SimpleNamespace(fold=cluster.fold, step=0, log_ranks=lambda *a: None, log_event=self._say)
+        trainer = SimpleNamespace(fold=cluster.fold, step=0)
         hosts = [list(range(first, first + NODE)) for first in range(0, cluster.fold.world, NODE)]
         names = [f"node{i}" for i in range(len(hosts))]
         super().__init__(trainer, SimpleNamespace(axes=AXES), SimpleNamespace(ranks=hosts, names=names), cluster.groups)
 
-    def _say(self, step: int, kind: str, text: str, **more: Any) -> None:
+    def event(self, step: int, kind: str, text: str, **more: Any) -> None:
         self.said.append(more | {"text": text})
 
     def _pairs(self) -> links.Pairs:
@@ -153,7 +140,8 @@ class Told(Stragglers):
         for _ in range(count):
             times = np.stack([self.cluster.step(fault) for _ in range(steps)]).astype(np.float32)
             self.trainer.step += steps
-            self.judge(list(range(steps)), times)
+            with listening(self):
+                self.judge(list(range(steps)), times)
         return self.said[before:]
 
 
@@ -168,63 +156,3 @@ def faults(draw: np.random.Generator, cluster: Cluster) -> dict[str, Fault]:
         "data": Fault(data_s=float(draw.uniform(0.02, 0.1)), rank=rank),
         "link": Fault(link_s=float(draw.uniform(1e-3, 5e-3)), rank=low, other=high),
     }
-
-
-WHAT = {
-    "compute": "a rank computes in 1.4 to 2 times as long",
-    "data": "20 to 100 ms of data on one rank",
-    "link": "1 to 5 ms on each message between two ranks of an ep group",
-}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trials", type=int, default=20, metavar="N", help="of each fault (default 20)")
-    parser.add_argument("--out", metavar="FILE", help="also write the table there, between its marks")
-    args = parser.parse_args()
-    right, wrong = dict.fromkeys(WHAT, 0), dict.fromkeys(WHAT, 0)
-    calm = 0
-    for seed in range(args.trials):
-        draw = np.random.default_rng(seed)
-        for kind in WHAT:
-            cluster = Cluster(8, 128, 64, seed)
-            told, fault = Told(cluster), faults(draw, cluster)[kind]
-            calm += len(told.go(5, Fault(), steps=4))
-            said = told.go(2, fault, steps=4)
-            ranks = sorted({fault.rank, fault.other}) if kind == "link" else [fault.rank]
-            right[kind] += [(one["ranks"], one["cause"]) for one in said] == [(ranks, kind)]
-            wrong[kind] += any(one["ranks"] != ranks for one in said)
-    told = Told(Cluster(8, 128, 64, 0))
-    times = np.stack([told.cluster.step(Fault()) for _ in range(WINDOW)]).astype(np.float32)
-    told.go(1, Fault(), 4)
-    judging = [_seconds(lambda: told.judge(list(range(WINDOW)), times)) for _ in range(20)]
-    table = np.full((1024, 200), 1e-4, np.float32)
-    probing = [_seconds(lambda: links.slow_link(links.pairs(table, told.groups), told.host_of, {})) for _ in range(3)]
-    judged, probed = (float(np.median(seconds)) for seconds in (judging, probing))
-    row, probes = 4 * times.shape[2], (told.groups[number] for number in links.once(told.groups))
-    rounds = sum(len(links.distances(len(group.parts[0]), group.lane)) for group in probes)
-    lines = ["| what was slow | trials | named rightly | another named |", "| --- | --- | --- | --- |"]
-    lines += [f"| {what} | {args.trials} | {right[kind]} | {wrong[kind]} |" for kind, what in WHAT.items()]
-    lines += [
-        f"| nothing, before each of these | {3 * args.trials} | | {calm} |",
-        "",
-        f"Each rank sends {row} bytes per step and gets {row * 1024:,}, in one message every {WINDOW} steps.",
-        f"Every rank judges all in {judged * 1e3:.1f} ms per message, {judged / WINDOW * 1e6:.0f} us per step.",
-        f"A probe of the links has {rounds} rounds of {links.TRIES + 1} small messages there and back;",
-        f"judging it takes {probed * 1e3:.0f} ms.",
-    ]
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if args.out:
-        write(Path(args.out), "simulated stragglers", text)
-    return 0 if not calm and all(n == args.trials for n in right.values()) else 1
-
-
-def _seconds(work: Callable[[], Any]) -> float:
-    begin = time.perf_counter()
-    work()
-    return time.perf_counter() - begin
-
-
-if __name__ == "__main__":
-    sys.exit(main())
