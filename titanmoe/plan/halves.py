@@ -33,16 +33,16 @@ per row that an all-to-all brings, from the order of senders to that of experts.
 RING = (((16, 27), (4, 4)), ((26, 17), (44, 22)))
 """Bytes that torch's ring of context parallelism moves around its kernels to cut pieces and to merge their results, in
 the same units, forward and backward: per element of queries, and of keys and values; once, and again for each piece
-that comes around. Counted in rehearsals (tests/plan/test_price.py). Nothing of this is added to Megatron's ring, which has
-two pieces at work on two streams, so that short ones fill the device and one is merged while another is computed
-(cp_stream in TransformerEngine's context_parallel.py)."""
+that comes around. Counted in rehearsals (tests/plan/test_price.py). Megatron's ring, which works on two pieces at a
+time so that short ones fill the device and merging is hidden (cp_stream in TransformerEngine's context_parallel.py),
+is charged for none of what follows."""
 RING_KERNELS, BLOCK_KERNELS = ((5, 13), (15, 10)), 101
 """Kernels that the same rehearsals count: of the ring, once and for each piece, and of a whole block without it."""
 RING_RATE = 0.35 * 989.5e12
 """FLOPs per second at most in the ring's pieces: torch's ring calls FlashAttention-2, which reaches 35 % of an H100's
 peak (arXiv 2407.08608, abstract), where attention in one piece is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
 SHORT_CAUSAL, SHORT = 900, 190
-"""Attention in samples of n tokens takes 1 + SHORT_CAUSAL / n times as long per FLOP as in very long ones, and without a
+"""Attention in samples of n tokens takes 1 + SHORT_CAUSAL / n times as long per FLOP as in very long ones, or without a
 causal mask 1 + SHORT / n: cuDNN's 627, 827, 977, 1072 and 1120 TFLOP/s at 1,024 to 16,384 tokens, and 979, 1069, 1113,
 1147 and 1153 without (B200, heads of 64; github.com/Dao-AILab/flash-attention/pull/2605)."""
 WIDE, NARROW = 128, 64
