@@ -19,7 +19,8 @@ from titanmoe.models.families import preset
 from titanmoe.plan.communicators import communicators, nccl_bytes
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
-from titanmoe.plan.search import MODES, evaluate, search, unfolded
+from titanmoe.plan.price import Pricer
+from titanmoe.plan.search import MODES, _candidates, evaluate, search, unfolded
 from titanmoe.plan.table import ERROR
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
@@ -113,6 +114,19 @@ def test_differences_within_the_models_error_are_ties(tmp_path: Path, capsys: py
     ties = [one["step_s"] / best[0]["step_s"] <= 1 + ERROR for one in best]
     assert [one["within_error"] for one in best] == ties and 1 < sum(ties) < len(ties)
     assert f"The first {sum(ties)} are within the model's error of 6%: take the simplest" in capsys.readouterr().out
+
+
+def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys: pytest.CaptureFixture) -> None:
+    """DeepSeek-V3 under DualPipeV, pp 16 and full recomputation: planned 69.5 GB, rehearsed 108."""
+    argv = ["--config", RECIPE, *SMALL]
+    pricer = Pricer(load(argv, preset, lambda config: []), read_device("h100"), Factors())
+    found = {(one.schedule, one.mode) for one in _candidates(pricer.config, 4, pricer, math.inf) if one.fold.pp == 2}
+    assert ("DualPipeV", "none") in found and ("1F1B", "full") in found
+    assert not {("DualPipeV", mode) for mode in MODES[1:]} & found
+    split = "--parallelism.pp 2 --parallelism.experts.ep 2 --pipeline.schedule DualPipeV --model.num_layers 4"
+    more = "--activation_checkpoint.mode full --training.global_batch_size 16"
+    assert plan("--ranks", "4", "--explain", *split.split(), *more.split()) == 0
+    assert "left out: what recomputation keeps between both halves" in capsys.readouterr().out
 
 
 def test_what_nccl_takes_follows_the_mapping() -> None:

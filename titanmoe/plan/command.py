@@ -228,6 +228,7 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
     """The recipe, and what is assumed. Its own mapping has to be legal only where it is explained."""
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
+    from titanmoe.fold.schedules import splits_backward
     from titanmoe.models.families import preset
 
     def check(config: Config) -> list[str]:
@@ -264,6 +265,10 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
         (
             moe.dispatcher in ("allgather", "symm_mem", "deepep"),
             f"the buffers of {moe.dispatcher}: those of alltoall are counted",
+        ),
+        (
+            config.activation_checkpoint.mode != "none" and splits_backward(config.pipeline, config.parallelism.pp),
+            "what recomputation keeps between both halves of the schedule's backward: memory is too small",
         ),
         (bool(config.pipeline.schedule_csv), "the schedule file's own bubble: that of one microbatch a rank is taken"),
     ):

@@ -222,6 +222,8 @@ def _candidates(config: Config, world: int, pricer: Pricer, room: float) -> Iter
                 for i, mode in enumerate(MODES):
                     block = (around[i] + ffn[i]) * layers / pp
                     for name, v, idle, flights in schedules:
+                        if mode != "none" and SCHEDULES[name].zero_bubble:
+                            continue  # what recomputation keeps between both halves of backward is not in the memory
                         held = least + block * flights[0] / v
                         if held > room:
                             continue
