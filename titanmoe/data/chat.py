@@ -16,6 +16,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
+from titanmoe.data.read import named
 from titanmoe.data.tokenizer import SETTINGS, Tokenizer
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -26,6 +27,8 @@ MOST_TEMPLATE = 1 << 17
 """Characters; the longest published template has some 30,000."""
 MOST_TOKENS = 20_000
 """Jinja's tokens, not counting white space: they are what takes time to compile."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What data sets call a message's reasoning."""
 
 
 class ChatError(ValueError):
@@ -45,6 +48,7 @@ class Chat:
             )
         environment = self._environment = _environment()
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+        self._of_type = (TypeError, jinja2.UndefinedError)
         try:
             tags = _tags(environment.lex(template), origin)
             self._compiled = environment.from_string(template)
@@ -73,17 +77,48 @@ class Chat:
         return self.tokenizer.with_offsets(self._render([{"role": "user", "content": text}], prompt=True)).tokens_T
 
     def _render(self, messages: list[Any], prompt: bool = False) -> str:
+        """As transformers' apply_chat_template, except that no null, list or object is written as Python writes it."""
+        text = self._filled(messages, prompt)
+        if "None" in text and (culprit := self._writes_none(messages, prompt, text.count("None"))):
+            raise ChatError(
+                f"the chat template {self.origin} writes {culprit}, which is null, as the word None: leave it out, "
+                'make it "", or use a template that tests for it'
+            )
+        return text
+
+    def _filled(self, messages: list[Any], prompt: bool) -> str:
         from titanmoe.data.template import OverBudget
 
         try:
             self._environment.begin(messages)
-            return self._compiled.render(messages=messages, add_generation_prompt=prompt, **self.tokenizer.marks)
+            seen = [_guarded(_with_reasoning(message), f"message {n}") for n, message in enumerate(messages, 1)]
+            given = dict(messages=seen, tools=None, documents=None, add_generation_prompt=prompt)
+            return self._compiled.render(given | self.tokenizer.marks)
         except OverBudget as error:
             raise ConfigError([f"the chat template {self.origin} {error}: use another (chat_template)"]) from None
         except RecursionError:
             raise ChatError(f"the chat template {self.origin} or its messages are nested too deeply") from None
+        except _NotText as error:
+            raise ChatError(
+                f"the chat template {self.origin} writes {error} as Python writes it: make it text, or use a template "
+                "that takes it apart or writes it with | tojson"
+            ) from None
         except self._errors as error:
-            raise ChatError(f"the chat template {self.origin} refuses it: {_short(str(error))}") from None
+            odd = _not_text(messages) if isinstance(error, self._of_type) else ""
+            raise ChatError(f"the chat template {self.origin} refuses it: {odd or _short(str(error))}") from None
+
+    def _writes_none(self, messages: list[Any], prompt: bool, times: int) -> str:
+        """The first null without which the word is written less often."""
+        for n, message in enumerate(messages):
+            for key in [key for key, value in message.items() if _has_null(value)]:
+                other = [*messages[:n], message | {key: _without_null(message[key])}, *messages[n + 1 :]]
+                try:
+                    if self._filled(other, prompt).count("None") >= times:
+                        continue
+                except ChatError:  # it takes no text there, so it tests for the null
+                    continue
+                return f"message {n + 1}'s {key}" if message[key] is None else f"a value in message {n + 1}'s {key}"
+        return ""
 
     def _marked(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         parts, spans, length, began = [], [], 0, -1
@@ -102,7 +137,7 @@ class Chat:
         for n, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            asked = self._render(messages[:n], prompt=True) if n else ""
+            asked = self._asked(messages[:n])
             answered = self._render(messages[: n + 1])
             for shorter, longer, what in (
                 (
@@ -117,12 +152,107 @@ class Chat:
                     raise ConfigError(
                         [
                             f"the chat template {self.origin} does not show what the assistant said: {what} (from "
-                            f"character {at}: {shorter[at : at + 30]!r}, then {longer[at : at + 30]!r}). Write "
-                            "{% generation %} and {% endgeneration %} around its part in the template"
+                            f"character {at}: {shorter[at : at + 30]!r}, then {longer[at : at + 30]!r}). "
+                            f"{self._how_to_mark(messages[:n], message)}"
                         ]
                     )
             spans.append((len(asked), len(answered)))
         return whole, spans
+
+    def _asked(self, before: list[Any]) -> str:
+        """What is there when the assistant begins."""
+        try:
+            return self._render(before, prompt=True)
+        except ChatError:
+            if before:
+                raise
+            raise ChatError(
+                f"its first message is the assistant's, and the chat template {self.origin} cannot be rendered "
+                "without a message before it: put one there, such as the system's"
+            ) from None
+
+    def _how_to_mark(self, before: list[Any], answer: dict[str, Any]) -> str:
+        """With what this template writes around an answer, as far as that can be seen."""
+        begun, asked = self._render(before), self._asked(before)
+        turn, content = self._render([*before, answer]).removeprefix(begun), answer.get("content")
+        head, tail = asked.removeprefix(begun), ""
+        if isinstance(content, str) and content and content in turn:
+            first, _, tail = turn.rpartition(content)
+            head = head or first
+        lines = self.template.splitlines()
+        found = next((n for n, line in enumerate(lines, 1) if re.search(r"""["']assistant["']""", line)), 0)
+        where = f" (from line {found} of the template on)" if found and len(lines) > 1 else ""
+        end = f"{{{{ {tail!r} }}}}" if tail else ""
+        return (
+            "Mark what the assistant says in a copy of the template and name that with --chat-template or "
+            f"data.chat_template: {{{{ {head!r} }}}}{{% generation %}}...{end}{{% endgeneration %}}, where ... is what "
+            f"writes the answer{where}"
+        )
+
+
+class _NotText(Exception):
+    """Says what was to be written as text."""
+
+
+class _Objects(dict):
+    """An object in a message. Templates may look into it and write it as JSON."""
+
+    where = ""
+
+    def __str__(self) -> str:
+        raise _NotText(self.where)
+
+    __repr__ = __str__
+
+
+class _Parts(list):
+    where = ""
+
+    def __str__(self) -> str:
+        raise _NotText(self.where)
+
+    __repr__ = __str__
+
+
+def _guarded(value: Any, where: str) -> Any:
+    """A copy in which lists and objects cannot become text."""
+    if isinstance(value, dict):
+        joint = "." if "'s " in where else "'s "
+        found = _Objects((key, _guarded(one, f"{where}{joint}{key}")) for key, one in value.items())
+        found.where = f"{where}, an object,"
+    elif isinstance(value, list):
+        found = _Parts(_guarded(one, f"{where}[{n}]") for n, one in enumerate(value))
+        found.where = f"{where}, a list,"
+    else:
+        return value
+    return found
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Under all names that templates read it by, as transformers 5 does."""
+    said = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    return message if said is None else {"thinking": said, **message, "reasoning_content": said}
+
+
+def _has_null(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_null, value.values() if isinstance(value, dict) else value))
+    return value is None
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(one) for key, one in value.items()}
+    return [_without_null(one) for one in value] if isinstance(value, list) else "" if value is None else value
+
+
+def _not_text(messages: list[Any]) -> str:
+    """A content that templates often cannot take."""
+    for n, message in enumerate(messages, 1):
+        content = message.get("content", "")
+        if not isinstance(content, str):
+            return f"it takes text, and message {n}'s content is {named(content)}"
+    return ""
 
 
 def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
