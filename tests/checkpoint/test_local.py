@@ -19,7 +19,8 @@ from tests.checkpoint import runs, victims
 from tests.checkpoint.folders import flip_a_bit
 from tests.checkpoint.test_resume import mapping
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.hosts import Hosts
+from titanmoe.checkpoint.hosts import Hosts, meet
+from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint
@@ -366,6 +367,12 @@ def on_one_disk(folder: str) -> str:
 def test_a_folder_that_hosts_share_is_refused(tmp_path) -> None:
     for error in world.run(2, on_one_disk, str(tmp_path)):
         assert "memory0/titanmoe-" in error and "is shared by several hosts" in error
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"local_folder: cannot write to .*: name another folder, or set"):
+        meet(str(tmp_path / "file"), "run", None)
 
 
 def test_a_folder_that_someone_else_has_prepared_is_refused(tmp_path) -> None:

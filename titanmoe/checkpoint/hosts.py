@@ -70,7 +70,13 @@ def _own(folder: Path) -> tuple[Any, str]:
     """Makes a folder that no other user can read or has prepared. Returns what identifies it, and the host's name."""
     if not folder.is_absolute():
         raise CheckpointError(f"checkpoint.local_folder must be an absolute path, and is {folder.parent} here")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint.local_folder: cannot write to {folder}: {error.strerror}: name another folder, or set "
+            "checkpoint.local = 0 to keep no copies"
+        ) from None
     found = os.lstat(folder)
     if folder.is_symlink() or found.st_uid != os.getuid():
         raise CheckpointError(f"{folder} is a link, or another user's: remove it, or set checkpoint.local_folder")
