@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from titanmoe.config import load
+from titanmoe.config import load, other_names
 from titanmoe.config.fields import fields, tables
 from titanmoe.config.recipe import toml
 from titanmoe.config.values import WrongType, fit
@@ -105,7 +105,7 @@ def test_quoted_messages_are_those_of_the_program() -> None:
 
 def keys(cell: str) -> list[tuple[str, str]]:
     """Each `table.key` or `table.key = value` of a cell; paths and commands are something else."""
-    found = re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?: = ([^`]+))?`", cell)
+    found = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?: = ([^`]+))?`", cell)
     return [(key, value) for key, value in found if key.split(".")[0] in tables()]
 
 
@@ -119,6 +119,28 @@ def test_keys_for_newcomers_exist_and_take_the_values_shown(page: str, first: st
         assert key in fields(), f"{page}: {key}"
         given = toml().loads(f"value = {value}")["value"]
         assert not isinstance(fit(given, fields()[key]), WrongType), f"{page}: {key} = {value}"
+
+
+def test_options_for_newcomers_are_answered_as_on_their_page() -> None:
+    """Every flag of Megatron-LM's page; and of both pages' names, those that are ours under another name."""
+    of: dict[str, set[str]] = {}
+    for cells in rows("from_megatron.md", "Megatron-LM"):
+        for flag in re.findall(r"--([a-z0-9-]+)", cells[0]):
+            of.setdefault(flag.replace("-", "_"), set()).update(key for key, _ in keys(cells[1]))
+    assert len(of) > 80 and [flag for flag in of if not other_names.hint(flag, [])] == []
+    for cells in rows("from_torchtitan.md", "TorchTitan"):
+        for name in re.findall(r"`([a-z_.]+)", cells[0]):
+            for path in (name, f"parallelism.{name}"):
+                of.setdefault(path, set()).update(key for key, _ in keys(cells[1]))
+    shown = {name: path for name, path in other_names.SAME.items() if name in of}
+    assert len(shown) > 70 and [name for name, path in shown.items() if path not in of[name]] == []
+
+
+def test_options_for_newcomers_exist() -> None:
+    options = re.compile(r"--([a-z_]+\.[a-z_.]*[a-z_])")
+    said = {path for text in other_names.OTHERWISE.values() for path in options.findall(text)}
+    assert len(said) > 30 and (said | set(other_names.SAME.values())) - fields().keys() == set()
+    assert fields().keys().isdisjoint(other_names.SAME.keys() | other_names.OTHERWISE.keys())
 
 
 @pytest.mark.parametrize("page", ["troubleshooting", "moe_practice", "questions", "evaluate"])

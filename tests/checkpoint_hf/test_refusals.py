@@ -59,7 +59,9 @@ def refused(capsys, folder, *options):
 @pytest.mark.parametrize(
     "name, changes, reason",
     [
-        ("mixtral", {"model_type": "bert"}, "model_type = 'bert', not one of"),
+        ("mixtral", {"model_type": "bert"}, "oss: docs/extending.md#a-family shows how to add one, as a file of names"),
+        ("mixtral", {"model_type": "deepseek_v2"}, "'deepseek_v2', not one of mixtral, qwen2_moe"),
+        ("mixtral", {"model_type": "deepseek_v2"}, "a file of names and sizes, here from that of deepseek_v3"),
         ("mixtral", {"model_type": "llama"}, "--upcycle gives it experts"),
         ("mixtral", {"hidden_act": "gelu"}, "hidden_act = 'gelu', titanmoe's mixtral only has \"silu\""),
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096, titanmoe's mixtral only has null"),

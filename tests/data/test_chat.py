@@ -82,12 +82,100 @@ def test_a_template_that_shows_no_answers_is_refused(bpe):
         Chat(forgets, "templates/t", tokenizer).encode(TALK)
     (said,) = error.value.problems
     assert "templates/t does not show what the assistant said: the first 3 of 5 messages are rendered differ" in said
-    assert "Write {% generation %}" in said
+    assert "a copy of the template and name that with --chat-template or data.chat_template" in said
     other = (
         each.replace("%}%{", "%}<{{ m.role }}>{{ m.content }}{") + "{% if add_generation_prompt %}[answer]{% endif %}"
     )
     with pytest.raises(ConfigError, match="message 3, the assistant's, is rendered differently up to where it begins"):
         Chat(other, "t", tokenizer).encode(TALK)
+
+
+THINKS = """\
+{%- for m in messages %}
+    {%- if m.role == "assistant" %}
+        {{- "<|im_start|>assistant\\n" + (("<think>" + m.reasoning_content + "</think>\\n") if loop.last else "") }}
+        {{- m.content + "<|im_end|>\\n" }}
+    {%- else %}
+        {{- "<|im_start|>" + m.role + "\\n" + m.content + "<|im_end|>\\n" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n" }}{% endif %}
+"""
+"""Of the assistant's reasoning it keeps only the last."""
+REASONED = [
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "reasoning": "hm", "content": "Because."},
+    {"role": "user", "content": "And?"},
+    {"role": "assistant", "reasoning": "so", "content": "Thus."},
+]
+
+
+def test_the_refusal_says_where_the_marks_go():
+    with pytest.raises(ConfigError) as error:
+        Chat(THINKS, "t", ByteTokenizer()).encode(REASONED)
+    (why,) = error.value.problems
+    head, tail = r"{{ '<|im_start|>assistant\n' }}{% generation %}", r"{{ '<|im_end|>\n' }}{% endgeneration %}"
+    assert f"{head}...{tail}, where ... is what writes the answer (from line 2 of the template on)" in why
+    marked = THINKS.replace('{{- "<|im_start|>assistant\\n" + (', "{{- '' }}" + head + "{{- (")
+    marked = marked.replace('m.content + "<|im_end|>\\n" }}\n    {%- else', "m.content }}" + tail + "\n    {%- else")
+    text, runs = said(Chat(marked, "t", ByteTokenizer()), REASONED)
+    assert runs == ["Because.<|im_end|>\n", "<think>so</think>\nThus.<|im_end|>\n"]
+    assert text == Chat(THINKS, "t", ByteTokenizer())._render(REASONED)
+
+
+def test_an_assistant_that_begins_has_no_header_counted():
+    greeted = [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "Hi"}]
+    assert said(Chat(CHATML, "t", ByteTokenizer()), greeted)[1] == ["Hello<|im_end|>\n"]
+    with pytest.raises(ChatError, match="its first message is the assistant's, and the chat template t cannot be ren"):
+        Chat("{{ messages[0].role }}" + CHATML, "t", ByteTokenizer()).encode(greeted)
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": None, "b": [1]}}}
+CALLED = [
+    {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "None?"}]},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "thinking": "I add"},
+    {"role": "tool", "content": "4", "tool_calls": None},
+    {"role": "assistant", "content": "four"},
+]
+ANY_CONTENT = (
+    "{% if tools is not none %}{{ tools | tojson }}{% endif %}{% for m in messages %}<{{ m.role }}>"
+    "{% if m.content is string %}{{ m.content }}{% elif m.content %}{% for p in m.content %}{{ p.text }}{% endfor %}"
+    "{% endif %}{{ m.reasoning_content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}"
+    "{{ call.function.arguments | tojson }}{% endfor %};{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_null_and_parts_as_transformers_renders_them(bpe):
+    """Where the template handles them."""
+    from transformers import PreTrainedTokenizerFast
+
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(bpe / "tokenizer.json"))
+    expected = theirs.apply_chat_template(CALLED, chat_template=ANY_CONTENT, tokenize=False)
+    assert expected.startswith('<user>What is None?;<assistant>I addadd{"a": null, "b": [1]};<tool>4;')
+    text, runs = said(Chat(ANY_CONTENT, "t", ByteTokenizer()), CALLED)
+    assert text == expected and runs == ['I addadd{"a": null, "b": [1]};', "four;"]
+
+
+@pytest.mark.parametrize("write", ["{{ m.content }}", "{{ 'It: ' ~ m.content }}", "{{ m.content | trim }}"])
+def test_null_and_parts_are_not_written_as_python_writes_them(write):
+    chat = Chat("{% for m in messages %}" + write + "{% endfor %}", "t", ByteTokenizer())
+    with pytest.raises(ChatError, match="writes message 2's content, which is null, as the word None: leave it out"):
+        chat.encode([{"role": "user", "content": "None"}, *CALLED[1:]])
+    with pytest.raises(ChatError, match="writes message 1's content, a list, as Python writes it: make it text"):
+        chat.encode([CALLED[0], CALLED[3]])
+    assert said(chat, [{"role": "user", "content": "None"}, {"role": "assistant", "content": "x", "name": None}])
+
+
+def test_contents_that_a_template_cannot_take_are_named():
+    chat = Chat("{% for m in messages %}{{ m.role + m.content.split('x')[0] }}{% endfor %}", "t", ByteTokenizer())
+    for n, messages in (2, CALLED[2:0:-1]), (1, CALLED):
+        what = "null" if n == 2 else "a list"
+        with pytest.raises(ChatError, match=f"refuses it: it takes text, and message {n}'s content is {what}"):
+            chat.encode(messages)
+    nested = Chat("{% for m in messages %}{{ m.tool_calls[0].function.arguments }}{% endfor %}", "t", ByteTokenizer())
+    with pytest.raises(ChatError, match=r"writes message 1's tool_calls\[0\].function.arguments, an object, as Python"):
+        nested.encode([CALLED[1]])
 
 
 @pytest.mark.parametrize(

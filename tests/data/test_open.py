@@ -49,6 +49,12 @@ def test_the_second_start_finds_what_the_first_made(config, tmp_path, capsys, mo
     assert len(open_documents(config, entry)) == 1 and len(list((tmp_path / "elsewhere").iterdir())) == 1
 
 
+def test_a_cache_that_cannot_be_made_is_refused(config, tmp_path):
+    config.data.cache = str(tmp_path / "a.jsonl")
+    assert f"data.cache: cannot write to {config.data.cache}/" in (said := problem(config, config.data.paths[0]))
+    assert said.endswith("name another folder, or make shards with `titanmoe tokenize` and name those in data.paths")
+
+
 def test_ranks_that_start_together_make_it_once(config, tmp_path):
     code = f"""
 import sys

@@ -236,7 +236,7 @@ def _split(argv: Sequence[str]) -> _Asked:
             near = nearest_field(name) if len(asked.problems) < HINTS else ""
             hint = f"did you mean --{near}?" if near else "--help lists them all"
             hint = other_names.hint(name, texts) or hint
-            asked.problems.append(f"command line: unknown option --{shortened(name)}: {hint}")
+            asked.problems.append(f"command line: unknown option {shortened(argument.partition('=')[0])}: {hint}")
     return asked
 
 
@@ -260,7 +260,9 @@ def _take(data: dict[str, Any], prefix: str, given: _Given) -> None:
 
 
 def _hint(path: str) -> str:
-    near, table = nearest_field(path), path.rpartition(".")[0]
+    near, table = other_names.SAME.get(path) or nearest_field(path), path.rpartition(".")[0]
+    if path in other_names.OTHERWISE:
+        return other_names.OTHERWISE[path]
     if near:
         return f"did you mean {near}?"
     if table in tables():

@@ -12,10 +12,176 @@ REMOVED = dict.fromkeys(
     "steps as you can afford to repeat",
 )
 """What to do instead, by the path of a field that earlier versions had."""
+_SAME = {
+    # Megatron-LM (docs/from_megatron.md)
+    "tensor-model-parallel-size": "parallelism.tp",
+    "context-parallel-size": "parallelism.cp",
+    "pipeline-model-parallel-size": "parallelism.pp",
+    "expert-model-parallel-size": "parallelism.experts.ep",
+    "expert-tensor-parallel-size": "parallelism.experts.etp",
+    "num-distributed-optimizer-instances": "parallelism.dp_replicate",
+    "num-layers": "model.num_layers",
+    "hidden-size": "model.dim",
+    "ffn-hidden-size": "model.dense_hidden",
+    "num-attention-heads": "model.num_heads",
+    "num-query-groups": "model.num_kv_heads",
+    "rotary-base": "model.rope_theta",
+    "init-method-std": "model.init_std",
+    "num-experts": "model.num_experts",
+    "moe-router-topk": "model.top_k",
+    "moe-ffn-hidden-size": "model.expert_hidden",
+    "moe-shared-expert-intermediate-size": "model.shared_hidden",
+    "moe-router-num-groups": "model.num_groups",
+    "moe-router-group-topk": "model.top_groups",
+    "moe-router-topk-scaling-factor": "model.route_scale",
+    "mtp-num-layers": "model.mtp_depth",
+    "moe-z-loss-coeff": "moe.z_loss",
+    "moe-router-bias-update-rate": "moe.bias_update_rate",
+    "moe-input-jitter-eps": "moe.jitter",
+    "moe-router-force-load-balancing": "moe.force_balance",
+    "moe-expert-capacity-factor": "moe.capacity_factor",
+    "moe-pad-expert-input-to-capacity": "moe.pad_to_capacity",
+    "moe-token-dispatcher-type": "moe.dispatcher",
+    "moe-token-drop-policy": "moe.drop_policy",
+    "micro-batch-size": "training.local_batch_size",
+    "global-batch-size": "training.global_batch_size",
+    "seq-length": "training.seq_len",
+    "train-iters": "training.steps",
+    "seed": "training.seed",
+    "deterministic-mode": "training.deterministic",
+    "manual-gc-interval": "training.gc_every",
+    "lr": "optimizer.lr",
+    "clip-grad": "optimizer.max_grad_norm",
+    "weight-decay": "optimizer.weight_decay",
+    "adam-beta1": "optimizer.beta1",
+    "adam-beta2": "optimizer.beta2",
+    "adam-eps": "optimizer.eps",
+    "lr-warmup-iters": "lr_schedule.warmup_steps",
+    "lr-decay-style": "lr_schedule.decay",
+    "eval-interval": "validation.interval",
+    "eval-iters": "validation.steps",
+    "save-interval": "checkpoint.interval",
+    "log-interval": "metrics.log_every",
+    "wandb-project": "metrics.wandb",
+    "profile-ranks": "profile.ranks",
+    # TorchTitan, now and before 0.2 (docs/from_torchtitan.md)
+    "parallelism.data_parallel_replicate_degree": "parallelism.dp_replicate",
+    "parallelism.data_parallel_shard_degree": "parallelism.dp_shard",
+    "parallelism.tensor_parallel_degree": "parallelism.tp",
+    "parallelism.context_parallel_degree": "parallelism.cp",
+    "parallelism.pipeline_parallel_degree": "parallelism.pp",
+    "parallelism.pipeline_parallel_schedule": "pipeline.schedule",
+    "parallelism.pipeline_parallel_schedule_csv": "pipeline.schedule_csv",
+    "parallelism.expert_parallel_degree": "parallelism.experts.ep",
+    "parallelism.expert_tensor_parallel_degree": "parallelism.experts.etp",
+    "parallelism.fsdp_reshard_after_forward": "parallelism.reshard_after_forward",
+    "training.max_context_length": "training.seq_len",
+    "training.sequence_length": "training.seq_len",
+    "training.max_norm": "optimizer.max_grad_norm",
+    "training.gc_freq": "training.gc_every",
+    "lr_scheduler.warmup_steps": "lr_schedule.warmup_steps",
+    "lr_scheduler.decay_type": "lr_schedule.decay",
+    "lr_scheduler.min_lr_factor": "lr_schedule.min_ratio",
+    "comm.init_timeout_seconds": "training.first_step_timeout_s",
+    "comm.train_timeout_seconds": "training.timeout_s",
+    "debug.seed": "training.seed",
+    "debug.deterministic": "training.deterministic",
+    "debug.moe_force_load_balance": "moe.force_balance",
+    "model.name": "model.family",
+    "model.flavor": "model.size",
+    "hf_assets_path": "data.tokenizer",
+    "model.hf_assets_path": "data.tokenizer",
+    "validator.freq": "validation.interval",
+    "validation.freq": "validation.interval",
+    "validator.steps": "validation.steps",
+    "dump_folder": "job.dump_folder",
+    "checkpoint.keep_latest_k": "checkpoint.keep_last",
+    "checkpoint.load_step": "checkpoint.load",
+    "checkpoint.initial_load_path": "checkpoint.load",
+    "checkpoint.initial_load_model_only": "checkpoint.model_only",
+    "metrics.log_freq": "metrics.log_every",
+    "metrics.enable_tensorboard": "metrics.tensorboard",
+}
+"""By a name elsewhere, the field of ours that takes the same values, or whose refusal lists its own."""
+
+_EPOCHS = (
+    "the length of a run is --training.steps N; an epoch is the data's tokens / (training.global_batch_size * "
+    "training.seq_len) steps, and sources that end start over"
+)
+_WEIGHTS = "--checkpoint.load PATH with --checkpoint.model_only true"
+_ALWAYS = "it is always on here, so leave it out"
+_OTHERWISE = {
+    **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs", "training.epochs", "training.num_epochs"), _EPOCHS),
+    **dict.fromkeys(("use-distributed-optimizer", "use-torch-fsdp2", "overlap-grad-reduce"), _ALWAYS),
+    **dict.fromkeys(("overlap-param-gather", "moe-shared-expert-overlap", "manual-gc", "async-save"), _ALWAYS),
+    **dict.fromkeys(("moe-grouped-gemm", "moe-permute-fusion", "moe-router-fusion"), _ALWAYS),
+    **dict.fromkeys(("finetune", "no-load-optim", "no-load-rng"), _WEIGHTS),
+    **dict.fromkeys(("reset-position-ids", "reset-attention-mask", "eod-mask-loss"), "--data.packing documents"),
+    "dist-ckpt-optim-fully-reshardable": _ALWAYS,
+    "sequence-parallel": "it comes with --parallelism.tp, so leave it out",
+    "cp-comm-type": "--parallelism.cp_kind ring is p2p, ulysses is a2a, allgather is all_gather",
+    "num-layers-per-virtual-pipeline-stage": "--pipeline.virtual_stages N is the stages of a rank",
+    "moe-layer-freq": "--model.moe_every N gives every N-th block experts, after --model.num_dense_layers",
+    "moe-aux-loss-coeff": "--moe.aux_loss, aux_loss_sequence or aux_loss_global, by the kind of loss",
+    "moe-router-load-balancing-type": "--moe.aux_loss, aux_loss_sequence or aux_loss_global sets a coefficient",
+    "moe-router-score-function": "--model.score_function softmax_after_topk, softmax (scores before top-k) or sigmoid",
+    "moe-router-pre-softmax": "--model.score_function softmax with --model.norm_topk false",
+    "moe-router-dtype": "--moe.router_dtype float32 or float64",
+    "moe-router-enable-expert-bias": "--moe.bias_update_rate above 0",
+    "moe-use-upcycling": "titanmoe convert --upcycle makes a checkpoint to begin from",
+    "moe-upcycling-granularity": "titanmoe convert --upcycle makes a checkpoint to begin from",
+    "overlap-moe-expert-parallel-comm": "--pipeline.schedule DualPipeV with --pipeline.overlap_pairs true",
+    "delay-wgrad-compute": "--pipeline.schedule ZBVZeroBubble, or another that splits backward",
+    "pipeline-model-parallel-layout": "--pipeline.layers_per_stage 3 4 4 3",
+    "bf16": "--training.mixed_precision_param bfloat16, the default",
+    "fp8-format": "--moe.expert_dtype fp8 is for experts only",
+    "min-lr": "--lr_schedule.min_ratio R is the floor as a fraction of optimizer.lr",
+    "recompute-granularity": "--activation_checkpoint.mode full, selective or moe",
+    "recompute-modules": "--activation_checkpoint.mode full, selective or moe",
+    "cross-entropy-loss-fusion": "--training.loss_chunks, which saves memory by default",
+    "distributed-timeout-minutes": "--training.timeout_s and --training.first_step_timeout_s, in seconds",
+    "data-path": "--data.source files with --data.paths A B and, for shares, --data.weights 0.7 0.3",
+    "mock-data": "--data.source synthetic",
+    "split": "--validation.held_out 100 keeps every 100th document for validation",
+    "save": "--job.dump_folder DIR: a run saves into its own folder below it",
+    "load": "the same command resumes; --checkpoint.load PATH begins from another run",
+    "moe-per-layer-logging": "--metrics.experts_every, on by default",
+    "profile": "--profile.steps 10 11 names the steps",
+    "fake-init-process-group": "titanmoe rehearse needs no GPU",
+    "tensorboard-dir": "--metrics.tensorboard true writes into the run's folder",
+    "profile-step-start": "--profile.steps 10 11 names the steps",
+    "training.num_tokens_per_microbatch_per_dp_rank": "--training.local_batch_size N counts samples: tokens / seq_len",
+    "training.num_tokens_per_train_step": "--training.global_batch_size N counts samples: tokens / seq_len",
+    "training.dataset": "--data.source files with --data.paths",
+    "training.dataset_path": "--data.source files with --data.paths",
+    "lr_scheduler.decay_ratio": "--lr_schedule.decay wsd with --lr_schedule.decay_fraction",
+    "parallelism.context_parallel_load_balancer": "--parallelism.cp_placement zigzag or contiguous",
+    "parallelism.pipeline_parallel_layers_per_stage": "--pipeline.layers_per_stage 3 4 4 3, or pipeline.virtual_stages",
+    "checkpoint.async_mode": "--checkpoint.save async or sync",
+    "checkpoint.initial_load_in_hf": "--checkpoint.initial_hf FOLDER",
+    "checkpoint.last_save_in_hf": "titanmoe convert --to-hf does that afterwards",
+    "metrics.enable_wandb": "--metrics.wandb PROJECT",
+    "profiler.enable_profiling": "--profile.steps 10 11 names the steps",
+    "profiler.profile_freq": "--profile.steps 10 11 names the steps",
+    "profiler.enable_memory_snapshot": "--profile.memory oom or steps",
+}
+"""By a name elsewhere, what there is instead."""
+
+
+def _plain(name: str) -> str:
+    return name.replace("-", "_")
+
+
+SAME = {_plain(name): path for name, path in _SAME.items()}
+OTHERWISE = {_plain(name): text for name, text in _OTHERWISE.items()}
 
 
 def hint(name: str, texts: Sequence[str]) -> str:
     """What to write in place of an unknown option; empty if the name is not known from elsewhere."""
-    if name.replace("_", "-") in RANKS:
+    name = _plain(name)
+    if name in map(_plain, RANKS):
         return f"the number of ranks is given by --ranks {texts[0] if texts else 'N'}"
     return REMOVED.get(name, "")
+    if name in SAME:
+        return f"it is {' '.join([f'--{SAME[name]}', *texts])} here"
+    return OTHERWISE.get(name, "")

@@ -15,7 +15,8 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
-from titanmoe.data.template import OverBudget, Template
+from titanmoe.data.read import named
+from titanmoe.data.template import NotText, OverBudget, Template
 from titanmoe.data.tokenizer import SETTINGS, Tokenizer
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -24,6 +25,8 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 MOST_TEMPLATE = 1 << 17
 """Characters; the longest published template has some 30,000."""
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""What data sets call a message's reasoning."""
 
 
 class ChatError(ValueError):
@@ -42,6 +45,7 @@ class Chat:
                 [f"{origin}: the chat template has more than {MOST_TEMPLATE:,} characters, the limit for a template"]
             )
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+        self._of_type = (TypeError, jinja2.UndefinedError)
         try:
             self._compiled = Template(template, OPEN, CLOSE)
         except OverBudget as error:
@@ -72,16 +76,50 @@ class Chat:
         return self._render_all([(messages, prompt)])[0]
 
     def _render_all(self, asked: list[tuple[list[Any], bool]]) -> list[str]:
-        """Each of these messages, with the prompt for an answer or not."""
-        marks = self.tokenizer.marks
+        """Each of these messages, with the prompt for an answer or not: as transformers' apply_chat_template, except
+        that no null, list or object is written as Python writes it.
+        """
+        texts = self._filled(asked)
+        for (messages, prompt), text in zip(asked, texts, strict=True):
+            if "None" in text and (culprit := self._writes_none(messages, prompt, text.count("None"))):
+                raise ChatError(
+                    f"the chat template {self.origin} writes {culprit}, which is null, as the word None: leave it "
+                    'out, make it "", or use a template that tests for it'
+                )
+        return texts
+
+    def _filled(self, asked: list[tuple[list[Any], bool]]) -> list[str]:
+        def names(messages: list[Any], prompt: bool) -> dict[str, Any]:
+            given = {"messages": list(map(_with_reasoning, messages)), "add_generation_prompt": prompt}
+            return given | {"tools": None, "documents": None} | self.tokenizer.marks
+
         try:
-            return self._compiled.render(*({"messages": m, "add_generation_prompt": p} | marks for m, p in asked))
+            return self._compiled.render(*(names(*one) for one in asked))
         except OverBudget as error:
             raise ConfigError([f"the chat template {self.origin} {error}: use another (chat_template)"]) from None
         except RecursionError:
             raise ChatError(f"the chat template {self.origin} or its messages are nested too deeply") from None
+        except NotText as error:
+            raise ChatError(
+                f"the chat template {self.origin} writes {error} as Python writes it: make it text, or use a template "
+                "that takes it apart or writes it with | tojson"
+            ) from None
         except self._errors as error:
-            raise ChatError(f"the chat template {self.origin} refuses it: {_short(str(error))}") from None
+            odd = _not_text(asked[0][0]) if isinstance(error, self._of_type) else ""
+            raise ChatError(f"the chat template {self.origin} refuses it: {odd or _short(str(error))}") from None
+
+    def _writes_none(self, messages: list[Any], prompt: bool, times: int) -> str:
+        """The first null without which the word is written less often."""
+        for n, message in enumerate(messages):
+            for key in [key for key, value in message.items() if _has_null(value)]:
+                other = [*messages[:n], message | {key: _without_null(message[key])}, *messages[n + 1 :]]
+                try:
+                    if self._filled([(other, prompt)])[0].count("None") >= times:
+                        continue
+                except ChatError:  # it takes no text there, so it tests for the null
+                    continue
+                return f"message {n + 1}'s {key}" if message[key] is None else f"a value in message {n + 1}'s {key}"
+        return ""
 
     def _marked(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         parts, spans, length, began = [], [], 0, -1
@@ -97,12 +135,12 @@ class Chat:
 
     def _by_prefixes(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        parts = [part for n in answers for part in ((messages[:n], True), (messages[: n + 1], False)) if part[0]]
-        whole, *texts = self._render_all([(messages, False), *parts])
+        ends = [(messages[: n + 1], False) for n in answers]
+        begins = [(messages[:n], True) for n in answers if n]
+        whole, *texts = self._render_all([(messages, False), *ends, *begins])
+        asked_of = [*([] if answers[0] else [self._asked([])]), *texts[len(answers) :]]
         spans = []
-        for n in answers:
-            asked = texts.pop(0) if n else ""
-            answered = texts.pop(0)
+        for n, asked, answered in zip(answers, asked_of, texts, strict=False):
             for shorter, longer, what in (
                 (
                     asked,
@@ -116,12 +154,69 @@ class Chat:
                     raise ConfigError(
                         [
                             f"the chat template {self.origin} does not show what the assistant said: {what} (from "
-                            f"character {at}: {shorter[at : at + 30]!r}, then {longer[at : at + 30]!r}). Write "
-                            "{% generation %} and {% endgeneration %} around its part in the template"
+                            f"character {at}: {shorter[at : at + 30]!r}, then {longer[at : at + 30]!r}). "
+                            f"{self._how_to_mark(messages[:n], messages[n])}"
                         ]
                     )
             spans.append((len(asked), len(answered)))
         return whole, spans
+
+    def _asked(self, before: list[Any]) -> str:
+        """What is there when the assistant begins."""
+        try:
+            return self._render(before, prompt=True)
+        except ChatError:
+            if before:
+                raise
+            raise ChatError(
+                f"its first message is the assistant's, and the chat template {self.origin} cannot be rendered "
+                "without a message before it: put one there, such as the system's"
+            ) from None
+
+    def _how_to_mark(self, before: list[Any], answer: dict[str, Any]) -> str:
+        """With what this template writes around an answer, as far as that can be seen."""
+        begun, asked = self._render(before), self._asked(before)
+        turn, content = self._render([*before, answer]).removeprefix(begun), answer.get("content")
+        head, tail = asked.removeprefix(begun), ""
+        if isinstance(content, str) and content and content in turn:
+            first, _, tail = turn.rpartition(content)
+            head = head or first
+        lines = self.template.splitlines()
+        found = next((n for n, line in enumerate(lines, 1) if re.search(r"""["']assistant["']""", line)), 0)
+        where = f" (from line {found} of the template on)" if found and len(lines) > 1 else ""
+        end = f"{{{{ {tail!r} }}}}" if tail else ""
+        return (
+            "Mark what the assistant says in a copy of the template and name that with --chat-template or "
+            f"data.chat_template: {{{{ {head!r} }}}}{{% generation %}}...{end}{{% endgeneration %}}, where ... is what "
+            f"writes the answer{where}"
+        )
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Under all names that templates read it by, as transformers 5 does."""
+    said = next((message[key] for key in REASONING if message.get(key) is not None), None)
+    return message if said is None else {"thinking": said, **message, "reasoning_content": said}
+
+
+def _has_null(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(map(_has_null, value.values() if isinstance(value, dict) else value))
+    return value is None
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(one) for key, one in value.items()}
+    return [_without_null(one) for one in value] if isinstance(value, list) else "" if value is None else value
+
+
+def _not_text(messages: list[Any]) -> str:
+    """A content that templates often cannot take."""
+    for n, message in enumerate(messages, 1):
+        content = message.get("content", "")
+        if not isinstance(content, str):
+            return f"it takes text, and message {n}'s content is {named(content)}"
+    return ""
 
 
 def open_chat(template: str, tokenizer: Tokenizer) -> Chat:

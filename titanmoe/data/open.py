@@ -51,6 +51,15 @@ def _cached(config: Config, entry: str, name: str) -> Path:
     def log(line: str) -> None:
         print(f"data: {name}: {line}", flush=True)
 
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            [
+                f"data.cache: cannot write to {out.absolute()}: {error.strerror}: name another folder, or make shards "
+                "with `titanmoe tokenize` and name those in data.paths"
+            ]
+        ) from None
     new = not is_shards(out)
     # The ranks of a node start together, and one of them does the work.
     manifest = tokenize(replace(planned, job=replace(job, out=str(out))), cores(), wait=True, log=log)

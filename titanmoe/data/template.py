@@ -32,6 +32,10 @@ class OverBudget(Exception):
     """Its message says what the template does."""
 
 
+class NotText(Exception):
+    """Says what was to be written as text."""
+
+
 class Template:
     def __init__(self, text: str, opening: str, closing: str):
         """opening, closing: what {% generation %} and {% endgeneration %} write. Raises what Jinja raises."""
@@ -159,13 +163,52 @@ def serve() -> None:
                 template, marks_generation = _compiled(*given)
                 answer = True, marks_generation
             else:
-                answer = True, [template.render(each) for each in given]
+                answer = True, [template.render(_guarded_messages(each)) for each in given]
         except Exception as error:
             answer = False, error.with_traceback(None)
         if size is not None:
             resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(sys.stdout.buffer, pickle.dumps(answer))
+
+
+class _Objects(dict):
+    """An object in a message. Templates may look into it and write it as JSON."""
+
+    where = ""
+
+    def __str__(self) -> str:
+        raise NotText(self.where)
+
+    __repr__ = __str__
+
+
+class _Parts(list):
+    where = ""
+
+    def __str__(self) -> str:
+        raise NotText(self.where)
+
+    __repr__ = __str__
+
+
+def _guarded(value: Any, where: str) -> Any:
+    """A copy in which lists and objects cannot become text."""
+    if isinstance(value, dict):
+        joint = "." if "'s " in where else "'s "
+        found = _Objects((key, _guarded(one, f"{where}{joint}{key}")) for key, one in value.items())
+        found.where = f"{where}, an object,"
+    elif isinstance(value, list):
+        found = _Parts(_guarded(one, f"{where}[{n}]") for n, one in enumerate(value))
+        found.where = f"{where}, a list,"
+    else:
+        return value
+    return found
+
+
+def _guarded_messages(given: dict[str, Any]) -> dict[str, Any]:
+    messages = [_guarded(message, f"message {n}") for n, message in enumerate(given.get("messages", ()), 1)]
+    return given | {"messages": messages}
 
 
 def _compiled(text: str, opening: str, closing: str) -> tuple[Any, bool]:

@@ -46,7 +46,9 @@ def claim(config: Config) -> tuple[Path, TextIO | None]:
             return folder, None
         except OSError as error:
             if not (isinstance(error, FileExistsError) and folder.is_dir()):
-                raise ConfigError([f"job.dump_folder: cannot write to {folder.absolute()}: {error.strerror}"]) from None
+                raise ConfigError(
+                    [f"job.dump_folder: cannot write to {folder.absolute()}: {error.strerror}: name another folder"]
+                ) from None
         n += 1
         folder = parent / f"{name}-{n}"
 

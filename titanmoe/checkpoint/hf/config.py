@@ -14,6 +14,7 @@ from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config, Model
+from titanmoe.config.values import closest
 from titanmoe.models.families import FAMILIES, HUGGING_FACE, preset
 from titanmoe.models.families.dense import DENSE
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
@@ -147,10 +148,13 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
     own, other = (plain, types) if dense else (types, plain)
     if kind in own:
         return own[kind]
-    hint = ""
     if kind in other:
-        hint = ": it has experts, --from-hf converts it" if dense else ": it is dense, --upcycle gives it experts"
-    raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(own)}{hint}"])
+        hint = "it has experts, --from-hf converts it" if dense else "it is dense, --upcycle gives it experts"
+    else:
+        near = closest(str(kind), own, cutoff=0.5)
+        begin = f", here from that of {near}" if near else ""
+        hint = f"docs/extending.md#a-family shows how to add one, as a file of names and sizes{begin}"
+    raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(own)}: {hint}"])
 
 
 def _oversized(values: dict[str, Any], source: str) -> list[str]:
