@@ -157,7 +157,6 @@ PRIVATE = (
         "parallel/norm.py",
         "the norm and clipping, in few kernels",
     ),
-    Private("torch", ("_foreach_add_",), "moe/chunks.py", "to time what backward adds up"),
     Private("torch", ("_foreach_norm",), "checkpoint/finite.py", "whether all numbers of a checkpoint are finite"),
     Private("torch", ("_grouped_mm",), "moe/experts.py", "the products of all experts"),
     Private("torch", ("_scaled_grouped_mm",), "moe/fp8.py", "the same in 8 bits; without it fp8 is refused", True),
