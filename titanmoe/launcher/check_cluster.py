@@ -107,7 +107,7 @@ def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
 
 
 @dataclass
-class Row:
+class Compared:
     name: str
     error: float = math.nan
     """The largest relative difference from one rank, of losses and gradient norms."""
@@ -151,7 +151,7 @@ def of_one_rank(world: int, device: str) -> list[float]:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def compare(runtime: Runtime, chosen: list[str], node: int, expected: list[float]) -> list[Row]:
+def compare(runtime: Runtime, chosen: list[str], node: int, expected: list[float]) -> list[Compared]:
     rows = []
     for name, changes in cases(runtime.world, node).items():
         if chosen and not any(word in name for word in chosen):
@@ -159,11 +159,11 @@ def compare(runtime: Runtime, chosen: list[str], node: int, expected: list[float
         try:
             config = read(command_line(runtime.world, changes, runtime.device.type), runtime.world)
         except ConfigError as error:
-            row = Row(name, skipped=error.problems[0])
+            row = Compared(name, skipped=error.problems[0])
         else:
             got, seconds = numbers(config, runtime)
             apart = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=True)]
-            row = Row(name, max(apart, key=lambda x: math.inf if math.isnan(x) else x), seconds)
+            row = Compared(name, max(apart, key=lambda x: math.inf if math.isnan(x) else x), seconds)
         rows.append(row)
         say(row.line())
     return rows
