@@ -1,9 +1,8 @@
-"""scripts/check_cluster.py: what is right passes, what is wrong is named, what cannot run is listed."""
+"""The check of a cluster: what is right passes, what is wrong is named, what cannot run is listed."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,15 +11,12 @@ import pytest
 
 from tests import faults, processes, world
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "scripts"
-sys.path.insert(0, str(SCRIPTS))
 SMALL = {"model.num_layers": 1, "training.seq_len": 16}
 
 
 def alone(ranks: int) -> list[float]:
-    import check_cluster
-
     from tests.parity import runtime_here
+    from titanmoe.launcher import check_cluster
 
     with mock.patch.dict(check_cluster.BASE, SMALL):
         config = check_cluster.read(check_cluster.command_line(ranks, {}, "cpu"), 1)
@@ -28,10 +24,8 @@ def alone(ranks: int) -> list[float]:
 
 
 def checked(expected: list[float], chosen: list[str], fault: str) -> dict[str, Any]:
-    sys.path.insert(0, str(SCRIPTS))
-    import check_cluster
-
     from tests.parity import runtime_here
+    from titanmoe.launcher import check_cluster
 
     undo = faults.FAULTS[fault]() if fault else lambda: None
     known = mock.patch.object(check_cluster, "of_one_rank", lambda world, device: expected)
@@ -65,7 +59,7 @@ def test_every_case_under_torchrun(ranks: int, tmp_path: Path) -> None:
     """One rank's numbers come from a process of its own."""
     out = tmp_path / "found.json"
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    run = processes.run([*command, str(SCRIPTS / "check_cluster.py"), "--json", str(out)], timeout=900)
+    run = processes.run([*command, "-m", "titanmoe.launcher.check_cluster", "--json", str(out)], timeout=900)
     assert run.returncode == 0, run.stdout + run.stderr
     assert run.stdout.rstrip().endswith("this cluster is fit")
     found = json.loads(out.read_text())

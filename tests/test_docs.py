@@ -105,7 +105,7 @@ def test_quoted_messages_are_those_of_the_program() -> None:
 
 def keys(cell: str) -> list[tuple[str, str]]:
     """Each `table.key` or `table.key = value` of a cell; paths and commands are something else."""
-    found = re.findall(r"`([a-z_]+(?:\.[a-z_0-9]+)+)(?: = ([^`]+))?`", cell)
+    found = re.findall(r"`((?:[a-z_]+\.)+[a-z_]+\d?)(?: = ([^`]+))?`", cell)
     return [(key, value) for key, value in found if key.split(".")[0] in tables()]
 
 

@@ -1,5 +1,6 @@
 """The multi-node launchers: two 'nodes' on this machine, reached by an ssh and an srun that run things here."""
 
+import contextlib
 import json
 import os
 import shlex
@@ -12,18 +13,24 @@ from pathlib import Path
 
 import pytest
 
+from titanmoe.cli import main
+
 ROOT = Path(__file__).resolve().parent.parent
-SSH, SLURM = ROOT / "scripts" / "launch_ssh.sh", ROOT / "scripts" / "launch_slurm.sh"
+SSH = ROOT / "scripts" / "launch_ssh.sh"
 RECIPE = "train_configs/debug.toml"
 FAKE_SSH = 'test $# = 2 && echo "$1" >> "$0.hosts" && exec bash -c "$2"\n'
 FAKE_SRUN = """\
+#!/bin/bash
 out= tasks=
-while case $1 in -*) true ;; *) false ;; esac; do
+while [[ $1 == -* ]]; do
     case $1 in --output=*) out=${1#*=} ;; --ntasks=*) tasks=${1#*=} ;; esac
     shift
 done
 for ((node = 0; node < tasks; node++)); do
-    SLURM_NODEID=$node "$@" > "${out/\\%n/$node}" 2>&1 || { echo "task $node failed" >&2; exit 1; }
+    SLURM_NODEID=$node "$@" > "${out/\\%n/$node}" 2>&1 &
+done
+for ((node = 0; node < tasks; node++)); do
+    wait -n || { echo "a task failed" >&2; kill $(jobs -p) 2>/dev/null; exit 1; }
 done
 """
 # Replaces a node's Python: node 1 ends as FAILS says, the others stay until they are stopped.
@@ -41,12 +48,11 @@ exit 0
 def fake(tmp_path):
     """A folder with a fake ssh, srun and venv/bin/python."""
     (tmp_path / "ssh").write_text(FAKE_SSH)
-    (tmp_path / "srun").write_text("#!/bin/bash\n" + FAKE_SRUN)
+    (tmp_path / "srun").write_text(FAKE_SRUN)
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(FAKE_PYTHON)
     python.chmod(0o755)
-    (tmp_path / "srun").chmod(0o755)
     return tmp_path
 
 
@@ -93,16 +99,18 @@ def heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+def free_port(first: int = 0) -> int:
+    """Any, or one of the 10,000 from `first` on."""
+    for port in range(first + os.getpid() % 10_000, first + 10_000) if first else [0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return probe.getsockname()[1]
+    raise OSError("no port is free")
 
 
-@pytest.mark.parametrize("script", [SSH, SLURM], ids=lambda path: path.name)
-def test_syntax(script):
-    assert subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False).stderr == ""
-    assert os.access(script, os.X_OK)
+def test_syntax():
+    assert subprocess.run(["bash", "-n", str(SSH)], capture_output=True, text=True, check=False).stderr == ""
+    assert os.access(SSH, os.X_OK)
 
 
 # ---- ssh
@@ -198,41 +206,99 @@ def test_ssh_refuses(words, message):
 # ---- Slurm
 
 
-def test_slurm_dry_run_is_what_a_job_would_run(fake):
-    job = dict(SLURM_JOB_ID="4242", SLURM_JOB_NUM_NODES="16", SLURM_JOB_NODELIST="n[01-16]", SLURM_SUBMIT_DIR=str(ROOT))
-    done = launch(SLURM, "--dry-run", RECIPE, "--job.name", "it's", SCONTROL=r"printf n01\nn02\n", **job)
-    assert done.returncode == 0, done.stderr
-    words = shlex.split(done.stdout)
-    assert words[:5] == ["cd", str(ROOT), "&&", "OMP_NUM_THREADS=1", "PYTHONUNBUFFERED=1"]
-    assert words[5:10] == [
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
-        "srun",
-        "--nodes=16",
-        "--ntasks=16",
-        "--ntasks-per-node=1",
-    ]
-    assert words[10] == "--kill-on-bad-exit=1"
-    assert f"--output=runs/launch/{Path(RECIPE).stem}-4242/node%n.log" in words
-    assert words[words.index(f"{ROOT}/.venv/bin/python") + 1 :] == [
-        *("--nnodes", "16", "--nproc-per-node", "8", "--master-addr", "n01", "--master-port", "24242"),
-        *("train.py", "--config", RECIPE, "--job.name", "it's"),
+def job_of(fake: Path, capsys: pytest.CaptureFixture[str], *words: object) -> Path:
+    """The script that `titanmoe slurm` prints."""
+    capsys.readouterr()
+    assert main(["slurm", *map(str, words)]) == 0
+    script = fake / "job.sh"
+    script.write_text(capsys.readouterr().out)
+    assert subprocess.run(["bash", "-n", str(script)], capture_output=True, text=True, check=False).stderr == ""
+    return script
+
+
+def submit(fake: Path, script: Path, nodes: int = 2, timeout: float = 60, **more: str) -> subprocess.CompletedProcess:
+    """Run it as Slurm would, in an allocation whose first node is this machine."""
+    (fake / "scontrol").write_text(more.pop("scontrol", "#!/bin/bash\nprintf '127.0.0.1\\nn2\\n'\n"))
+    for name in ("scontrol", "srun"):
+        (fake / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": str(free_port(20000) - 20000), "SLURM_JOB_NUM_NODES": str(nodes)}
+    job |= {"SLURM_JOB_NODELIST": "n[1-2]", "PATH": f"{fake}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", str(script)],
+        cwd=fake,
+        env=environment(PYTHONPATH=str(ROOT), **(job | more)),
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def small(fake: Path) -> list[object]:
+    """Two ranks, each of which is a node."""
+    settings = dict(steps=2, seq_len=32, local_batch_size=2, global_batch_size=4, device="cpu")
+    return [
+        *("debug", "--ranks", 2, "--gpus-per-node", 1, "--job.dump_folder", fake / "runs", "--job.name", "it's small"),
+        *(word for name, value in settings.items() for word in (f"--training.{name}", value)),
+        *("--parallelism.experts.ep", 2, "--parallelism.tp", 1, "--data.source", "synthetic"),
+        *("--metrics.tensorboard", "false", "--validation.interval", 0, "--validation.held_out", 0),
     ]
 
 
-def test_slurm_starts_a_torchrun_per_node(fake):
-    job = dict(SLURM_JOB_ID="7", SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="n[1-2]", SCONTROL=r"printf n1\nn2\n")
-    job |= dict(SRUN=str(fake / "srun"), VENV=str(fake / "venv"), LOGS=str(fake / "logs"), GPUS="4", PORT="1234")
-    done = launch(SLURM, RECIPE, "--training.steps", "2", **job)
-    assert done.returncode == 0, done.stderr
-    for node in (0, 1):
-        assert (fake / "logs" / f"node{node}.log").read_text() == (
-            f"here are -m torch.distributed.run --node-rank {node} --nnodes 2 --nproc-per-node 4 --master-addr n1 "
-            f"--master-port 1234 train.py --config {RECIPE} --training.steps 2\n"
-        )
-    done = launch(SLURM, RECIPE, FAILS="3", **job)
-    assert done.returncode == 1
-    assert "a node failed (exit code 1) and the others were stopped" in done.stderr
-    assert f"the logs are {fake}/logs/node*.log" in done.stderr
+def test_a_slurm_job_of_two_nodes_trains(fake, capsys):
+    script = job_of(fake, capsys, *small(fake))
+    done = submit(fake, script, timeout=150)
+    (folder,) = (fake / "runs" / "launch").iterdir()
+    logs = [(folder / f"node{node}.log").read_text() for node in (0, 1)]
+    assert done.returncode == 0, done.stderr + "\n".join(logs)
+    steps = [json.loads(line) for line in (fake / "runs" / "it's small" / "metrics.jsonl").read_text().splitlines()]
+    assert [step["step"] for step in steps] == [1, 2] and "1 rank on each of 2 nodes" in logs[0]
+    assert "2 nodes of 1 ranks, meeting at 127.0.0.1:" in done.stdout
+
+
+def test_what_a_slurm_job_asks_for(fake, capsys):
+    options = ["--account", "me", "--partition", "gpu", "--time", "4:00:00", "--sbatch=--qos=high"]
+    script = job_of(fake, capsys, "mixtral_8x22b", *options).read_text()
+    asked = {line.split()[1] for line in script.splitlines() if line.startswith("#SBATCH")}
+    assert asked >= {"--nodes=16", "--gpus-per-node=8", "--ntasks-per-node=1", "--account=me", "--partition=gpu"}
+    assert asked >= {"--time=4:00:00", "--qos=high", "--requeue", "--signal=B:USR1@120", "--open-mode=append"}
+    assert not any("gpus" in line for line in job_of(fake, capsys, *small(fake)).read_text().splitlines()[:12])
+
+
+@pytest.mark.parametrize("image", ["nvcr.io#me/titanmoe:1", "my images/titanmoe.sif"])
+def test_a_slurm_job_in_a_container_checks_its_nodes_first(fake, capsys, image):
+    (fake / "srun").write_text(
+        '#!/bin/bash\nprintf "%s\\n" "$@" -- >> "$0.words"; [[ $* != *"${REFUSES:-nothing}"* ]]\n'
+    )
+    words = ["--container-image", image, "--container-mounts", "/data:/data", "--check", "--ranks", 16]
+    script = job_of(fake, capsys, "mixtral_8x7b", *words)
+    assert submit(fake, script).returncode == 0
+    check, train = [call.splitlines() for call in (fake / "srun.words").read_text().split("\n--\n")[:2]]
+    at = "$SLURM_NODEID"
+    meet = ["--nnodes", "2", "--node-rank", at, "--master-addr", "$MASTER", "--master-port", "$PORT"]
+    assert shlex.split(train[-1]) == [
+        *("exec", "python", "-m", "titanmoe", "train", "mixtral_8x7b", "--ranks", "16", *meet),
+        *("--logs", f"$LOGS/node{at}"),
+    ]
+    assert shlex.split(check[-1]) == [
+        *("exec", "python", "-m", "torch.distributed.run", *meet, "--nproc-per-node", "8"),
+        *("-m", "titanmoe.launcher.check_cluster", "--device", "auto"),
+    ]
+    mounts = f"{fake}:{fake},/data:/data"
+    inside = [f"--container-image={image}", f"--container-mounts={mounts}", f"--container-workdir={fake}"]
+    if image.endswith(".sif"):
+        inside = ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", str(fake), image]
+    assert train[-3 - len(inside) : -1] == check[-3 - len(inside) : -1] == [*inside, "bash", "-c"]
+    done = submit(fake, script, REFUSES="check_cluster")
+    assert done.returncode == 1 and "this cluster is not fit to train on, or could not be checked" in done.stderr
+    assert (fake / "srun.words").read_text().count("\n--\n") == 3, "it does not train"
+
+
+def test_a_slurm_node_that_fails_is_reported(fake, capsys):
+    python = ["--python", fake / "venv" / "bin" / "python"]
+    done = submit(fake, job_of(fake, capsys, *small(fake), *python), FAILS="3")
+    assert done.returncode == 1 and "a node failed (exit code 1) and the others were stopped" in done.stderr
+    assert f"{fake}/runs/launch/it's small-" in done.stderr
 
 
 # Replaces srun when the job's time runs out: the run trains, saves when signalled, and ends like torchrun.
@@ -255,39 +321,29 @@ while true; do sleep 0.05; done
         ({"REFUSES": "yes"}, 1, "scontrol requeue 7 failed", "requeue 7\n"),
     ],
 )
-def test_slurm_queues_a_job_again_whose_time_is_up(fake, more, code, message, requeued):
-    for name, text in {
-        "srun": FAKE_LONG_SRUN,
-        "scontrol": '#!/bin/bash\necho "$*" >> "$0.requeued"; [[ -z ${REFUSES:-} ]]\n',
-    }.items():
-        (fake / name).write_text(text)
-        (fake / name).chmod(0o755)
-    job = {
-        "SLURM_JOB_ID": "7",
-        "VENV": str(fake / "venv"),
-        "LOGS": str(fake / "logs"),
-        "PATH": f"{fake}:{os.environ['PATH']}",
-    }
-    done = launch(SLURM, RECIPE, **(job | more))
+def test_slurm_queues_a_job_again_whose_time_is_up(fake, capsys, more, code, message, requeued):
+    (fake / "srun").write_text(FAKE_LONG_SRUN)
+    scontrol = '#!/bin/bash\n[[ $1 == show ]] && echo n1 && exit\necho "$*" >> "$0.requeued"; [[ -z ${REFUSES:-} ]]\n'
+    done = submit(fake, job_of(fake, capsys, *small(fake)), scontrol=scontrol, SLURM_JOB_ID="7", **more)
     assert done.returncode == code and message in done.stdout + done.stderr, done.stderr
     seen = fake / "scontrol.requeued"
     assert (seen.read_text() if seen.exists() else "") == requeued
-    logs = fake / f"logs{'-1' if 'SLURM_RESTART_COUNT' in more else ''}"
+    logs = fake / "runs" / "launch" / f"it's small-7{'-1' if 'SLURM_RESTART_COUNT' in more else ''}"
     assert (logs / "node0.log").exists(), "each time its own logs"
 
 
-def test_slurm_asks_for_the_signal_and_the_queue():
-    requeued = [line.split()[1] for line in SLURM.read_text().splitlines() if line.startswith("#SBATCH")]
-    assert {"--requeue", "--signal=B:USR1@120", "--open-mode=append"} <= set(requeued)
-
-
-def test_slurm_refuses(tmp_path):
-    for words, message, more in [
-        ([RECIPE], "no Slurm job: start with sbatch", {}),
-        (["--dry-run"], "the recipe comes first", {}),
-        (["--dry-run", "no.toml"], "there is no recipe no.toml", {}),
-        (["--dry-run", RECIPE], "has no train.py", {"SLURM_SUBMIT_DIR": str(tmp_path)}),
-        ([RECIPE], "there is no /nowhere/bin/python", {"SLURM_JOB_ID": "1", "VENV": "/nowhere"}),
-    ]:
-        done = launch(SLURM, *words, **more)
-        assert done.returncode == 2 and message in done.stderr
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("", "on how many ranks? Give --ranks N"),
+        ("no.toml --ranks 8", "no.toml: there is no such file"),
+        ("debug --ranks 12", "12 ranks do not fill nodes of 8: give --gpus-per-node 6, or other --ranks"),
+        ("mixtral_8x22b --ranks 8", "parallelism."),
+        ("debug --container-mounts a:b", "--container-mounts is about a container: give --container-image too"),
+        ("debug --lr 3", "unknown option --lr: it is --optimizer.lr 3 here"),
+    ],
+)
+def test_slurm_refuses(capsys, words, message):
+    assert main(["slurm", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and not out

@@ -62,11 +62,11 @@ def test_memory_in_the_head_is_the_rehearsed_peak_of_the_planners_page():
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_head_says_how_to_start_it(recipe):
     assert f"train_configs/{recipe.name}" in comments(recipe)
-    nodes = re.search(r"sbatch -N (\d+)", comments(recipe))
+    slurm = f"titanmoe slurm train_configs/{recipe.name} > job.sh && sbatch job.sh" in comments(recipe)
     ranks = re.search(r"--nproc-per-node (\d+)", comments(recipe))
     hosts = re.search(r"--hosts (\S+) --gpus (\d+)", comments(recipe))
-    if nodes:
-        started = 8 * int(nodes[1])  # a Slurm node starts 8 ranks
+    if slurm:  # as many nodes of 8 as the recipe needs
+        started = world(recipe) // 8 * 8
     elif hosts:
         started = len(hosts[1].split(",")) * int(hosts[2])
     else:

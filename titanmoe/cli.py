@@ -31,6 +31,7 @@ from titanmoe.fold.picture import draw, listing
 from titanmoe.fold.search import changes, legal_stages, nearest
 from titanmoe.generate.command import add_generate
 from titanmoe.launcher.command import add_train
+from titanmoe.launcher.slurm import add_slurm
 from titanmoe.plan.command import add_plan
 from titanmoe.rehearse.command import add_rehearse
 from titanmoe.report.command import add_report
@@ -55,6 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     add_train(commands)
+    add_slurm(commands)
     add_fold(commands)
     add_checkpoint(commands)
     add_convert(commands)

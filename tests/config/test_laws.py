@@ -194,6 +194,7 @@ def test_out_of_range(path, value):
         ({"job.name": "a/b"}, "job.name = 'a/b' is not a folder name"),
         ({"job.name": ".."}, "job.name = '..' is not a folder name"),
         (FILES | {"data.weights": [1.0]}, "data.weights has 1 numbers for 2 entries of data.paths"),
+        (FILES | {"data.fields": ["text"]}, "data.fields has 1 names for 2 entries of data.paths: give one for each"),
         ({"data.weights": [1.0]}, "has 1 numbers for 0 entries"),
         (FILES | {"data.weights": [0.0, 0.0]}, r"data.weights = \[0.0, 0.0\] sums to 0"),
         (FILES | {"data.weights": [1.0, 0.0]}, "gives 'b' the weight 0: remove both"),

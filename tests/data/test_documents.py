@@ -42,7 +42,7 @@ def test_the_document_of_each_token(elsewhere):
 def test_both_parts_are_the_documents_that_they_should_be(every, elsewhere):
     whole = documents(counted=True, elsewhere=elsewhere)
     of = [range(*whole.starts[i : i + 2].astype(int).tolist()) for i in range(len(LENGTHS))]
-    parts = split(whole, every)
+    parts = split(whole, every, 99)
     for held, part in enumerate(parts):
         wanted = [list(of[i]) for i in range(len(LENGTHS)) if (i % every == every - 1) == bool(held)]
         assert len(part) == len(wanted)
@@ -58,3 +58,18 @@ def test_both_parts_are_the_documents_that_they_should_be(every, elsewhere):
         number = [i for i, its in enumerate(wanted) for _ in its]
         assert document_of(part, np.arange(total)).tolist() == number
     assert parts[0].fingerprint != parts[1].fingerprint != whole.fingerprint
+
+
+@pytest.mark.parametrize(("lengths", "every"), [([31], 4), ([9, 0, 20, 2], 5), ([23, 0, 8], 4), ([31], 31)])
+def test_of_few_documents_the_last_tokens_are_held_out(lengths, every):
+    starts, tokens = np.append(0, np.cumsum(lengths)), np.arange(31, dtype=np.uint16)
+    whole = MemoryDocuments("some", tokens, starts, tokens % 3 == 0)
+    rest, held = split(whole, every, 1)
+    tail = 31 // every
+    for part, wanted in (rest, range(31 - tail)), (held, range(31 - tail, 31)):
+        assert part.read(0, int(part.starts[len(part)])).tolist() == list(wanted)
+        assert part.counted(0, len(wanted)).tolist() == [token % 3 == 0 for token in wanted]
+        borders = {int(part.starts[i]) + wanted[0] for i in range(len(part) + 1)}
+        assert borders == {wanted[0], wanted[-1] + 1, *(int(at) for at in starts if wanted[0] <= at <= wanted[-1])}
+    assert len({rest.fingerprint, held.fingerprint, whole.fingerprint}) == 3
+    assert [len(part) for part in split(whole, every, tail + 1)] == [len(lengths), 0]

@@ -251,7 +251,7 @@ def test_a_document_that_ends_with_a_window_is_not_followed_by_the_next_ones_fir
     """Windows of 32 over documents of 32: each begins at a multiple of 32, its last label is the next document's."""
     tokens = np.arange(32 * 50 + 1)
     documents = MemoryDocuments("even", tokens, np.append(np.arange(0, 32 * 50, 32), len(tokens)))
-    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [documents])
+    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths, fields: [documents])
     config.data.packing = packing
     (batch, *_) = Loader(config, 0, 1).next_step()
     assert (batch.tokens_BS[:, 0] % 32 == 0).all() and (batch.tokens_BS.diff()[:, :30] == 1).all()
@@ -280,7 +280,7 @@ def test_labels_that_do_not_count_are_ignored(config, packing, monkeypatch):
     """As in a chat, where only answers count. Here even tokens count."""
     tokens = np.arange(3000) % 250
     documents = MemoryDocuments("chat", tokens, np.arange(0, 3001, 20), tokens % 2 == 0)
-    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [documents])
+    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths, fields: [documents])
     config.data.packing = packing
     for batch in Loader(config, 0, 1).next_step():
         scored = batch.labels_BS[batch.labels_BS != IGNORE]
@@ -386,12 +386,27 @@ def test_held_out_documents_are_never_trained_on_and_the_rest_is(config):
     assert sorted(seen) == pairs
 
 
+def test_each_source_may_name_its_text_differently(config, tmp_path):
+    for name, rows in {"a.jsonl": {"text": "x" * 40, "body": "no"}, "b.jsonl": {"body": "y" * 40}}.items():
+        (tmp_path / name).write_text(json.dumps(rows) + "\n")
+    config.data.paths = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    config.training.local_batch_size = config.training.global_batch_size = 1
+    with pytest.raises(ConfigError, match=r"b.jsonl:1: has no field 'text', it has 'body': .* data.fields for each"):
+        Loader(config, 0, 1)
+    config.data.fields = ["text", "body"]
+    read = [its.packer.documents.read(1, 41).tolist() for its in Loader(config, 0, 1).mix.sources]
+    assert read == [[*b"x" * 40], [*b"y" * 40]]
+
+
 def test_sources_too_small_to_hold_out_from(config):
     config.validation.held_out, config.data.packing = 50, "best_fit"
-    (source,) = ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out).mix.sources
-    assert source.name == "short"  # 60 documents; the other has 40
-    config.validation.held_out = 70
-    with pytest.raises(ConfigError, match="holds out every 70th document, but no source has that many"):
+    short, long = ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out).mix.sources
+    assert (short.name, len(short.packer.documents)) == ("short", 1)  # of 60 documents; the other has 40
+    whole = int(Loader(config, 0, 1).mix.sources[1].packer.documents.starts[-1])
+    held = int(long.packer.documents.starts[-1])
+    assert long.name == "long" and held == (whole + held) // 50
+    config.validation.held_out = 700
+    with pytest.raises(ConfigError, match="holds out every 700th document, but no source has that many, or enough"):
         ValidationSet(config, 0, 1, Loader(config, 0, 1).held_out)
 
 
@@ -464,7 +479,7 @@ def test_data_errors_are_one_clear_line_each(config, tmp_path, monkeypatch):
 
     none = MemoryDocuments("none", np.zeros(0, np.int64), np.zeros(1, np.int64))
     marks = MemoryDocuments("marks", np.full(9, 257), np.arange(10))
-    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths: [none, marks])
+    monkeypatch.setattr("titanmoe.data.sources._open", lambda config, paths, fields: [none, marks])
     config.data.packing = "best_fit"
     first, second = problems()
     assert "none (data.source) has no documents" in first and "two tokens are the least" in second

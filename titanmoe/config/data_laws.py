@@ -34,6 +34,12 @@ def of_samples(config: Config) -> Iterator[Law]:
 
 def _mix(config: Config) -> Iterator[Law]:
     weights, paths = config.data.weights, config.data.paths
+    if (names := config.data.fields) and len(names) != len(paths):
+        yield (
+            ("data.fields", "data.paths"),
+            f"data.fields has {len(names)} names for {len(paths)} entries of data.paths: give one for each, or none, "
+            "which takes data.field for all",
+        )
     fields = ("data.weights", "data.paths")
     if weights and len(weights) != len(paths):
         yield (

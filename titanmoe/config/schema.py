@@ -162,6 +162,8 @@ class Data:
     """Steps to read ahead, for each worker if there are any. More where reading is uneven, at the price of memory."""
     skip_steps: list[str] = field(default_factory=list)
     """Steps whose batches are passed over, such as ["120", "130-140"]: they make no update, and the run goes on with the next step. For batches that spoiled a run: resume it from before them; `events.jsonl` names the steps that `optimizer.skip_spikes` skipped. A run that passes over a step equals one that skipped it. Empty: none."""
+    fields: list[str] = field(default_factory=list)
+    """Where the entries of `paths` name their text differently: one such field for each entry, in place of `field`. Empty: `field` for all."""
     field: str = "text"
     """The field of each JSONL or Parquet record that holds the text; chats have theirs in "messages" unless this says otherwise."""
 
@@ -177,7 +179,7 @@ class Validation:
     paths: list[str] = field(default_factory=list)
     """What to validate on, as in data.paths; each entry has an equal share of `steps`."""
     held_out: int = 0
-    """Keep every n-th document of the training data, such as every 100th, out of training and validate on it, even while interval = 0. 0: keep none; give paths."""
+    """Keep every n-th document of the training data, such as every 100th, out of training and validate on it, even while interval = 0; of a source with fewer documents, such as a single file of text, the last n-th of its tokens. 0: keep none; give paths."""
 
 
 @dataclass

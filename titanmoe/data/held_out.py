@@ -14,14 +14,44 @@ import numpy as np
 from titanmoe.data.documents import Documents
 
 
-def split(documents: Documents, every: int) -> tuple[DocumentRange, DocumentRange]:
-    """All but every n-th document, and every n-th."""
+def split(documents: Documents, every: int, least: int) -> tuple[DocumentRange, DocumentRange]:
+    """All but every n-th document, and every n-th.
+
+    Of fewer than n documents, such as a single file of text: all but the last n-th of the tokens, and that, if it has
+    `least` tokens.
+    """
+    total = int(documents.starts[len(documents)])
+    if len(documents) < every and total // every >= least:
+        cut = Cut(documents, total - total // every)
+        first, border, end = np.array([[0], [cut.document], [len(cut)]])
+        which = f"the last {every}th of the tokens"
+        return DocumentRange(cut, first, border, f"without {which}"), DocumentRange(cut, border, end, which)
     held = np.arange(every - 1, len(documents), every)
     first, end = np.append(0, held + 1), np.append(held, len(documents))
     some = end > first
     return DocumentRange(documents, first[some], end[some], f"without every {every}th"), DocumentRange(
         documents, held, held + 1, f"every {every}th"
     )
+
+
+class Cut:
+    """The same tokens with one document more: a new one begins at token `at`. For few documents."""
+
+    def __init__(self, whole: Documents, at: int):
+        self.whole, self.name, self.vocab_size = whole, whole.name, whole.vocab_size
+        self.fingerprint, self.described = whole.fingerprint, whole.described
+        starts = np.asarray(whole.starts[np.arange(len(whole) + 1)]).astype(np.int64)
+        self.document = int(np.searchsorted(starts, at))
+        self.starts = np.insert(starts, self.document, at)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        return self.whole.read(start, stop)
+
+    def counted(self, start: int, stop: int) -> np.ndarray | None:
+        return self.whole.counted(start, stop)
 
 
 class DocumentRange:

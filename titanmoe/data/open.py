@@ -16,8 +16,11 @@ from titanmoe.data.tokenize_command import cores, summary
 from titanmoe.data.tokenize_unit import TokenizeJob
 
 
-def open_documents(config: Config, entry: str) -> ShardDocuments:
-    """Every rank calls this. The first to get the cache's lock fills it; ranks that share the folder wait."""
+def open_documents(config: Config, entry: str, field: str = "") -> ShardDocuments:
+    """Every rank calls this. The first to get the cache's lock fills it; ranks that share the folder wait.
+
+    field: of its records; data.field if not given.
+    """
     path = Path(entry).expanduser()
     name = path.name or entry
     if not path.exists() and not glob.has_magic(entry):
@@ -30,7 +33,7 @@ def open_documents(config: Config, entry: str) -> ShardDocuments:
     if config.data.format == "tokens" or is_shards(path) or is_begun(path):
         documents = ShardDocuments(path, name)
     else:
-        documents = ShardDocuments(_cached(config, entry, name), name)
+        documents = ShardDocuments(_cached(config, entry, name, field or config.data.field), name)
         documents.described = (
             f"{entry} through tokenizer {config.data.tokenizer!r}, {len(documents):,} documents, "
             f"{int(documents.starts[len(documents)]):,} tokens"
@@ -40,9 +43,9 @@ def open_documents(config: Config, entry: str) -> ShardDocuments:
     return documents
 
 
-def _cached(config: Config, entry: str, name: str) -> Path:
+def _cached(config: Config, entry: str, name: str, field: str) -> Path:
     data = config.data
-    job = TokenizeJob([entry], "", data.tokenizer, data.format, data.field, data.chat_template, data.bad_lines)
+    job = TokenizeJob([entry], "", data.tokenizer, data.format, field, data.chat_template, data.bad_lines)
     job = replace(job, max_document_mb=data.max_document_mb)
     planned = plan_shards(job)
     _fits(config, entry, planned.tokenizer.vocab_size)

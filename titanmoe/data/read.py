@@ -325,7 +325,8 @@ def _no_field(where: str, field: str, names: list[str]) -> str:
     hint = f"it has {', '.join(map(repr, names[:12])) or 'none'}"
     if "messages" in names and field == "text":
         return f"{where}: has no field {field!r}, {hint}: a chat is read with --format chat (data.format)"
-    return f"{where}: has no field {field!r}, {hint}: name the one that holds text with --field (data.field)"
+    fix = "name the one that holds text with --field (data.field, or data.fields for each path)"
+    return f"{where}: has no field {field!r}, {hint}: {fix}"
 
 
 # ---- Parquet

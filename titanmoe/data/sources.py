@@ -81,13 +81,13 @@ def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
         name, vocabulary = "synthetic", config.model.vocab_size
         source = Source(name, f"{name}:{vocabulary}", f"{name}, {vocabulary:,} kinds of tokens", 1.0, packer)
         return Mix([source], training.seed), ()
-    documents = _open(config, data.paths if data.source == "files" else [STDLIB])
+    documents = _open(config, data.paths if data.source == "files" else [STDLIB], data.fields)
     where = "data.paths" if data.source == "files" else "data.source"
     kept = [its.kept_tokenizer for its in documents if isinstance(its, ShardDocuments)]
     tokenizer = kept[0] if kept else KeptTokenizer(ByteTokenizer.identity, Path(), {})
     held_out: Sequence[Documents] = ()
     if every:
-        documents, held_out = zip(*(split(its, every) for its in documents), strict=True)
+        documents, held_out = zip(*(split(its, every, training.seq_len + 1) for its in documents), strict=True)
         where = f"{where} minus validation.held_out = {every}"
     mix = _mix(config, documents, data.weights, where, training.global_batch_size)
     return Mix(mix.sources, training.seed, tokenizer), held_out
@@ -96,7 +96,7 @@ def training_sources(config: Config) -> tuple[Mix, Sequence[Documents]]:
 def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
     training, validation = config.training, config.validation
     if validation.paths:
-        return _mix(config, _open(config, validation.paths), [], "validation.paths", 1)
+        return _mix(config, _open(config, validation.paths, []), [], "validation.paths", 1)
     if config.data.source == "synthetic":
         packer = Synthetic(config.model.vocab_size, training.seq_len, training.seed, held_out=True)
         return Mix([Source("synthetic", "", "", 1.0, packer)], training.seed)
@@ -105,7 +105,8 @@ def validation_sources(config: Config, held_out: Sequence[Documents]) -> Mix:
         raise ConfigError(
             [
                 f"validation.held_out = {validation.held_out} holds out every {validation.held_out}th document, but no "
-                "source has that many: lower it, or name validation.paths"
+                "source has that many, or enough tokens to hold out the last of them (training.seq_len + 1 = "
+                f"{training.seq_len + 1}): lower it, or name validation.paths"
             ]
         )
     return _mix(config, some, [], f"validation.held_out = {validation.held_out}", 1)
@@ -148,12 +149,12 @@ def _mix(config: Config, documents: Sequence[Documents], weights: list[float], w
     return Mix(sources, seed)
 
 
-def _open(config: Config, paths: list[str]) -> list[Documents]:
-    """One source per entry."""
+def _open(config: Config, paths: list[str], fields: list[str]) -> list[Documents]:
+    """One source per entry. fields: one for each, or none."""
     found, problems = [], []
-    for path in paths:
+    for path, field in zip(paths, fields or [config.data.field] * len(paths), strict=True):
         try:
-            found.append(_documents(config, path))
+            found.append(_documents(config, path, field))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -161,9 +162,9 @@ def _open(config: Config, paths: list[str]) -> list[Documents]:
     return found
 
 
-def _documents(config: Config, path: str) -> Documents:
+def _documents(config: Config, path: str, field: str) -> Documents:
     if config.data.source != "stdlib" or path != STDLIB:
-        return open_documents(config, path)
+        return open_documents(config, path, field)
     tokenizer = ByteTokenizer()
     if config.model.vocab_size < tokenizer.vocab_size:
         raise ConfigError(

@@ -154,7 +154,7 @@ def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
         near = closest(str(kind), own, cutoff=0.5)
         begin = f", here from that of {near}" if near else ""
         hint = f"docs/extending.md#a-family shows how to add one, as a file of names and sizes{begin}"
-    raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(own)}: {hint}"])
+    raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(sorted(own))}: {hint}"])
 
 
 def _oversized(values: dict[str, Any], source: str) -> list[str]:

@@ -1,10 +1,10 @@
-#!/usr/bin/env python
 """Is this cluster fit to train on? Every parallelism compared with one rank, and each axis timed.
 
-    torchrun --nproc-per-node 8 scripts/check_cluster.py                        # one node
-    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 scripts/check_cluster.py
-    torchrun --nproc-per-node 8 scripts/check_cluster.py --config RECIPE.toml   # wires of that recipe's mapping
-    torchrun --nproc-per-node 8 scripts/check_cluster.py --only dispatcher --json cluster.json
+    torchrun --nproc-per-node 8 -m titanmoe.launcher.check_cluster                       # one node
+    torchrun --nproc-per-node 8 -m titanmoe.launcher.check_cluster --config RECIPE.toml  # wires of that mapping
+    torchrun --nproc-per-node 8 -m titanmoe.launcher.check_cluster --only dispatcher --json cluster.json
+
+With several nodes, add --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:29500; `titanmoe slurm --check` does.
 
 Two steps of a small model in float32 under each mapping, dispatcher and schedule; loss and gradient norm must equal
 those of the same steps on one rank. Then every axis of a mapping sends messages of two sizes, all its groups at once as
@@ -27,8 +27,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,7 +42,6 @@ from titanmoe.train.launch import read
 from titanmoe.train.runtime import Runtime, leave, say, start, stop, world_size
 from titanmoe.train.trainer import Trainer
 
-DEBUG = Path(__file__).resolve().parent.parent / "train_configs" / "debug.toml"
 STEPS = 2
 TOLERANCE = 1e-4
 """Of loss and gradient norm, in float32: sums in another order are off by less than 1e-5, a wrong sum by over 1e-3."""
@@ -100,7 +97,7 @@ def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
         "training.global_batch_size": 2 * world,
         "training.device": device,
     }
-    argv = ["--config", str(DEBUG)]
+    argv = ["--config", "debug"]
     for key, value in (BASE | sizes | changes).items():
         argv += [f"--{key}", str(value).lower() if isinstance(value, bool) else str(value)]
     return argv
@@ -110,7 +107,7 @@ def command_line(world: int, changes: dict[str, Any], device: str) -> list[str]:
 
 
 @dataclass
-class Row:
+class Compared:
     name: str
     error: float = math.nan
     """The largest relative difference from one rank, of losses and gradient norms."""
@@ -147,14 +144,14 @@ def of_one_rank(world: int, device: str) -> list[float]:
     """The numbers of one rank, from a process without a launcher; on rank 0, while the others wait."""
     taken = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(taken)}
-    command = [sys.executable, __file__, "--alone", str(world), "--device", device]
+    command = [sys.executable, "-m", "titanmoe.launcher.check_cluster", "--alone", str(world), "--device", device]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"one rank alone failed:\n{run.stderr[-4000:]}")
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def compare(runtime: Runtime, chosen: list[str], node: int, expected: list[float]) -> list[Row]:
+def compare(runtime: Runtime, chosen: list[str], node: int, expected: list[float]) -> list[Compared]:
     rows = []
     for name, changes in cases(runtime.world, node).items():
         if chosen and not any(word in name for word in chosen):
@@ -162,11 +159,11 @@ def compare(runtime: Runtime, chosen: list[str], node: int, expected: list[float
         try:
             config = read(command_line(runtime.world, changes, runtime.device.type), runtime.world)
         except ConfigError as error:
-            row = Row(name, skipped=error.problems[0])
+            row = Compared(name, skipped=error.problems[0])
         else:
             got, seconds = numbers(config, runtime)
             apart = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=True)]
-            row = Row(name, max(apart, key=lambda x: math.inf if math.isnan(x) else x), seconds)
+            row = Compared(name, max(apart, key=lambda x: math.inf if math.isnan(x) else x), seconds)
         rows.append(row)
         say(row.line())
     return rows

@@ -1,0 +1,161 @@
+"""`titanmoe slurm`: a job script for sbatch, which starts `titanmoe train` once on every node."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+
+from titanmoe.config import ConfigError, load
+from titanmoe.config.load import format_problems
+from titanmoe.config.ranks import add_ranks, world_of
+from titanmoe.config.schema import Config
+from titanmoe.fold.legality import violations
+from titanmoe.models.families import preset
+
+START = r"""
+set -u -o pipefail
+names=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1
+logs={logs}-$SLURM_JOB_ID${SLURM_RESTART_COUNT:+-$SLURM_RESTART_COUNT}
+mkdir -p "$logs" || exit 1
+# The port differs between jobs, which may share a node.
+export LOGS=$logs MASTER=${names%%$'\n'*} PORT=$((20000 + SLURM_JOB_ID % 10000)) PYTHONUNBUFFERED=1
+
+# One task per node, which starts the node's ranks. --kill-on-bad-exit ends all nodes with the first that fails;
+# --cpu-bind=none leaves a node's cores to all of its ranks.
+on_each_node() { # LOG COMMAND
+    exec srun --nodes={nodes} --ntasks={nodes} --ntasks-per-node=1 --kill-on-bad-exit=1 --cpu-bind=none \
+        --output="$logs/$1%n.log" {wrapped}bash -c "$2"
+}
+"""
+CHECK = r"""
+(on_each_node check {check}) || {
+    echo "this cluster is not fit to train on, or could not be checked: see $logs/check0.log" >&2
+    exit 1
+}
+"""
+TRAIN = r"""
+echo "job $SLURM_JOB_ID: {nodes} nodes of {each} ranks, meeting at $MASTER:$PORT; logs in $logs"
+out_of_time=''
+# srun passes SIGTERM to the tasks, and those pass it to their ranks, which save and end.
+trap 'out_of_time=yes; kill -TERM "${!:-}" 2>/dev/null' USR1
+trap 'kill -TERM "${!:-}" 2>/dev/null' INT TERM
+on_each_node node {train} &
+while kill -0 $! 2>/dev/null; do wait $!; done # a signal ends the wait early
+wait $!
+code=$?
+if ((code != 0)) && [[ -n $out_of_time ]]; then
+    # A run that does not save would start from scratch each time, forever.
+    if ! grep -q '^saved ' "$logs/node0.log"; then
+        echo "the job's time is up, and the run did not save: not requeued. [checkpoint] enable = true saves;" \
+            "$logs/node0.log says more" >&2
+        exit "$code"
+    fi
+    echo "job $SLURM_JOB_ID: its time is up and the run has saved: requeued, to resume from there"
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+    echo "scontrol requeue $SLURM_JOB_ID failed: submit the same script again" >&2
+    exit 1
+fi
+if ((code != 0)); then
+    echo "a node failed (exit code $code) and the others were stopped: the end of its log says why, $logs/node*.log" >&2
+fi
+exit "$code"
+"""
+
+
+def add_slurm(commands: argparse._SubParsersAction) -> None:
+    slurm = commands.add_parser(
+        "slurm",
+        help="a job script for Slurm that trains a recipe",
+        description="Prints a script for sbatch: titanmoe slurm RECIPE > job.sh && sbatch job.sh. It runs in the "
+        "folder from which it is submitted. docs/multi_node.md says more.",
+    )
+    add_ranks(slurm)
+    slurm.set_defaults(run=run_slurm)
+    slurm.add_argument(
+        "--gpus-per-node", type=int, metavar="N", help="ranks of a node (default 8, or all if there are fewer)"
+    )
+    for name in ("account", "partition", "time"):
+        slurm.add_argument(f"--{name}", metavar=name.upper(), help=f"the job's {name}, as for sbatch")
+    slurm.add_argument(
+        "--sbatch", metavar="OPTION", action="append", default=[], help="another option, as in --sbatch=--qos=high"
+    )
+    slurm.add_argument(
+        "--container-image", metavar="IMAGE", help="run in it: by Apptainer if it ends in .sif, else by Pyxis"
+    )
+    slurm.add_argument(
+        "--container-mounts", metavar="FROM:TO,...", help="folders in the container besides the submitting one"
+    )
+    slurm.add_argument("--python", help="the nodes' Python with titanmoe (default: this one; in a container, python)")
+    slurm.add_argument(
+        "--check", action="store_true", help="first compare every parallelism on these nodes with one rank"
+    )
+
+
+def run_slurm(args: argparse.Namespace) -> int:
+    try:
+        print(job_script(args), end="")
+        return 0
+    except ConfigError as error:
+        print(format_problems(error.problems, error.source), file=sys.stderr)
+        return 2
+
+
+def job_script(args: argparse.Namespace) -> str:
+    """Raises ConfigError for what sbatch or the ranks would refuse."""
+    world = world_of(args.ranks, args.overrides, preset)
+    each = min(8, world) if args.gpus_per_node is None else args.gpus_per_node
+    problems = []
+    if each < 1:
+        problems.append(f"--gpus-per-node = {each} is not a number of ranks: use 1 or more")
+    elif world % each:
+        fits = max(n for n in range(1, each + 1) if world % n == 0)
+        problems.append(f"{world} ranks do not fill nodes of {each}: give --gpus-per-node {fits}, or other --ranks")
+    if args.container_mounts and not args.container_image:
+        problems.append("--container-mounts is about a container: give --container-image too")
+    if problems:
+        raise ConfigError(problems)
+    config = _config(args.overrides, world, each)
+    nodes = world // each
+    python = shlex.quote(args.python or ("python" if args.container_image else sys.executable))
+    meet = f'--nnodes {nodes} --node-rank "$SLURM_NODEID" --master-addr "$MASTER" --master-port "$PORT"'
+    words = f'{shlex.join(args.overrides)} --ranks {world} {meet} --logs "$LOGS/node$SLURM_NODEID"'
+    check = f"exec {python} -m torch.distributed.run {meet} --nproc-per-node {each} -m titanmoe.launcher.check_cluster"
+    values = {
+        "nodes": str(nodes),
+        "each": str(each),
+        "logs": shlex.quote(f"{config.job.dump_folder}/launch/{config.job.name}"),
+        "wrapped": _wrapped(args.container_image, args.container_mounts),
+        "check": shlex.quote(f"{check} --device {config.training.device}"),
+        "train": shlex.quote(f"exec {python} -m titanmoe train {words}"),
+    }
+    body = START + CHECK * args.check + TRAIN
+    return _head(args, config, nodes, each) + re.sub(r"\{([a-z]+)\}", lambda found: values[found[1]], body)
+
+
+def _config(overrides: Sequence[str], world: int, each: int) -> Config:
+    from titanmoe.train.launch import on_nodes
+
+    return load(overrides, preset, lambda config: violations(on_nodes(config, each), world))
+
+
+def _head(args: argparse.Namespace, config: Config, nodes: int, each: int) -> str:
+    gpus = [f"--gpus-per-node={each}"] if config.training.device != "cpu" else []
+    asked = [f"--{name}={value}" for name in ("account", "partition", "time") if (value := getattr(args, name))]
+    name = re.sub(r"[^\w.-]+", "_", config.job.name)
+    options = [f"--job-name={name}", f"--nodes={nodes}", "--ntasks-per-node=1", *gpus, "--exclusive"]
+    # Two minutes before the job's time is up Slurm sends SIGUSR1: the run saves and ends, and the job is requeued.
+    options += ["--output=slurm-%j.log", "--open-mode=append", "--requeue", "--signal=B:USR1@120"]
+    return "#!/usr/bin/env bash\n" + "".join(f"#SBATCH {option}\n" for option in [*options, *asked, *args.sbatch])
+
+
+def _wrapped(image: str | None, mounts: str | None) -> str:
+    """What comes between srun and the command: the submitting folder is the same inside."""
+    if not image:
+        return ""
+    more = shlex.quote(f",{mounts}") if mounts else ""
+    if image.endswith(".sif"):
+        return f'apptainer exec --nv --bind "$PWD:$PWD"{more} --pwd "$PWD" {shlex.quote(image)} '
+    return f'--container-image={shlex.quote(image)} --container-mounts="$PWD:$PWD"{more} --container-workdir="$PWD" '
