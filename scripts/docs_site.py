@@ -62,10 +62,10 @@ OPTION = r'<span class="option">\g<0></span>'
 
 def breakable(code: re.Match[str]) -> str:
     """Code in a line of text: its options stay whole at their hyphens, and a long name may break after _ and dots."""
-    text = re.sub(r"(?<![\w-])--?\w+", OPTION, code[1])
+    text = re.sub(r"(?<![\w-])--?\w+(?:-\w+)*", OPTION, code[1])
     return f"<code>{re.sub(r'(?<=[a-z0-9][_./])(?=[a-z0-9])', '<wbr>', text)}</code>"
 
 
 def on_page_content(html: str, **_: object) -> str:
-    html = re.sub(r"(?<=</span>)--?\w+", OPTION, html)  # in blocks
+    html = re.sub(r"(?<=</span>)--?\w+(?:-\w+)*", OPTION, html)  # in blocks
     return re.sub(r"(?<!</span>)<code>([^<]+)</code>", breakable, html)

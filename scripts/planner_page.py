@@ -2,6 +2,7 @@
 
     python scripts/planner_page.py            write the page below the last mark
     python scripts/planner_page.py --memory   write its first table: rehearses the shipped recipes, ten CPU-minutes
+    python scripts/planner_page.py --folding  write README.md's table of what folding gains: a CPU-minute
     python scripts/planner_page.py --fit      print the factors that the calibration rows give
 
 Rows are tests/data/published_runs.jsonl, each with its source. What they leave out is filled in by one rule, RULE,
@@ -14,9 +15,10 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
-from math import exp, log
+from math import exp, inf, log
 from pathlib import Path
 from statistics import median
 from textwrap import wrap
@@ -25,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from titanmoe.config.load import load  # noqa: E402
 from titanmoe.config.ranks import recipe_ranks  # noqa: E402
 from titanmoe.config.recipes import find_recipe, names  # noqa: E402
 from titanmoe.config.schema import (  # noqa: E402
@@ -40,8 +43,8 @@ from titanmoe.fold.degrees import Fold, derive  # noqa: E402
 from titanmoe.models.count import flops_per_token  # noqa: E402
 from titanmoe.models.families import preset  # noqa: E402
 from titanmoe.plan.devices import Device, read_device  # noqa: E402
-from titanmoe.plan.halves import Stack  # noqa: E402
-from titanmoe.plan.links import Factors  # noqa: E402
+from titanmoe.plan.halves import Cost, Stack  # noqa: E402
+from titanmoe.plan.links import Factors, Links  # noqa: E402
 from titanmoe.plan.memory import ranks  # noqa: E402
 from titanmoe.plan.price import Price, Pricer  # noqa: E402
 from titanmoe.plan.schedule import played  # noqa: E402
@@ -55,7 +58,10 @@ LATER = ROWS.with_name("published_later.jsonl")
 PAGE = ROOT / "docs" / "planner.md"
 MARK = "<!-- below this line: python scripts/planner_page.py -->\n"
 REHEARSED = "<!-- from here: python scripts/planner_page.py --memory -->\n"
-REHEARSED_END = "<!-- to here -->\n"
+END = "<!-- to here -->\n"
+README = ROOT / "README.md"
+FOLDING = ROOT / "docs" / "folding_gains.jsonl"
+FOLDING_MARK = "<!-- from here: python scripts/planner_page.py --folding -->\n"
 FAMILIES = {
     "Mixtral-8x22B": ("mixtral", "8x22b"),
     "Mixtral-8x22B-G8T8": ("mixtral", "8x22b_g8t8"),
@@ -377,7 +383,7 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
 
 
 def rows_on_page() -> list[tuple[str, ...]]:
-    text = PAGE.read_text(encoding="utf-8").partition(REHEARSED)[2].partition(REHEARSED_END)[0]
+    text = PAGE.read_text(encoding="utf-8").partition(REHEARSED)[2].partition(END)[0]
     return [tuple(line.strip("| ").split(" | ")) for line in text.splitlines() if line.startswith("| ")][1:]
 
 
@@ -397,6 +403,82 @@ def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
             found.append((name, place, format_bytes(planned), format_bytes(peak), f"{planned / peak - 1:+.1%}"))
             print(*found[-1], flush=True)
     return found
+
+
+# ---- what folding gains
+
+
+class OneMesh(Pricer):
+    """Prices experts on attention's mesh, dp x cp x tp: the ranks of a group of ep are cp x tp apart, so that a node
+    has fewer of them."""
+
+    def _experts(self, share: int, samples: int, tp: int, *mapping: Any) -> tuple[Cost, Cost]:
+        whole = self.device, self.links
+        self.device = replace(self.device, domain=max(tp, self.device.domain * tp // share))
+        self.links = Links(self.device, self.factors)
+        try:
+            return super()._experts(share, samples, tp, *mapping)
+        finally:
+            self.device, self.links = whole
+
+
+def on_one_mesh(fold: Fold) -> bool:
+    return fold.etp == fold.tp and fold.dp % fold.ep == 0
+
+
+def folding_gains() -> list[dict[str, Any]]:
+    """The fastest mapping of each recipe for GPUs, and the fastest unfolded one: as overrides, with seconds a step."""
+    gains = []
+    for name in (name for name in names() if not name.startswith("debug")):
+        config, world = recipe(name), recipe_ranks([str(find_recipe(name))], preset)
+        asked = config, world, device_of("H100"), Factors(), 1
+        found = {
+            "best": search(*asked).best[0],
+            "unfolded": search(*asked, is_unfolded=on_one_mesh, prices=OneMesh).best_unfolded,
+        }
+        mappings = {kind: {"seconds": one.price.step} | overrides(one) for kind, one in found.items() if one}
+        gains.append({"recipe": name, "ranks": world} | mappings)
+        print(*folding_cells(gains[-1]), flush=True)
+    return sorted(gains, key=gain)
+
+
+def recipe(name: str, changed: Sequence[str] = ()) -> Config:
+    return load(["--config", str(find_recipe(name)), *changed], preset, lambda config: [])
+
+
+def overrides(found: Found) -> dict[str, Any]:
+    config, fold = found.config, found.fold
+    return {
+        "training.local_batch_size": config.training.local_batch_size,
+        **{f"parallelism.{axis}": getattr(fold, axis) for axis in ("pp", "dp_replicate", "cp", "tp")},
+        **{f"parallelism.experts.{axis}": getattr(fold, axis) for axis in ("edp_replicate", "ep", "etp")},
+        "pipeline.schedule": config.pipeline.schedule,
+        "pipeline.virtual_stages": config.pipeline.virtual_stages,
+        "activation_checkpoint.mode": config.activation_checkpoint.mode,
+        "moe.dispatcher": config.moe.dispatcher,
+    }
+
+
+def gain(row: dict[str, Any]) -> float:
+    return row["unfolded"]["seconds"] / row["best"]["seconds"] - 1 if "unfolded" in row else inf
+
+
+def folding_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    def text(kind: str) -> str:
+        if kind not in row:
+            return "none fits"
+        of = row[kind]
+        views = (("parallelism.", ("pp", "cp", "tp")), ("parallelism.experts.", ("ep", "etp")))
+        degrees = [[f"{axis} {of[table + axis]}" for axis in axes if of[table + axis] > 1] for table, axes in views]
+        return f"{' / '.join(' '.join(view) or '1' for view in degrees)}: {of['seconds']:.3g} s"
+
+    longer = f"{gain(row):.0%}" if "unfolded" in row else ""
+    return row["recipe"], f"{row['ranks']:,}", text("best"), text("unfolded"), longer
+
+
+def folding_table(gains: list[dict[str, Any]]) -> str:
+    head = ("recipe", "GPUs", "fastest: attention / experts", "fastest unfolded", "takes longer by")
+    return "\n".join(table_of(head, [folding_cells(row) for row in gains]))
 
 
 # ---- the fit
@@ -737,12 +819,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fit", action="store_true", help="print what the calibration rows give")
     parser.add_argument("--memory", nargs="*", metavar="RECIPE", help="rehearse these recipes, or all")
+    parser.add_argument("--folding", action="store_true", help="write what folding gains into README.md")
     args = parser.parse_args()
+    if args.folding:
+        gains = folding_gains()
+        FOLDING.write_text("".join(json.dumps(row) + "\n" for row in gains), encoding="utf-8")
+        before, _, rest = README.read_text(encoding="utf-8").partition(FOLDING_MARK)
+        after = rest.partition(END)[2]
+        text = before + FOLDING_MARK + "\n" + folding_table(gains) + "\n" + END + after
+        README.write_text(text, encoding="utf-8")
+        return
     if args.memory is not None:
         head = ("recipe", "pipeline rank", "planned", "rehearsed", "error")
         lines = "\n".join(["", *table_of(head, memory_rows(args.memory)), ""])
         before, _, rest = PAGE.read_text(encoding="utf-8").partition(REHEARSED)
-        PAGE.write_text(before + REHEARSED + lines + REHEARSED_END + rest.partition(REHEARSED_END)[2], encoding="utf-8")
+        PAGE.write_text(before + REHEARSED + lines + END + rest.partition(END)[2], encoding="utf-8")
         return
     rows = read_rows()
     if args.fit:

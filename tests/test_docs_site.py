@@ -53,5 +53,5 @@ def test_columns_have_headings(site: Path) -> None:
 def test_names_break_between_words_and_options_not_at_all(site: Path) -> None:
     html = pages(site)["config.html"]
     assert "<td><code>global_<wbr>batch_<wbr>size</code></td>" in html
-    assert '<code><span class="option">--print</span>-config</code>' in html  # in a sentence
-    assert '</span><span class="option">--print</span>-config' in html  # in a block
+    assert '<code><span class="option">--print-config</span></code>' in html  # in a sentence
+    assert '</span><span class="option">--print-config</span>' in html  # in a block

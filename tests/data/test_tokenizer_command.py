@@ -42,7 +42,7 @@ def test_it_writes_any_text_in_few_tokens(made, tmp_path, capsys):
     assert tokenizer.eos == 0 and 0 not in unknown
     assert train(tmp_path / "same", str(tmp_path / "code.jsonl"), "--field", "body", "--vocab-size", "288") == 0
     assert (tmp_path / "same/tokenizer.json").read_bytes() == (made / "tokenizer.json").read_bytes()
-    assert "288 tokens, from 1 files" in capsys.readouterr().out
+    assert "288 tokens, from 1 file with" in capsys.readouterr().out
 
 
 def test_transformers_reads_it_and_renders_its_chats_alike(made):

@@ -217,12 +217,14 @@ def test_every_curve_is_on_its_sheet(tmp_path):
 
 def test_what_happened_is_marked_with_what_changed(tmp_path):
     (run,) = read_runs([make_run(tmp_path / "run")])
-    two = ENVIRONMENT | {"ranks": 2}
+    two, one = ENVIRONMENT | {"ranks": 2}, ENVIRONMENT | {"ranks": 1}
     run.events += [{"step": 33, "kind": "restart", "text": "", "time": "", "environment": two}]
     run.events += [{"step": 35, "kind": "collapse", "text": "", "time": ""}]
+    run.events += [{"step": 36, "kind": "restart", "text": "", "time": "", "environment": one}]
     marks = [(mark.step, mark.text, mark.role) for mark in marks_of(run)]
     assert marks[:2] == [(20, "spike", "event"), (30, "restart", "muted")]
-    assert marks[2:] == [(33, "restart: 4 -> 2 ranks", "muted"), (35, "collapse", "event")]
+    assert marks[2:4] == [(33, "restart: 4 -> 2 ranks", "muted"), (35, "collapse", "event")]
+    assert marks[4:] == [(36, "restart: 2 -> 1 rank", "muted")]
 
 
 def test_the_texts_of_marks_lie_inside_their_chart_and_not_on_each_other():

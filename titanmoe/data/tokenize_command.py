@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Sized
 from typing import Any
 
 from titanmoe.config.load import ConfigError, format_problems
@@ -110,15 +111,21 @@ def _tokenize(args: argparse.Namespace) -> int:
         args.max_document_mb,
     )
     planned = plan_shards(job)
-    print(f"{len(planned.sources)} files, {sum(s.bytes for s in planned.sources) / 1e6:.1f} MB")
+    size = sum(source.bytes for source in planned.sources)
+    print(f"{_count(planned.sources, 'file')}, " + (f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"))
     for line in summary(args.out, tokenize(planned, args.workers)):
         print(line)
     return 0
 
 
+def _count(things: Sized, name: str) -> str:
+    return f"{len(things):,} {name}{'s' * (len(things) != 1)}"
+
+
 def summary(out: str, manifest: dict[str, Any]) -> list[str]:
     tokens, counted = manifest["tokens"], manifest["counted"]
-    lines = [f"{out}: {tokens:,} tokens in {manifest['documents']:,} documents and {len(manifest['shards'])} shards"]
+    documents = f"{manifest['documents']:,} document{'s' * (manifest['documents'] != 1)}"
+    lines = [f"{out}: {tokens:,} tokens in {documents} and {_count(manifest['shards'], 'shard')}"]
     if counted is not None:
         lines.append(f"the assistant's: {counted:,} tokens, {counted / tokens:.1%}")
     if manifest["empty"]:

@@ -123,7 +123,8 @@ def _train(args: argparse.Namespace) -> list[str]:
     (args.out / CHAT).write_text(TEMPLATE, encoding="utf-8")
     tokenizer.save(str(args.out / FILE))
     size = tokenizer.get_vocab_size()
-    lines = [f"{args.out}: {size:,} tokens, from {len(sources)} files with {characters:,} characters"]
+    files = f"{len(sources)} file{'s' * (len(sources) != 1)}"
+    lines = [f"{args.out}: {size:,} tokens, from {files} with {characters:,} characters"]
     if size < args.vocab_size:
         lines.append(
             f"fewer than --vocab-size {args.vocab_size:,}: no other two tokens follow each other twice within a word"

@@ -8,7 +8,7 @@ recomputation and dispatcher are shown. Of replicas of the experts only the defa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import product
@@ -106,16 +106,23 @@ class Candidate(NamedTuple):
 
 
 def search(
-    config: Config, world: int, device: Device, factors: Factors, count: int = 10, imbalance: float = 1.0
+    config: Config,
+    world: int,
+    device: Device,
+    factors: Factors,
+    count: int = 10,
+    imbalance: float = 1.0,
+    is_unfolded: Callable[[Fold], bool] = unfolded,
+    prices: type[Pricer] = Pricer,
 ) -> Search:
     """config: with a global batch. Considered are the mappings that divide everything evenly and may fit."""
-    pricer = Pricer(config, device, factors, imbalance=imbalance)
+    pricer = prices(config, device, factors, imbalance=imbalance)
     every = list(_candidates(config, world, pricer, device.memory - device.reserved))
     best: dict[Mapping, Found] = {}
     best_unfolded = None
     priced, last = 0, inf  # steps that are longer than the last one shown are of no use
     for candidate in sorted(every, key=itemgetter(0)):
-        plain = unfolded(candidate.fold) and (best_unfolded is None or candidate.bound < best_unfolded.price.step)
+        plain = is_unfolded(candidate.fold) and (best_unfolded is None or candidate.bound < best_unfolded.price.step)
         if candidate.bound >= last and best_unfolded is not None and candidate.bound >= best_unfolded.price.step:
             break
         same = best.get(candidate.mapping)

@@ -69,7 +69,8 @@ def marks_of(run: Run) -> list[Mark]:
         kind, environment = event["kind"], event.get("environment", {})
         if kind == "restart":
             now = environment.get("ranks", ranks)
-            marks.append(Mark(event["step"], kind if now == ranks else f"restart: {ranks} -> {now} ranks", "muted"))
+            text = kind if now == ranks else f"restart: {ranks} -> {now} rank{'s' * (now != 1)}"
+            marks.append(Mark(event["step"], text, "muted"))
         elif kind in ("spike", "skip", "divergence", "collapse", "straggler"):
             marks.append(Mark(event["step"], kind, "event"))
         ranks = environment.get("ranks", ranks)

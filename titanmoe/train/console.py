@@ -236,7 +236,7 @@ def banner(
         "batch": f"{samples} x {training.seq_len} = {samples * training.seq_len:,} tokens per step: "
         f"{dp} data rank{'s' * (dp > 1)} x {microbatches} microbatch{'es' * (microbatches > 1)} "
         f"of {training.local_batch_size}",
-        "data": config.data.source,
+        "data": ", ".join(config.data.paths) if config.data.source == "files" else config.data.source,
         "run folder": str(folder),
         "checkpoint": saving(config, parameters, folder),
     }
@@ -260,14 +260,16 @@ def saving(config: Config, parameters: Parameters, run: Path) -> Text:
     each = parameters.total * (1 + MOMENTS) * getattr(torch, config.training.dtype).itemsize
     when = f"every {options.interval:,} steps and at the end" if options.interval else "at the end"
     kept = f"the last {options.keep_last} kept" if options.keep_last else "all kept"
-    text = Text(f"saves {when} to {folder} ({kept}, about {gigabytes(each)} each)", overflow="fold")
+    text = Text(f"saves {when} to {folder} ({kept}, about {format_size(each)} each)", overflow="fold")
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(folder).free) < each:
-            text.append(f": only {gigabytes(free)} are free there", "bold red")
+            text.append(f": only {format_size(free)} are free there", "bold red")
     return text
 
 
-def gigabytes(size: int) -> str:
+def format_size(size: int) -> str:
+    if size < 1e9:
+        return f"{size / 1e6:.0f} MB"
     return f"{size / 1e9:,.0f} GB" if size >= 1e10 else f"{size / 1e9:.2g} GB"
 
 

@@ -118,9 +118,8 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         source = convert.agreed(group, lambda: the_latest(args.source))
         made = convert.to_hf(source, args.out, limit, args.tokenizer, dtype, args.overwrite, group)
         count, size = sum(len(f.sizes) for f in made.files.values()), sum(f.bytes for f in made.files.values())
-        lines = [
-            f"{args.out}: {made.export.map.hf.architecture}, {count} tensors in {len(made.files)} files, {_gb(size)}"
-        ]
+        files = f"{len(made.files)} file{'s' * (len(made.files) != 1)}"
+        lines = [f"{args.out}: {made.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
         if not any(name.startswith(("tokenizer", "tokenization")) for name in made.others):
             lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
         return lines
@@ -139,7 +138,7 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
 
     found, how = convert.agreed(group, weights), "upcycled from" if args.upcycle else "converted from"
     size = convert.write_ours(args.out, found, args.source, how, args.overwrite, group)
-    lines = [f"{args.out}: {len(found.tensors)} tensors, {_gb(size)}", *(f"note: {note}" for note in found.notes)]
+    lines = [f"{args.out}: {len(found.tensors)} tensors, {_size(size)}", *(f"note: {note}" for note in found.notes)]
     return [*lines, *_recipe(args.out, found.model)]
 
 
@@ -151,5 +150,5 @@ def _recipe(out: Path, model: object) -> list[str]:
     return ["", "# to train from it:", table(model), "", *begin]
 
 
-def _gb(size: int) -> str:
-    return f"{size / 1e9:.2f} GB"
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

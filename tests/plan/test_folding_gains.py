@@ -1,0 +1,42 @@
+"""README's table of what folding gains: its mappings are legal, and cost what it says."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+
+import pytest
+
+from titanmoe.config.recipes import names
+from titanmoe.fold.degrees import derive
+from titanmoe.fold.legality import violations
+from titanmoe.plan.devices import read_device
+from titanmoe.plan.links import Factors
+from titanmoe.plan.price import Pricer
+
+
+def test_folding_gains_what_readme_says(script: ModuleType) -> None:
+    device = read_device("h100")
+    gains = [json.loads(line) for line in script.FOLDING.read_text().splitlines()]
+    assert sorted(row["recipe"] for row in gains) == [name for name in names() if not name.startswith("debug")]
+    assert script.folding_table(gains) in script.README.read_text()
+    for row in gains:
+        for kind, prices in (("best", Pricer), ("unfolded", script.OneMesh)):
+            changed = [f"--{key}={value}" for key, value in row[kind].items() if key != "seconds"]
+            config = script.recipe(row["recipe"], changed)
+            fold = derive(row["ranks"], config.parallelism)
+            assert not violations(config, row["ranks"])
+            seconds = prices(config, device, Factors()).price(config, fold).step
+            again = "run scripts/planner_page.py --folding again"
+            assert seconds == pytest.approx(row[kind]["seconds"], rel=1e-3), f"{row['recipe']}: {again}"
+        assert script.on_one_mesh(fold) and script.gain(row) >= 0
+
+
+def test_a_group_of_ep_on_one_mesh_leaves_the_node(script: ModuleType) -> None:
+    device = read_device("h100")
+    for cp, slower in ((1, False), (2, True)):
+        changed = ["--parallelism.pp=8", "--parallelism.tp=1", f"--parallelism.cp={cp}", "--parallelism.experts.ep=8"]
+        config = script.recipe("mixtral_8x22b", [*changed, "--parallelism.experts.etp=1"])
+        fold = derive(128, config.parallelism)
+        one, folded = (kind(config, device, Factors()).price(config, fold) for kind in (script.OneMesh, Pricer))
+        assert (one.components["rows to experts and back"] > folded.components["rows to experts and back"]) == slower
