@@ -625,7 +625,7 @@ def best_mappings() -> list[tuple[str, ...]]:
     ):
         training = Training(seq_len=4096, global_batch_size=256)
         config = Config(model=model_of(name), training=training)
-        found = search(config, world, device_of("H100"), Factors())
+        found = search(config, world, device_of("H100"), Factors(), 1)
 
         def mapping_text(one: Found) -> str:
             fold, options = one.fold, one.config
@@ -636,11 +636,7 @@ def best_mappings() -> list[tuple[str, ...]]:
             )
 
         plain = mapping_text(found.best_unfolded) if found.best_unfolded else "none fits"
-        best, without = found.best[0], next((one for one in found.best if one.fold.cp == 1), None)
-        said = mapping_text(best)
-        if without not in (best, None):
-            said += f"; without cp {without.price.step / best.price.step - 1:.0%} more, {mapping_text(without)}"
-        body.append((f"{name}, {world} H100", published, said, plain))
+        body.append((f"{name}, {world} H100", published, mapping_text(found.best[0]), plain))
     return body
 
 
