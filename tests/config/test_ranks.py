@@ -102,13 +102,13 @@ def test_print_config_asks_for_no_world(command, capsys, recipe):
     assert printed("deepseek_671b")["job"]["ranks"] == 512
     assert printed("debug", "--ranks", "8")["job"]["ranks"] == 8
     if command == "train":
-        assert printed("deepseek_671b")["parallelism"]["dp_shard"] == 16
+        assert printed("deepseek_671b")["parallelism"]["dp_shard"] == 4
 
 
 def test_print_config_of_the_plain_door(monkeypatch, capsys, recipe):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    for file, shard in ((recipe(TP2), -1), ("train_configs/deepseek_671b.toml", 16)):
+    for file, shard in ((recipe(TP2), -1), ("train_configs/deepseek_671b.toml", 4)):
         with pytest.raises(SystemExit) as end:
             launch.read([file, "--print-config"], 1)
         assert end.value.code == 0 and toml().loads(capsys.readouterr().out)["parallelism"]["dp_shard"] == shard
