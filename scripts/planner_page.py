@@ -422,10 +422,6 @@ class OneMesh(Pricer):
             self.device, self.links = whole
 
 
-def on_one_mesh(fold: Fold) -> bool:
-    return fold.etp == fold.tp and fold.dp % fold.ep == 0
-
-
 def folding_gains() -> list[dict[str, Any]]:
     """The fastest mapping of each recipe for GPUs, and the fastest unfolded one: as overrides, with seconds a step."""
     gains = []
@@ -434,7 +430,7 @@ def folding_gains() -> list[dict[str, Any]]:
         asked = config, world, device_of("H100"), Factors(), 1
         found = {
             "best": search(*asked).best[0],
-            "unfolded": search(*asked, is_unfolded=on_one_mesh, prices=OneMesh).best_unfolded,
+            "unfolded": search(*asked, prices=OneMesh).best_unfolded,
         }
         mappings = {kind: {"seconds": one.price.step} | overrides(one) for kind, one in found.items() if one}
         gains.append({"recipe": name, "ranks": world} | mappings)

@@ -55,7 +55,7 @@ TAKEN = 20 / 132
 TOGETHER = 8
 """Messages of an all-to-all to ranks of one node that travel side by side; others go one after the other. NCCL puts
 that many into a batch (src/include/device.h, NCCL_MAX_DEV_WORK_P2P_PER_BATCH). Within a node the price is cautious:
-eight H20 take 58 us for 1 to 4 MB (github.com/NVIDIA/nccl-tests/issues/314)."""
+eight H20 take 58 us for 1 to 4 MB (issue 314 of NVIDIA/nccl-tests)."""
 
 
 def exposed(message: float, behind: float) -> float:

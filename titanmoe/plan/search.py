@@ -8,7 +8,7 @@ recomputation and dispatcher are shown. Of replicas of the experts only the defa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from heapq import nsmallest
 from itertools import product
@@ -61,8 +61,8 @@ class Found:
 
 
 def unfolded(fold: Fold) -> bool:
-    """Experts on attention's own axes: split by tp like it, ep within its data ranks, and no cp between the two."""
-    return fold.etp == fold.tp and fold.cp == 1 and fold.dp % fold.ep == 0
+    """Experts on attention's own axes: split by tp like it, and ep within its data ranks."""
+    return fold.etp == fold.tp and fold.dp % fold.ep == 0
 
 
 def evaluate(config: Config, world: int, device: Device, factors: Factors, imbalance: float = 1.0) -> Found:
@@ -112,7 +112,6 @@ def search(
     factors: Factors,
     count: int = 10,
     imbalance: float = 1.0,
-    is_unfolded: Callable[[Fold], bool] = unfolded,
     prices: type[Pricer] = Pricer,
 ) -> Search:
     """config: with a global batch. Considered are the mappings that divide everything evenly and may fit."""
@@ -122,7 +121,7 @@ def search(
     best_unfolded = None
     priced, last = 0, inf  # steps that are longer than the last one shown are of no use
     for candidate in sorted(every, key=itemgetter(0)):
-        plain = is_unfolded(candidate.fold) and (best_unfolded is None or candidate.bound < best_unfolded.price.step)
+        plain = unfolded(candidate.fold) and (best_unfolded is None or candidate.bound < best_unfolded.price.step)
         if candidate.bound >= last and best_unfolded is not None and candidate.bound >= best_unfolded.price.step:
             break
         same = best.get(candidate.mapping)

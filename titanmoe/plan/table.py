@@ -67,18 +67,18 @@ def table(result: Search, device: Device, world: int) -> list[str]:
     if ties > 1:
         lines += ["", f"The first {ties} are within the model's error of {ERROR:.0%}: take the simplest of them."]
     if result.best_unfolded is not None and result.best_unfolded.fold == result.best[0].fold:
-        lines += ["", "It is the best unfolded one too (etp = tp, cp = 1, ep within dp)."]
+        lines += ["", "It is the best unfolded one too (etp = tp, ep within dp)."]
     elif result.best_unfolded is not None:
         gain = result.best_unfolded.price.step / result.best[0].price.step - 1
         within = ", which is within the model's error" if is_tie(result.best_unfolded, result.best[0]) else ""
         lines += [
             "",
-            f"The best unfolded one (etp = tp, cp = 1, ep within dp), {gain:.1%} slower than the best of all{within}:",
+            f"The best unfolded one (etp = tp, ep within dp), {gain:.1%} slower than the best of all{within}:",
             "",
         ]
         lines += columns([HEAD, row(result.best_unfolded)], right=tuple(range(14)))
     else:
-        lines += ["", "No unfolded one (etp = tp, cp = 1, ep within dp) fits."]
+        lines += ["", "No unfolded one (etp = tp, ep within dp) fits."]
     return lines
 
 
