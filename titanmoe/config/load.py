@@ -254,8 +254,7 @@ def _take(data: dict[str, Any], prefix: str, given: _Given) -> None:
             given.blame((path,), f"{path} = {shown(value)} is not a table: write [{path}] and its fields below")
         else:
             kind = "table" if isinstance(value, dict) else "key"
-            near = _hint(path) if len(given.problems) < HINTS else "--help lists all fields"
-            hint = other_names.REMOVED.get(path) or near
+            hint = _hint(path) if len(given.problems) < HINTS else "--help lists all fields"
             given.blame((path,), f"unknown {kind} {shortened(path)}: {hint}")
 
 

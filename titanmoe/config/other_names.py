@@ -5,13 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 RANKS = ("nproc", "nproc-per-node", "nprocs", "world", "world-size", "gpus", "num-gpus", "np")
-
-REMOVED = dict.fromkeys(
-    ("checkpoint.local", "checkpoint.local_folder"),
-    "a run no longer keeps copies in the memory of its hosts: leave it out, and set checkpoint.interval to as many "
-    "steps as you can afford to repeat",
-)
-"""What to do instead, by the path of a field that earlier versions had."""
 _SAME = {
     # Megatron-LM (docs/from_megatron.md)
     "tensor-model-parallel-size": "parallelism.tp",
@@ -110,7 +103,12 @@ _EPOCHS = (
 )
 _WEIGHTS = "--checkpoint.load PATH with --checkpoint.model_only true"
 _ALWAYS = "it is always on here, so leave it out"
+_NO_COPIES = (
+    "a run no longer keeps copies in the memory of its hosts: leave it out, and set checkpoint.interval to as many "
+    "steps as you can afford to repeat"
+)
 _OTHERWISE = {
+    **dict.fromkeys(("checkpoint.local", "checkpoint.local_folder"), _NO_COPIES),
     **dict.fromkeys(("epochs", "num-epochs", "num-train-epochs", "training.epochs", "training.num_epochs"), _EPOCHS),
     **dict.fromkeys(("use-distributed-optimizer", "use-torch-fsdp2", "overlap-grad-reduce"), _ALWAYS),
     **dict.fromkeys(("overlap-param-gather", "moe-shared-expert-overlap", "manual-gc", "async-save"), _ALWAYS),
@@ -165,7 +163,7 @@ _OTHERWISE = {
     "profiler.profile_freq": "--profile.steps 10 11 names the steps",
     "profiler.enable_memory_snapshot": "--profile.memory oom or steps",
 }
-"""By a name elsewhere, what there is instead."""
+"""By a name elsewhere, or in an earlier version, what there is instead."""
 
 
 def _plain(name: str) -> str:
@@ -181,7 +179,6 @@ def hint(name: str, texts: Sequence[str]) -> str:
     name = _plain(name)
     if name in map(_plain, RANKS):
         return f"the number of ranks is given by --ranks {texts[0] if texts else 'N'}"
-    return REMOVED.get(name, "")
     if name in SAME:
         return f"it is {' '.join([f'--{SAME[name]}', *texts])} here"
     return OTHERWISE.get(name, "")
