@@ -150,7 +150,7 @@ def test_an_error_is_reported_in_a_short_line():
 
 
 def test_long_conversations_have_more_to_spend(monkeypatch):
-    monkeypatch.setattr(template, "MEMORY", 4 << 20)
+    monkeypatch.setattr(template, "MEMORY", 1 << 20)
     talk = [{"role": "assistant", "content": "word " * 400_000}, *TALK[1:]]
     trimmed = "{% for m in messages %}{{ m.content | trim | replace('word', 'work') | trim }}{% endfor %}"
     text, _ = opened(trimmed)._marked(talk)
