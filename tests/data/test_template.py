@@ -53,7 +53,9 @@ def refused(text, messages=TALK) -> str:
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(template, "SECONDS", 0.2)
+    monkeypatch.setattr(template, "SECONDS_PER_MB", 0.0)
     monkeypatch.setattr(template, "MEMORY", 64 << 20)
+    monkeypatch.setattr(template, "MEMORY_PER_BYTE", 0)
 
 
 @pytest.mark.parametrize("name", SLOW)
@@ -86,7 +88,7 @@ def test_recursion_without_an_end_is_the_conversations_fault():
         opened(ANSWER).encode([*TALK, {"role": "assistant", "content": deep}])
 
 
-@pytest.mark.parametrize("text", ["{{ ''.__class__ }}", "{{ [].append(1) }}", "{{ messages.clear() }}"])
+@pytest.mark.parametrize("text", ["{{ ''.__class__.mro() }}", "{{ [].append(1) }}", "{{ messages.clear() }}"])
 def test_what_a_sandbox_forbids(text):
     with pytest.raises(ChatError, match=r"refuses it: .*( is unsafe|is not safely callable)"):
         opened(text).encode(TALK)
@@ -112,13 +114,14 @@ def test_templates_that_cannot_be_compiled(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "limit"),
+    ("text", "seconds", "limit"),
     [
-        ("{% for i in a %}{% endfor %}" * 4000, "0.2 s"),
-        ("{{ 'x' * 10 ** 9 ~ 'y' }}", "64 MiB of memory"),  # which Jinja works out when it compiles
+        ("{% for i in a %}{% endfor %}" * 4000, 0.2, "0.2 s"),
+        ("{{ 'ab' * 9999999 }}", 5.0, "64 MiB of memory"),  # which Jinja works out when it compiles
     ],
 )
-def test_compiling_has_limits_too(text, limit, small):
+def test_compiling_has_limits_too(text, seconds, limit, small, monkeypatch):
+    monkeypatch.setattr(template, "SECONDS", seconds)
     assert refused(text) == f"t: compiling the chat template takes more than {limit}, the limit for a template"
 
 

@@ -145,6 +145,9 @@ def _receive(stream: BinaryIO) -> tuple[bytes, float, int] | None:
 def serve() -> None:
     import resource
 
+    import jinja2.ext
+    import jinja2.sandbox  # noqa: F401 (now, so that it does not count as the template's memory)
+
     page, hard = resource.getpagesize(), resource.getrlimit(resource.RLIMIT_AS)[1]
     try:
         size = os.open("/proc/self/statm", os.O_RDONLY)
