@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,16 +14,13 @@ import pytest
 import torch
 
 from tests import parity, world
+from tests.watch.simulated import Cluster, Fault, Told, faults
 from titanmoe.watch import links
 from titanmoe.watch.links import Link, distances, once, slow_link
 from titanmoe.watch.listener import LaneGroups
 from titanmoe.watch.slowest import of_peers
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
 from titanmoe.watch.stragglers import ON_ONE_HOST
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-import simulate_stragglers
-from simulate_stragglers import Cluster, Fault, Told
 
 SHAPES = {"a stage": (1, 8, 4), "stages": (2, 4, 4), "two ranks": (1, 2, 2), "stages of two": (4, 2, 2)}
 """pp, dp_shard, ep."""
@@ -34,9 +30,9 @@ SHAPES = {"a stage": (1, 8, 4), "stages": (2, 4, 4), "two ranks": (1, 2, 2), "st
 @pytest.mark.parametrize("kind", ["compute", "data", "link"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_slow_rank_or_link_is_named_until_it_is_fast_again(shape: str, kind: str, seed: int) -> None:
-    """Clocks are off by minutes, ranks compute unevenly, and the last stage always takes longer."""
+    """Ranks compute unevenly, and the last stage always takes longer."""
     cluster = Cluster(*SHAPES[shape], seed)
-    told, fault = Told(cluster), simulate_stragglers.faults(np.random.default_rng(seed), cluster)[kind]
+    told, fault = Told(cluster), faults(np.random.default_rng(seed), cluster)[kind]
     ranks = [fault.rank, fault.other] if kind == "link" else [fault.rank]
     assert told.go(5, Fault(), 4) == []
     for _ in range(2):
