@@ -72,7 +72,7 @@ FULL = {"do": "fail", "errno": errno.ENOSPC}
         # so there is no such file
         (0, FULL | {"on": ["write"], "path": "step", "times": 2}, 0, {"write": "28", "again": "28", "read": "2"}),
         (0, FULL | {"on": ["fsync"], "path": "writing/a"}, 0, {"write": str(errno.ENOSPC)}),
-        (0, FULL | {"on": ["read", "list"], "path": "step", "times": 2}, 0, dict.fromkeys(("list", "read"), "28")),
+        (0, FULL | {"on": ["read", "listdir"], "path": "step", "times": 2}, 0, dict.fromkeys(("list", "read"), "28")),
         (0, FULL | {"path": "elsewhere"}, 0, {}),
         (1, FULL | {"rank": 0}, 0, {}),
         (1, {"do": "kill", "rank": 1, "on": ["rename"], "path": "step"}, -signal.SIGKILL, "rename"),

@@ -36,7 +36,8 @@ PRELOADED = (
 
 def main() -> int:
     kinds = f"{', '.join(GROUPS)}, or one of: {', '.join(KINDS)}"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shown = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
+    parser = argparse.ArgumentParser("python -m scripts.torture", **shown)
     parser.add_argument("kind", choices=[*GROUPS, *KINDS], metavar="KIND", help=kinds)
     parser.add_argument("--trials", type=int, default=20, metavar="N", help="how many (default 20)")
     parser.add_argument("--first", type=int, default=0, metavar="SEED", help="of the first; each further one adds 1")

@@ -64,6 +64,7 @@ class Run:
         self.checkpoints = self.run / "checkpoints"
         self.mapping, self.rank = self.draw.randrange(len(MAPPINGS)), self.draw.randrange(RANKS)  # who is struck
         self.options: dict[str, Any] = TINY | MAPPINGS[self.mapping]
+        self.degrees = ", ".join(f"{name.split('.')[-1]} {n}" for name, n in MAPPINGS[self.mapping].items())
         self.skips = 0  # the step whose update is not made
         self.network = ""  # by default the ranks share this machine's
         self.agent: Any = None

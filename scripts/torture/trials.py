@@ -17,19 +17,7 @@ from typing import Any, NamedTuple
 
 from scripts.torture import judge
 from scripts.torture.network import carry, network
-from scripts.torture.runs import (  # fmt: skip
-    BATCH,
-    INTERVAL,
-    LAUNCHERS,
-    MAPPINGS,
-    RANKS,
-    STEPS,
-    TIMEOUT_S,
-    Forked,
-    Missed,
-    Run,
-    Wrong,
-)
+from scripts.torture.runs import BATCH, INTERVAL, LAUNCHERS, RANKS, STEPS, TIMEOUT_S, Forked, Missed, Run, Wrong
 from titanmoe.checkpoint import layout
 
 PATIENT = {"training.timeout_s": 60, "checkpoint.timeout_s": 60}
@@ -43,8 +31,8 @@ LONG = PATIENT | {
 }  # fmt: skip
 OUTPUTS = [(module, "") for module in ("attention_norm", "attention", "ffn_norm", "moe")]
 WEIGHTS = [("attention.wq", "weight"), ("attention_norm", "weight"), ("moe.router", "weight"), ("moe.experts", "w2")]
-ALWAYS, STALE = 10**9, [errno.ESTALE, errno.EIO]
-TO_DISK = ["write", "mkdir", "rename", "fsync"]
+TO_DISK, STALE = ["write", "mkdir", "rename", "fsync"], [errno.ESTALE, errno.EIO]
+SLOW = {"do": "slow", "on": TO_DISK, "times": 10**9, "path": "/checkpoints"}
 SKIPPED = ("titanmoe.train.trainer:all_reduce", "titanmoe.parallel.norm:all_reduce")
 """The first sums counts and losses, the second the gradient norm."""
 READ = "titanmoe.data.loader:SampleReader.__getitem__"
@@ -115,8 +103,7 @@ def full_disk(run: Run) -> None:
 
 def slow_disk_and_kill(run: Run) -> None:
     run.options |= PATIENT
-    seconds = run.draw.uniform(0.1, 0.5)
-    run.start(3, {"do": "slow", "seconds": seconds, "on": TO_DISK, "times": ALWAYS, "path": str(run.checkpoints)})
+    run.start(3, SLOW | {"seconds": run.draw.uniform(0.1, 0.5)})
     run.moment()
     run.strike(signal.SIGKILL, run.rank)
 
@@ -124,12 +111,17 @@ def slow_disk_and_kill(run: Run) -> None:
 def errors_while_reading(run: Run) -> None:
     """A file server that does not answer at first."""
     stopped(run)
-    fault = {"do": "fail", "errno": run.draw.choice(STALE), "on": ["read", "list"], "path": str(run.checkpoints)}
+    fault = {
+        "do": "fail",
+        "errno": run.draw.choice(STALE),
+        "on": ["read", "listdir", "scandir"],
+        "path": str(run.checkpoints),
+    }
     run.start(0, fault | {"rank": run.rank, "at": run.draw.randint(1, 6), "times": run.draw.randint(1, 4)})
 
 
 def errors_while_writing(run: Run) -> None:
-    fault = {"do": "fail", "errno": run.draw.choice(STALE), "on": TO_DISK, "path": str(run.checkpoints)}
+    fault = {"do": "fail", "errno": run.draw.choice(STALE), "on": TO_DISK, "path": "/checkpoints"}
     run.start_and_strike(3, **fault, rank=0, at=run.draw.randint(20, 50))
 
 
@@ -196,8 +188,7 @@ def slow_link(run: Run) -> None:
 
 def slow_disk(run: Run) -> None:
     """Training goes on while a checkpoint is being written, and the next one waits for it."""
-    seconds = run.draw.uniform(0.05, 0.2)
-    run.start(0, {"do": "slow", "seconds": seconds, "on": TO_DISK, "times": ALWAYS, "path": str(run.checkpoints)})
+    run.start(0, SLOW | {"seconds": run.draw.uniform(0.05, 0.2)})
     during: dict[str, set[int]] = {}
 
     def ended() -> bool:
@@ -366,8 +357,7 @@ def trial(kind: str, seed: int, folder: Path, launcher: str = "") -> judge.Outco
     for attempt in range(5):
         run = Run(folder / f"{seed}-{attempt}", seed + 1_000_000 * attempt, launcher)
         run.options |= group.options
-        mapping = ", ".join(f"{name.rpartition('.')[2]} {degree}" for name, degree in MAPPINGS[run.mapping].items())
-        outcome.under, outcome.failure = f"{launcher}, {mapping}", ""
+        outcome.under, outcome.failure = f"{launcher}, {run.degrees}", ""
         try:
             with network(RANKS) if group.network else contextlib.nullcontext("") as run.network:
                 try:

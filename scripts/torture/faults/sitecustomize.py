@@ -6,7 +6,7 @@ folder on PYTHONPATH, Python imports it at its start. FAULTS in the environment 
 do      kill: SIGKILL to this process. fail: OSError with `errno`. slow: sleep for `seconds`. wait: until the file
         `until` exists.
 rank    the rank that has the fault; all of them if left out.
-on      write (a file is opened for writing), read (likewise), list, mkdir, rename, remove, fsync; any if left out.
+on      write or read (a file is opened for it), scandir, listdir, mkdir, rename, remove, rmdir, fsync; any if left out.
 path    what the path must contain; for a rename, the new name.
 at      the number of the first such event to have the fault, 1 if left out; times: how many have it, 1 if left out.
 once    a file made when it strikes; if that exists already, from the process before a restart, it does not strike.
@@ -31,14 +31,7 @@ import sys
 import threading
 import time
 
-EVENTS = {
-    "scandir": "list",
-    "listdir": "list",
-    "mkdir": "mkdir",
-    "rename": "rename",
-    "remove": "remove",
-    "rmdir": "remove",
-}
+EVENTS = ("os.scandir", "os.listdir", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 
 
 def strikes(once):
@@ -96,8 +89,8 @@ def install(faults):
         if event == "open":
             writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
             meet("write" if writes else "read", args[0])
-        elif event.startswith("os.") and event[3:] in EVENTS:
-            meet(EVENTS[event[3:]], args[1] if event == "os.rename" else args[0])
+        elif event in EVENTS:
+            meet(event[3:], args[1] if event == "os.rename" else args[0])
 
     def fsync(descriptor):
         number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
