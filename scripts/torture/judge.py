@@ -28,7 +28,6 @@ class Outcome:
     under: str = ""
     """The launcher and the mapping."""
     failure: str = ""
-    took: float = 0.0
     figures: dict[str, float] = field(default_factory=dict)
 
 
@@ -48,8 +47,7 @@ def table(outcomes: list[Outcome]) -> str:
             cells.append(f"{statistics.median(found):.3g}, at most {max(found):.3g}" if found else "")
         rows.append(tuple(cells))
     failures = [f'* "{each.kind}" --first {each.seed} --trials 1: {each.failure}' for each in outcomes if each.failure]
-    spent = f"{len(outcomes)} trials in {sum(each.took for each in outcomes):.0f} s, {len(failures)} failures"
-    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", spent, *failures]) + "\n"
+    return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", f"{len(failures)} failures", *failures]) + "\n"
 
 
 # ---- what the run said

@@ -347,7 +347,7 @@ KINDS = {kind: group for group in GROUPS.values() for kind in group.kinds}
 
 def trial(kind: str, seed: int, folder: Path, launcher: str = "") -> judge.Outcome:
     """launcher: by turns unless given; a network has torchrun alone, whose address can be chosen."""
-    group, began = KINDS[kind], time.monotonic()
+    group = KINDS[kind]
     launcher = LAUNCHERS[0] if group.network else launcher or LAUNCHERS[seed // len(group.kinds) % 2]
     for attempt in range(5):
         failure, run = "", Run(folder / f"{seed}-{attempt}", seed + 1_000_000 * attempt, launcher)
@@ -364,4 +364,4 @@ def trial(kind: str, seed: int, folder: Path, launcher: str = "") -> judge.Outco
             continue
         break
     figures = {name: round(value, 2) for name, value in run.figures.items()}
-    return judge.Outcome(kind, seed, f"{launcher}, {run.degrees}", failure, round(time.monotonic() - began, 1), figures)
+    return judge.Outcome(kind, seed, f"{launcher}, {run.degrees}", failure, figures)
