@@ -6,7 +6,6 @@ import contextlib
 import errno
 import math
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -144,25 +143,6 @@ def asked_to_stop(run: Run) -> None:
     run.made = run.step()
     if run.made != run.committed:
         raise Wrong(f"asked to stop, it ended at step {run.made} with step {run.committed} saved")
-    run.start()
-
-
-def lost_host(run: Run) -> None:
-    """Each rank is a host, and a folder is its memory. One host's folder is removed before the run starts again. Local
-    copies are usually newer than the last checkpoint.
-    """
-    run.options |= {"checkpoint.local": 2, "checkpoint.interval": STEPS // 2}
-    run.options |= {"checkpoint.local_folder": f"{run.folder}/memory$RANK"}
-    run.start()
-    step = run.draw.randint(5, STEPS - 2 * INTERVAL)
-    run.wait(lambda: run.step() >= step, f"step {step}")
-    time.sleep(run.draw.uniform(0, 0.1))
-    run.strike_launcher()
-    shutil.rmtree(run.folder / f"memory{run.rank}")
-    whole = run.folder.glob(f"memory*/*/*/{layout.MANIFEST}")
-    run.committed = max([run.committed, *(layout.step_of(manifest.parent) for manifest in whole)])
-    if not run.committed:
-        raise Missed("there are no local copies but those of the start")
     run.start()
 
 
@@ -320,7 +300,6 @@ GROUPS = {
         "errors while reading": errors_while_reading,
         "errors while writing": errors_while_writing,
         "asked to stop (SIGTERM)": asked_to_stop,
-        "a host lost with its memory": lost_host,
     }, (judge.goes_on, EQUAL)),
     "hangs": Group({
         "a rank stopped (SIGSTOP)": partial(hang, number=signal.SIGSTOP, do="deadlock"),
