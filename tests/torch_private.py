@@ -36,12 +36,11 @@ PRIVATE = (
         "shorter time-outs for all groups after the first step",
     ),
     Private(_C10D, ("_get_default_store",), "watch/hosts.py", "a connection to the store for another thread"),
-    Private(_SCHEDULES, ("_batch_p2p",), "watch/listener.py", "where a pipeline sends and receives, to hear of it"),
     Private(
         "torch._C._distributed_c10d",
-        ("_dump_fr_trace",),
-        "watch/watch.py",
-        "the flight recorder's dump; NCCL's own has another name",
+        ("_dump_fr_trace", "_dump_fr_trace_json"),
+        "watch/flight_recorder.py",
+        "what the flight recorder has; NCCL's own has other names",
         optional=True,
     ),
     Private(f"{_C10D}._World", ("pg_map",), "train/runtime.py", "all groups of this process, as keys"),
@@ -176,7 +175,6 @@ PRIVATE = (
     Private(
         "torch._C", ("_will_engine_execute_node",), "ops/split_backward.py", "which gradients a backward pass computes"
     ),
-    Private("torch.autograd.profiler", ("_is_profiler_enabled",), "ops/region.py", "no cost without a profiler"),
     Private("torch.profiler", ("_ExperimentalConfig",), "train/profile.py", "names of operations in a trace"),
     Private(
         "torch.cuda.memory",

@@ -1,11 +1,10 @@
-"""How long saving pauses training (asynchronous, synchronous, local copies) with about 1 GB of weights and moments.
+"""How long saving pauses training (asynchronous, synchronous) with about 1 GB of weights and moments.
 
     torchrun --standalone --nproc-per-node 2 scripts/bench/checkpoint.py [--rounds 3] [--config RECIPE] [--json FILE]
 
-The modes alternate in one run; for local copies each rank counts as a host. "blocked" is how long the training loop was
-paused by a save; "written after" how long until it was on disk, or in the memory of two hosts; "step" the time of a
-step with nothing being written, "step beside" of one while the writer works in the background. "check" is how long the
-slowest rank takes in a save to see that every number is finite.
+The modes alternate in one run. "blocked" is how long the training loop was paused by a save; "written after" how long
+until it was on disk; "step" the time of a step with nothing being written, "step beside" of one while the writer works
+in the background. "check" is how long the slowest rank takes in a save to see that every number is finite.
 """
 
 from __future__ import annotations
@@ -38,11 +37,7 @@ MODEL = [
     "--model.expert_hidden=1408", "--model.num_kv_heads=8", "--data.source=synthetic", "--training.seq_len=64",
     "--training.mixed_precision_param=float32",
 ]  # fmt: skip
-SAVING = [
-    "--checkpoint.keep_last=1", "--checkpoint.local=1",
-    "--checkpoint.local_folder=/dev/shm/titanmoe-bench-$RANK",
-]  # fmt: skip
-MODES = ("sync", "async", "local")
+MODES = ("sync", "async")
 
 
 def main() -> None:
@@ -51,10 +46,10 @@ def main() -> None:
     parser.add_argument("--config", help="a recipe, instead of the model of 1 GB")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
-    model = [*MODEL, *SAVING, f"--parallelism.experts.ep={world_size()}"]
+    model = [*MODEL, f"--parallelism.experts.ep={world_size()}"]
     if args.config:
-        model = ["--config", args.config, *SAVING]
-    config = read(model, world_size())
+        model = ["--config", args.config]
+    config = read([*model, "--checkpoint.keep_last=1"], world_size())
     runtime = start(config)
     box = [tempfile.mkdtemp(prefix="titanmoe-bench-") if runtime.rank == 0 else None]
     dist.broadcast_object_list(box, 0)
@@ -84,17 +79,15 @@ def measure(trainer: Trainer, folder: Path, rounds: int) -> dict[str, dict[str, 
         for mode, taken in seconds.items():
             for _ in range(3):
                 quiet.append(timed(trainer.train_step))
-            saver.options = SimpleNamespace(**vars(saver.options) | {"save": "async" if mode == "local" else mode})
+            saver.options = SimpleNamespace(**vars(saver.options) | {"save": mode})
             began = time.monotonic()
-            taken["blocked"].append(checkpoints._save_local() if mode == "local" else checkpoints._save())
+            taken["blocked"].append(checkpoints._save())
             while busy(saver):
                 taken["step beside"].append(timed(trainer.train_step))
             saver.wait()
             taken["written after"].append(time.monotonic() - began)
             if mode == "sync":  # next to training, it would measure the share of a core that it gets
                 checks.append(slowest(looks[-1]))
-    saver.local.clear()
-    saver.local.hosts.folder.parent.rmdir()
     folder = layout.candidates(saver.folder)[0]
     size = sum(s.bytes for s in layout.read_manifest(folder).files.values())
     out = {

@@ -57,30 +57,16 @@ def contents(step: int) -> dict[str, torch.Tensor]:
     return {"model.a": torch.arange(12.0).view(4, 3) + step, "model.b": torch.full((5,), float(step))}
 
 
-def local_of(saver: Any, folder: Path) -> Any:
-    """Each rank is a host."""
-    from titanmoe.checkpoint.local import Local
-    from titanmoe.config.schema import Config
-
-    config = Config()
-    config.checkpoint.local_folder = f"{folder}/memory$RANK"
-    config.training.global_batch_size = 4
-    return Local(saver.folder, folder / "run", config, saver.group, print)
-
-
 def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen: str) -> None:
     """Save step 1, then step 2 over it; the victim dies before its at-th disk operation for step 2. If at is 0, nobody
-    dies, and each leaves a copy of the folder from before each such operation
-    of an ordinary save. mode: how to save, or "local".
+    dies, and each leaves a copy of the folder from before each such operation. mode: how to save.
     """
     from titanmoe.checkpoint import write_tensors
     from titanmoe.checkpoint.saver import Saver
     from titanmoe.checkpoint.write_tensors import Piece
     from titanmoe.config.schema import Checkpoint
 
-    saver = Saver(Path(folder), Checkpoint(enable=True, save="async" if mode == "local" else mode, keep_last=1))
-    if mode == "local":
-        saver.local = local_of(saver, Path(folder))
+    saver = Saver(Path(folder), Checkpoint(enable=True, save=mode, keep_last=1))
 
     def save(step: int) -> None:
         a, b = contents(step).values()
@@ -89,7 +75,7 @@ def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen
             "model.a": Piece(a[rank * 2 : rank * 2 + 2].clone(), (rank * 2, 0), (4, 3)),
             "model.b": Piece(b, (0,), (5,)),
         }
-        (saver.save_local if mode == "local" else saver.save)(step, pieces, {"step": step})
+        saver.save(step, pieces, {"step": step})
         saver.wait()
 
     save(1)
@@ -99,7 +85,7 @@ def save_two(rank: int, folder: str, mode: str, victim: int, at: int, steps_seen
         seen.append(what)
         if rank == victim and len(seen) == at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if at == 0 and mode != "local":  # there both ranks write at the same time
+        if at == 0:
             shutil.copytree(folder, Path(steps_seen, f"{rank}-{len(seen)}"))
 
     def audit(event: str, args: tuple[Any, ...]) -> None:

@@ -152,6 +152,8 @@ def test_problems_of_every_source_come_together(recipe):
         ("[training]\nseq-len = 3\n", 2, "unknown key training.seq-len: did you mean training.seq_len?"),
         ("[parallelism.expert]\nep = 3\n", 1, "unknown table parallelism.expert: did you mean parallelism.experts?"),
         ("steps = 3\n", 1, "unknown key steps: did you mean training.steps?"),
+        ("[checkpoint]\nlocal = 0\n", 2, "unknown key checkpoint.local: a run no longer keeps copies in the"),
+        ('[checkpoint]\nlocal_folder = "/a"\n', 2, "unknown key checkpoint.local_folder: a run no longer keeps copies"),
         ("\ntraining = 3\n", 2, "training = 3 is not a table: write [training] and its fields below"),
         ("[[training]]\nsteps = 3\n", 1, "training = [{steps = 3}] is not a table"),
         ('[training]\nsteps = "10"\n', 2, 'training.steps = "10" is not an integer: write 10, without quotes'),
@@ -206,6 +208,11 @@ def test_problem_in_a_recipe(recipe, text, line, says):
     [
         (["--training.stepz", "3"], "unknown option --training.stepz: did you mean --training.steps?"),
         (["--tp", "3"], "unknown option --tp: did you mean --parallelism.tp?"),
+        (
+            ["--checkpoint.local", "10"],
+            "unknown option --checkpoint.local: a run no longer keeps copies in the memory of its hosts: leave it out, "
+            "and set checkpoint.interval to as many steps as you can afford to repeat",
+        ),
         (["--xyzzy", "a", "b"], "unknown option --xyzzy: --help lists them all"),
         (["--parallelism.experts", "4"], "--parallelism.experts is a table, not a field: its fields are --para"),
         (["--training.steps", "10", "20"], "'20' does not belong to an option"),

@@ -100,9 +100,9 @@ def test_print_config_asks_for_no_world(command, capsys, recipe):
 
     assert printed(recipe(TP2))["parallelism"]["dp_shard"] == -1
     assert printed("deepseek_671b")["job"]["ranks"] == 512
+    assert printed("debug", "--ranks", "8")["job"]["ranks"] == 8
     if command == "train":
         assert printed("deepseek_671b")["parallelism"]["dp_shard"] == 16
-        assert printed("debug", "--ranks", "8")["job"]["ranks"] == 8
 
 
 def test_print_config_of_the_plain_door(monkeypatch, capsys, recipe):

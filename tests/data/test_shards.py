@@ -157,6 +157,8 @@ def test_changed_bytes_are_noticed_when_they_are_first_read(tmp_path):
     said = refused(lambda: opened.read(BLOCK // 2 - 1, BLOCK // 2 + 1))
     assert "00000-000.tokens has changed since it was written, between bytes 65,536 and 131,072" in said
     assert f"titanmoe data verify {folder}" in said
+    (_, [tokens, _]), _ = verify(folder)
+    assert "00000-000.tokens has changed since it was written, first between bytes 65,536 and 131,072: check" in tokens
     assert "00000-000.counted has changed" in refused(lambda: opened.counted(0, 8))
     assert len(opened.read(BLOCK + 99, BLOCK + 101)) == 2, "the third block, and the next shard, are as they were"
     flip(folder / "00000-000.tokens", 0)
@@ -187,7 +189,8 @@ def test_changed_contents_are_found_by_reading_them(tmp_path):
     ShardDocuments(folder)
     (_, [beyond, sums]), (_, [counted]) = verify(folder)
     assert "contains token 2000, beyond the vocabulary of 1000" in beyond
-    assert "00000-000.tokens has changed since it was written: checksum" in sums and "00001-000.counted" in counted
+    assert "00000-000.tokens has changed since it was written, first between bytes 0 and 6: checksum" in sums
+    assert "00001-000.counted has changed since it was written, first between bytes 0 and 2: checksum" in counted
 
 
 def test_a_shard_is_written_as_it_comes(tmp_path, monkeypatch):

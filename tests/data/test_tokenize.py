@@ -300,6 +300,10 @@ def test_chats_are_stored_with_what_counts(tmp_path, bpe, here):
         format="chat", chat_template=str(template), bad_lines="skip"
     )  # the template's fault, not a bad line's
     assert "a.jsonl:1: the chat template" in problems(tmp_path, "y", tmp_path / "a.jsonl", **options)
+    template.write_text("{% for m in messages %}{{ m.content * 10 ** 9 }}{% endfor %}")
+    (tmp_path / "a.jsonl").write_bytes(lines([[{"role": "assistant", "content": ""}], talk], field="messages"))
+    said = problems(tmp_path, "z", tmp_path / "a.jsonl", **options)
+    assert f"a.jsonl:2: the chat template {template} takes more than 256 MiB of memory, the limit for this conv" in said
 
 
 def test_a_begin_mark_is_not_written_twice(tmp_path, here):

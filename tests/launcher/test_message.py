@@ -12,7 +12,7 @@ import pytest
 from titanmoe.config import ConfigError
 from titanmoe.launcher.agent import Ended, Logs
 from titanmoe.launcher.command import verdict
-from titanmoe.launcher.message import Failure, first, message, oom_kills, parts_of_step
+from titanmoe.launcher.message import Failure, first, following, message, oom_kills, parts_of_step
 from titanmoe.train import failure
 
 
@@ -80,6 +80,17 @@ def test_a_killed_rank_is_said_to_be_where_the_others_saw_it_last(tmp_path):
     assert message(killed, 4).splitlines()[1] == f"it was in {part}"
     assert message(killed, 4, out_of_memory=True).splitlines()[1:3] == [f"it was in {part}", "each rank holds much"]
     assert f"died of SIGSEGV\nit was in {part}" in message(replace(killed, exitcode=-signal.SIGSEGV), 4)
+
+
+def test_a_rank_that_the_watch_killed_is_not_said_to_have_been_out_of_memory(tmp_path):
+    """Whatever the clocks say: torch notes the end of a killed rank in whole seconds, before the report."""
+    note = {"message": "hang: rank 1 on node is late", "alike": True, "during": {1: "step 3"}, "following": [1, 2]}
+    watch = failed(tmp_path, 0, 1, 5.7, note)
+    assert following([watch.note_file, tmp_path / "rank1.json"]) == {1, 2}
+    stopped = replace(failed(tmp_path, 1, -signal.SIGKILL, 5.0), during="step 3", follows=True)
+    failures = [stopped, failed(tmp_path, 2, 1, 5.0, LOST), watch]
+    code, text = verdict(Ended(failures=failures, world=3), 2, saves=True, out_of_memory=True)
+    assert (code, text) == (1, "error: hang: rank 1 on node is late")
 
 
 def test_exit_codes_are_kept(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from titanmoe.config import families
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Model
-from titanmoe.models.families import names, preset
+from titanmoe.models.families import _file, names, olmoe, preset
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -160,3 +160,9 @@ def test_the_docs_code_runs():
         if language == "toml":
             fields = tomllib.loads(text)["model"]
             Model(**{**preset(fields["family"], fields["size"]), **fields})
+
+
+def test_a_size_with_a_field_that_no_model_has_is_named(monkeypatch):
+    monkeypatch.setitem(olmoe.SIZES, "debug", olmoe.SIZES["debug"] | {"vocab": 320, "depth": 4})
+    with pytest.raises(LookupError, match=r"its size 'debug' has depth, vocab, no field of \[model\]"):
+        _file("olmoe")

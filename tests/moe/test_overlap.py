@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import parity, world
-from tests.events import Clock, Events
+from tests.events import Events
 from titanmoe.comm import collectives
 from titanmoe.comm.collectives import ALONE, Group
-from titanmoe.moe import chunks
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
 from titanmoe.tokens import Tokens
@@ -29,12 +28,10 @@ MESSAGES, EXPERTS, SHARED = "messages", "experts", "shared"
 
 
 class Wire:
-    """Replaces the operations that collectives.py calls: records the rows that are sent and waited for, and the times
-    on a wire that takes `latency + rows * slope` seconds for each message."""
+    """Replaces the operations that collectives.py calls: records the rows that are sent and waited for."""
 
-    def __init__(self, events: Events, clock: Clock | None = None, latency: float = 0.0, slope: float = 0.0):
+    def __init__(self, events: Events):
         self.real, self.events = collectives._ops, events
-        self.clock, self.latency, self.slope = clock or Clock(), latency, slope
         self.in_flight: list[Tensor] = []  # kept, so that no id is used twice
 
     def __enter__(self) -> Wire:
@@ -49,7 +46,6 @@ class Wire:
         if x.dim() == 2 and x.shape[1] > 1 and x.is_floating_point():  # rows, not counts or weights
             self.in_flight.append(y)
             self.events.begin(MESSAGES, id(y))
-            self.clock.now += self.latency + self.slope * sum(send)
         return y
 
     def wait_tensor(self, y: Tensor) -> Tensor:
@@ -154,32 +150,6 @@ def test_a_chunk_is_multiplied_while_others_are_under_way(direction: str) -> Non
         names = "messages", "experts", "experts in messages"
         assert [one[direction][name] for name in names] == [2, 1, 0]
         assert [four[direction][name] for name in names] == [8, 4, 4]
-
-
-def chosen(latency: float, message: float, product: float) -> chunks.Choice:
-    """On four ranks, with messages and products that take a latency plus a time per row."""
-    config = parity.read({}, 4)
-    group = Group(dist.group.WORLD.group_name, 4, dist.get_rank())
-    experts = chunks.dummy_experts(config.model, config.moe, 4, 1, torch.float32, torch.device("cpu"))
-    products, clock = experts.products, Clock()
-
-    def takes(x: Tensor) -> None:
-        clock.now += latency + product * x.shape[0]
-
-    experts.products = lambda x, *work: _Work.apply(products(x, *work), takes)
-    with Wire(Events(), clock, latency, message), mock.patch.object(chunks, "time", clock):
-        return chunks.choose_chunks(chunks.measure(experts, 16, group, group), 16)
-
-
-def test_chunks_are_chosen_where_messages_are_slow() -> None:
-    slow, quick = world.run(4, chosen, 0.0, 4e-3, 2e-3), world.run(4, chosen, 4e-3, 4e-6, 2e-6)
-    assert len({str(choice) for choice in slow}) == len({str(choice) for choice in quick}) == 1
-    assert slow[0].chunks > 1 and min(slow[0].alone) > 1, str(slow[0])
-    for choice, (latency, message, product) in (slow[0], (0.0, 4e-3, 2e-3)), (quick[0], (4e-3, 4e-6, 2e-6)):
-        wanted = {"there": message, "back": message, "forward": product, "backward": product}
-        for name, slope in wanted.items():
-            assert getattr(choice.costs, name) == pytest.approx((latency, slope), rel=1e-6, abs=1e-9), str(choice)
-    assert quick[0].chunks == 1, str(quick[0])
 
 
 def test_what_is_under_way_cannot_be_used() -> None:

@@ -171,8 +171,8 @@ def test_models_of_other_sizes_in_one_process() -> None:
     """torch remembers what it compiled by function: the options and sizes of one model are no variables of the next."""
     torch._dynamo.reset()
     sizes = dict(dim=32, num_layers=1, vocab_size=64, num_experts=4, expert_hidden=16)
-    graphs = counters["stats"]
-    for factor, length in ((1.0, 16), (1.25, 16), (1.25, 24)):
+    graphs, made = counters["stats"], []
+    for factor, length in ((1.0, 16), (1.25, 16), (1.25, 24), (1.25, 32)):
         config = Config(model=replace(Model(**preset("mixtral", "debug")), **sizes))
         config.moe.capacity_factor, config.moe.pad_to_capacity = factor, True
         model = Transformer(config, 1, torch.float32)
@@ -186,7 +186,8 @@ def test_models_of_other_sizes_in_one_process() -> None:
         plain, before = model(ids, tokens, ids), graphs["unique_graphs"]
         compile_parts(model, Compile(enable=True, backend="eager"), config.moe, torch.float32, False)
         torch.testing.assert_close(model(ids, tokens, ids), plain)
-        assert graphs["unique_graphs"] > before
+        made.append(graphs["unique_graphs"] - before)
+    assert made[0] >= made[1] > 0 and made[2] == made[3] > made[1], "a graph for every length, none for any"
     torch._dynamo.reset()
 
 

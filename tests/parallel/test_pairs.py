@@ -201,7 +201,8 @@ def test_the_header_names_them_and_a_trace_shows_both_halves(tmp_path: Path) -> 
 
 
 def header(changes: dict[str, Any]) -> dict[str, str]:
-    return header_notes(parity.make_trainer(changes))
+    trainer = parity.make_trainer(changes)
+    return header_notes(trainer.config, trainer.fold.pp, trainer.loader, trainer.engine)
 
 
 class Broken(RuntimeError):

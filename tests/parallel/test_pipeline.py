@@ -107,7 +107,7 @@ def forward_alone(changes: dict[str, Any]) -> tuple[float, float, dict[str, torc
         assert all(p.grad is None for p in trainer.parameters.values()), "a gradient without backward"
     alone, again = (all_reduce(loss, trainer.meshes.world) / trainer.meshes.tp.size for loss in losses)
     assert torch.equal(alone, again)
-    training = trainer.forward_backward(slices, totals, None)[0] / trainer.meshes.tp.size
+    training = trainer.forward_backward(slices, totals, None)[1][0] / trainer.meshes.tp.size
     trainer.finish_gradients()
     grads = parity.whole({name: p.grad for name, p in trainer.parameters.items()}, dist.get_rank(), trainer.fold)
     return alone.item(), training.item(), grads, trainer.engine.bubble

@@ -11,10 +11,11 @@ from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
 from titanmoe.models.families import preset
 from titanmoe.plan.devices import read_device
-from titanmoe.plan.halves import Halves, Stack
+from titanmoe.plan.halves import RING, RING_KERNELS, Halves, Stack
 from titanmoe.plan.links import Factors, LinkGroup, Links
 from titanmoe.plan.price import Pricer
 from titanmoe.plan.search import Found, evaluate
+from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
 H100 = read_device("h100")
 
@@ -37,6 +38,64 @@ def test_messages_follow_the_links_that_groups_cross() -> None:
     assert links.gather(LinkGroup(1, 1), 1e9) == links.exchange(LinkGroup(1, 1), 1e9) == 0
     rack = Links(read_device("gb200"), Factors())
     assert rack.exchange(LinkGroup(64, 1), 1e9) < links.exchange(LinkGroup(64, 1), 1e9) / 5
+
+
+def test_an_all_to_all_waits_for_a_message_to_each_rank() -> None:
+    """To ranks of a node eight at a time, else one after the other; an all-gather's delay grows by doublings."""
+    links, inside, across = Links(H100, Factors()), H100.link_latency, H100.network_latency
+    for group, delay in (
+        (LinkGroup(8, 1), 7 * inside),
+        (LinkGroup(64, 1), 7 * inside + 7 * across),
+        (LinkGroup(8, 8), 7 * across),
+    ):
+        assert links.exchange(group, 0.0) == pytest.approx(delay)
+    assert links.gather(LinkGroup(64, 1), 0.0) == pytest.approx(3 * inside + 3 * across)
+
+
+def test_a_ring_is_as_slow_as_its_slowest_hop() -> None:
+    links = Links(H100, Factors())
+    assert links.pass_on(LinkGroup(4, 2), 1e6) == links.send(2, 1e6)
+    assert links.pass_on(LinkGroup(4, 4), 1e6) == links.send(8, 1e6) > 5 * links.send(4, 1e6)
+
+
+CUT = (
+    "--model.family mixtral --model.size debug --model.vocab_size 256 --model.dim 512 --model.num_layers 2 "
+    "--model.num_heads 8 --model.num_kv_heads 2 --model.head_dim 128 --model.expert_hidden 64 --training.seq_len 1024 "
+    "--training.local_batch_size 1 --training.global_batch_size 2 --data.source synthetic"
+)
+
+
+def test_the_ring_costs_what_a_rehearsal_counts() -> None:
+    """Bytes and kernels of attention beside products, rotations and attention itself, of each layer and microbatch."""
+    for cp in (2, 4):
+        config = recipe_to_rehearse([*CUT.split(), "--parallelism.cp", str(cp)], 2 * cp, "h100")
+        counted = rehearse(config, 2 * cp, 0, "h100").operations
+        model, tokens = config.model, config.training.seq_len / cp
+        query, keys = tokens * model.num_heads * model.head_dim, 2 * tokens * model.num_kv_heads * model.head_dim
+        for part, phase in enumerate(("forward", "backward")):
+            found = {
+                one: count / model.num_layers
+                for one, count in counted.items()
+                if (one.site.region, one.site.phase) == ("attention", phase)
+                and one.name not in ("mm", "rotate")
+                and "flash" not in one.name
+                and "models/layers.py" not in one.site.file
+            }
+            (a, b), (c, d) = RING[part]
+            planned = query * (a + b * (cp - 1)) + keys * (c + d * (cp - 1))
+            assert sum((one.read + one.written) * n for one, n in found.items()) == pytest.approx(planned, rel=0.02)
+            once, again = RING_KERNELS[part]
+            assert sum(found.values()) == pytest.approx(once + again * (cp - 1), abs=3)
+
+
+def test_short_samples_are_split_by_tp_rather_than_cp() -> None:
+    """At 4,096 tokens, as all published runs do; at 131,072 a ring's pieces are long enough to hide all but the rate of
+    their kernel."""
+    for seq, dearer in ((4096, (1.15, 1.4)), (131072, (1.2, 1.5))):
+        argv = ["--config", "train_configs/mixtral_8x22b.toml", "--training.seq_len", str(seq)]
+        priced = Halves(load(argv, preset, lambda config: []), H100, Factors())
+        tp, cp = (sum(sum(part) for part in priced.attention(*split, 1, 0)) for split in ((2, 1), (1, 2)))
+        assert dearer[0] < cp / tp < dearer[1]
 
 
 def test_a_batch_in_pieces_has_a_bubble_for_each() -> None:

@@ -28,7 +28,7 @@ def comparable(log: Log, groups: dict[str, NamedGroup]) -> Comparable:
         if kind == "issue":
             group = groups[m.group]
             what = m.op, str(m.dtype), m.sent, m.received, m.splits, m.peer, m.batch >= 0
-            out.append((group.lane, group.axes, group.ranks, *what, m.backward, m.waited, *m.line))
+            out.append((group.lane, group.axes, group.ranks, *what, m.backward, m.waited, *m.site))
         else:
             out.append(("waits for", number))
     return out

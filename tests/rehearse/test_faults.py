@@ -195,7 +195,7 @@ def layers_in_another_order(world: World) -> Message:
             next(
                 m
                 for m in world[rank].messages("shards edp", "all-gather")
-                if m.line.layer.startswith(f"layers.{layer}")
+                if m.site.layer.startswith(f"layers.{layer}")
             )
             for layer in (0, 1)
         )
@@ -408,7 +408,7 @@ def test_a_planted_fault_is_named(name: str) -> None:
     verdict, message = judged(world, plant)
     names(verdict, *ranks)
     text = "\n".join((verdict.text, *verdict.concerned))
-    assert message is None or (message.op in text and str(message.line) in text), text
+    assert message is None or (message.op in text and str(message.site) in text), text
 
 
 def names(verdict: Verdict, *ranks: int) -> None:

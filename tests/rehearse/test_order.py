@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from titanmoe.rehearse.code_site import CodeSite
 from titanmoe.rehearse.order import HOST_ORDER, STREAMS, Comm, Program, Verdict, check
-from titanmoe.rehearse.record import ALL_TO_ALLS, CodeLine, Event, Log, Message
+from titanmoe.rehearse.record import ALL_TO_ALLS, Event, Log, Message
 
 ALL, LEFT = (0, 1, 2, 3), (0, 1)
 
@@ -23,7 +24,7 @@ class Script:
         self.line += 1
         sent, received = (0 if op == "receive" else size), (0 if op == "send" else size)
         dtype = more.pop("dtype", torch.float32)
-        message = Message(op, lane, dtype, sent, received, CodeLine("made.py", self.line), False, **more)
+        message = Message(op, lane, dtype, sent, received, CodeSite("made.py", self.line), **more)
         self.log.messages.append(message)
         self.log.events.append(Event("issue", len(self.log.messages) - 1))
         return self if open else self.wait()
@@ -33,7 +34,7 @@ class Script:
         return self
 
     def sync(self) -> Script:
-        self.log.syncs.append(CodeLine("made.py", self.line))
+        self.log.syncs.append(CodeSite("made.py", self.line))
         self.log.events.append(Event("sync", len(self.log.syncs) - 1))
         return self
 

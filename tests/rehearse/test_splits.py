@@ -54,7 +54,7 @@ def test_each_layer_is_checked_if_layers_differ() -> None:
     found = of({"model.num_layers": 2}, StatedRouting("one of each", choose, by_layer=True))
     splits = {layer: [s for _, s, _ in found.exchange.all_to_alls(1, 0, layer)] for layer in (0, 1)}
     assert splits[0] != splits[1]
-    rows = [m.splits[0] for m in found.log.messages if m.op == "all-to-all" and m.line.layer == "layers.1"]
+    rows = [m.splits[0] for m in found.log.messages if m.op == "all-to-all" and m.site.layer == "layers.1"]
     assert len(set(rows)) > 1 and not list(disagreeing_splits([found]))
 
 

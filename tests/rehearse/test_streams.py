@@ -60,10 +60,10 @@ def test_routers_are_gathered_and_reduced_by_nobody() -> None:
         found = rehearse(config_of({"training.mixed_precision_param": "bfloat16"} | asked, 4, "h100"), 4, 0, "h100")
         log = found.log
         last = max(i for i, m in enumerate(log.messages) if found.groups[m.group].lane == "shards")
-        sums = [i for i, m in enumerate(log.messages) if m.line.file == "parallel/tensor.py"]
+        sums = [i for i, m in enumerate(log.messages) if m.site.file == "parallel/tensor.py"]
         assert sums and all(i > last for i in sums)
         assert sum(log.messages[i].sent for i in sums) == layers * 8 * 16 * 4  # experts x width, float32
-        of_layers = [m for m in log.messages if m.line.layer.startswith("layers.")]
+        of_layers = [m for m in log.messages if m.site.layer.startswith("layers.")]
         return Counter(f"{found.groups[m.group].lane} {m.op}" for m in of_layers) + Counter(router=len(sums))
 
     one, two, again = sent(1, 1), sent(2, 1), sent(1, 2)

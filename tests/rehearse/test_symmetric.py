@@ -33,7 +33,7 @@ def of(dispatcher: str, imbalance: float, factor: float = 2.0) -> world.Rehearsa
 def rows(found: world.Rehearsal) -> list[tuple[Any, ...]]:
     """Messages of rows and their weights, without the names of the operations."""
     sent = [m for m in found.log.messages if m.op in ALL_TO_ALLS and m.dtype.is_floating_point]
-    return [(m.dtype, m.sent, m.received, m.splits, m.backward, m.line.layer) for m in sent]
+    return [(m.dtype, m.sent, m.received, m.splits, m.backward, m.site.layer) for m in sent]
 
 
 def test_it_sends_what_alltoall_sends_and_the_host_waits_once_less() -> None:

@@ -1,4 +1,4 @@
-"""Where a step's time goes: laps add up to the whole, and a GPU's are read once it has passed them."""
+"""Where a step's time goes: phases add up to the whole, and a GPU's are read once it has passed them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from titanmoe.comm import turns
 from titanmoe.comm.turns import Turns
-from titanmoe.ops.region import OTHERS_TURN, measured_by, named, region
+from titanmoe.observe import OTHERS_TURN, listening, named, region
 from titanmoe.train import clock as clock_module
 from titanmoe.train.clock import Clock
 
@@ -21,20 +21,20 @@ def now(monkeypatch):
     return now
 
 
-def test_laps_add_up_and_parts_are_counted_apart(now):
+def test_phases_add_up_and_parts_are_counted_apart(now):
     clock = Clock(torch.device("cpu"))
-    clock.lap("other")  # the time before the first lap is unknown
-    for data, forward in ((1.0, 5.0), (3.0, 7.0)):
+    for step, (data, forward) in enumerate(((1.0, 5.0), (3.0, 7.0))):
+        clock.phase("data", step)
         now[0] += data
-        clock.lap("data")
+        clock.phase("forward_backward", step)
         with clock.part("dispatch"):
             now[0] += 2.0
         now[0] += forward - 2.0
-        clock.lap("forward_backward")
+    clock.phase("other", 1)
     assert clock.take(2) == {"data": 2.0, "forward_backward": 6.0, "dispatch": 2.0}
     assert clock.take(1) == {}
     now[0] += 4.0
-    clock.lap("other")
+    clock.phase("data", 2)
     assert clock.take(1) == {"other": 4.0}
 
 
@@ -52,19 +52,20 @@ def test_a_part_leaves_out_what_another_did_meanwhile(now):
         turns.sent()
         turns.hand_over()  # nor is the other side's time, while this side is in none
 
-    clock.lap("other")
-    with measured_by(clock):
+    clock.phase("forward_backward", 1)
+    with listening(clock):
         both.take(lambda: half(1.0), lambda: half(10.0))
-    clock.lap("forward_backward")
+    clock.phase("optimizer", 1)
     assert clock.take(1) == {"forward_backward": 222.0, "dispatch": 22.0}
 
 
-def test_a_rank_that_does_not_report_keeps_nothing(now):
-    clock = Clock(torch.device("cpu"), on=False)
-    for name in ("other", "data"):
-        with measured_by(clock), region("dispatch"):
-            clock.lap(name)
-    assert clock.take(1) == {}
+def test_regions_outside_of_forward_and_backward_do_not_count(now):
+    clock = Clock(torch.device("cpu"))
+    for name in ("data", "validation", "other"):
+        clock.phase(name, 1)
+        with listening(clock), region("dispatch"):
+            now[0] += 1.0
+    assert "dispatch" not in clock.take(1)
 
 
 def test_a_part_within_a_part_is_counted_once(now):
@@ -77,7 +78,8 @@ def test_a_part_within_a_part_is_counted_once(now):
         if depth:
             sends(depth - 1)
 
-    with measured_by(clock):
+    clock.phase("forward_backward", 1)
+    with listening(clock):
         sends(2)
         with region("experts"):
             now[0] += 10.0
@@ -109,10 +111,10 @@ def test_on_a_gpu_only_marks_that_it_has_passed_are_read(monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     clock = Clock(torch.device("cuda"))
-    clock.lap("other")
     for name, seconds in (("data", 1.0), ("forward_backward", 4.0)):
+        clock.phase(name, 1)
         program[0] += seconds
-        clock.lap(name)
+    clock.phase("optimizer", 1)
     assert clock.take(1) == {}
     device[0] = 2.0
     assert clock.take(1) == {"data": 1.0}
@@ -138,6 +140,6 @@ def test_marks_do_not_pile_up_between_reports(monkeypatch):
     clock = Clock(torch.device("cuda"))
     for _ in range(100):
         with clock.part("dispatch"):
-            clock.lap("data")
+            clock.phase("data", 1)
     assert len(clock._open) <= 2
     assert clock.take(100)["dispatch"] == pytest.approx(2e-3)

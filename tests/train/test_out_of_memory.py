@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from titanmoe.config.load import peek
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import derive
-from titanmoe.train import launch, out_of_memory
+from titanmoe.models.families import preset
+from titanmoe.train import host_memory, launch, out_of_memory
 from titanmoe.train.out_of_memory import explain, holds, is_one, settings
 
 CUDA = (
@@ -43,9 +44,8 @@ def trainer(**changes: int) -> SimpleNamespace:
     adamw = torch.optim.AdamW([weight])
     adamw.step()
     optimizer = SimpleNamespace(adamw=adamw)
-    fold = derive(4, config.parallelism)
     return SimpleNamespace(
-        config=config, fold=fold, device=torch.device("cpu"), parameters={"w": weight}, optimizer=optimizer, step=7
+        config=config, device=torch.device("cpu"), parameters={"w": weight}, optimizer=optimizer, step=7
     )
 
 
@@ -68,7 +68,7 @@ def test_what_it_says():
     run = trainer()
     text = explain(cpu_error(), run, 3, run.config)
     first, held, helps, *rest = text.splitlines()
-    assert first.startswith("rank 3 is out of memory: step 7, in starting: ") and "4611686018427387904 bytes" in first
+    assert first.startswith("rank 3 is out of memory: step 7, in a block: ") and "4611686018427387904 bytes" in first
     assert "weights 4 MiB, gradients 4 MiB, optimizer state 8 MiB, activations, gathered weights" in held
     assert re.search(r"of \d+\.\d\d GiB$", held) and helps == "what helps most:" and len(rest) == 3
     gpu = explain(raised(torch.OutOfMemoryError(CUDA)), None, 0, run.config)
@@ -81,39 +81,92 @@ def test_what_is_held_is_counted():
 
 
 def test_what_the_kernel_will_leave_no_time_to_say(monkeypatch):
-    monkeypatch.setattr(out_of_memory, "_memory", lambda: 1 << 30)
+    monkeypatch.setattr(host_memory, "whole", lambda: 1 << 30)
     first, _, *rest = out_of_memory.advice(trainer()).splitlines()
     assert first.startswith("each rank holds weights 4 MiB, gradients 4 MiB, optimizer state 8 MiB; and activ")
     assert len(rest) == 3 and "local_batch_size" in rest[0]
-    monkeypatch.setattr(out_of_memory, "_memory", lambda: 20 << 20)
-    assert "more ranks" in out_of_memory.advice(trainer())
+    monkeypatch.setattr(host_memory, "whole", lambda: 20 << 20)
+    assert "1. more ranks" in out_of_memory.advice(trainer())
 
 
 def test_the_part_of_the_step_is_read_from_the_traceback(monkeypatch):
     def where(*frames: tuple[str, str]) -> str:
         found = [traceback.FrameSummary(file, 1, name) for file, name in frames]
         monkeypatch.setattr(out_of_memory.traceback, "extract_tb", lambda trace: found)
-        return out_of_memory._where(ValueError())
+        return out_of_memory._where(ValueError(), "a block")
 
     package = "/x/titanmoe/"
     step = (package + "train/trainer.py", "train_step")
     assert where((package + "train/trainer.py", "__init__"), ("/torch/a.py", "f")) == "in building the model"
-    assert (
-        where(step, (package + "moe/layer.py", "forward"), (package + "moe/experts.py", "forward")) == "in the experts"
-    )
+    experts = (package + "moe/layer.py", "forward"), (package + "moe/experts.py", "forward")
+    assert where(step, *experts) == "in the MoE layer"
+    assert where(step) == "in a block"
     assert where(step, (package + "train/optimizer.py", "step"), ("/torch/o.py", "step")) == "in the optimizer's step"
     engine = ("/torch/autograd/graph.py", "_engine_run_backward")
     assert where(step, engine, (package + "parallel/attend.py", "backward")) == "in backward of attention"
 
 
 def test_what_helps_depends_on_what_holds_most():
+    config = trainer().config
+    said, *passing = settings(config, 4, 9, 20)
+    assert said == "what helps most:" and len(passing) == 3
+    assert passing[0] == "  1. training.local_batch_size = 2 (it is 4): activations shrink with it"
+    assert passing[1].startswith('  2. activation_checkpoint.mode = "full" (it is "none")')
+    assert passing[2].startswith("  3. parallelism.cp = 2")
+    assert settings(config, 9, 1, 0)[1].startswith("  1. more ranks")
+    config.parallelism.pp = 2
+    assert 'reshard_after_forward = "always"' in settings(config, 4, 9, 20)[3]
+
+
+def test_where_the_weights_alone_do_not_fit_only_what_shares_them_is_advised(monkeypatch):
+    monkeypatch.setattr(host_memory, "whole", lambda: 24 << 20)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     run = trainer()
-    passing = settings(run.config, run, {"weights": 1, "activations, gathered weights and buffers": 9, "of": 20})
-    assert passing[0] == "training.local_batch_size = 2 (it is 4): activations shrink with it"
-    assert passing[1].startswith('activation_checkpoint.mode = "full" (it is "none")')
-    assert passing[2].startswith("parallelism.cp = 2")
-    state = settings(run.config, run, {"weights": 9, "activations, gathered weights and buffers": 1, "of": 20})
-    assert state[0].startswith("more ranks")
+    said, *ways = out_of_memory.advice(run).splitlines()[1:]
+    assert said == (
+        "weights, gradients and optimizer state alone are 16 MiB a rank, and it has 12 MiB: smaller batches, "
+        "recomputation and cp cannot help; what does:"
+    )
+    assert ways[0].startswith("  1. more ranks, on more GPUs or machines") and "cp =" not in "".join(ways)
+    run.config.parallelism.dp_replicate = 2
+    assert "  1. parallelism.dp_replicate = 1 (it is 2)" in explain(cpu_error(), run, 0, run.config)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    assert "what helps most:" in out_of_memory.advice(run)
+    # Before there are weights, their number is known.
+    monkeypatch.setattr(host_memory, "whole", lambda: 1 << 20)
+    config, _ = peek(["--config", "debug", "--training.device=cpu"], preset)
+    early = explain(cpu_error(), None, 0, config)
+    assert re.search(r"in starting: .*\nweights, gradients and optimizer state alone are \d+ MiB a rank, and it", early)
+    assert "optimizer.offload" not in early
+
+
+def test_moments_that_are_kept_in_the_hosts_memory_are_not_counted_on_a_gpu():
+    config, gpu = Config(), torch.device("cuda")
+    assert sum(out_of_memory._state(5, config, gpu).values()) == 20
+    config.optimizer.offload = True
+    assert sum(out_of_memory._state(5, config, gpu).values()) == 10
+    assert sum(out_of_memory._state(5, config, torch.device("cpu")).values()) == 20
+
+
+def test_the_memory_of_the_host_is_the_least_limit_around_the_process(monkeypatch, tmp_path):
+    known = host_memory.whole()
+    monkeypatch.setattr(host_memory, "CGROUPS", tmp_path)
+    (tmp_path / "job/step").mkdir(parents=True)
+    (tmp_path / "memory/other").mkdir(parents=True)
+    real = host_memory._lines
+
+    def lines(file: str) -> list[str]:
+        groups = ["9:cpu:/other", "4:cpu,memory:/other", "0::/job/step"]
+        return groups if file == "/proc/self/cgroup" else real(file)
+
+    monkeypatch.setattr(host_memory, "_lines", lines)
+    (tmp_path / "job/step/memory.max").write_text("max\n")
+    (tmp_path / "memory/memory.limit_in_bytes").write_text(str(2**63 - 4096))
+    assert host_memory.whole() >= known > 0
+    (tmp_path / "job/memory.max").write_text("2000\n")
+    assert host_memory.whole() == 2000
+    (tmp_path / "memory/other/memory.limit_in_bytes").write_text("1000")
+    assert host_memory.whole() == 1000
 
 
 def test_the_trainer_that_ran_out_is_asked(monkeypatch, capsys, tmp_path):

@@ -21,13 +21,18 @@ def fill():
     libc.free(at)
 
 faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-fill()
+for _ in range(32):
+    fill()
 before = faults()
-for _ in range(16):
+for _ in range(8):
     fill()
 print(faults() - before)
 """
-"""With the C library's own functions, as torch calls them for a tensor: importing it takes four CPU-seconds."""
+"""With the C library's own functions, as torch calls them for a tensor: importing it takes four CPU-seconds.
+
+Before version 2.38, glibc puts what alignment leaves over beside a tensor into a cache of 7 pieces per size, and the
+freed tensor is too short for the next one until that cache is full: the first rounds do not count.
+"""
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a setting of glibc")
@@ -39,5 +44,4 @@ def test_memory_that_was_freed_is_touched_without_page_faults() -> None:
         return int(subprocess.run(run, env=environment, check=True, capture_output=True, text=True).stdout)
 
     pages = 2**26 // os.sysconf("SC_PAGE_SIZE")
-    # A small object may take freed memory once or twice, so that the next tensor goes elsewhere.
-    assert faults("left") > 14 * pages and faults("kept") < 3 * pages
+    assert faults("left") > 7 * pages and faults("kept") < pages

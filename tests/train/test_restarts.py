@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -199,45 +198,6 @@ def test_a_world_that_shrinks_and_grows_again(tmp_path: Path, agents: Agents) ->
         (step, pytest.approx(loss, rel=1e-10), pytest.approx(norm, rel=1e-10))
         for step, loss, norm in losses(tmp_path / "calm")
     ]
-
-
-@pytest.mark.slow
-def test_a_node_that_is_lost_with_its_memory_costs_the_steps_since_the_last_local_copy(
-    tmp_path: Path, agents: Agents
-) -> None:
-    """Two nodes of one rank each, and no checkpoint at all when one of them is lost; a new one takes its place."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    steps = {"training.steps": 40, "training.timeout_s": 20, "checkpoint.interval": 0}
-    argv = options(tmp_path, **steps, **{"checkpoint.local": 2, "checkpoint.local_folder": "$MEMORY"})
-
-    def node(number: int) -> Any:
-        return agents.start(
-            *("--nnodes=2:2", "--nproc-per-node=1", "--max-restarts=3", "--local-addr=127.0.0.1"),
-            *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
-            *(f"--rdzv-conf=keep_alive_interval=1,is_host={int(number == 0)}", "train.py", *argv),
-            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
-            MEMORY=str(tmp_path / f"memory{number}"),
-        )
-
-    first, second = node(0), node(1)
-    lines = tmp_path / "run/metrics.jsonl"
-    agents.wait(lambda: lines.exists() and '"step": 6' in lines.read_text(), "step 6")
-    (rank,) = children(second.pid)
-    second.kill()
-    agents.wait(lambda: not Path(f"/proc/{rank}").exists(), "the end of the rank whose launcher is gone")
-    shutil.rmtree(tmp_path / "memory1")
-    made = losses(tmp_path)[-1][0]
-    third = node(2)
-    for torchrun in (first, third):
-        torchrun.join(PATIENCE)
-        assert torchrun.exitcode == 0, agents.said()
-    (went_on,) = went_on_after(tmp_path / "run")
-    assert 0 <= made - went_on <= 2 and went_on % 2 == 0
-    assert "begins from  local copies in" in agents.said()
-    world.run(2, said, options(tmp_path / "calm", **steps))
-    assert losses(tmp_path) == losses(tmp_path / "calm")
 
 
 STANDS_IN_FOR_TORCHRUN = """

@@ -16,6 +16,7 @@ from tests.checkpoint import runs
 from titanmoe.config.schema import Optimizer
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
+from titanmoe.observe import Observer, listening
 from titanmoe.train.skips import Skips, Unsound
 
 NAN, SPIKE, SAVED, LAST = 2, 6, 5, 7
@@ -50,8 +51,13 @@ def go(folder: str, changes: dict[str, Any], until: int = LAST) -> dict[str, Any
 
     trainer = parity.make_trainer(RUN | {"job.dump_folder": folder} | changes, loader=BadBatches)
     still, events, reports = [], [], {}
-    trainer.log_event = lambda step, kind, text, **more: events.append((step, kind, text, more))
-    with Checkpoints(trainer, Path(folder) / "run") as checkpoints:
+
+    class Events(Observer):
+        def event(self, step: int, kind: str, text: str, **more: Any) -> None:
+            if kind == "skip":
+                events.append((step, kind, text, more))
+
+    with Checkpoints(trainer, Path(folder) / "run") as checkpoints, listening(Events()):
         checkpoints.begin()
         before = state(trainer)
         while trainer.step < until:

@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests import parity, reference, world
+from titanmoe import observe
 from titanmoe.data.loader import Loader, ValidationSet
+from titanmoe.observe import listening
 from titanmoe.train.validation import Validation
 
 WORDS = ("sphinx", "of", "black", "quartz", "judge", "my", "vow", "the", "quick", "brown", "fox", "jumps")
@@ -55,13 +57,16 @@ def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
     trainer = parity.make_trainer(changes)
     reported: dict[str, Any] = {"loss": [], "norm": [], "validation": []}
     for _ in range(steps):
-        report = trainer.train_step()
+        with listening(trainer.clock):
+            report = trainer.train_step()
+            observe.active.phase("validation", trainer.step)
         reported["loss"].append(report["loss"])
         reported["norm"].append(report["grad_norm"])
         reported["tokens"] = report["tokens"]
         if trainer.validation:
             trainer.clock.take(1)
-            reported["validation"].append(trainer.validation.after_step())
+            with listening(trainer.clock):
+                reported["validation"].append(trainer.validation.after_step())
             assert not trainer.clock.take(1), "validation's dispatch is none of training's"
     trainer.loader.close()
     buffers = {name: b.clone() for part in trainer.parts for name, b in part.named_buffers() if "bias" in name}

@@ -98,7 +98,9 @@ def named(changes: dict[str, Any]) -> Any:
     profilers = []
 
     def watch(trainer: Any) -> None:
-        profilers.append(Profiler(trainer, Path(changes["job.dump_folder"]), lambda *event: None))
+        profilers.append(
+            Profiler(trainer.config.profile, Path(changes["job.dump_folder"]), trainer.runtime, all_threads=False)
+        )
 
     def watched(trainer: Any) -> dict[str, Any]:
         with profilers[0].step(trainer.step + 1):

@@ -1,8 +1,9 @@
-"""What the ranks of a cluster would measure of their steps and links, for the code that names the slow ones.
+"""A simulated cluster, for the rule that names stragglers: what the ranks measure goes through the code of a real run.
 
-A step is 16 microbatches through all stages, forward and then backward: every rank computes, meets the others of its ep
-group in an all-to-all and passes the result to the next stage. At the end comes a reduce-scatter in each stage and a
-sum over the world. Ranks compute in 1 ms forward and 2 ms backward, give or take 3 %; the last stage takes longer.
+A step is 16 microbatches through the stages of a pipeline, forward and then backward: every rank computes, meets the
+other ranks of its ep group in an all-to-all and passes the result to the next stage. At the end comes a reduce-scatter
+in each stage and a sum over the world. Ranks compute in 1 ms forward and 2 ms backward, give or take 3 %; the last
+stage takes a third longer. Every rank has a clock of its own, up to 1,000 s off.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ import numpy as np
 from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.groups import groups
+from titanmoe.observe import Observer, listening
 from titanmoe.watch import links
-from titanmoe.watch.listener import LaneGroups
+from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.step_times import COMPUTE, DATA, WAITS
 from titanmoe.watch.stragglers import WINDOW, Stragglers
 
-MICROBATCHES, FORWARD_S, NOISE = 16, 1e-3, 0.03
+MICROBATCHES, FORWARD_S, NOISE, OFF_S = 16, 1e-3, 0.03, 1000.0
 TRANSFER_S, PAIR_S, NODE = 1e-4, 3e-5, 8
 AXES = ["world", "ep", "dp_shard", "pp"]
 WORLD, EP, SHARDS, PP = range(WAITS, WAITS + 4)
@@ -48,29 +50,33 @@ class Cluster:
             LaneGroups("shards", tuple(groups(self.fold, "attention", "dp_shard")), "dp_shard"),
             LaneGroups("stages", tuple(groups(self.fold, "attention", "pp")), "pp"),
         ]
+        self.offset_PS = self.draw.uniform(-OFF_S, OFF_S, (pp, shards))
 
     def step(self, fault: Fault) -> np.ndarray:
-        """(R, K): what each rank measures."""
+        """(R, K): what each rank measures, by its own clock."""
         P, S, draw = self.pp, self.shards, self.draw
         place = divmod(fault.rank, S)
         factor_PS = np.ones((P, S))
         factor_PS[P - 1] *= self.longer
         factor_PS[place] *= fault.compute
-        times, now_PS = np.zeros((P, S, WAITS + len(AXES))), np.zeros((P, S))
+        times, now_PS = np.zeros((P, S, WAITS + len(AXES))), self.offset_PS.copy()
 
         def spend(p: int, column: int, until_S: np.ndarray) -> None:
             until_S = np.maximum(until_S, now_PS[p])
             times[p, :, column] += until_S - now_PS[p]
             now_PS[p] = until_S
 
+        def true(p: int) -> np.ndarray:
+            return now_PS[p] - self.offset_PS[p]
+
         def meet(p: int, column: int, size: int) -> None:
             """All ranks of a group end together, but for the ends of a slow link."""
-            last_S = np.repeat(now_PS[p].reshape(-1, size).max(1), size) + TRANSFER_S
+            last_S = np.repeat(true(p).reshape(-1, size).max(1), size) + TRANSFER_S
             if fault.link_s:
                 for one in (fault.rank, fault.other):
                     if one // S == p and fault.rank // size == fault.other // size:
                         last_S[one % S] += fault.link_s
-            spend(p, column, last_S)
+            spend(p, column, last_S + self.offset_PS[p])
 
         for p in range(P):
             data_S = np.full(S, 2e-4)
@@ -82,17 +88,18 @@ class Cluster:
                 left_MS = np.empty((MICROBATCHES, S))
                 for m in range(MICROBATCHES):
                     if there_MS is not None:
-                        spend(p, PP, there_MS[m])
+                        spend(p, PP, there_MS[m] + self.offset_PS[p])
                     noise_S = 1 + NOISE * draw.standard_normal(S).clip(-3, 3)
                     spend(p, COMPUTE, now_PS[p] + seconds * factor_PS[p] * noise_S)
                     meet(p, EP, self.ep)
-                    left_MS[m] = now_PS[p] + TRANSFER_S
+                    left_MS[m] = true(p) + TRANSFER_S
                 there_MS = left_MS
         for p in range(P):
             meet(p, SHARDS, S)
-        last = now_PS.max() + TRANSFER_S
+        last = max(true(p).max() for p in range(P)) + TRANSFER_S
         for p in range(P):
-            spend(p, WORLD, np.full(S, last))
+            spend(p, WORLD, last + self.offset_PS[p])
+        self.offset_PS += 1e-3 * draw.standard_normal((P, S))  # clocks drift
         return times.reshape(P * S, -1)
 
     def pairs(self, fault: Fault) -> links.Pairs:
@@ -110,17 +117,17 @@ class Cluster:
         return found
 
 
-class Told(Stragglers):
+class Told(Stragglers, Observer):
     """The stragglers of a run whose times and links are a cluster's."""
 
     def __init__(self, cluster: Cluster):
         self.cluster, self.fault, self.said = cluster, Fault(), list[dict[str, Any]]()
-        trainer = SimpleNamespace(fold=cluster.fold, step=0, log_ranks=lambda *a: None, log_event=self._say)
+        trainer = SimpleNamespace(fold=cluster.fold, step=0)
         hosts = [list(range(first, first + NODE)) for first in range(0, cluster.fold.world, NODE)]
         names = [f"node{i}" for i in range(len(hosts))]
         super().__init__(trainer, SimpleNamespace(axes=AXES), SimpleNamespace(ranks=hosts, names=names), cluster.groups)
 
-    def _say(self, step: int, kind: str, text: str, **more: Any) -> None:
+    def event(self, step: int, kind: str, text: str, **more: Any) -> None:
         self.said.append(more | {"text": text})
 
     def _pairs(self) -> links.Pairs:
@@ -133,14 +140,16 @@ class Told(Stragglers):
         for _ in range(count):
             times = np.stack([self.cluster.step(fault) for _ in range(steps)]).astype(np.float32)
             self.trainer.step += steps
-            self.judge(list(range(steps)), times)
+            with listening(self):
+                self.judge(list(range(steps)), times)
         return self.said[before:]
 
 
 def faults(draw: np.random.Generator, cluster: Cluster) -> dict[str, Fault]:
-    rank = int(draw.integers(cluster.fold.world))
+    rank, world = int(draw.integers(cluster.fold.world)), cluster.fold.world
     first = rank // cluster.ep * cluster.ep
     other = first + (rank - first + int(draw.integers(1, cluster.ep))) % cluster.ep
+    assert max(rank, other) < world
     low, high = sorted((rank, other))
     return {
         "compute": Fault(compute=float(draw.uniform(1.4, 2)), rank=rank),

@@ -1,4 +1,4 @@
-"""Real ranks under the real torchrun, one of which hangs."""
+"""Real ranks under both launchers, one of which hangs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def steps(folder: Path) -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
-def test_a_stopped_rank_is_named_and_killed(tmp_path: Path) -> None:
-    words = parity.arguments(RUN | {"job.dump_folder": str(tmp_path)})
-    argv = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
-    run = processes.Started(
-        [*argv, "train.py", "--config", "train_configs/debug.toml", *words],
-        dict(os.environ) | {"OMP_NUM_THREADS": "1"},
-        forks=True,
-    )
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_stopped_rank_is_named_and_killed(launcher: str, tmp_path: Path) -> None:
+    words = ["--config", "train_configs/debug.toml", *parity.arguments(RUN | {"job.dump_folder": str(tmp_path)})]
+    if launcher == "torchrun":
+        argv = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+        argv += ["train.py", *words]
+    else:
+        argv = ["-m", "titanmoe", "train", *words, "--ranks=2", f"--logs={tmp_path}/logs"]
+    run = processes.Started(argv, dict(os.environ) | {"OMP_NUM_THREADS": "1"}, forks=True)
     deadline = time.monotonic() + 120
     while steps(tmp_path) < 3:
         assert time.monotonic() < deadline and run.process.is_alive(), run.err.read_text()
@@ -57,7 +58,9 @@ def test_a_stopped_rank_is_named_and_killed(tmp_path: Path) -> None:
     own, _, torchs = done.stderr.partition("error: hang: ")[2].partition("\nE")
     first, second, *_ = own.splitlines()
     assert first.startswith("rank 1 on ") and f"rank 1, process {pid} on " in second and "stopped by a signal" in second
-    assert "    rank 0: " in own and "ChildFailedError" in torchs
+    assert "    rank 0: " in own and ("ChildFailedError" in torchs) == (launcher == "torchrun")
+    if launcher == "titanmoe train":
+        assert done.stderr.startswith("error: hang: ") and "memory" not in done.stderr and torchs == ""
     assert "Traceback" not in done.stderr.partition("error: hang: ")[0] + own
 
     events = tmp_path / "run/events.jsonl"

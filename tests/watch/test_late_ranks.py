@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from titanmoe.watch.flight_recorder import Collective, Recorded
+from titanmoe.watch.groups import LaneGroups
+from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.late_ranks import LateRanks, Seen, judge
-from titanmoe.watch.listener import LaneGroups
 
 GROUPS = [
     LaneGroups("waited", ((0, 1, 2, 3),), "world"),
@@ -19,19 +21,19 @@ GROUPS = [
 WORLD, TP, EP, PP = range(4)
 
 
-def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", **more: Any) -> Seen:
+def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", differs: int = -1, **more: Any) -> Seen:
     """A rank that has issued these operations in step 7, and 10 in each group before."""
     numbers, last = {str(i): 10 for i in range(3)}, []
     for index, (group, op) in enumerate(ops):
         numbers[str(group)] = numbers.get(str(group), 0) + 1
-        last.append((index, group, op, "float32", 64, numbers[str(group)], -1, 1, 3, True))
-    one = Seen(rank, f"node{rank // 2}", 4000 + rank, state, 8.0, 7, "forward and backward", len(ops), 1, 3, True)
-    one.last, one.numbers = last, numbers
+        last.append(Collective(index, group, op, "Float", 16, numbers[str(group)]))
+    one = Seen(rank, f"node{rank // 2}", 4000 + rank, state, 8.0, 7, "forward and backward", Position(0, 1, 3, True))
+    one.recorded = Recorded(len(ops), tuple(last), numbers, differs)
     one.stack = ["/v/site-packages/torch/x.py:1 in wait", f"titanmoe/moe/dispatch.py:{200 + rank} in combine"]
     return replace(one, **more)
 
 
-STEP = [(WORLD, "all-reduce"), (TP, "all-gather"), (EP, "all-to-all"), (EP, "all-to-all"), (WORLD, "all-reduce")]
+STEP = [(WORLD, "all_reduce"), (TP, "all_gather"), (EP, "all_to_all"), (EP, "all_to_all"), (WORLD, "all_reduce")]
 
 
 def of(some: list[Seen], stage: int = 4) -> LateRanks:
@@ -57,7 +59,7 @@ def test_a_rank_that_does_not_answer(state: str, why: str) -> None:
     assert second.startswith("  rank 2, process 4002 on node1: ") and why in second
     assert rest == [
         "    step 7, forward and backward: backward of layer 3, microbatch 1; no progress for 8 s",
-        "    its last message: all-gather over tp, number 11 there, message 2 of its step",
+        "    its last collective: all-gather over tp, number 11 there, message 2 of its step",
         "  the others wait:",
         "    rank 0: all-to-all over ep, number 12 at titanmoe/moe/dispatch.py:200 in combine, for 8 s",
         "    rank 1: all-to-all over ep, number 11 at titanmoe/moe/dispatch.py:201 in combine, for 8 s",
@@ -87,16 +89,16 @@ def test_a_stage_of_two_that_disagree() -> None:
     """The other stage decides. If that did something else, both are named."""
     skipped = seen(3, STEP[1:3])
     assert list(of([*(seen(rank, STEP[:1]) for rank in range(3)), skipped], stage=2).late) == [3]
-    other = [(EP, "all-to-all")]
+    other = [(EP, "all_to_all")]
     assert {2, 3} <= of([seen(0, other), seen(1, other), seen(2, STEP[:1]), skipped], stage=2).late.keys()
 
 
 def test_of_a_stage_of_two_the_one_that_does_not_repeat_its_last_step_is_late() -> None:
-    first = [seen(rank, [(EP, "all-to-all")]) for rank in range(2)]
-    for ops in (STEP[1:3], [(PP, "receive"), STEP[1]]):
+    first = [seen(rank, [(EP, "all_to_all")]) for rank in range(2)]
+    for ops in (STEP[1:3], [(EP, "all_reduce"), STEP[1]]):
         found = of([*first, seen(2, STEP[:1]), seen(3, ops, differs=0)], stage=2)
         assert list(found.late) == [3]
-        done = f"{ops[0][1]} over {GROUPS[ops[0][0]].axes}"
+        done = f"{ops[0][1].replace('_', '-')} over {GROUPS[ops[0][0]].axes}"
         assert f"issued {done} as message 1 of its step, not that of the step before" in found.text
     # The other has not come to that message, or both differ there: it does not decide.
     assert list(of([*first, seen(2, []), seen(3, STEP[1:3], differs=0)], stage=2).late) != [3]
@@ -105,21 +107,21 @@ def test_of_a_stage_of_two_the_one_that_does_not_repeat_its_last_step_is_late() 
 
 
 def test_ranks_of_other_stages_issue_other_messages() -> None:
-    other = [(WORLD, "all-reduce"), (EP, "all-to-all")]
+    other = [(WORLD, "all_reduce"), (EP, "all_to_all")]
     found = of([seen(0, STEP[:3]), seen(1, STEP[:3]), seen(2, other, "stopped"), seen(3, other)], stage=2)
     assert list(found.late) == [2]
 
 
 def test_a_rank_of_the_pipeline_that_has_not_sent() -> None:
-    some = [seen(rank, STEP[:1]) for rank in range(4)]
-    some[2].numbers["receive 0"] = 5  # from rank 0, which is before it
-    some[0].numbers["send 1"] = 4
-    some[3].numbers["receive 0"] = some[1].numbers["send 1"] = 5
-    assert list(of(some, stage=2).late) == [0]
+    """Sends and receives are not recorded: its stack shows that it does not wait, while others wait for each other."""
+    waits = ["/v/torch/distributed/pipelining/schedules.py:1 in _wait", "titanmoe/parallel/pipeline.py:9 in run"]
+    some = [seen(rank, STEP[:1], stack=waits) for rank in range(4)]
+    some[2].stack = ["mine.py:250 in deadlock", "titanmoe/moe/layer.py:50 in forward", *waits]
+    assert list(of(some, stage=1).late) == [2]
 
 
 def test_a_cycle_names_its_ranks() -> None:
-    some = [seen(0, STEP[:1]), seen(1, [(TP, "all-gather")])]
+    some = [seen(0, STEP[:1]), seen(1, [(TP, "all_gather")])]
     assert list(of(some, stage=1).late) == [0, 1]
 
 

@@ -1,40 +1,112 @@
-"""What the heartbeat of a real rank has after a step."""
+"""Where the heartbeat of a real rank says that the step is, and what torch's flight recorder has of it."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import torch
+
 from tests import parity, world
-from titanmoe.watch.heartbeat import LoggedMessage
+from titanmoe.observe import Observer, listening
+from titanmoe.watch.flight_recorder import Collective, Recorded, first_difference, recorded
+from titanmoe.watch.groups import name_groups, own_groups
+from titanmoe.watch.heartbeat import BEFORE, BEGUN, Position
+from titanmoe.watch.listener import HeartbeatListener
 from titanmoe.watch.watch import Watch
 
-CHANGES = {"parallelism.tp": 2, "parallelism.experts.ep": 4, "data.source": "synthetic"}
-CHANGES |= {"training.global_batch_size": 4}
+CHANGES = {"data.source": "synthetic", "training.global_batch_size": 4}
 
 
-def step(changes: dict[str, Any]) -> tuple[list[LoggedMessage], int, list[str]]:
-    """Its messages, microbatches and layers, and the norms that are still changed afterwards."""
+class Places(Observer):
+    """Notes where the heartbeat is at every announcement of a layer, after the heartbeat's own listener."""
+
+    def __init__(self, listener: HeartbeatListener):
+        self.listener, self.seen = listener, list[Position]()
+
+    def layer(self, number: int) -> None:
+        assert self.listener.heart.position == self.listener.position
+        self.seen.append(self.listener.position)
+
+
+def step(changes: dict[str, Any]) -> tuple[list[Position], int]:
     trainer = parity.make_trainer(parity.TINY | CHANGES | changes)
-    watch = Watch(trainer)
-    with watch.listener.on(trainer.parts, trainer.clock):
+    listener = next(one for one in Watch(trainer).observers if isinstance(one, HeartbeatListener))
+    with listening(listener), listening(places := Places(listener)):
         trainer.train_step()
-    (part,) = trainer.parts
-    left = [name for name, module in part.named_modules() if "forward" in vars(module)]
-    return watch.heart.messages(), trainer.loader.microbatches, left
+    return places.seen, trainer.loader.microbatches
 
 
-def test_every_message_of_a_step_has_its_microbatch_layer_and_direction() -> None:
+def test_the_heartbeat_follows_microbatch_layer_and_direction() -> None:
     for mode in ("none", "full"):
-        results = world.run(4, step, {"activation_checkpoint.mode": mode})
-        messages, microbatches, left = results[0]
-        assert left == [] and len(messages) > 40
-        assert [message.total for message in messages] == list(range(1, len(messages) + 1))
-        alike = [[one._replace(bytes=0) if one.op == "all-to-all" else one for one in found] for found, *_ in results]
-        assert alike[0] == alike[1] == alike[2] == alike[3]
-        rows = [one.step_position for one in messages if one.op == "all-to-all"]
-        where = list(dict.fromkeys(rows))
-        layers = sorted({layer for _, layer, _ in where})
-        assert layers == list(range(len(layers))) and len(layers) > 1
-        for m in range(microbatches):
-            forward = [(m, layer, False) for layer in layers]
-            assert [one for one in where if one[0] == m] == forward + [(m, layer, True) for layer in layers[::-1]]
+        results = world.run(4, step, {"parallelism.tp": 2, "activation_checkpoint.mode": mode})
+        seen, microbatches = results[0]
+        assert all(places == seen for places, _ in results)
+        layers = sorted({place.layer for place in seen})
+        assert layers == list(range(len(layers))) and len(layers) > 1 and microbatches > 1
+        assert seen == [
+            Position(0, m, layer, backward)
+            for m in range(microbatches)
+            for backward in (False, True)
+            for layer in (layers[::-1] if backward else layers)
+        ]
+
+
+def test_a_rank_of_a_pipeline_says_its_stage() -> None:
+    pipeline = {"parallelism.pp": 2, "pipeline.schedule": "Interleaved1F1B", "model.num_layers": 4}
+    for rank, (seen, _) in enumerate(world.run(2, step, pipeline)):
+        assert {place.stage for place in seen} == {rank, 2 + rank}
+        assert {place.layer for place in seen} == {rank, 2 + rank} and {place.backward for place in seen} == {
+            False,
+            True,
+        }
+
+
+def two_steps(skips: bool) -> tuple[Recorded, list[str]]:
+    """What the flight recorder has after two steps of a rank, which skips a sum in the second, if it does."""
+    from titanmoe.train import trainer as module
+
+    trainer = parity.make_trainer(parity.TINY | CHANGES | {"parallelism.experts.ep": 2})
+    watch, real = Watch(trainer), module.all_reduce
+    numbers = watch.heart.numbers
+    with listening(HeartbeatListener(watch.heart)):
+        trainer.train_step()
+        module.all_reduce = (lambda x, group: x) if skips else real
+        try:
+            trainer.train_step()
+        finally:
+            module.all_reduce = real
+    axes = [group.axes for group in name_groups(trainer.meshes.lanes, trainer.fold)]
+    return recorded(own_groups(trainer.meshes.lanes), numbers[BEGUN], numbers[BEFORE]), axes
+
+
+def test_what_the_flight_recorder_has_of_a_step() -> None:
+    results = world.run(2, two_steps, False)
+    for found, axes in results:
+        assert found.issued == len(found.last) or found.issued > len(found.last) > 10
+        assert [message.index for message in found.last] == list(range(found.issued))[-len(found.last) :]
+        assert found.differs == -1
+        assert {message.op for message in found.last} >= {"all_reduce", "all_to_all"}
+        assert any("world" in axes[message.group] for message in found.last)
+        for group, number in found.numbers.items():
+            assert number == max([m.number for m in found.last if m.group == int(group)] or [number])
+    assert [m.kind for m in results[0][0].last] == [m.kind for m in results[1][0].last]
+    assert Recorded.from_json(found.as_json()) == found
+
+
+def test_a_skipped_message_shows_as_a_difference_from_the_step_before() -> None:
+    for found, _ in world.run(2, two_steps, True):
+        assert found.differs >= 0
+
+
+def test_the_first_difference() -> None:
+    def messages(*ops: tuple[int, str, int]) -> list[Collective]:
+        return [Collective(i, group, op, "Float", elements, i) for i, (group, op, elements) in enumerate(ops)]
+
+    whole = [(0, "all_gather", 6), (1, "all_to_all", 3), (1, "all_to_all", 5), (0, "all_gather", 6)]
+    before = messages(*whole)
+    assert first_difference(messages(*whole[:2]), before) == -1
+    assert first_difference(messages(whole[0], (1, "all_to_all", 2)), before) == -1, "the data decide its rows"
+    assert first_difference(messages(*whole[:3], (0, "all_gather", 5)), before) == 3
+    assert first_difference(messages(whole[0], *whole[2:]), before) == 2
+    assert recorded({}, time.time_ns(), 1).differs == -1 and torch.__version__

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from tests import parity, world
 from tests.checkpoint import runs
 from titanmoe.config import ConfigError
+from titanmoe.observe import Observer, listening
 from titanmoe.train.checks import Unsound
 from titanmoe.watch.numbers import checks
 from titanmoe.watch.rerun import describe
@@ -33,11 +34,16 @@ def go(changes: dict[str, Any], faulty: int, module: str, value: float, rank: in
 
     trainer = parity.make_trainer(RUN | changes, checks=checks)
     events = []
-    trainer.log_event = lambda step, kind, text, **more: events.append((step, kind, text))
+
+    class Events(Observer):
+        def event(self, step: int, kind: str, text: str, **more: Any) -> None:
+            events.append((step, kind, text))
+
     named = {name: part for whole in trainer.parts for name, part in whole.named_modules()}
     if module in named and dist.get_rank() == rank:
         named[module].register_forward_hook(spoil)
-    losses = [trainer.train_step()["loss"] for _ in range(faulty + 1)]
+    with listening(trainer.checks), listening(Events()):
+        losses = [trainer.train_step()["loss"] for _ in range(faulty + 1)]
     return losses, events, parity.whole(runs.everything(trainer), dist.get_rank(), trainer.fold)
 
 
@@ -65,7 +71,8 @@ def test_a_passing_fault_is_blamed_on_its_rank_and_leaves_no_trace(name: str) ->
 def with_bad_data(changes: dict[str, Any]) -> str:
     trainer = parity.make_trainer(RUN | changes, loader=parity.NaNPositions, checks=checks)
     try:
-        trainer.train_step(), trainer.train_step()
+        with listening(trainer.checks):
+            trainer.train_step(), trainer.train_step()
     except Unsound as error:
         return str(error)
     return ""

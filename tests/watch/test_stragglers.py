@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from tests import parity, world
-from tests.watch.simulated import Cluster, Fault, Told, faults
-from titanmoe.watch import links
+from tests.watch import simulated
+from tests.watch.simulated import Cluster, Fault, Told
+from titanmoe.watch import links, stragglers
+from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.links import Link, distances, once, slow_link
-from titanmoe.watch.listener import LaneGroups
 from titanmoe.watch.slowest import of_peers
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
 from titanmoe.watch.stragglers import ON_ONE_HOST
@@ -30,11 +31,14 @@ SHAPES = {"a stage": (1, 8, 4), "stages": (2, 4, 4), "two ranks": (1, 2, 2), "st
 @pytest.mark.parametrize("kind", ["compute", "data", "link"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_slow_rank_or_link_is_named_until_it_is_fast_again(shape: str, kind: str, seed: int) -> None:
-    """Ranks compute unevenly, and the last stage always takes longer."""
+    """Clocks are off by minutes, ranks compute unevenly, and the last stage always takes longer."""
     cluster = Cluster(*SHAPES[shape], seed)
-    told, fault = Told(cluster), faults(np.random.default_rng(seed), cluster)[kind]
+    told, fault = Told(cluster), simulated.faults(np.random.default_rng(seed), cluster)[kind]
     ranks = [fault.rank, fault.other] if kind == "link" else [fault.rank]
     assert told.go(5, Fault(), 4) == []
+    if (shape, kind) == ("two ranks", "link"):  # there is no other link to compare it with
+        assert told.go(3, fault, 4) == []
+        return
     for _ in range(2):
         (event,) = told.go(3, fault, 4)
         assert (event["ranks"], event["cause"]) == (ranks, kind), event
@@ -49,7 +53,8 @@ def test_what_is_said() -> None:
     (event,) = told.go(2, Fault(compute=2.0, rank=21), 8)
     assert event["text"].startswith("rank 21 on node2 takes 0.06") and "computing: look at its host" in event["text"]
     told = Told(cluster)
-    (event,) = told.go(1, Fault(link_s=0.01, rank=17, other=25), 8)
+    assert told.go(2, Fault(), 8) == []
+    (event,) = told.go(2, Fault(link_s=0.01, rank=17, other=25), 8)
     assert event["text"].startswith("the link between rank 17 on node2 and rank 25 on node3: 20.2 ms there and back, ")
     assert told.report()["straggler.other_rank"] == 25 and event["excess_s"] > 0.1
     assert [link[:2] for link in event["links_ms"]] == [[17, 25]]
@@ -59,7 +64,9 @@ def test_what_is_said() -> None:
 def test_on_one_host_nobody_is_sent_to_look_at_cables() -> None:
     (event,) = Told(Cluster(1, 8, 8, 0)).go(2, Fault(compute=2.0, rank=3), 8)
     assert event["text"].endswith("computing: " + ON_ONE_HOST["compute"]) and "do without" not in event["text"]
-    (event,) = Told(Cluster(2, 16, 16, 0)).go(1, Fault(link_s=0.01, rank=17, other=18), 8)
+    told = Told(Cluster(2, 16, 16, 0))
+    assert told.go(2, Fault(), 8) == []
+    (event,) = told.go(2, Fault(link_s=0.01, rank=17, other=18), 8)
     assert event["text"].startswith("the link between rank 17 on node2 and rank 18 on node2: 20 ms there")
     assert event["text"].endswith("of a step: " + ON_ONE_HOST["link"])
 
@@ -94,9 +101,10 @@ def test_links_are_probed_on_suspicion_only() -> None:
 
     told = Counted(Cluster(1, 8, 8, 0))
     told.go(20, Fault(), 8)
-    assert probes == 1, "at the start"
     told.go(4, Fault(compute=2.0, rank=3), 8)
-    assert probes == 1, "a rank is late"
+    assert probes == 0, "all is calm, then a rank is late"
+    told.go(4, Fault(link_s=0.01, rank=1, other=2), 8)
+    assert 0 < probes <= stragglers.RUNNING, "once it has lasted for two windows, until the second probe agrees"
 
 
 def test_which_link() -> None:
@@ -141,31 +149,38 @@ class Counter:
         return end - begin
 
 
+OWN = {"of the world": 0, "of ep": 1}
+
+
 def step(times: StepTimes, clock: Any, number: int, update: bool = True) -> None:
-    """1 s between steps, then 2 s of data with 0.5 of waiting in it, 3 s of computing, 4 s of waiting for group 1."""
+    """1 s between steps, then 2 s of data with 0.5 of waiting in it, 3 s of computing, 4 s of waiting in ep."""
 
-    def wait(group: int, seconds: float) -> None:
-        begin = times.mark()
+    def wait(group: str, seconds: float) -> None:
+        times.waits(group)
         clock.now += seconds
-        times.waited(group, begin)
+        times.arrived()
 
+    times.phase("checkpoint", number - 1)
     clock.now += 1
-    wait(1, 7)  # of a checkpoint or a validation
-    times.lap("checkpoint", number - 1)
-    times.lap("other", number)
+    wait("of ep", 7)
+    times.phase("other", number - 1)
+    times.phase("data", number)
     clock.now += 1.5
-    wait(0, 0.5)
-    times.lap("data", number)
-    clock.now += 3
-    wait(1, 1)
-    wait(1, 3)
-    times.lap("forward_backward", number)
+    wait("of the world", 0.5)
+    times.phase("forward_backward", number)
+    clock.now += 2
+    wait("of ep", 1)
+    wait("of ep", 3)
+    times.phase("forward_backward", number)  # the pass is repeated
+    clock.now += 1
+    times.phase("optimizer", number)
+    wait("of a saving thread", 0)
     if update:
-        times.lap("optimizer", number)
+        times.updated(number)
 
 
 def test_what_is_between_steps_does_not_count() -> None:
-    times = StepTimes(["world", "ep", "world"], clock := Counter())
+    times = StepTimes(["world", "ep", "world"], OWN, clock := Counter())
     for number in (7, 8, 9, 10):
         step(times, clock, number, update=number != 9)
     assert times.axes == ["world", "ep"]
@@ -191,7 +206,7 @@ def test_on_a_gpu_events_are_read_a_step_later(monkeypatch: pytest.MonkeyPatch) 
             return 1e3 * (end.when - self.when)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    times = StepTimes(["world", "ep"], StreamMarks())
+    times = StepTimes(["world", "ep"], OWN, StreamMarks())
     for number in range(1, 17):
         step(times, clock, number)
         assert clock.read == 0
@@ -205,9 +220,8 @@ def test_on_a_gpu_events_are_read_a_step_later(monkeypatch: pytest.MonkeyPatch) 
 SLOW = 3
 
 
-def train(changes: dict[str, Any]) -> tuple[links.Pairs, list[int]]:
+def train(changes: dict[str, Any]) -> list[int]:
     """Rank SLOW sleeps in its steps, rank 1 between them."""
-    from titanmoe.watch import stragglers
     from titanmoe.watch.begin import watched
     from titanmoe.watch.numbers import checks
 
@@ -226,7 +240,7 @@ def train(changes: dict[str, Any]) -> tuple[links.Pairs, list[int]]:
     trainer.slices = slowly
     with mock.patch.object(stragglers, "WINDOW", 4), mock.patch.object(HostMarks, "every", 1), watched(trainer):
         trainer.train()
-    return trainer.checks.stragglers.best, trainer.checks.stragglers.times.messages
+    return trainer.checks.stragglers.times.messages
 
 
 def test_a_slow_rank_of_a_real_run_is_named(tmp_path: Path) -> None:
@@ -247,6 +261,4 @@ def test_a_slow_rank_of_a_real_run_is_named(tmp_path: Path) -> None:
     seconds = {name: np.mean([line["seconds"][name] for line in ranks], 0) for name in ranks[0]["seconds"]}
     assert seconds["compute"].argmax() == SLOW and seconds["pp"].min() > 0 and "ep" in " ".join(seconds)
     assert sum(x[SLOW] for x in seconds.values()) < sum(x[0] for x in seconds.values()) + 0.3
-    assert all(messages[list(seconds).index("pp") - 2] >= 4 for _, messages in results)
-    for pairs, _ in results:
-        assert pairs == {} or (len(pairs) == 6 and all(0 < t < 1 for t in pairs.values()))
+    assert all(messages[list(seconds).index("pp") - 2] >= 4 for messages in results)

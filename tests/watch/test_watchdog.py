@@ -12,18 +12,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 import torch.distributed as dist
 
-from titanmoe.comm.listener import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, RECEIVE, SEND
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch import watchdog
-from titanmoe.watch.heartbeat import Heartbeat, pack_position
+from titanmoe.watch.flight_recorder import Collective, Recorded
+from titanmoe.watch.groups import LaneGroups
+from titanmoe.watch.heartbeat import Heartbeat, Position
 from titanmoe.watch.hosts import Between, Machines
-from titanmoe.watch.listener import LaneGroups
 from titanmoe.watch.watchdog import Limits, Watchdog
 
 RANKS = [[0, 1], [2, 3]]
+SENT = Recorded(1, (Collective(0, 0, "all_reduce", "Float", 2, 1),), {"0": 1})
 GROUPS = [LaneGroups("waited", ((0, 1, 2, 3),), "world")]
 LIMITS = Limits(step=0.6, first=60, between=60, thread=60, by_age=False)
 
@@ -32,47 +32,18 @@ def test_a_heartbeat_is_read_by_others(tmp_path: Path) -> None:
     mine = Heartbeat(tmp_path / "0", create=True)
     other = Heartbeat(tmp_path / "0")
     (tmp_path / "0").unlink()
-    assert other.messages() == [] and not other.is_waiting and other.answer() == b""
-    mine.step_position = pack_position(3, 14, True)
-    issued = mine.writer({"tp": 0, "ep": 1, "pp": 2})
-    x = torch.zeros(6, dtype=torch.bfloat16)
-    for i in range(at.RECORDS + 3):
-        issued(ALL_TO_ALL, x, "ep") if i % 2 else issued(ALL_GATHER, x, "tp")
-    issued(ALL_GATHER, x, "a group of the saving thread")
-    issued(SEND, x.to(torch.complex64), "pp", 5)
-    issued(RECEIVE, x, "pp", 5)
-    *_, sent, received = other.messages()
-    assert len(other.messages()) == at.RECORDS and received.total == at.RECORDS + 5
-    assert (sent.op, sent.dtype, sent.bytes, sent.number, sent.peer) == ("send", "other", 48, 1, 5)
-    assert (received.op, received.dtype, received.step_position) == ("receive", "bfloat16", (3, 14, True))
-    assert [one.number for one in other.messages() if one.op == "all-to-all"] == list(range(3, 258))
-    assert other.message_counts() == {"0": 258, "1": 257, "send 5": 1, "receive 5": 1}
-    mine.tick()
+    assert not other.is_waiting and other.answer() == b"" and other.position == Position()
+    for place in (Position(15, 70_000, 60, True), Position(0, 3, -1, False)):
+        mine.enter(place)
+        assert other.position == place
+    mine.tick(waiting=True)
     assert other.is_waiting
-    mine.since = None
-    mine.tick()
+    mine.tick(waiting=False)
     assert not other.is_waiting and abs(other.last_progress - time.monotonic()) < 5
+    mine.enter_phase(at.BETWEEN)
+    assert other.numbers[at.PHASE] == at.BETWEEN and other.position == Position()
     mine.write_answer(b"words")
     assert other.answer() == b"words"
-
-
-def test_the_first_message_that_the_step_before_did_not_have_there(tmp_path: Path) -> None:
-    heart = Heartbeat(tmp_path / "0", create=True)
-    issued, x = heart.writer({"tp": 0, "ep": 1}), torch.zeros(6)
-
-    def step(*messages: tuple[int, str, int]) -> int:
-        heart.numbers[at.BEFORE], heart.numbers[at.BEGUN] = heart.numbers[at.BEGUN], heart.total
-        for op, group, rows in messages:
-            issued(op, x[:rows], group)
-        return heart.differs
-
-    whole = [(ALL_GATHER, "tp", 6), (ALL_TO_ALL, "ep", 3), (ALL_TO_ALL, "ep", 5), (ALL_GATHER, "tp", 6)]
-    assert step(*whole) == -1, "there is no step before"
-    assert step(whole[0], (ALL_TO_ALL, "ep", 2)) == -1, "the data decide how many rows are sent"
-    assert step(*whole) == -1, "the step before made only two"
-    assert step(*whole[:3], (ALL_GATHER, "tp", 5)) == 3
-    assert step(whole[0], *whole[2:]) == 2
-    assert step(*whole * at.RECORDS) == step(*whole) == -1, "what came there in the step before is no longer known"
 
 
 class Watched:
@@ -80,10 +51,12 @@ class Watched:
         patch.setattr(watchdog, "TICK_S", 0.05)
         patch.setattr(watchdog, "SILENT_S", 1.0)
         patch.setattr(watchdog, "GATHER_S", 1.0)
+        self.waiting = True
+        patch.setattr(watchdog, "in_message", lambda stack: self.waiting)
         self.folder, store = folder, dist.HashStore()
         self.hearts = [Heartbeat(folder / str(rank), create=True) for rank in range(4)]
         self.bodies = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
-        self.dogs = []
+        self.watchdogs = []
         for rank, heart in enumerate(self.hearts):
             heart.numbers[at.PID] = self.bodies[rank].pid
             heart.numbers[at.FIRST], heart.numbers[at.STEP], heart.numbers[at.PHASE] = 1, 3, 2
@@ -91,23 +64,24 @@ class Watched:
             local = {r: Heartbeat(folder / str(r)) for r in RANKS[number]} | {rank: heart}
             hosts = Machines(heart, local, number, RANKS, ["node0", "node1"], "token")
             end = lambda code, rank=rank: self.bodies[rank].kill()  # noqa: E731
-            self.dogs.append(
+            self.watchdogs.append(
                 Watchdog(
                     rank, hosts, GROUPS, 4, LIMITS, lambda: folder, between=Between(hosts, store), end=end
                 )
             )  # fmt: skip
 
     def send(self, *ranks: int) -> None:
+        """They wait in a sum over the world."""
         for rank in ranks:
-            self.hearts[rank].writer({"world": 0})(ALL_REDUCE, torch.zeros(2), "world")
-            self.hearts[rank].tick()
+            self.hearts[rank].tick(waiting=True)
+            self.watchdogs[rank].recorded = lambda: SENT
 
     def run(self, *ranks: int) -> None:
         for rank in ranks:
-            self.dogs[rank].start()
+            self.watchdogs[rank].start()
         for rank in ranks:
-            self.dogs[rank].join(30)
-            assert not self.dogs[rank].is_alive()
+            self.watchdogs[rank].join(30)
+            assert not self.watchdogs[rank].is_alive()
 
     def event(self) -> dict:
         (line,) = (self.folder / "events.jsonl").read_text().splitlines()
@@ -127,7 +101,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     machines: Watched, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes: list[dict] = []
-    monkeypatch.setattr(watchdog.failure, "leave_note", lambda text, **more: notes.append(more))
+    monkeypatch.setattr(watchdog.failure, "leave_note", lambda text, **more: notes.append({"text": text} | more))
     machines.send(0, 1, 2)
     machines.hearts[3].numbers[at.TICK] = 0  # its thread does not run
     machines.run(0, 1, 2)
@@ -136,18 +110,22 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     assert said.startswith("error: hang: rank 3 on node1 is late, in step 3\n") and said.count("error:") == 1
     assert f"rank 3, process {machines.bodies[3].pid} on node1: does not answer: its process lives" in said
     assert "ranks 0-2: all-reduce over world, number 1" in said
-    during = [note["during"] for note in notes if note.get("alike") or note["during"]]
+    assert sorted(note.get("consequence", False) for note in notes) == [False, False, True]
     part = "step 3, forward and backward: forward, microbatch 0"
-    assert {3: part} in during, "for the launcher of the first machine"
-    assert {"3": part} in during, "for that of the other, which has no report of its own"
+    reports = {tuple(note["following"]): note for note in notes if note.get("alike")}
+    assert set(reports) == {(1,), (3,)}, "the launcher of each machine knows which of its ranks end only now"
+    assert reports[1,]["during"] == {3: part} and reports[3,]["during"] == {"3": part}
+    assert all(f"error: {note['text']}\n" == said for note in reports.values()), "both print the report last"
     event = machines.event()
     assert (event["kind"], event["step"], event["late"]) == ("hang", 3, [3])
     assert event["text"] == "hang: rank 3 on node1 is late, in step 3"
     assert event["report"] == said.removeprefix("error: ").splitlines()
     assert event["groups"] == [{"lane": "waited", "axes": "world", "parts": [[0, 1, 2, 3]]}]
     first, *_, last = event["ranks"]
-    assert first["last"] == [[0, 0, "all-reduce", "float32", 8, 1, -1, 0, -1, False]]
-    assert first["numbers"] == {"0": 1} and last["numbers"] == {} and last["state"] == "silent"
+    assert Recorded.from_json(first["recorded"]) == SENT and last["recorded"]["numbers"] == {}
+    assert last["state"] == "silent" and last["position"] == {
+        "stage": 0, "microbatch": 0, "layer": -1, "backward": False
+    }  # fmt: skip
     assert any("in main_stack" in line for line in first["stack"]) or first["stack"]
 
 
@@ -155,7 +133,7 @@ def test_a_machine_that_is_gone(machines: Watched, capfd: pytest.CaptureFixture)
     """What it last copied to the store is reported."""
     machines.send(0, 1)
     machines.hearts[3].numbers[at.STEP] = 2
-    machines.dogs[2]._publish_heartbeats()
+    machines.watchdogs[2]._publish_heartbeats()
     machines.run(0, 1)
     said = capfd.readouterr().err
     assert "ranks 2-3 on" not in said
@@ -164,10 +142,8 @@ def test_a_machine_that_is_gone(machines: Watched, capfd: pytest.CaptureFixture)
 
 
 def test_a_run_without_trouble_is_left_alone(machines: Watched) -> None:
-    machines.send(0, 1, 2, 3)
-    for heart in machines.hearts:
-        heart.since = None
-    dogs = machines.dogs
+    machines.waiting = False
+    dogs = machines.watchdogs
     for dog in dogs:
         dog.start()
     time.sleep(1.0)  # longer than a message may take
@@ -178,11 +154,11 @@ def test_a_run_without_trouble_is_left_alone(machines: Watched) -> None:
 
 
 def test_what_counts_as_trouble(machines: Watched) -> None:
-    (dog, *_), (heart, other, *_) = machines.dogs, machines.hearts
-    heart.tick(), other.tick()
+    (dog, *_), (heart, other, *_) = machines.watchdogs, machines.hearts
+    heart.tick(waiting=False), other.tick(waiting=False)
     assert not dog.trouble()
     machines.send(1)
-    machines.dogs[0].limits = Limits(step=0, first=60, between=60, thread=60, by_age=False)
+    machines.watchdogs[0].limits = Limits(step=0, first=60, between=60, thread=60, by_age=False)
     time.sleep(0.01)
     seen = Heartbeat(machines.folder / "1")
     assert seen.is_waiting and dog.trouble()
@@ -192,8 +168,7 @@ def test_what_counts_as_trouble(machines: Watched) -> None:
     other.numbers[at.STATE] = at.ENDED
     assert not dog.trouble()
     other.numbers[at.STATE] = at.RUNNING
-    other.since = None
-    other.tick()
+    other.tick(waiting=False)
     assert not dog.trouble(), "it computes, as far as the host knows"
     dog.limits = Limits(step=0, first=60, between=60, thread=60, by_age=True)
     assert dog.trouble(), "on a GPU the host may be far ahead"
@@ -226,7 +201,7 @@ def test_sigterm_waits_for_the_report(monkeypatch: pytest.MonkeyPatch, machines:
     ended = threading.Event()
     monkeypatch.setattr(watchdog, "os", SimpleNamespace(**vars(watchdog.os) | {"_exit": lambda code: ended.set()}))
     monkeypatch.setattr(watchdog, "ends_by", lambda number: True)
-    dog = machines.dogs[0]
+    dog = machines.watchdogs[0]
     dog.start()
     dog._wake.send(bytes([15]))
     assert ended.wait(5)

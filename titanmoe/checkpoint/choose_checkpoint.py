@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanmoe.checkpoint import inside, layout, ledger
+from titanmoe.checkpoint import inside, layout
 from titanmoe.checkpoint.inside import CheckpointError, Unreadable
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
@@ -29,10 +29,9 @@ def checkpoints_of(run: Path, config: Config) -> Path:
 
 
 def has_begun(config: Config) -> bool:
-    """Whether the run has a checkpoint of its own to resume from, or local copies of one."""
+    """Whether the run has a checkpoint of its own to resume from."""
     try:
-        own = checkpoints_of(run_folder(config), config)
-        return continues(config) and (_any(own) or inside.there(own / ledger.NAME))
+        return continues(config) and _any(checkpoints_of(run_folder(config), config))
     except Unreadable as error:  # perhaps only on this rank: it must not assume that the run has not begun
         raise ConfigError([str(error)]) from None
 
@@ -44,8 +43,6 @@ class Beginning:
     said: list[str] = field(default_factory=list)
     """Checkpoints that were passed over on the way, and why."""
     passed: list[Path] = field(default_factory=list)
-    local: bool = False
-    """From the local copies, and path is None."""
 
 
 def wanted_checkpoint(config: Config, run: Path, damage: Callable[[Path], list[str]]) -> Beginning:
@@ -63,32 +60,6 @@ def wanted_checkpoint(config: Config, run: Path, damage: Callable[[Path], list[s
     given = _given(Path(asked), damage)
     given.model_only = config.checkpoint.model_only
     return given
-
-
-Made = tuple[float, int]
-"""A checkpoint's number, then its step: the later it was made, the larger."""
-
-
-def freshest(config: Config, run: Path, damage: Callable[[Path], list[str]], local: Made | None) -> Beginning:
-    """As choose, but the local copies, if there are any and no sound checkpoint of the run's own was made later."""
-    if local is None:
-        return wanted_checkpoint(config, run, damage)
-    own = checkpoints_of(run, config)
-    if all(_made(path) < local for path in layout.candidates(own, unfinished=True)):
-        return Beginning(local=True)
-    try:
-        found = wanted_checkpoint(config, run, damage)
-    except Unreadable:
-        raise
-    except CheckpointError as error:
-        return Beginning(local=True, said=[str(error)])
-    if found.path is not None and found.path.parent == own and _made(found.path) >= local:
-        return found
-    return replace(found, path=None, model_only=False, local=True)
-
-
-def _made(path: Path) -> Made:
-    return layout.number(path), layout.step_of(path)
 
 
 FROM_SCRATCH = "--checkpoint.load=none starts from scratch on purpose, in a folder of its own"
@@ -163,12 +134,8 @@ def record_ahead(config: Config) -> dict[str, Any]:
     that gets no answer must not continue as if there were none.
     """
     try:
-        run = run_folder(config)
-        found = wanted_checkpoint(config, run, _no_manifest)
-        if found.path is not None and not found.model_only:
-            return layout.read_manifest(found.path).record
-        entry = ledger.read(checkpoints_of(run, config)) if continues(config) else None
-        return {"config": {"training": {"global_batch_size": entry.global_batch_size}}} if entry else {}
+        found = wanted_checkpoint(config, run_folder(config), _no_manifest)
+        return layout.read_manifest(found.path).record if found.path is not None and not found.model_only else {}
     except Unreadable as error:
         raise ConfigError([str(error)]) from None
     except CheckpointError:

@@ -50,7 +50,11 @@ def save(
     together(group, lambda: doing(f"making {aside}", layout.begin, aside) if first else None)
     together(group, lambda: _seen(aside))
     writer = Writer(aside, doing, finite)
-    write_pieces(writer, target, pieces, group)
+    try:
+        with _without_remark(group):
+            dcp.save(dict(pieces), storage_writer=writer, planner=Planner(pieces), process_group=group)
+    except dcp.CheckpointException as failure:
+        raise _of(failure, target) from None
     together(group, lambda: writer.carry(carried or {}) if first else None)
     # Read back what was written, to find a byte that the file system lost before anyone relies on it.
     sums = together(group, lambda: doing(f"reading back {writer.opened}", layout.require, aside, writer.sums))
@@ -62,15 +66,6 @@ def save(
     together(group, lambda: doing(f"publishing {target}", publish) if first else None)
 
 
-def write_pieces(writer: Writer, target: Path, pieces: Pieces, group: Group) -> None:
-    """target: the name that error messages use."""
-    try:
-        with _without_remark(group):
-            dcp.save(dict(pieces), storage_writer=writer, planner=Planner(pieces), process_group=group)
-    except dcp.CheckpointException as failure:
-        raise _of(failure, target) from None
-
-
 def _seen(aside: Path) -> None:
     if not aside.is_dir():
         raise CheckpointError(
@@ -80,10 +75,6 @@ def _seen(aside: Path) -> None:
 
 
 # ---- reading
-
-
-Wanted = dict[str, dict[Extent, list[tuple[str, Piece]]]]
-"""By file: the blocks to read from it, and for each the pieces that need part of it, with their tensors' names."""
 
 
 class Checkpoint:
@@ -122,17 +113,10 @@ class Checkpoint:
     def fill(self, targets: Mapping[str, tuple[str, Piece]]) -> None:
         """Fill pieces, each from the stored tensor that it names. The keys are the caller's own. No rank waits for
         another."""
-        self.read_files(self.wanted(targets))
-
-    def wanted(self, targets: Mapping[str, tuple[str, Piece]]) -> Wanted:
-        """The blocks that these pieces are made from."""
-        wanted: Wanted = {}
+        wanted: dict[str, dict[Extent, list[tuple[str, Piece]]]] = {}
         for name, piece in targets.values():
             for block in self._needed(name, piece):
                 wanted.setdefault(block.file, {}).setdefault(block, []).append((name, piece))
-        return wanted
-
-    def read_files(self, wanted: Wanted) -> None:
         for file, blocks in wanted.items():
             try:
                 inside.patiently(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
@@ -180,7 +164,7 @@ def _of(failure: dcp.CheckpointException, target: Path) -> CheckpointError:
     if found := {rank: error for rank, (error, _) in failure.failures.items() if isinstance(error, NotFinite)}:
         more = len(found) - 1
         others = f", and on {more} more rank{'s' * (more > 1)}" if more else ""
-        return NotFinite(
+        return CheckpointError(
             f"{target} is not saved: on rank {min(found)} {found[min(found)]}{others}. Earlier checkpoints are "
             "untouched; start again to resume from the latest, with a lower optimizer.lr if it happens again"
         )

@@ -119,11 +119,11 @@ def number(path: Path) -> float:
 def damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
     """What is wrong with a checkpoint's files, one line each, naming the file. contents: also compare checksums."""
     want = read_manifest(folder).files
-    lines = (damage_of(folder, name, want[name], contents) for name in sorted(want if files is None else files))
+    lines = (_damage_of(folder, name, want[name], contents) for name in sorted(want if files is None else files))
     return [line for line in lines if line]
 
 
-def damage_of(folder: Path, name: str, want: Sum, contents: bool) -> str:
+def _damage_of(folder: Path, name: str, want: Sum, contents: bool) -> str:
     """What is wrong with a file, if anything is."""
     file = folder / name
     try:
@@ -221,23 +221,19 @@ def begin(aside: Path) -> None:
 
 def require(folder: Path, files: dict[str, Sum]) -> dict[str, Sum]:
     """The files themselves, if their contents are right."""
-    if broken := [line for name, want in files.items() if (line := damage_of(folder, name, want, contents=True))]:
+    if broken := [line for name, want in files.items() if (line := _damage_of(folder, name, want, contents=True))]:
         raise CheckpointError("; ".join(broken))
     return files
 
 
 def publish(aside: Path, target: Path, manifest: Manifest) -> None:
-    """Give a written checkpoint its name. Every file in it is on disk."""
-    seal(aside, manifest.text())
+    """Give a written checkpoint its name. Every file in it is on disk; the manifest comes last, completely or not at
+    all."""
+    fresh = aside / f"{MANIFEST}.new"
+    write_text(fresh, manifest.text())
+    os.rename(fresh, aside / MANIFEST)
+    sync(aside)
     _take_place(aside, target)
-
-
-def seal(folder: Path, text: str) -> None:
-    """Write the manifest, which comes last, completely or not at all."""
-    fresh = folder / f"{MANIFEST}.new"
-    write_text(fresh, text)
-    os.rename(fresh, folder / MANIFEST)
-    sync(folder)
 
 
 def _take_place(aside: Path, target: Path) -> list[str]:

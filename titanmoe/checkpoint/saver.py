@@ -1,7 +1,4 @@
-"""Saving in the background: stage, check, write, publish, retain; and what to do when a save does not end.
-
-Local copies are made by the same thread, from the same block of memory.
-"""
+"""Saving in the background: stage, check, write, publish, retain; and what to do when a save does not end."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -25,11 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.checkpoint import layout, ledger
+from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.disk import NO_ROOM, Doing, unwritten
 from titanmoe.checkpoint.folder import save
 from titanmoe.checkpoint.inside import CheckpointError
-from titanmoe.checkpoint.local import Local
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.together import together
 from titanmoe.checkpoint.write_tensors import Piece
@@ -66,7 +61,6 @@ class Saver:
         """For the training thread, when the writer's thread may be stuck in a message of its group."""
         self.first = dist.get_rank() == 0
         self.saved_step = -1
-        self.local: Local | None = None
         self._target = folder
         self._thread: threading.Thread | None = None
         self._doing, self._deadline, self._failed = Doing(), 0.0, ""
@@ -83,8 +77,6 @@ class Saver:
                 "or set checkpoint.enable = false to save nothing"
             ) from None
         self._say(layout.sweep(self.folder))
-        if not self.options.local:  # the run may go anywhere before it makes local copies again
-            (self.folder / ledger.NAME).unlink(missing_ok=True)
 
     def _say(self, lines: list[str]) -> None:
         for line in lines:
@@ -94,44 +86,29 @@ class Saver:
         """Returns the seconds for which training was paused."""
         began = time.monotonic()
         self.wait()
-        self._start(self.folder / layout.name_of(step), pieces, partial(self._write, step, record))
-        self.saved_step = step
-        return time.monotonic() - began
-
-    def save_local(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> float | None:
-        """None if there is no local copy of that step: a checkpoint is still being written, to a disk that may be slow,
-        and training does not wait for it."""
-        began = time.monotonic()
-        if any(together(self.world, lambda: self._target.parent == self.folder and self._busy)):
-            return None
-        self.wait()
-        self._start(self.local.target(step), pieces, partial(self._write_local, step, record))
-        return time.monotonic() - began
-
-    def _start(self, target: Path, pieces: Mapping[str, Piece], write: Callable[[Mapping[str, Piece]], None]) -> None:
         if self.options.save == "async":
             copies = self._copies([piece.tensor for piece in pieces.values()])
             pieces = {name: replace(piece, tensor=x) for (name, piece), x in zip(pieces.items(), copies, strict=True)}
         gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         if gpu is not None:
             torch.cuda.synchronize()
-        self._target, self._deadline = target, time.monotonic() + self.options.timeout_s
+        self._target = self.folder / layout.name_of(step)
+        self._deadline = time.monotonic() + self.options.timeout_s
         # Also when training waits for it: a thread that is stuck in a disk operation cannot check the clock.
         self._thread = threading.Thread(
-            target=self._attempt, args=(partial(write, pieces), gpu), name="checkpoint", daemon=True
+            target=self._attempt, args=(step, pieces, record, gpu), name="checkpoint", daemon=True
         )
         self._thread.start()
         if self.options.save == "sync":
             self.wait()
-
-    @property
-    def _busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+        self.saved_step = step
+        return time.monotonic() - began
 
     @property
     def in_trouble(self) -> bool:
         """Whether on this rank a save has failed, or takes too long."""
-        return bool(self._failed) or (self._busy and time.monotonic() > self._deadline)
+        late = self._thread is not None and self._thread.is_alive() and time.monotonic() > self._deadline
+        return bool(self._failed) or late
 
     def wait(self) -> None:
         """Until nothing is being written. What went wrong on any rank is raised on all of them."""
@@ -172,7 +149,7 @@ class Saver:
             copies.append(copy.copy_(x, non_blocking=True))
         return copies
 
-    def _attempt(self, write: Callable[[], None], gpu: int | None) -> None:
+    def _attempt(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any], gpu: int | None) -> None:
         if gpu is not None:
             torch.cuda.set_device(gpu)
         # Where threads have their own priority: training first, if cores are few.
@@ -180,19 +157,15 @@ class Saver:
             with contextlib.suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         try:
-            write()
+            self._write(step, pieces, record)
         except CheckpointError as error:
             self._failed = str(error)
         except Exception as error:  # such as a lost connection: nobody would see the thread's own traceback
             self._failed = f"{self._target}: {type(error).__name__} {error}"
 
-    def _write_local(self, step: int, record: dict[str, Any], pieces: Mapping[str, Piece]) -> None:
-        self.local.save(step, pieces, record, self._doing)
-
-    def _write(self, step: int, record: dict[str, Any], pieces: Mapping[str, Piece]) -> None:
-        target = self.folder / layout.name_of(step)
+    def _write(self, step: int, pieces: Mapping[str, Piece], record: dict[str, Any]) -> None:
         save(
-            target,
+            self._target,
             pieces,
             lambda sums: self._manifest(step, sums, record),
             self.group,
@@ -201,15 +174,13 @@ class Saver:
             finite=True,
         )
         settling = f"writing {self.folder / layout.LATEST} or removing old checkpoints"
-        together(self.group, lambda: self._doing(settling, self._settle, target) if self.first else None)
+        together(self.group, lambda: self._doing(settling, self._settle) if self.first else None)
 
     def _manifest(self, step: int, sums: dict[str, Sum], record: dict[str, Any]) -> Manifest:
         number = layout.next_number(self.folder)
         for path in self.passed:
             self._say([f"{path} was passed over: kept as {layout.set_aside(path).name}"])
         self.passed = []
-        if self.local:
-            self.local.number = number + 1
         return Manifest(step, number, sums, record)
 
     def carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
@@ -231,6 +202,6 @@ class Saver:
 
         together(self.group, lambda: copy() if self.first else None)
 
-    def _settle(self, target: Path) -> None:
-        layout.point(self.folder, target.name)
-        self._say(layout.retain(self.folder, target, self.options.keep_last, self.options.keep_every))
+    def _settle(self) -> None:
+        layout.point(self.folder, self._target.name)
+        self._say(layout.retain(self.folder, self._target, self.options.keep_last, self.options.keep_every))

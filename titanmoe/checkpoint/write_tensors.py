@@ -154,12 +154,9 @@ class _Summing(io.RawIOBase):
 class Writer(StorageWriter):
     """Writes tensors one by one with torch.save, then tensors.json, and keeps the checksum of every file."""
 
-    def __init__(
-        self, folder: Path, doing: Doing, finite: bool, room: Callable[[list[int]], None] = lambda needs: None
-    ):
-        """finite: refuse NaN and infinity. room: called on one rank with the bytes that each rank will write; raises if
-        there is no room for them."""
-        self.folder, self.doing, self.finite, self.room = folder, doing, finite, room
+    def __init__(self, folder: Path, doing: Doing, finite: bool):
+        """finite: refuse NaN and infinity."""
+        self.folder, self.doing, self.finite = folder, doing, finite
         self.sums: dict[str, Sum] = {}
         self.opened = folder
         """The file being written, for error messages."""
@@ -172,7 +169,6 @@ class Writer(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self.room([_bytes(plan) for plan in plans])
         return [replace(plan, storage_data=f"rank-{rank:05}") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: Planner) -> Future[list[WriteResult]]:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 
-from titanmoe.comm import listener, turns
+from titanmoe import observe
+from titanmoe.comm import turns
 
 _ops = torch.ops._c10d_functional
 
@@ -92,14 +93,9 @@ class _LocalWhole(torch.autograd.Function):
 
 
 def wait(flying: Tensor, group: Group) -> Tensor:
-    """For the result of `send_rows`."""
-    listener.waits(group.name)
-    return _take(flying)
-
-
-def _take(flying: Tensor) -> Tensor:
+    observe.waits(group.name)
     out = _ops.wait_tensor(flying)
-    listener.arrived()
+    observe.arrived()
     return out
 
 
@@ -108,8 +104,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     if group.size == 1:
         return x
     x = x.contiguous()
-    listener.issued(listener.ALL_REDUCE, x, group.name)
-    return _take(_ops.all_reduce(x, op, group.name))
+    return wait(_ops.all_reduce(x, op, group.name), group)
 
 
 def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
@@ -117,73 +112,66 @@ def all_gather(x: Tensor, dim: int, group: Group) -> Tensor:
     if group.size == 1:
         return x
     x = x.contiguous()
-    listener.issued(listener.ALL_GATHER, x, group.name)
-    out = _take(_ops.all_gather_into_tensor(x, group.size, group.name))
+    out = wait(_ops.all_gather_into_tensor(x, group.size, group.name), group)
     return out if dim == 0 else torch.cat(out.chunk(group.size), dim)
 
 
 def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     x = x.contiguous() if dim == 0 else torch.cat(x.chunk(group.size, dim))
-    listener.issued(listener.REDUCE_SCATTER, x, group.name)
-    return _take(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name))
+    return wait(_ops.reduce_scatter_tensor(x, "sum", group.size, group.name), group)
 
 
 def send_rows(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
     """Still in flight: call `wait` before anything else."""
     x = x.contiguous()
-    listener.issued(listener.ALL_TO_ALL, x, group.name)
     return _ops.all_to_all_single(x, receive, send, group.name)
 
 
 def _all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Tensor:
-    return _take(send_rows(x, send, receive, group))
+    return wait(send_rows(x, send, receive, group), group)
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group, ctx.step_position = dim, group, listener.step_position()
+        ctx.dim, ctx.group = dim, group
         return all_gather(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad):
-        listener.backward_of(ctx.step_position)
         return _reduce_scatter(grad, ctx.dim, ctx.group), None, None
 
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
-        ctx.dim, ctx.group, ctx.step_position = dim, group, listener.step_position()
+        ctx.dim, ctx.group = dim, group
         return _reduce_scatter(x, dim, group)
 
     @staticmethod
     def backward(ctx, grad):
-        listener.backward_of(ctx.step_position)
         return all_gather(grad, ctx.dim, ctx.group), None, None
 
 
 class _SumOver(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
-        ctx.group, ctx.step_position = group, listener.step_position()
+        ctx.group = group
         return all_reduce(x, group)
 
     @staticmethod
     def backward(ctx, grad):
-        listener.backward_of(ctx.step_position)
         return all_reduce(grad, ctx.group), None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, send, receive, group):
-        ctx.send, ctx.receive, ctx.group, ctx.step_position = send, receive, group, listener.step_position()
+        ctx.send, ctx.receive, ctx.group = send, receive, group
         return _all_to_all(x, send, receive, group)
 
     @staticmethod
     def backward(ctx, grad):
-        listener.backward_of(ctx.step_position)
         return _all_to_all(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
@@ -193,7 +181,6 @@ class _Wire:
     def __init__(self, send: list[int], receive: list[int], group: Group):
         self.send, self.receive, self.group = send, receive, group
         self.flying: Tensor | None = None
-        self.step_position = listener.step_position()
 
     def depart(self, x: Tensor, send: list[int], receive: list[int]) -> None:
         self.flying = send_rows(x, send, receive, self.group)
@@ -226,7 +213,6 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         wire = ctx.wire
-        listener.backward_of(wire.step_position)
         wire.depart(grad, wire.receive, wire.send)
         return grad.new_empty(0), None
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.comm import listener
+from titanmoe import observe
 
 
 class _Exchange(dist.Work):
@@ -37,7 +37,7 @@ class _Exchange(dist.Work):
 
     def wait(self, timeout: Any = None) -> bool:
         """All together within the group's current time-out: by itself gloo uses that of the group's creation."""
-        listener.waits(self.group)
+        observe.waits(self.group.group_name)
         bound = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         end = time.monotonic() + bound
         for work, does, other in self.works:
@@ -53,7 +53,7 @@ class _Exchange(dist.Work):
                     f"see what rank {rank} prints or hangs in; if it is only slow, raise training.timeout_s "
                     "(training.first_step_timeout_s for the first step)"
                 ) from error
-        listener.arrived()
+        observe.arrived()
         return True
 
 
@@ -74,7 +74,6 @@ class StraightToPlace:
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work:
         ranks = group.size()
-        listener.issued(listener.ALL_GATHER, input_tensor, group)
         return _Exchange(
             [input_tensor] * ranks, output_tensor.chunk(ranks), group, "FSDP's all-gather of weights", tag=0
         )
@@ -100,7 +99,6 @@ class NarrowOnTheWire:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        listener.issued(listener.REDUCE_SCATTER, input_tensor, group)
         pieces = input_tensor.chunk(self.ranks)
         summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         _Exchange(pieces, summands, group, "FSDP's reduce-scatter of gradients", tag=1).wait()

@@ -372,18 +372,6 @@ def _checkpoint(checkpoint: Checkpoint) -> Iterator[Violation]:
             f'checkpoint.model_only = true takes weights from a path, and checkpoint.load = "{load}" is not one: '
             "name another run's checkpoint, or set model_only = false",
         )
-    if checkpoint.local and not checkpoint.enable:
-        yield Violation(
-            ("checkpoint.local", "checkpoint.enable"),
-            f"checkpoint.local = {checkpoint.local} makes copies between checkpoints, and checkpoint.enable = false "
-            "makes none: set enable = true, or local = 0",
-        )
-    if checkpoint.local and load == "none":
-        yield Violation(
-            ("checkpoint.local", "checkpoint.load"),
-            f'checkpoint.local = {checkpoint.local} makes copies to resume from, and checkpoint.load = "none" never '
-            'resumes: use load = "auto", or local = 0',
-        )
     if checkpoint.keep_every and not checkpoint.keep_last:
         yield Violation(
             ("checkpoint.keep_every", "checkpoint.keep_last"),

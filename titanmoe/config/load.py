@@ -254,7 +254,8 @@ def _take(data: dict[str, Any], prefix: str, given: _Given) -> None:
             given.blame((path,), f"{path} = {shown(value)} is not a table: write [{path}] and its fields below")
         else:
             kind = "table" if isinstance(value, dict) else "key"
-            hint = _hint(path) if len(given.problems) < HINTS else "--help lists all fields"
+            near = _hint(path) if len(given.problems) < HINTS else "--help lists all fields"
+            hint = other_names.REMOVED.get(path) or near
             given.blame((path,), f"unknown {kind} {shortened(path)}: {hint}")
 
 

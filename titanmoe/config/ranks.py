@@ -35,7 +35,7 @@ def recipe_ranks(argv: Sequence[str], preset: Preset) -> int:
 def world_of(ranks: int | None, argv: Sequence[str], preset: Preset) -> int:
     """--ranks N if given, else the recipe's own number; ConfigError if neither says it. --print-config needs none."""
     if prints(argv):
-        load(argv, preset, lambda config: [])  # and exits
+        load([*argv, *(["--job.ranks", str(ranks)] if ranks else [])], preset, lambda config: [])  # and exits
     if ranks is None:
         ranks = recipe_ranks(argv, preset) if argv else 0
         if not ranks:

@@ -334,7 +334,7 @@ class MoE:
     symm_mem_factor: float = 2.0
     """symm_mem only: rows that a rank has room for, as a multiple of what arrives under even routing. A step in which a rank would receive more is rerun exactly, by alltoall (metric overflow_reruns): raise it if that happens often, lower it to save memory. From ep on it never happens."""
     overlap_chunks: int = 1
-    """Above 1: each expert's rows travel in that many all-to-alls, so that a chunk is in flight while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. -1: before the first step the ranks time both and choose; the header reports the choice, which another start may not repeat, so give the number if runs must agree to the last bit. 1: off."""
+    """Above 1: each expert's rows travel in that many all-to-alls, so that a chunk is in flight while the one before it is multiplied. 2 to 4 where the all-to-all takes long and each expert has thousands of rows; smaller products and more messages are the price. `scripts/bench/chunks.py` measures both and prints a number. 1: off."""
     capacity_factor: float = 0.0
     """0 never drops. Above 0 each expert takes at most ceil(capacity_factor * top_k * tokens / num_experts) per scope."""
     drop_policy: Literal["probability", "position"] = "probability"
@@ -443,10 +443,6 @@ class Checkpoint:
     """Steps between checkpoints; 0 saves only at the end and on a signal. As many as you can afford to repeat."""
     save: Literal["async", "sync"] = "async"
     """async copies the state to CPU memory and writes it while training continues. sync waits for the disk and needs no copy."""
-    local: int = 0
-    """Steps between copies in the memory of the hosts: each host keeps what its ranks hold, and a copy of what the ranks of another host hold. A run that loses a host then goes back to the latest copies and not to the last checkpoint. `local_folder` needs room for two sets. 0: none."""
-    local_folder: str = "/dev/shm"
-    """Where `local` copies go: a folder that each host has to itself, in memory or on a local disk, and that outlives the run's processes. Environment variables are expanded on each host, as in "$SLURM_TMPDIR"."""
     keep_last: int = 3
     """How many of the latest to keep; 0 keeps all."""
     keep_every: int = 0

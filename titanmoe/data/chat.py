@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.config.parse_json import parse_json
+from titanmoe.data.template import OverBudget, Template
 from titanmoe.data.tokenizer import SETTINGS, Tokenizer
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
@@ -24,8 +24,6 @@ OPEN, CLOSE = "\ufdd0", "\ufdd1"
 
 MOST_TEMPLATE = 1 << 17
 """Characters; the longest published template has some 30,000."""
-MOST_TOKENS = 20_000
-"""Jinja's tokens, not counting white space: they are what takes time to compile."""
 
 
 class ChatError(ValueError):
@@ -43,19 +41,17 @@ class Chat:
             raise ConfigError(
                 [f"{origin}: the chat template has more than {MOST_TEMPLATE:,} characters, the limit for a template"]
             )
-        environment = self._environment = _environment()
         self._errors = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
         try:
-            tags = _tags(environment.lex(template), origin)
-            self._compiled = environment.from_string(template)
-        except ConfigError:
-            raise
+            self._compiled = Template(template, OPEN, CLOSE)
+        except OverBudget as error:
+            raise ConfigError([f"{origin}: compiling the chat template {error}"]) from None
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError([f"{origin}:{error.lineno}: the chat template is not Jinja: {error.message}"]) from None
-        except (RecursionError, SyntaxError, MemoryError, ValueError, OverflowError) as error:
+        except (RecursionError, SyntaxError, ValueError, OverflowError) as error:
             text = _short(f"{type(error).__name__} {error}")
             raise ConfigError([f"{origin}: the chat template cannot be compiled: {text}"]) from None
-        self.marks_generation = "generation" in tags and "endgeneration" in tags
+        self.marks_generation = self._compiled.marks_generation
 
     def encode(self, messages: Any) -> tuple[np.ndarray, np.ndarray]:
         """Tokens, and which of them are the assistant's. ChatError: this conversation is at fault; ConfigError: the
@@ -73,11 +69,13 @@ class Chat:
         return self.tokenizer.with_offsets(self._render([{"role": "user", "content": text}], prompt=True)).tokens_T
 
     def _render(self, messages: list[Any], prompt: bool = False) -> str:
-        from titanmoe.data.template import OverBudget
+        return self._render_all([(messages, prompt)])[0]
 
+    def _render_all(self, asked: list[tuple[list[Any], bool]]) -> list[str]:
+        """Each of these messages, with the prompt for an answer or not."""
+        marks = self.tokenizer.marks
         try:
-            self._environment.begin(messages)
-            return self._compiled.render(messages=messages, add_generation_prompt=prompt, **self.tokenizer.marks)
+            return self._compiled.render(*({"messages": m, "add_generation_prompt": p} | marks for m, p in asked))
         except OverBudget as error:
             raise ConfigError([f"the chat template {self.origin} {error}: use another (chat_template)"]) from None
         except RecursionError:
@@ -98,12 +96,13 @@ class Chat:
         return "".join(parts), spans
 
     def _by_prefixes(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
-        whole, spans = self._render(messages), []
-        for n, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            asked = self._render(messages[:n], prompt=True) if n else ""
-            answered = self._render(messages[: n + 1])
+        answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        parts = [part for n in answers for part in ((messages[:n], True), (messages[: n + 1], False)) if part[0]]
+        whole, *texts = self._render_all([(messages, False), *parts])
+        spans = []
+        for n in answers:
+            asked = texts.pop(0) if n else ""
+            answered = texts.pop(0)
             for shorter, longer, what in (
                 (
                     asked,
@@ -147,20 +146,6 @@ def open_chat(template: str, tokenizer: Tokenizer) -> Chat:
     return Chat(found, str(settings), tokenizer)
 
 
-def _tags(lexed: Iterable[tuple[int, str, str]], origin: str) -> set[str]:
-    """All names in a template."""
-    found, tokens = set(), 0
-    for _, kind, value in lexed:
-        tokens += kind != "whitespace"
-        if tokens > MOST_TOKENS:
-            raise ConfigError(
-                [f"{origin}: the chat template has more than {MOST_TOKENS:,} tokens, the limit for a template"]
-            )
-        if kind == "name":
-            found.add(value)
-    return found
-
-
 def _read(file: Path) -> str:
     with file.open(encoding="utf-8") as stream:
         return stream.read(MOST_TEMPLATE + 1)
@@ -189,38 +174,3 @@ def _check(messages: Any) -> None:
 
 def _split(text: str) -> list[str]:
     return [part for part in re.split(f"([{OPEN}{CLOSE}])", text) if part]
-
-
-def _environment() -> Any:
-    """As the templates of published models expect it, without today's date (strftime_now): tokens must not depend on
-    the day, and templates that ask for the date have a default of their own."""
-    import jinja2.ext
-    import jinja2.nodes
-
-    from titanmoe.data.template import Counted
-
-    class Generation(jinja2.ext.Extension):
-        """{% generation %}...{% endgeneration %}"""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            mark = [jinja2.nodes.Output([jinja2.nodes.TemplateData(char)], lineno=line) for char in (OPEN, CLOSE)]
-            return [mark[0], *body, mark[1]]
-
-    def refuse(text: str) -> None:
-        raise jinja2.TemplateError(text)
-
-    environment = Counted(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
-    environment.set_filter("tojson", _json)
-    environment.globals["raise_exception"] = refuse
-    return environment
-
-
-def _json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
-) -> str:
-    """Jinja's own escapes for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

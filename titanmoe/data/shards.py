@@ -213,7 +213,24 @@ class ShardDocuments:
                 seen[block] = True
         return mapped[where]
 
+    def first_change(self, shard: int, extension: str) -> str:
+        """The first bytes of a shard's file that are not as its sums say; "" if all are."""
+        for block in range(blocks(self._sizes[shard][extension])):
+            if where := self._change(shard, extension, block):
+                return f", first {where}"
+        return ""
+
     def _check(self, shard: int, extension: str, block: int) -> None:
+        if where := self._change(shard, extension, block):
+            raise ConfigError(
+                [
+                    f"{self._file(shard, extension)} has changed since it was written, {where}: copy or make the "
+                    f"shards again (titanmoe data verify {self.folder} finds all that has changed)"
+                ]
+            )
+
+    def _change(self, shard: int, extension: str, block: int) -> str:
+        """Between which bytes a block is not as it was written; "" if it is."""
         before = 0
         for name, size in self._sizes[shard].items():
             if name == extension:
@@ -221,14 +238,9 @@ class ShardDocuments:
             before += blocks(size)
         data = self._map(shard, extension, np.dtype(np.uint8))[block * BLOCK : (block + 1) * BLOCK]
         written = int(self._map(shard, "sums", np.dtype("<u4"))[before + block])
-        if zlib.crc32(data) != written:
-            raise ConfigError(
-                [
-                    f"{self._file(shard, extension)} has changed since it was written, between bytes {block * BLOCK:,} "
-                    f"and {block * BLOCK + len(data):,}: copy or make the shards again (titanmoe data verify "
-                    f"{self.folder} finds all that has changed)"
-                ]
-            )
+        if zlib.crc32(data) == written:
+            return ""
+        return f"between bytes {block * BLOCK:,} and {block * BLOCK + len(data):,}"
 
     def _file(self, shard: int, extension: str) -> Path:
         return self.folder / f"{self._names[shard]}.{extension}"
@@ -301,7 +313,7 @@ def _by_shard(first: np.ndarray, begin: int, end: int) -> Iterator[tuple[int, in
 def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
     """Reads every file. For each shard its name and what is wrong with it; opening has checked the rest."""
     documents = ShardDocuments(folder)
-    for shard in read_manifest(folder)["shards"]:
+    for number, shard in enumerate(read_manifest(folder)["shards"]):
         problems = []
         for extension, written in (shard["crc32"] | {name: shard[name] for name in ("sums",) if name in shard}).items():
             file = folder / f"{shard['name']}.{extension}"
@@ -314,5 +326,8 @@ def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
             if top >= documents.vocab_size:
                 problems.append(f"{file} contains token {top}, beyond the vocabulary of {documents.vocab_size}")
             if crc32 != written:
-                problems.append(f"{file} has changed since it was written: checksum {crc32:08x}, not {written:08x}")
+                where = documents.first_change(number, extension) if "sums" in shard and extension != "sums" else ""
+                problems.append(
+                    f"{file} has changed since it was written{where}: checksum {crc32:08x}, not {written:08x}"
+                )
         yield shard["name"], problems

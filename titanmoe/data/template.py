@@ -1,320 +1,207 @@
-"""How much a chat template may spend. A template comes with a downloaded model, and a page of Jinja can ask for
-10^10 of anything: so its loops, its calls and the text it makes are counted, and one that exceeds the limits below is
-stopped.
+"""Chat templates, rendered in a process of their own. A template comes with a downloaded model, and a line of Jinja can
+ask for 10^10 of anything: so each rendering has a limit of time and one of memory.
 
-    steps       nodes of the template executed, and items of lists and objects visited
-    characters  of text made or read
-
-Python's own stack bounds recursion. What makes much out of little in one operation (`*`, `**`, `%`, `replace`, `join`,
-`indent`) is estimated before it is done; what only pads or wraps text is left out: no published template needs it.
+The process is started when a template is opened, and anew in a fork or after its end. Its first request is the
+template. It ends with its stdin, so also when its parent dies. Its time is processor time: a busy machine changes
+nothing, and the kernel ends it whatever it is doing.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
-from functools import wraps
-from typing import Any
+import contextlib
+import json
+import os
+import pickle
+import signal
+import struct
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any, BinaryIO
 
-from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-
-STEPS, STEPS_PER_MESSAGE, STEPS_PER_CHARACTER = 1_000_000, 10_000, 1
-"""A published template takes a few hundred steps per message."""
-CHARACTERS, CHARACTERS_PER_CHARACTER = 16_000_000, 100
-"""How many times the conversation's own characters may be read."""
-BITS = 10_000
-"""Of an integer."""
-INDENT = 16
-
-_UNUSED_FILTERS = ("batch", "center", "filesizeformat", "format", "pprint", "random", "slice", "striptags")
-_UNUSED_FILTERS += ("urlize", "wordwrap", "xmlattr")
-_SHALLOW = {"attr", "count", "d", "default", "first", "items", "last", "length", "list", "map", "reject", "rejectattr"}
-_SHALLOW |= {"reverse", "select", "selectattr"}
-_LETTERS = {"groupby", "join", "list", "map", "max", "min", "reject", "select", "sort", "sum", "unique"}
-"""Filters that treat a text as a list of its characters."""
-_PLAIN_TESTS = {"boolean", "callable", "defined", "escaped", "even", "false", "filter", "float", "integer", "iterable"}
-_PLAIN_TESTS |= {"mapping", "none", "number", "odd", "sameas", "sequence", "string", "test", "true", "undefined"}
-_OF_TEXT = {"capitalize", "casefold", "count", "endswith", "find", "format", "index", "join", "lower", "lstrip"}
-_OF_TEXT |= {"partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition", "rsplit"}
-_OF_TEXT |= {"rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper"}
-_MANY = (list, tuple, dict, set, range, KeysView, ValuesView, ItemsView)
-_WIDE = re.compile(r"%[^%a-zA-Z]*(\d{4}|\*)|\{[^{}]*:[^{}]*(\d{4}|\{)")
-"""A format field that is 1,000 characters wide or more, or as wide as an argument says."""
+SECONDS, SECONDS_PER_MB = 10.0, 1.0
+"""The second for each MB of the conversation. A published template takes less than a millisecond for a message."""
+MEMORY, MEMORY_PER_BYTE = 256 << 20, 32
+"""Beyond what the process has when the rendering begins."""
+HEAD = struct.Struct("<Qdq")
+"""Before each pickle: its length, and for a request its seconds and bytes of memory."""
 
 
 class OverBudget(Exception):
-    """Not an exception that Jinja's own filters swallow."""
+    """Its message says what the template does."""
 
 
-class _Counting(CodeGenerator):
-    """Makes the template's code report what it spends."""
+class Template:
+    def __init__(self, text: str, opening: str, closing: str):
+        """opening, closing: what {% generation %} and {% endgeneration %} write. Raises what Jinja raises."""
+        self._template = text, opening, closing
+        self.marks_generation = False
+        self._idle = [self._begin()]
 
-    def blockvisit(self, nodes: Any, frame: Frame) -> None:
-        self.writeline(f"environment.spend({1 + sum(map(_own, nodes))}, {sum(map(_text, nodes))})")
-        super().blockvisit(nodes, frame)
+    def render(self, *given: dict[str, Any]) -> list[str]:
+        """One text for each. given: what the template's names stand for. The limits are for all of them together."""
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = None
+        if worker is None or worker.parent != os.getpid():
+            worker = self._begin()
+        answer = _answer(worker, given, "this conversation")
+        self._idle.append(worker)  # not before: after an interruption, what it says would answer another request
+        return _result(answer)
 
-    def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        if node.test is not None:  # rejected items never get to the body
-            node.test = nodes.And(nodes.EnvironmentAttribute(f"spend({_own(node.test)})"), node.test)
-        node.iter = _through("iterated", node.iter)
-        super().visit_For(node, frame)
-
-    def macro_body(self, node: Any, frame: Frame) -> Any:
-        if node.defaults:  # they are evaluated at each call
-            spent = nodes.EnvironmentAttribute(f"spend({sum(map(_own, node.defaults))})")
-            node.body = [nodes.ExprStmt(spent, lineno=node.lineno), *node.body]
-        return super().macro_body(node, frame)
-
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        node.nodes = [_through("sized", part) for part in node.nodes]
-        super().visit_Concat(node, frame)
-
-    def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        node.expr = _through("sized", node.expr)
-        for operand in node.ops:
-            operand.expr = _through("sized", operand.expr)
-        super().visit_Compare(node, frame)
-
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        for pair in node.items:
-            pair.key = _through("sized", pair.key)
-        super().visit_Dict(node, frame)
-
-    def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
-        if isinstance(node.arg, nodes.Slice):
-            node.node = _through("sliced", node.node)
-        super().visit_Getitem(node, frame)
+    def _begin(self) -> _Worker:
+        worker = _Worker()
+        self.marks_generation = _result(_answer(worker, self._template, "a template"))
+        return worker
 
 
-def _through(name: str, node: Any) -> Any:
-    if isinstance(node, nodes.Const):
-        return node
-    return nodes.Call(nodes.EnvironmentAttribute(name), [node], [], None, None, lineno=node.lineno)
+def _answer(worker: _Worker, asked: tuple[Any, ...], what: str) -> tuple[bool, Any]:
+    """Whether the process could do it, and what it made or why it could not. what: what the limits are for."""
+    request = pickle.dumps(asked)
+    seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
+    memory = MEMORY + MEMORY_PER_BYTE * len(request)
+    answer = worker.ask(request, seconds, memory)
+    if answer is None:
+        code = worker.end()
+        if code == -signal.SIGPROF:
+            raise OverBudget(f"takes more than {seconds:.3g} s, the limit for {what}")
+        raise OverBudget(f"ends the process that renders it (code {code})")
+    if isinstance(answer[1], MemoryError):
+        raise OverBudget(f"takes more than {memory >> 20:,} MiB of memory, the limit for {what}")
+    return answer
 
 
-def _own(node: nodes.Node) -> int:
-    """Nodes, without those of inner blocks, which count themselves."""
-    return 1 + sum(map(_own, node.iter_child_nodes(exclude=("body", "else_"))))
+def _result(answer: tuple[bool, Any]) -> Any:
+    found, result = answer
+    if not found:
+        raise result
+    return result
 
 
-def _text(node: nodes.Node) -> int:
-    """Characters of its own that the template writes."""
-    if not isinstance(node, nodes.Output):
-        return 0
-    return sum(len(child.data) for child in node.nodes if isinstance(child, nodes.TemplateData))
+class _Worker:
+    """The process, as its parent sees it."""
+
+    def __init__(self) -> None:
+        import titanmoe
+
+        home = str(Path(titanmoe.__file__).parent.parent)
+        paths = os.pathsep.join(filter(None, [home, os.environ.get("PYTHONPATH")]))
+        self.parent = os.getpid()
+        # Not multiprocessing: whoever reads data may be a daemon, which may have no such children.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", "from titanmoe.data.template import serve; serve()"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": paths},
+            start_new_session=True,  # Ctrl-C is for the parent
+        )
+        self.end = weakref.finalize(self, _end, self._process, self.parent)
+
+    def ask(self, request: bytes, seconds: float, memory: int) -> Any:
+        """None if it has ended."""
+        try:
+            _send(self._process.stdin, request, seconds, memory)
+            answer = _receive(self._process.stdout)
+        except BrokenPipeError:
+            return None
+        return answer and pickle.loads(answer[0])
 
 
-class Counted(ImmutableSandboxedEnvironment):
-    """An environment that stops its templates after a number of steps."""
+def _end(process: subprocess.Popen[bytes], parent: int) -> int | None:
+    if os.getpid() != parent:  # in a fork
+        return None
+    if process.poll() is None:
+        process.kill()
+    with contextlib.suppress(BrokenPipeError):  # what it did not read
+        process.stdin.close()
+    process.stdout.close()
+    return process.wait()
 
-    code_generator_class = _Counting
-    intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
-    def __init__(self, **options: Any):
-        self.begin([])
-        super().__init__(finalize=self.sized, **options)
-        del self.globals["lipsum"]
-        for name in _UNUSED_FILTERS:
-            del self.filters[name]
-        self.filters |= {name: self._filter(name, do) for name, do in self.filters.items()}
-        self.tests |= {name: self._reckoned(do) for name, do in self.tests.items() if name not in _PLAIN_TESTS}
+def _send(stream: BinaryIO, data: bytes, seconds: float = 0.0, memory: int = 0) -> None:
+    stream.write(HEAD.pack(len(data), seconds, memory) + data)
+    stream.flush()
 
-    def set_filter(self, name: str, do: Callable[..., Any]) -> None:
-        self.filters[name] = self._filter(name, do)
 
-    # ---- the account
+def _receive(stream: BinaryIO) -> tuple[bytes, float, int] | None:
+    """None at the end, which may come in the middle of something."""
+    head = stream.read(HEAD.size)
+    if len(head) < HEAD.size:
+        return None
+    size, seconds, memory = HEAD.unpack(head)
+    data = stream.read(size)
+    return (data, seconds, memory) if len(data) == size else None
 
-    def begin(self, messages: list[Any]) -> None:
-        """Start rendering these messages."""
-        self.steps = self.characters = 1 << 62
-        self._walk(messages)
-        items, read = (1 << 62) - self.steps, (1 << 62) - self.characters
-        self.steps = STEPS + STEPS_PER_MESSAGE * len(messages) + STEPS_PER_CHARACTER * (items + read)
-        self.characters = CHARACTERS + CHARACTERS_PER_CHARACTER * read
-        self.most = self.steps, self.characters
 
-    def spend(self, steps: int, characters: int = 0) -> bool:
-        self.steps -= steps
-        self.characters -= characters
-        if self.steps < 0 or self.characters < 0:
-            self._over()
-        return True
+# ---- in the process
 
-    def _over(self) -> None:
-        steps, characters = self.most
-        if self.steps < 0:
-            raise OverBudget(f"takes more than {steps:,} steps, the limit for this conversation")
-        raise OverBudget(f"makes or reads more than {characters:,} characters, the limit for this conversation")
 
-    def _walk(self, value: Any, indent: int = 0) -> None:
-        """Charges for everything in the value, as often as it occurs."""
-        stack = [(value, 0)]
-        while stack:
-            value, depth = stack.pop()
-            if isinstance(value, str):
-                self.spend(1, len(value) + depth * indent)
-                continue
-            if isinstance(value, Namespace):
-                value = value._Namespace__attrs
-            if isinstance(value, Mapping):
-                held = [*value.keys(), *value.values()]
-            elif isinstance(value, list | tuple | KeysView | ValuesView | ItemsView | set):
-                held = list(value)
+def serve() -> None:
+    import resource
+
+    page, hard = resource.getpagesize(), resource.getrlimit(resource.RLIMIT_AS)[1]
+    try:
+        size = os.open("/proc/self/statm", os.O_RDONLY)
+    except FileNotFoundError:  # not Linux: then only time is limited
+        size = None
+    template = None
+    while (asked := _receive(sys.stdin.buffer)) is not None:
+        request, seconds, memory = asked
+        given = pickle.loads(request)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles its signal, so the kernel ends the process
+        if size is not None:
+            most = int(os.pread(size, 64, 0).split()[0]) * page + memory
+            resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+        try:
+            if template is None:
+                template, marks_generation = _compiled(*given)
+                answer = True, marks_generation
             else:
-                self.spend(1, 8 + depth * indent)
-                continue
-            self.spend(1 + len(held), depth * indent)
-            stack += [(it, depth + 1) for it in held]
+                answer = True, [template.render(each) for each in given]
+        except Exception as error:
+            answer = False, error.with_traceback(None)
+        if size is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        _send(sys.stdout.buffer, pickle.dumps(answer))
 
-    def _shallow(self, value: Any, letters: bool = False) -> None:
-        if isinstance(value, str):
-            self.spend(len(value) if letters else 0, len(value))
-        elif isinstance(value, _MANY):
-            self.spend(len(value))
 
-    # ---- what the code of a template calls
+def _compiled(text: str, opening: str, closing: str) -> tuple[Any, bool]:
+    """As the templates of published models expect it, without today's date (strftime_now) and random text: tokens must
+    depend on neither, and templates that ask for the date have a default of their own."""
+    import jinja2.ext
+    import jinja2.nodes
+    import jinja2.sandbox
 
-    def sized(self, value: Any) -> Any:
-        self._walk(value)
-        return value
+    class Generation(jinja2.ext.Extension):
+        """{% generation %}...{% endgeneration %}"""
 
-    def sliced(self, value: Any) -> Any:
-        self._shallow(value)
-        return value
+        tags = {"generation"}
 
-    def iterated(self, value: Any) -> Any:
-        self._shallow(value, letters=True)
-        return value
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            parser.environment.marks = True
+            mark = [jinja2.nodes.Output([jinja2.nodes.TemplateData(x)], lineno=line) for x in (opening, closing)]
+            return [mark[0], *body, mark[1]]
 
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        if isinstance(argument, tuple):  # it is hashed
-            self._walk(argument)
-        return super().getitem(obj, argument)
+    def refuse(text: str) -> None:
+        raise jinja2.TemplateError(text)
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, str) and attr not in _OF_TEXT and not attr.startswith("is"):
-            return False
-        return not isinstance(obj, int | float | bytes) and super().is_safe_attribute(obj, attr, value)
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+    )
+    del environment.globals["lipsum"], environment.filters["random"]
+    environment.filters["tojson"] = _json
+    environment.globals["raise_exception"] = refuse
+    environment.marks = False
+    return environment.from_string(text), environment.marks
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        of = getattr(__obj, "__self__", None)
-        if of is __self:
-            return __obj(args[0])
-        if isinstance(__obj, Macro):  # its body is counted
-            return super().call(__context, __obj, *args, **kwargs)
-        named = {key: value for key, value in kwargs.items() if key not in ("_loop_vars", "_block_vars", "caller")}
-        __self._walk([*args, *named.values()])
-        name = getattr(__obj, "__name__", "")
-        text = of if isinstance(of, str) else getattr(getattr(__obj, "__wrapped__", None), "__self__", None)
-        if isinstance(text, str):
-            __self._of_text(text, name, args, named)
-        elif of is not None:
-            __self._shallow(of)
-        found = super().call(__context, __obj, *args, **kwargs)
-        __self._shallow(found)
-        return found
 
-    def _of_text(self, text: str, name: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        self.spend(0, len(text))
-        if name == "replace":
-            self._replaced(text, *args[:2])
-        elif name == "join":
-            self._joined(text, args[0])
-        elif name in ("format", "format_map"):
-            self._formatted(text, [*args, *named.values()], "{")
-        elif name in ("split", "rsplit", "splitlines"):
-            by = args[0] if args else named.get("sep")
-            self.spend(text.count(by) if name != "splitlines" and isinstance(by, str) and by else len(text))
-
-    def _replaced(self, text: str, old: Any, new: Any) -> None:
-        self.spend(0, str(text).count(str(old)) * len(str(new)))
-
-    def _joined(self, between: str, parts: Any) -> None:
-        self._walk(parts)
-        if isinstance(parts, (str, *_MANY)):
-            self.spend(0, len(parts) * len(between))
-
-    def _formatted(self, text: str, given: Any, mark: str) -> None:
-        if _WIDE.search(text):
-            raise OverBudget("formats a field of 1,000 characters or more")
-        before = self.steps, self.characters
-        self._walk(given)
-        times = text.count(mark)
-        self.spend((before[0] - self.steps) * times, (before[1] - self.characters) * times + len(text))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if operator == "%" and isinstance(left, str):
-            self._formatted(left, right, "%")
-        elif operator == "*" and not (isinstance(left, int | float) and isinstance(right, int | float)):
-            many, times = (right, left) if isinstance(left, int) else (left, right)
-            if isinstance(times, int) and isinstance(many, (str, *_MANY)):
-                size = len(many) * max(0, times)
-                self.spend(*((1, size) if isinstance(many, str) else (size, 0)))
-        elif isinstance(left, int) and isinstance(right, int) and operator in ("*", "**"):
-            bits = left.bit_length() + right.bit_length() if operator == "*" else left.bit_length() * max(0, right)
-            if bits > BITS:
-                raise OverBudget(f"makes a number of more than {BITS:,} bits")
-        else:
-            self._shallow(left)
-            self._shallow(right)
-        return super().call_binop(context, operator, left, right)
-
-    # ---- filters and tests
-
-    def _filter(self, name: str, do: Callable[..., Any]) -> Callable[..., Any]:
-        first = 1 if hasattr(do, "jinja_pass_arg") else 0  # the context or the like comes before it
-
-        @wraps(do)
-        def counted(*args: Any, **named: Any) -> Any:
-            value, rest = args[first], args[first + 1 :]
-            self._shallow(value, letters=name in _LETTERS)
-            self._walk([*rest, *named.values()])
-            if isinstance(value, _MANY) or (isinstance(value, str) and name in _LETTERS):
-                texts = [text for text in (*rest, *named.values()) if isinstance(text, str)]
-                self.spend(len(value) * sum(text.count(".") + text.count(",") for text in texts))  # a.b,c of each
-            if name == "tojson" or name == "indent":
-                self._indented(name, value, rest, named)
-            elif name not in _SHALLOW:
-                self._walk(value)
-            if name == "replace":
-                self._replaced(value, *[*rest, *named.values()][:2])
-            elif name == "join":
-                self._joined(str(rest[0] if rest else named.get("d", "")), value)
-            elif name == "round":
-                digits = named.get("precision", rest[0] if rest else 0)
-                if not isinstance(digits, int) or abs(digits) > 300:
-                    raise OverBudget("rounds to more than 300 digits")
-            found = do(*args, **named)
-            if isinstance(found, Iterator):
-                found = list(found)
-            self._shallow(found)
-            return found
-
-        return counted
-
-    def _indented(self, name: str, value: Any, rest: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if name == "indent":
-            width = named.get("width", rest[0] if rest else 4)
-            lines = str(value).count("\n") + 1 if isinstance(value, str) else 1
-        else:
-            width, lines = named.get("indent", rest[1] if len(rest) > 1 else None), 0
-            between = named.get("separators", rest[2] if len(rest) > 2 else None) or ()
-            if any(len(str(part)) > INDENT for part in between):
-                raise OverBudget(f"separates by more than {INDENT} characters")
-        size = len(width) if isinstance(width, str) else width or 0
-        if not isinstance(size, int | float) or size > INDENT:
-            raise OverBudget(f"indents by more than {INDENT} characters")
-        self._walk(value, max(0, int(size)))
-        self.spend(0, lines * max(0, int(size)))
-
-    def _reckoned(self, do: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(do)
-        def counted(*args: Any, **named: Any) -> Any:
-            self._walk([*args, *named.values()])
-            return do(*args, **named)
-
-        return counted
+def _json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: Any = False
+) -> str:
+    """Without the escapes for HTML of Jinja's own."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

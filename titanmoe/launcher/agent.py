@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from titanmoe.launcher.message import Failure, parts_of_step
+from titanmoe.launcher.message import Failure, following, parts_of_step
 from titanmoe.train import failure
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -116,11 +116,13 @@ class Agent(LocalElasticAgent):
 
     def ended(self, failures: dict[int, Any]) -> Ended:
         workers, notes = self._worker_group.workers, self._pcontext.error_files if self._pcontext else {}
-        found, parts = [], parts_of_step(map(Path, notes.values()))
+        files = [Path(note) for note in notes.values()]
+        found, parts, follow = [], parts_of_step(files), following(files)
         for failed in failures.values():
             local = failed.local_rank
             rank, log, note = workers[local].global_rank, Path(self._pcontext.stderrs[local]), Path(notes[local])
-            found.append(Failure(rank, failed.exitcode, failed.timestamp, log, note, parts.get(rank, "")))
+            during = parts.get(rank, "")
+            found.append(Failure(rank, failed.exitcode, failed.timestamp, log, note, during, rank in follow))
         return Ended(self.signal, self.killed, found, workers[0].world_size if workers else 1)
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 import re
 import shlex
-import socket
 import sys
 import time
 import uuid
@@ -23,10 +21,11 @@ from titanmoe.config.ranks import recipe_ranks
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
-from titanmoe.launcher import ranks
+from titanmoe.launcher import memory, ranks
 from titanmoe.launcher.message import first, message, oom_kills
 from titanmoe.models.families import preset
 from titanmoe.train.folder import COMMAND
+from titanmoe.train.runtime import why_not_listen
 from titanmoe.train.waiting import waiting
 
 if TYPE_CHECKING:
@@ -38,6 +37,7 @@ OWN = {
     "ranks": "N|auto: ranks of all nodes together. Default: the recipe's own number, job.ranks; auto: one per GPU, or "
     "per core without GPUs",
     "fit": "if the mapping does not fit that many ranks, take the nearest one that does",
+    "memory": "ignore: start even if the planner finds that the run needs more memory than there is",
     "logs": "FOLDER: where the ranks' logs go. Default: {job.dump_folder}/launch/NAME-DATE-TIME",
 }
 TORCHRUN = {
@@ -54,7 +54,7 @@ TORCHRUN = {
 }
 """Options that mean what they mean for torchrun."""
 SHAPES = {"nnodes": r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", "ranks": r"[1-9]\d{0,6}|auto", "max-restarts": r"\d{1,6}"}
-SHAPES |= {"node-rank": r"\d{1,6}", "master-port": r"\d{1,5}"}
+SHAPES |= {"memory": "ignore", "node-rank": r"\d{1,6}", "master-port": r"\d{1,5}"}
 
 
 @dataclass
@@ -64,6 +64,8 @@ class Request:
     """Ours and torchrun's, by name."""
     rest: list[str] = field(default_factory=list)
     """Overrides, and anything else left to the config's loader."""
+    fitted: list[str] = field(default_factory=list)
+    """Overrides that --fit adds."""
     problems: list[str] = field(default_factory=list)
     typed: list[str] = field(default_factory=list)
     """The whole command line, as typed."""
@@ -74,7 +76,16 @@ class Request:
     @property
     def words(self) -> list[str]:
         """The ranks' command line."""
-        return [*(["--config", self.recipe] if self.recipe else []), *self.rest]
+        return [*(["--config", self.recipe] if self.recipe else []), *self.rest, *self.fitted]
+
+    @property
+    def command(self) -> str:
+        """The recipe and its overrides, for another command of titanmoe."""
+        return shlex.join([*([self.recipe] if self.recipe else []), *self.rest])
+
+    @property
+    def checks_memory(self) -> bool:
+        return "memory" not in self.options and not prints(self.words)
 
     @property
     def nodes(self) -> int:
@@ -171,28 +182,37 @@ def prepare(request: Request) -> Prepared:
         load(request.words, preset, lambda config: [])  # and exits: what follows from the number of ranks stays open
     world = ranks.choose_ranks(ranks_given, request.nodes, own, machine)
     nproc = -(-world // request.nodes)
-    if not prints(request.words) and (
-        wrong := ranks.too_many(world, request.nodes, machine, request.recipe if own else "")
-    ):
-        raise ConfigError([*(problem.problems if problem else []), wrong], problem.source if problem else "")
+
+    def lack(config: Config, world: int) -> str:
+        each = -(-world // request.nodes)
+        return memory.lack(config, world, each, machine, request.command) if request.checks_memory else ""
+
+    def here() -> str:
+        smaller = machine.ranks * request.nodes
+        if config is None:
+            return ""
+        changed = ranks.with_values(config, ranks.new(ranks.fitting(config, smaller)))
+        return "" if violations(changed, smaller) else lack(changed, smaller)
+
     if prints(request.words):
         nproc = min(nproc, machine.gpus or 8)
+    elif wrong := ranks.too_many(world, request.nodes, machine, request.recipe if own else "", here):
+        raise ConfigError([*(problem.problems if problem else []), wrong], problem.source if problem else "")
     try:
-        return Prepared(request, final_config(request, world, nproc), nproc, machine)
+        return Prepared(request, final_config(request, world, nproc, machine), nproc, machine)
     except Misfit as misfit:
         change = ranks.fitting(misfit.config, world) if request.get("fit") else {}
         if not change:
-            misfit.offer = ranks.offer(misfit.config, world, request.nodes)
+            misfit.offer = ranks.offer(misfit.config, world, request.nodes, lack)
             raise
-    taken = [f"--{path}={new}" for path, (_, new) in change.items()]
-    request = replace(request, rest=[*request.rest, *taken])
-    config = final_config(request, world, nproc)
+    request = replace(request, fitted=[f"--{path}={value}" for path, value in ranks.new(change).items()])
+    config = final_config(request, world, nproc, machine)
     waiting("")
     print(f"fitted to {world} rank{'s' * (world > 1)}: {ranks.text(change)}", file=sys.stderr, flush=True)
     return Prepared(request, config, nproc, machine)
 
 
-def final_config(request: Request, world: int, nproc: int) -> Config:
+def final_config(request: Request, world: int, nproc: int, machine: ranks.Machine) -> Config:
     """The config that the ranks will have; refuses what they would refuse."""
     from titanmoe.train.folder import check_free
     from titanmoe.train.launch import fitted, on_nodes, resolve
@@ -209,6 +229,9 @@ def final_config(request: Request, world: int, nproc: int) -> Config:
             found = refusals(config, world)
             if found and violations(config, world):
                 misfits.append(config)
+            if not found and request.checks_memory:
+                lack = memory.lack(config, world, nproc, machine, request.command)
+                found = [f"{lack}; --memory ignore starts it all the same"] if lack else []
             return found
         except FoldError as error:
             return error.problems
@@ -306,16 +329,9 @@ def _as_for_torchrun(request: Request) -> list[str]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Node 0 listens there. Checked before the ranks start, because torch's own error fills a screen."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            why = "is in use by another program" if error.errno == errno.EADDRINUSE else f"cannot be used ({error})"
-            raise ConfigError(
-                [f"--master-port {port} {why} on {host}: give another one, the same on every node"]
-            ) from None
+    """Node 0 listens there."""
+    if why := why_not_listen(port):
+        raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
 
 
 def _folder(prepared: Prepared) -> Path:

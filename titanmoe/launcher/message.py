@@ -26,6 +26,8 @@ class Failure:
     """Written by titanmoe.train.failure, if the rank got that far."""
     during: str = ""
     """Which part of the step it was in, as far as other ranks of this machine know."""
+    follows: bool = False
+    """Whether it ended because of a hang that the watch reported, which kills a stopped rank."""
 
     def note(self) -> dict:
         return read_note(self.note_file)
@@ -37,10 +39,10 @@ class Failure:
 
     @property
     def consequence(self) -> bool:
-        """Whether another rank failed first: the note says so, or the launcher then stopped this one."""
+        """Whether another rank failed first: the note says so, or the launcher or the watch then ended this one."""
         if note := self.note():
             return bool(note.get("consequence"))
-        return self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        return self.follows or self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
     @property
     def own_fault(self) -> bool:
@@ -61,6 +63,11 @@ def parts_of_step(notes: Iterable[Path]) -> dict[int, str]:
     for file in notes:
         found |= {int(rank): text for rank, text in read_note(file).get("during", {}).items()}
     return found
+
+
+def following(notes: Iterable[Path]) -> set[int]:
+    """Ranks that ended because of a hang that the watch reported."""
+    return {rank for file in notes for rank in read_note(file).get("following", [])}
 
 
 def first(failures: Iterable[Failure]) -> Failure:

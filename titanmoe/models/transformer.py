@@ -6,10 +6,12 @@ Shapes: B samples, S positions of the attention slice, s owned positions (S over
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from titanmoe import observe
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
@@ -19,7 +21,7 @@ from titanmoe.models.layers import FeedForward, RMSNorm, SharedExpert, rope_angl
 from titanmoe.models.multi_token import MultiToken
 from titanmoe.models.vocabulary import Embedding, Head
 from titanmoe.moe.layer import MoE
-from titanmoe.ops.region import region
+from titanmoe.observe import region
 from titanmoe.tokens import Tokens
 
 
@@ -56,6 +58,10 @@ class Block(nn.Module):
         with region("dense FFN" if self.moe is None else "MoE layer"):
             y_BsD = self.ffn(y_BsD) if self.moe is None else self.moe(y_BsD, tokens)
         return x_BsD + y_BsD
+
+
+def _backward_of(layer: int, grad: Tensor) -> None:
+    observe.active.layer(layer)
 
 
 class Transformer(nn.Module):
@@ -99,8 +105,11 @@ class Transformer(nn.Module):
             next_BsD = self.embed_copy(tokens.next_BS)
         turned = self.shape.qk_rope_head_dim or self.shape.head_dim
         rope = rope_angles(tokens.position_BS, self.shape, turned, x.dtype)
-        for block in self.layers.values():
+        for number, block in self.layers.items():
+            observe.active.layer(int(number))
             x = block(x, rope, tokens)
+            if x.requires_grad and observe.active is not observe.NOBODY:
+                x.register_hook(partial(_backward_of, int(number)))
         if self.head is None:
             return x
         if not with_mtp:

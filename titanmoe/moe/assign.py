@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.moe.permute import invert, to_weighted_rows
+from titanmoe.observe import named
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.region import named
 
 
 class Route(NamedTuple):

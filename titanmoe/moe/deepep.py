@@ -20,8 +20,8 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
 from titanmoe.moe.dispatch import AllToAll, Dispatcher, SharedBuffers
 from titanmoe.moe.permute import to_tokens
+from titanmoe.observe import named
 from titanmoe.ops import device as devices
-from titanmoe.ops.region import named
 
 NEEDS = "cuda"
 """Where its kernels run."""

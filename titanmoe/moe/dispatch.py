@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -44,10 +44,7 @@ from titanmoe.moe.assign import (
     split_into_chunks,
 )
 from titanmoe.moe.permute import reorder, reorder_weighted, to_rows, to_tokens
-from titanmoe.ops.region import named
-
-if TYPE_CHECKING:
-    from titanmoe.moe.layer import MoE
+from titanmoe.observe import named
 
 
 class Splits(NamedTuple):
@@ -69,30 +66,29 @@ class Part(NamedTuple):
 
 
 class SharedBuffers:
-    """What the layers of a rank share, lent to their dispatchers while a step runs."""
+    """What the dispatchers of a rank share, attached to them while a step runs."""
 
     def __init__(self, device: torch.device):
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
         """Whether the step is void on this rank and must be repeated without these buffers."""
 
     @contextmanager
-    def lent_to(self, layers: Collection[MoE]) -> Iterator[None]:
+    def attach(self, dispatchers: Collection[Dispatcher]) -> Iterator[None]:
         self.overflowed.zero_()
         try:
-            for moe in layers:
-                moe.dispatcher.memory = self
+            for dispatcher in dispatchers:
+                dispatcher.memory = self
             yield
         finally:
-            for moe in layers:
-                moe.dispatcher.memory = None
+            for dispatcher in dispatchers:
+                dispatcher.memory = None
 
 
 class Dispatcher:
     """The pieces, for a dispatcher that has nothing in flight between them and only defines dispatch and combine."""
 
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
-        # -1, to be measured, means one chunk until titanmoe.parallel.expert.measured_chunks has chosen a number.
-        self.num_experts, self.chunks, self.kernels = num_experts, max(1, chunks), kernels
+        self.num_experts, self.chunks, self.kernels = num_experts, chunks, kernels
         self.set_groups(ALONE, 1, 1)
 
     def set_groups(self, group: Group, ep: int, etp: int) -> None:
@@ -102,10 +98,6 @@ class Dispatcher:
 
     def set_nodes(self, within: Group, across: Group) -> None:
         """within: this group's ranks on this node. across: the ranks at this rank's position on each of its nodes."""
-
-    def set_chunks(self, chunks: int) -> None:
-        """Change the number of chunks; it must be the same on all ranks of the group."""
-        self.chunks = chunks
 
     @staticmethod
     def missing(device: str) -> str:
@@ -267,10 +259,6 @@ class Hierarchical(_InPieces):
         self.node_experts = self.num_experts // across.size
         self.inner = AllToAll(self.node_experts, self.chunks, self.kernels)
         self.inner.set_groups(within, self.ep // across.size, self.etp)
-
-    def set_chunks(self, chunks: int) -> None:
-        super().set_chunks(chunks)
-        self.inner.set_chunks(chunks)
 
     @named("dispatch")
     def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:

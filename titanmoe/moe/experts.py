@@ -20,10 +20,10 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.fp8 import Quantised, Rounded, plain_scaled_rows, quantise, scaled_rows
 from titanmoe.moe.permute import to_rows, to_tokens
+from titanmoe.observe import region
 from titanmoe.ops import device
 from titanmoe.ops.cpu import rowwise, whole_units
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.region import region
 from titanmoe.ops.split_backward import gradient_wanted, with_own_node
 
 Product = Callable[[Tensor, Tensor, Any], Tensor]

@@ -18,7 +18,7 @@ from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.dispatch import dispatcher_class
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
-from titanmoe.ops.region import region
+from titanmoe.observe import region
 from titanmoe.tokens import Tokens
 
 

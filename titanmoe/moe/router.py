@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from titanmoe.comm.collectives import local_whole
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.observe import named
 from titanmoe.ops import counted
 from titanmoe.ops.kernels import fused
-from titanmoe.ops.region import named
 from titanmoe.tokens import Tokens
 
 

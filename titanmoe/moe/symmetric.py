@@ -26,7 +26,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.moe.assign import Route, assign_all_rows, copy_rows
 from titanmoe.moe.dispatch import AllToAll, Part, SharedBuffers, Splits
-from titanmoe.ops.region import named
+from titanmoe.observe import named
 
 ALIGN = 8  # rows: 16 bytes of bfloat16, which the grouped product needs where it sums over an expert's rows
 OPS = ("symm_mem::all_to_all_vdev_2d", "symm_mem::all_to_all_vdev_2d_offset")

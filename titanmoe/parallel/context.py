@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm import listener
 from titanmoe.comm.collectives import ALONE, Group, all_to_all, gather, send_rows, wait
 from titanmoe.config.schema import Parallelism
 from titanmoe.models.attention import causal_attention
@@ -314,14 +313,13 @@ class _Ring(torch.autograd.Function):
                 kv = wait(coming, group)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse, document)
-        ctx.placement, ctx.group, ctx.window, ctx.step_position = placement, group, window, listener.step_position()
+        ctx.placement, ctx.group, ctx.window = placement, group, window
         return out
 
     @staticmethod
     def backward(ctx, grad):
         q, k, v, sinks, out, lse, document = ctx.saved_tensors
         placement, group = ctx.placement, ctx.group
-        listener.backward_of(ctx.step_position)
         mine = placement.held(group.rank)
         dq, kv = _wide_zeros(q), _pack(k, v)
         dkv = _wide_zeros(kv)

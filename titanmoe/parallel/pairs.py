@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from titanmoe.comm.turns import Turns
-from titanmoe.ops.region import OTHERS_TURN, region
+from titanmoe.observe import OTHERS_TURN, region
 
 Computation = torch_schedules._ComputationType
 Action = torch_schedules._Action

@@ -17,6 +17,8 @@ from torch.distributed import P2POp
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from titanmoe import observe
+from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Pipeline as Options
 from titanmoe.config.schema import Training
 from titanmoe.fold.meshes import Meshes
@@ -56,8 +58,38 @@ def gathered_once(row: list[torch_schedules._Action]) -> list[torch_schedules._A
 # ---- running
 
 
+class Chunks:
+    """Announces the forward and backward of each microbatch, and that a rank waits for other stages in between."""
+
+    def __init__(self, group: Group):
+        self.group, self.inside = group, 0
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        observe.waits(self.group.name)
+        try:
+            yield
+        finally:
+            observe.arrived()
+
+    @contextmanager
+    def __call__(self, stage: int, microbatch: int, backward: bool) -> Iterator[None]:
+        if not self.inside:
+            observe.arrived()
+        self.inside += 1  # two chunks may take turns
+        observe.active.microbatch(stage, microbatch, backward)
+        try:
+            yield
+        finally:
+            self.inside -= 1
+            if not self.inside:
+                observe.waits(self.group.name)
+
+
 class Stage(PipelineStage):
     """torch's, with what torch 2.11 cannot do and newer versions can."""
+
+    chunk: Chunks
 
     def _get_init_p2p_neighbors_ops(self) -> list[P2POp]:
         """Before the first step every stage greets its neighbours, even one on this rank (in a V), where gloo cannot
@@ -72,6 +104,18 @@ class Stage(PipelineStage):
             return super()._prepare_forward_infra(*args, **kwargs)
         finally:
             self.has_backward = before
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.chunk(self.stage_index, fwd_chunk_id, False):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.chunk(self.stage_index, bwd_chunk_id, True):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.chunk(self.stage_index, bwd_chunk_id, True):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: dict[str, Any], **kwargs: Any) -> Any:
         """For a backward in two parts, the first part takes every input for a tensor, where only hidden states have a
@@ -127,11 +171,13 @@ class Alone:
     def run(self, slices: list[Slice], divisor: Tensor, backward: bool = True) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=divisor.device)
         with torch.set_grad_enabled(backward):
-            for left, (ids_BS, tokens, labels_BS) in zip(reversed(range(len(slices))), slices, strict=True):
+            for m, (ids_BS, tokens, labels_BS) in enumerate(slices):
                 if self.reduce_once:
-                    self.model.set_requires_gradient_sync(left == 0)
+                    self.model.set_requires_gradient_sync(m == len(slices) - 1)
+                observe.active.microbatch(0, m, False)
                 loss = self.model(ids_BS, tokens, labels_BS) / divisor
                 if backward:
+                    observe.active.microbatch(0, m, True)
                     loss.backward()
                 total += loss.detach()
         return total
@@ -172,7 +218,9 @@ class Pipeline:
             )
             for part, stage in zip(parts, mine, strict=True)
         ]
-        self.device = device
+        self.device, self.chunks = device, Chunks(pp)
+        for stage in self.stages:
+            stage.chunk = self.chunks
         if options.schedule_csv:
             runtime = torch_schedules._PipelineScheduleRuntime
             self.schedule = runtime(self.stages, microbatches, loss_fn=self._scaled, scale_grads=False)
@@ -220,7 +268,11 @@ class Pipeline:
         for stage in self.stages:
             stage.has_backward = backward
             stage.clear_runtime_states()
-        with torch.set_grad_enabled(backward), nullcontext() if backward else self._forward_only():
+        with (
+            torch.set_grad_enabled(backward),
+            nullcontext() if backward else self._forward_only(),
+            self.chunks.waiting(),
+        ):
             self.schedule._step_microbatches(
                 [(s.ids_BS,) for s in slices],
                 [{"tokens": s.tokens, "labels_BS": s.labels_BS} for s in slices],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,10 @@ Plan = tuple[list[str], dict[str, Any], dict[Path | None, str], int]
 
 
 def _planned(args: argparse.Namespace, device: Any) -> Plan:
+    from titanmoe.plan.communicators import room
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import evaluate
-    from titanmoe.plan.table import as_json, budget, explained, table
+    from titanmoe.plan.table import as_json, budget, explained, is_tie, table
 
     config, said = _read(args)
     if device.name == "cpu":
@@ -81,7 +81,7 @@ def _planned(args: argparse.Namespace, device: Any) -> Plan:
         found = evaluate(config, args.ranks, device, Factors(), args.imbalance)
         lines = [*said, *explained(found, device)]
         more = budget(found, args.tokens, device) if args.tokens else []
-        too_large = found.peak > device.memory - device.reserved
+        too_large = found.peak > room(found.config, found.fold, device)
         return lines + more, {"hardware": device.name, "plan": as_json(found)}, {}, int(too_large)
     if args.what_if:
         return _what_if(args, config, device, said)
@@ -89,7 +89,8 @@ def _planned(args: argparse.Namespace, device: Any) -> Plan:
     best = result.best[0]
     lines = [*said, *table(result, device, args.ranks)]
     lines += budget(best, args.tokens, device) if args.tokens else []
-    data = {"hardware": device.name, "considered": result.considered, "best": [as_json(one) for one in result.best]}
+    data = {"hardware": device.name, "considered": result.considered}
+    data["best"] = [as_json(one) | {"within_error": is_tie(one, best)} for one in result.best]
     data["best_unfolded"] = as_json(result.best_unfolded) if result.best_unfolded else None
     head = f"# Written by titanmoe plan for {args.ranks} {device.name}, from {recipe_of(args.overrides)}.\n\n"
     written = replace(best.config, job=replace(best.config.job, ranks=args.ranks))
@@ -129,12 +130,12 @@ def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
 
 
 def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: Any) -> str:
+    from titanmoe.plan.communicators import room
     from titanmoe.plan.links import Factors
     from titanmoe.plan.search import search
     from titanmoe.plan.table import row
     from titanmoe.rehearse.columns import format_bytes
 
-    room = device.memory - device.reserved
     training, most = config.training, args.ranks
     ways = {
         f"--ranks {2 * args.ranks}": (config, 2 * args.ranks),
@@ -148,27 +149,32 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
         ),
     }
 
-    def least(changed: Config, world: int) -> int | None:
+    def least(changed: Config, world: int) -> Any:
         result = search(changed, world, device, Factors(), 1, args.imbalance)
-        found = result.best[0] if result.best else result.nearest
-        return None if found is None else found.peak
+        return result.best[0] if result.best else result.nearest
 
-    peaks = {way: peak for way, change in ways.items() if (peak := least(*change)) is not None}
-    best = min(peaks, key=peaks.get) if peaks else ""
+    def left(found: Any) -> float:
+        return room(found.config, found.fold, device)
+
+    def over(found: Any) -> float:
+        return found.peak - left(found)
+
+    tried = {way: found for way, change in ways.items() if (found := least(*change)) is not None}
+    best = min(tried, key=lambda way: over(tried[way]), default="")
     helps = ""
-    if best and peaks[best] < nearest.peak:
-        helps = f"; of single changes {best} helps most, to {format_bytes(peaks[best])}"
-        if peaks[best] > room:
-            while most < MOST and (least(config, most) or inf) > room:
+    if best and over(tried[best]) < over(nearest):
+        helps = f"; of single changes {best} helps most, to {format_bytes(tried[best].peak)}"
+        if over(tried[best]) > 0:
+            while most < MOST and ((found := least(config, most)) is None or over(found) > 0):
                 most *= 2
             enough = f"{most} GPUs are enough" if most < MOST else f"nor are {MOST:,} GPUs enough"
             helps += f", which is still too much: {enough}"
     rank = nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.get)
     return (
-        f"no mapping of {args.ranks} {device.name} fits into {format_bytes(room)} a device: the one that needs least, "
-        f"{_short(row(nearest))}, needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "
-        f"{format_bytes(nearest.peak - room)} too much, most of it {largest} "
+        f"no mapping of {args.ranks} {device.name} fits into {format_bytes(left(nearest))} a device: the one that "
+        f"needs least, {_short(row(nearest))}, needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "
+        f"{format_bytes(over(nearest))} too much, most of it {largest} "
         f"({format_bytes(rank.components[largest])}){helps}"
     )
 
@@ -222,6 +228,7 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
     """The recipe, and what is assumed. Its own mapping has to be legal only where it is explained."""
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
+    from titanmoe.fold.schedules import splits_backward
     from titanmoe.models.families import preset
 
     def check(config: Config) -> list[str]:
@@ -258,6 +265,10 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
         (
             moe.dispatcher in ("allgather", "symm_mem", "deepep"),
             f"the buffers of {moe.dispatcher}: those of alltoall are counted",
+        ),
+        (
+            config.activation_checkpoint.mode != "none" and splits_backward(config.pipeline, config.parallelism.pp),
+            "what recomputation keeps between both halves of the schedule's backward: memory is too small",
         ),
         (bool(config.pipeline.schedule_csv), "the schedule file's own bubble: that of one microbatch a rank is taken"),
     ):

@@ -21,6 +21,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "domain": (1, 1024),
     "memory": (1e9, 2e12),
     "reserved": (0, 1e11),
+    "communicator": (0, 1e10),
+    "peer": (0, 1e10),
     "bandwidth": (1e10, 1e14),
     "peak_bfloat16": (1e10, 1e17),
     "peak_float32": (1e10, 1e17),
@@ -30,16 +32,15 @@ RANGES: dict[str, tuple[float, float]] = {
     "link_latency": (1e-8, 1e-3),
     "network": (1e7, 1e12),
     "network_latency": (1e-7, 1e-2),
-    "launch": (0, 1e-3),
     "price": (0, 1000),
 }
 """Every figure of a file, and what is not absurd."""
 WHOLE = ("node", "domain")
 UNITS = (
-    dict.fromkeys(("memory", "reserved"), " bytes")
+    dict.fromkeys(("memory", "reserved", "communicator", "peer"), " bytes")
     | dict.fromkeys(("bandwidth", "link", "network"), " bytes per second")
     | dict.fromkeys(("peak_bfloat16", "peak_float32", "peak_fp8"), " FLOPs per second")
-    | dict.fromkeys(("link_latency", "network_latency", "launch"), " seconds")
+    | dict.fromkeys(("link_latency", "network_latency"), " seconds")
 )
 
 
@@ -52,7 +53,11 @@ class Device:
     """Devices that reach each other over the fast link; more than a node where racks are wired."""
     memory: float
     reserved: float
-    """The part of memory that CUDA, NCCL and the allocator's rounding keep from tensors."""
+    """The part of memory that CUDA and the allocator's rounding keep from tensors."""
+    communicator: float
+    """Bytes that NCCL takes for each communicator."""
+    peer: float
+    """Bytes that it takes besides for each rank of the fast link that is sent to directly, as in an all-to-all."""
     bandwidth: float
     peak_bfloat16: float
     peak_float32: float
@@ -63,8 +68,6 @@ class Device:
     link_latency: float
     network: float
     network_latency: float
-    launch: float
-    """From one kernel to the next."""
     price: float
     """US dollars per hour and device."""
     curve: tuple[tuple[float, float], ...]

@@ -30,11 +30,26 @@ NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL = (10, 20), (4, 4), (6, 10), (8, 8), (6, 4
 OUR_NORM, OUR_SWIGLU, OUR_PERMUTE, REGROUP = (4, 8), (6, 15), (3, 7), (4, 4)
 """The same of our kernels, to agree with what is counted of whole layers (docs/benchmarks.md, "Outside"). REGROUP: more
 per row that an all-to-all brings, from the order of senders to that of experts."""
+RING = (((16, 27), (4, 4)), ((26, 17), (44, 22)))
+"""Bytes that torch's ring of context parallelism moves around its kernels to cut pieces and to merge their results, in
+the same units, forward and backward: per element of queries, and of keys and values; once, and again for each piece
+that comes around. Counted in rehearsals (tests/plan/test_price.py). Megatron's ring, which works on two pieces at a
+time so that short ones fill the device and merging is hidden (cp_stream in TransformerEngine's context_parallel.py),
+is charged for none of what follows."""
+RING_KERNELS, BLOCK_KERNELS = ((5, 13), (15, 10)), 101
+"""Kernels that the same rehearsals count: of the ring, once and for each piece, and of a whole block without it."""
+RING_RATE = 0.35 * 989.5e12
+"""FLOPs per second at most in the ring's pieces: torch's ring calls FlashAttention-2, which reaches 35 % of an H100's
+peak (arXiv 2407.08608, abstract), where attention in one piece is cuDNN's on Hopper (torch 2.13, sdp_utils.cpp)."""
+SHORT_CAUSAL, SHORT = 900, 190
+"""Attention in samples of n tokens takes 1 + SHORT_CAUSAL / n times as long per FLOP as in very long ones, or without a
+causal mask 1 + SHORT / n: cuDNN's 627, 827, 977, 1072 and 1120 TFLOP/s at 1,024 to 16,384 tokens, and 979, 1069, 1113,
+1147 and 1153 without (B200, heads of 64; github.com/Dao-AILab/flash-attention/pull/2605)."""
 WIDE, NARROW = 128, 64
 """Widths of heads: from the first on attention reaches its full rate; narrower ones take more exponentials for the same
 FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). None narrower was looked at."""
 CLAMP, BIAS = (16, 22), (28, 40)
-"""The same of what Megatron does to gpt-oss' experts by plain operations: clamping and joining both halves of the
+"""Bytes again, of what Megatron does to gpt-oss' experts by plain operations: clamping and joining both halves of the
 activation's input, and adding biases times probabilities in float32, joined over experts (its fused_bias_geglu.py and
 experts.py)."""
 OVERLAPPED = 0.37
@@ -100,6 +115,12 @@ def _and(total: list[float], count: int, forward: Cost, backward: Cost, again: s
     once = sum(forward) + sum(backward)
     more = {mode: sum(forward) * (mode in again.split()) for mode in MODES} | {"selective": forward.memory / 2}
     return [x + count * (once + more[mode]) for x, mode in zip(total, MODES, strict=True)]
+
+
+def _slower_in_pieces(seq: int, cp: int) -> float:
+    """Of each rank's attention one part in cp is causal, over as many tokens as it has, and the others are not."""
+    short = cp / seq
+    return ((1 + SHORT_CAUSAL * short) + (cp - 1) * (1 + SHORT * short)) / cp / (1 + SHORT_CAUSAL / seq)
 
 
 class Halves:
@@ -180,29 +201,53 @@ class Halves:
         width = min(seen or seq, seq)
         flops = heads * (model.head_dim + value) * (2 * width - width * width / seq) * X
         narrow = min(1.0, 2 / (1 + WIDE / max(model.head_dim, NARROW)))
-        core = flops / (self.peak * self.device.attention * self.factors.attention * narrow)
+        rate = self.peak * self.device.attention * self.factors.attention
+        ring = cp > 1 and self.config.parallelism.cp_kind == "ring"
+        if ring and not self.stack.fused:
+            rate = min(rate, RING_RATE) / _slower_in_pieces(seq, cp)
+        core = flops / (rate * narrow)
         tp_group = LinkGroup(tp, 1)
         tp_time = self.links.gather(tp_group, X * gathered * self.w) + self.links.gather(tp_group, X * D * self.w)
-        cp_time = self._context(cp, tp, X, keys, query, core)
-        host = self.factors.block / 9
+        group, host = LinkGroup(cp, tp), self.factors.block / 9
         parts = []
         for part, factor in enumerate((1.0, BACKWARD)):
             memory = self._norms(T * D, part) + self._moved(X * self._turned(query, key, part))
             attention = core * (1.0, ATTENTION_BACKWARD)[part]
-            parts.append(Cost(products * factor, attention, memory, host * factor, tp_time, cp_time * factor, 0.0))
+            cost = Cost(products * factor, attention, memory, host * factor, tp_time)
+            if ring:
+                cost = cost + self._ring(group, X * query, X * keys, attention, part)
+            elif cp > 1:
+                cost = cost._replace(cp=self._context(group, X, keys, query) * factor)
+            parts.append(cost)
         return parts[0], parts[1]
 
-    def _context(self, cp: int, tp: int, X: float, keys: float, query: float, core: float) -> float:
-        """Of forward; backward sends twice as much. The ring's messages hide behind the attention of other pieces."""
-        if cp == 1:
-            return 0.0
-        kind, group = self.config.parallelism.cp_kind, LinkGroup(cp, tp)
-        if kind == "ulysses":
+    def _context(self, group: LinkGroup, X: float, keys: float, query: float) -> float:
+        """Messages of ulysses or allgather in forward; backward sends twice as much."""
+        if self.config.parallelism.cp_kind == "ulysses":
             return self.links.exchange(group, X * (query + keys) * self.w) + self.links.exchange(
                 group, X * query * self.w
             )
-        sent = self.links.gather(group, cp * X * keys * self.w)
-        return max(0.0, sent - core) + (cp - 1) * self.device.link_latency if kind == "ring" else sent
+        return self.links.gather(group, group.size * X * keys * self.w)
+
+    def _ring(self, group: LinkGroup, query: float, keys: float, attention: float, part: int) -> Cost:
+        """What the ring adds. query, keys: elements of a rank. Keys and values pass from rank to rank, and in backward
+        their gradients too, ours in float32 and once more, to come home. Messages hide behind the attention of other
+        pieces."""
+        around, fused = group.size - 1, self.stack.fused
+        sent = around * self.links.pass_on(group, keys * self.w)
+        if part:
+            wide = self.w if fused else max(self.w, 4)
+            sent += (around if fused else group.size) * self.links.pass_on(group, keys * wide)
+        cost = Cost(cp=exposed(sent, attention * around / group.size))
+        if fused:
+            return cost
+        moved = sum(
+            elements * (once + around * again)
+            for elements, (once, again) in zip((query, keys), RING[part], strict=True)
+        )
+        once, again = RING_KERNELS[part]
+        kernels = once + around * again
+        return cost._replace(memory=self._moved(moved), host=self.factors.block * kernels / BLOCK_KERNELS)
 
     def _head(self, tp: int, cp: int, samples: int) -> Cost:
         """Forward and backward; titanmoe multiplies a second time, because it does not keep the logits."""

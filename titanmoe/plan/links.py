@@ -52,6 +52,11 @@ node, and half the time inside it, which hides behind them (deepseek-ai/DeepEP, 
 TAKEN = 20 / 132
 """Multiprocessors that messages' kernels keep from what is computed meanwhile: DeepEP's default, of an H100's."""
 
+TOGETHER = 8
+"""Messages of an all-to-all to ranks of one node that travel side by side; others go one after the other. NCCL puts
+that many into a batch (src/include/device.h, NCCL_MAX_DEV_WORK_P2P_PER_BATCH). Within a node the price is cautious:
+eight H20 take 58 us for 1 to 4 MB (github.com/NVIDIA/nccl-tests/issues/314)."""
+
 
 def exposed(message: float, behind: float) -> float:
     """Seconds that a message adds to the computation that hides it. message, behind: what each takes alone."""
@@ -83,12 +88,13 @@ class Links:
         return self._delay(group) + max(inside, between)
 
     def exchange(self, group: LinkGroup, sent: float) -> float:
-        """All-to-all of `sent` bytes per rank, its own included."""
+        """All-to-all of `sent` bytes per rank, its own included: a message to each of the others."""
         n, near = group.size, group.near(self.domain)
         if n == 1:
             return 0.0
         inside, across = sent * (near - 1) / n / self.link, sent * (n - near) / n / self.network
-        return self._delay(group) + max(inside, across) / self.rows
+        delay = self.link_latency * (near - 1) + self.network_latency * (n - near) / min(near, TOGETHER)
+        return delay + max(inside, across) / self.rows
 
     def relay(self, group: LinkGroup, across: float, inside: float) -> float:
         """By one-sided kernels: bytes that leave each rank's domain, and bytes that each rank sends within one."""
@@ -101,3 +107,7 @@ class Links:
         if stride >= self.domain:
             return self.network_latency + size / self.network
         return self.link_latency + size / self.link
+
+    def pass_on(self, group: LinkGroup, size: float) -> float:
+        """From each rank of a ring to the next: as long as the slowest, which leaves the domain if any does."""
+        return self.send(group.stride if group.near(self.domain) == group.size else self.domain, size)

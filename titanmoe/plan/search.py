@@ -24,6 +24,7 @@ from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
 from titanmoe.fold.legality import divided_fields, violations
 from titanmoe.fold.schedules import SCHEDULES
 from titanmoe.models.count import parameters
+from titanmoe.plan.communicators import room
 from titanmoe.plan.devices import Device
 from titanmoe.plan.halves import MODES
 from titanmoe.plan.links import Factors
@@ -109,8 +110,7 @@ def search(
 ) -> Search:
     """config: with a global batch. Considered are the mappings that divide everything evenly and may fit."""
     pricer = Pricer(config, device, factors, imbalance=imbalance)
-    room = device.memory - device.reserved
-    every = list(_candidates(config, world, pricer, room))
+    every = list(_candidates(config, world, pricer, device.memory - device.reserved))
     best: dict[Mapping, Found] = {}
     best_unfolded = None
     priced, last = 0, inf  # steps that are longer than the last one shown are of no use
@@ -128,10 +128,11 @@ def search(
             first = plain and (best_unfolded is None or found.price.step < best_unfolded.price.step)
             if not (wanted or first) or violations(found.config, world):
                 continue
-            if max(rank.peak for rank in ranks(found.config, found.fold, imbalance, only_ends=True)) > room:
+            left = room(found.config, found.fold, device)
+            if max(rank.peak for rank in ranks(found.config, found.fold, imbalance, only_ends=True)) > left:
                 continue
             found.memory = ranks(found.config, found.fold, imbalance)
-            if found.peak > room:
+            if found.peak > left:
                 continue
             if first:
                 best_unfolded = found
@@ -146,7 +147,7 @@ def search(
         tried = [found for found in tried if not violations(found.config, world)]
         for found in tried:
             found.memory = ranks(found.config, found.fold, imbalance)
-        nearest = min(tried, key=lambda one: one.peak, default=None)
+        nearest = min(tried, key=lambda one: one.peak - room(one.config, one.fold, device), default=None)
     return Search(list(best.values()), best_unfolded, nearest, len(every), priced)
 
 
@@ -221,6 +222,8 @@ def _candidates(config: Config, world: int, pricer: Pricer, room: float) -> Iter
                 for i, mode in enumerate(MODES):
                     block = (around[i] + ffn[i]) * layers / pp
                     for name, v, idle, flights in schedules:
+                        if mode != "none" and SCHEDULES[name].zero_bubble:
+                            continue  # what recomputation keeps between both halves of backward is not in the memory
                         held = least + block * flights[0] / v
                         if held > room:
                             continue

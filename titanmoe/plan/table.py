@@ -6,6 +6,7 @@ from typing import Any
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import KEYS
+from titanmoe.plan.communicators import communicators, nccl_bytes, room
 from titanmoe.plan.devices import Device
 from titanmoe.plan.search import Found, Search
 from titanmoe.rehearse.columns import columns, format_bytes
@@ -15,7 +16,8 @@ HEAD = (
     *("edp", "ep", "etp", "microbatch", "recompute", "schedule", "dispatcher", "binds"),
 )
 
-
+ERROR = 0.06
+"""The planner's own median error of step time (docs/planner.md). Mappings that differ by less are ties."""
 HELPS = {
     "attention": "nothing but fewer tokens a sample, or a device with faster attention",
     "memory-bound work": "--compile.enable; a larger tp or cp shares it among more ranks",
@@ -54,16 +56,24 @@ def stages_per_rank(config: Config) -> int:
     return len(stage_ranks(config.pipeline, config.parallelism.pp)) // config.parallelism.pp
 
 
+def is_tie(found: Found, best: Found) -> bool:
+    return found.price.step <= (1 + ERROR) * best.price.step
+
+
 def table(result: Search, device: Device, world: int) -> list[str]:
     lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit:", ""]
     lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
+    ties = sum(is_tie(found, result.best[0]) for found in result.best)
+    if ties > 1:
+        lines += ["", f"The first {ties} are within the model's error of {ERROR:.0%}: take the simplest of them."]
     if result.best_unfolded is not None and result.best_unfolded.fold == result.best[0].fold:
         lines += ["", "It is the best unfolded one too (etp = tp, cp = 1, ep within dp)."]
     elif result.best_unfolded is not None:
         gain = result.best_unfolded.price.step / result.best[0].price.step - 1
+        within = ", which is within the model's error" if is_tie(result.best_unfolded, result.best[0]) else ""
         lines += [
             "",
-            f"The best unfolded one (etp = tp, cp = 1, ep within dp), {gain:.1%} slower than the best of all:",
+            f"The best unfolded one (etp = tp, cp = 1, ep within dp), {gain:.1%} slower than the best of all{within}:",
             "",
         ]
         lines += columns([HEAD, row(result.best_unfolded)], right=tuple(range(14)))
@@ -87,13 +97,14 @@ def explained(found: Found, device: Device) -> list[str]:
     parts = sorted(price.components.items(), key=lambda one: -one[1])
     lines += columns([(name, f"{t:.4g} s", f"{t / price.step:.1%}") for name, t in parts if t > 0], right=(1, 2))
     rank = found.memory[found.fullest]
-    room = device.memory - device.reserved
-    fits = "fits" if rank.peak <= room else f"does not fit, by {format_bytes(rank.peak - room)},"
+    left, messages = room(found.config, fold, device), nccl_bytes(found.config, fold, device)
+    count = len(communicators(found.config, fold, device.domain))
+    fits = "fits" if rank.peak <= left else f"does not fit, by {format_bytes(rank.peak - left)},"
     lines += [
         "",
         f"Memory of the fullest pipeline rank, {found.fullest} of {len(found.memory)}: {format_bytes(rank.peak)}, "
-        f"which {fits} into {format_bytes(room)} ({format_bytes(device.memory)} less {format_bytes(device.reserved)} "
-        f"that tensors cannot have). "
+        f"which {fits} into {format_bytes(left)} ({format_bytes(device.memory)} less {format_bytes(device.reserved)} "
+        f"for CUDA and fragmentation and {format_bytes(messages)} for NCCL, which has {count} communicators). "
         f"Most of it during {rank.moment}:",
         "",
     ]

@@ -18,10 +18,21 @@ from typing import NamedTuple
 import torch
 from torch.fx import traceback
 
-from titanmoe.ops.region import measured_by
-from titanmoe.rehearse.record import BLOCK_METHODS, COMM, HERE, LAUNCH, OURS, TORCH
+import titanmoe
+from titanmoe.moe.symmetric import SymmetricBuffers
+from titanmoe.observe import Observer, listening
 from titanmoe.replace import replaced
 
+OURS = os.path.dirname(titanmoe.__file__) + os.sep
+HERE = os.path.dirname(__file__) + os.sep
+COMM = os.path.join(OURS, "comm") + os.sep
+LAUNCH = os.path.join(OURS, "ops", "kernels", "launch.py")
+"""Where every kernel is called."""
+SENDERS = (SymmetricBuffers.dispatch.__code__, SymmetricBuffers.combine.__code__)
+"""These send for their callers, as the functions of titanmoe.comm do."""
+TORCH = os.path.dirname(torch.__file__) + os.sep
+BLOCK_METHODS = ("attend", "feed", "forward", "whole")
+"""Methods of a block: any work for the block has one of them on the stack."""
 TRACEBACK_KEY = "traceback_"
 """The key of a node's metadata that holds what `traceback.format_stack` returned when the node was made."""
 GATHER, REDUCE, RECEIVE = "gather weights", "reduce gradients", "receive buffers"
@@ -47,7 +58,7 @@ def _kind(code: CodeType) -> str:
     """What a frame running that code means."""
     file, name = code.co_filename, code.co_name
     if file.startswith(OURS):
-        if file.startswith((HERE, COMM)) or file == LAUNCH:
+        if file.startswith((HERE, COMM)) or file == LAUNCH or code in SENDERS:
             return ""
         if name == "train_step":
             return "step"
@@ -65,7 +76,7 @@ def _kind(code: CodeType) -> str:
     return "receive" if name == "_make_tensor_from_meta" else ""
 
 
-class CodeSites:
+class CodeSites(Observer):
     """layers: names of blocks, by the id of the module."""
 
     def __init__(self, layers: dict[int, str]):
@@ -77,12 +88,10 @@ class CodeSites:
     @contextmanager
     def on(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(measured_by(self))
+            stack.enter_context(listening(self))
             stack.enter_context(replaced(traceback, "format_stack", self._format_site))
             stack.enter_context(torch.autograd.set_detect_anomaly(True, check_nan=False))
             yield
-
-    # ---- the interface of the Trainer's clock
 
     @contextmanager
     def region(self, name: str) -> Iterator[None]:
@@ -99,9 +108,6 @@ class CodeSites:
             yield
         finally:
             stack.pop()
-
-    def lap(self, name: str) -> None:
-        pass
 
     def inside(self, name: str) -> bool:
         """Whether the thread is in a region of that name."""

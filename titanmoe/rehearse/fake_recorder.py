@@ -13,12 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
 from titanmoe.rehearse import stand_ins, values
-from titanmoe.rehearse.code_site import CodeSites
 from titanmoe.rehearse.memory import Ledger
 from titanmoe.rehearse.record import Log, Message, Recorder
 from titanmoe.rehearse.routing import Exchange
+from titanmoe.rehearse.rows import Rows
 from titanmoe.rehearse.shapes import Shapes
-from titanmoe.rehearse.symmetric import Rows
 from titanmoe.rehearse.work import Operations
 
 
@@ -38,7 +37,7 @@ class FakeRecorder(Recorder):
     def __init__(self, layers: dict[int, str], rank: int, on_gpu: bool, fake: FakeTensorMode):
         super().__init__(layers, on_gpu)
         self.rank, self.dispatching, self.shapes = rank, _Dispatching(), Shapes(fake)
-        self.sites, self.operations = CodeSites(layers), Operations()
+        self.operations = Operations()
         self.ledger = Ledger(self.sites.here)
         self.start_up: list[Message] = []
 
@@ -49,7 +48,7 @@ class FakeRecorder(Recorder):
 
     @contextmanager
     def on(self) -> Iterator[Recorder]:
-        with self.sites.on(), self.ledger.on(), super().on():
+        with self.ledger.on(), super().on():
             yield self
 
     def compute(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:

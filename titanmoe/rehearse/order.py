@@ -88,14 +88,14 @@ def check(programs: list[Program], alike: Iterable[tuple[Program, Program]] = ()
 def describe(program: Program, message: Message, number: int | None = None) -> str:
     comm = program.comm(message)
     of = f" {number}" if number is not None else ""
-    layer = f" of {message.line.layer}" if message.line.layer else ""
+    layer = f" of {message.site.layer}" if message.site.layer else ""
     phase = " in backward" if message.backward else ""
     who = f" with rank {program.peer(message)}" if message.op in POINT_TO_POINT else ""
     rows = f" in rows of {message.row}" if message.op in ALL_TO_ALLS else ""
     count = f"{message.sent or message.received} bytes of {str(message.dtype).removeprefix('torch.')}{rows}"
     return (
         f"rank {program.rank}: operation{of} of {comm.lane} over ranks {_few(comm.ranks)}: {message.op}{who}, {count}, "
-        f"{message.line}{layer}{phase}"
+        f"{message.site}{layer}{phase}"
     )
 
 
@@ -180,13 +180,13 @@ def _first_difference(mine: list[Message], theirs: list[Message]) -> int | None:
     pairs = list(zip(mine, theirs, strict=False))
     if len(mine) == len(theirs) and all(_agreed(a) == _agreed(b) for a, b in pairs):
         return None
-    parted = (i for i, (a, b) in enumerate(pairs) if a.line != b.line or _agreed(a) != _agreed(b))
+    parted = (i for i, (a, b) in enumerate(pairs) if a.site != b.site or _agreed(a) != _agreed(b))
     return next(parted, len(pairs))
 
 
 def _agreed(message: Message) -> tuple:
     sizes = (message.row,) if message.op in ALL_TO_ALLS else (message.sent, message.received)
-    return message.op, message.dtype, message.line.layer, message.backward, *sizes
+    return message.op, message.dtype, message.site.layer, message.backward, *sizes
 
 
 def _splits(members: list[tuple[Program, list[Message]]], number: int) -> Iterator[str]:

@@ -7,8 +7,6 @@ requests it; in backward, the line of the forward pass whose gradients are sent.
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -24,19 +22,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import titanmoe
-from titanmoe.moe.symmetric import SymmetricBuffers
+from titanmoe.rehearse.code_site import CodeSite, CodeSites
 from titanmoe.replace import replaced
-
-OURS = os.path.dirname(titanmoe.__file__) + os.sep
-HERE = os.path.dirname(__file__) + os.sep
-COMM = os.path.join(OURS, "comm") + os.sep
-LAUNCH = os.path.join(OURS, "ops", "kernels", "launch.py")
-"""Where every kernel is called."""
-TORCH = os.path.dirname(torch.__file__) + os.sep
-REQUESTED_BY = "_requested_by"
-BLOCK_METHODS = ("attend", "feed", "forward", "whole")
-"""Methods of a block: any work for the block has one of them on the stack."""
 
 # By the name of the operation. Functional operations take the name of their group, those of c10d the group itself.
 FUNCTIONAL = {
@@ -60,19 +47,6 @@ C10D = {
 SYMMETRIC = ("all_to_all_vdev_2d", "all_to_all_vdev_2d_offset")
 """All-to-alls of symmetric memory, under torch's own names."""
 ALL_TO_ALLS = ("all-to-all", *SYMMETRIC)
-SENDERS = (SymmetricBuffers.dispatch.__code__, SymmetricBuffers.combine.__code__)
-"""These send for their callers, as the functions of titanmoe.comm do."""
-
-
-class CodeLine(NamedTuple):
-    """A line of code, and the layer that it runs for ("" if none)."""
-
-    file: str
-    number: int
-    layer: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.number}"
 
 
 @dataclass
@@ -85,8 +59,7 @@ class Message:
     """Bytes of the input."""
     received: int
     """Bytes of the output."""
-    line: CodeLine
-    backward: bool
+    site: CodeSite
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     """All-to-alls only: rows sent to each rank of the group, and received from each."""
     row: int = 0
@@ -97,6 +70,10 @@ class Message:
     """The same number for the sends and receives of one batch."""
     waited: str = "never"
     """"at once" where nothing is computed in between, else "later"."""
+
+    @property
+    def backward(self) -> bool:
+        return self.site.phase in ("backward", "recomputed")
 
 
 class Event(NamedTuple):
@@ -110,7 +87,7 @@ class Event(NamedTuple):
 class Log:
     messages: list[Message] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    syncs: list[CodeLine] = field(default_factory=list)
+    syncs: list[CodeSite] = field(default_factory=list)
     """Lines where the host waits for the device."""
     side_streams: dict[Stream, list[int]] = field(default_factory=dict, repr=False)
     """Messages that another stream has waited for, and the computation's stream has not."""
@@ -125,7 +102,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, layers: dict[int, str] | None = None, on_gpu: bool = False):
         super().__init__()
-        self.log, self.layers, self.on_gpu = Log(), {} if layers is None else layers, on_gpu
+        self.log, self.sites, self.on_gpu = Log(), CodeSites({} if layers is None else layers), on_gpu
         self.computed = 0
         """How many operations have computed something so far."""
         self._works: dict[int, tuple[Any, int]] = {}  # by id of the work, kept alive so that its id stays unique
@@ -153,7 +130,6 @@ class Recorder(TorchDispatchMode):
             return self.compute(func, args, kwargs)
         name = func._overloadpacket.__name__
         if name == "wait_tensor":
-            self.line()  # stores the line for messages in the backward of this wait
             self._wait(self._results.pop(id(args[0]), (None, -1))[1])
         out = self.run_message(func, args, kwargs)
         if name in FUNCTIONAL and func.namespace == "_c10d_functional":
@@ -205,8 +181,7 @@ class Recorder(TorchDispatchMode):
         x, _, sizes, arrived, group = args[:5]
         rows = self.rows_exchanged(op, sizes, arrived, group)
         sent, received = (sum(side) * x.shape[1] * x.element_size() for side in rows)
-        line, backward = self.line()
-        return Message(op, group, x.dtype, sent, received, line, backward, rows, _row_bytes(x))
+        return Message(op, group, x.dtype, sent, received, self.sites.here(), rows, _row_bytes(x))
 
     def rows_exchanged(
         self, op: str, sizes: Tensor, arrived: Tensor, group: str
@@ -222,9 +197,8 @@ class Recorder(TorchDispatchMode):
         sent, received = (sum(x.numel() * x.element_size() for x in given) for given in (inputs, outputs))
         if op in ("send", "receive"):
             sent, received = (sent, 0) if op == "send" else (0, received)
-        line, backward = self.line()
-        row = _row_bytes(inputs[0]) if splits is not None else 0
-        return Message(op, group, inputs[0].dtype, sent, received, line, backward, splits, row, peer, self._batch)
+        row, site = _row_bytes(inputs[0]) if splits is not None else 0, self.sites.here()
+        return Message(op, group, inputs[0].dtype, sent, received, site, splits, row, peer, self._batch)
 
     def _note(self, message: Message) -> None:
         number = len(self.log.messages)
@@ -244,46 +218,15 @@ class Recorder(TorchDispatchMode):
 
     def sync(self) -> None:
         """The host waits for the device."""
-        self.log.syncs.append(self.line()[0])
+        self.log.syncs.append(self.sites.here())
         self.log.events.append(Event("sync", len(self.log.syncs) - 1))
-
-    def line(self) -> tuple[CodeLine, bool]:
-        """The line of code that is running, and whether that is in backward."""
-        caller, torch_caller, layer, backward = None, None, "", False
-        functions = []  # autograd functions in their forward
-        frame = sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            file = code.co_filename
-            if file.startswith(OURS) and not file.startswith(HERE):
-                if code.co_name in ("forward", "backward") and "ctx" in code.co_varnames:
-                    ctx = frame.f_locals["ctx"]
-                    if code.co_name == "forward":
-                        functions.append(ctx)
-                    elif caller is None and hasattr(ctx, REQUESTED_BY):
-                        return getattr(ctx, REQUESTED_BY), True
-                elif caller is None and not file.startswith(COMM) and code not in SENDERS:
-                    caller = file[len(OURS) :], frame.f_lineno
-                if self.layers and not layer and code.co_name in BLOCK_METHODS:
-                    layer = self.layers.get(id(frame.f_locals.get("self")), "")
-            elif file.startswith(TORCH):
-                if code.co_name == "_engine_run_backward":
-                    backward = True
-                if "_fully_shard" in file and not layer and code.co_name in ("unshard", "post_backward"):
-                    layer = getattr(frame.f_locals["self"], "_module_fqn", None) or ""
-                if torch_caller is None and "distributed/pipelining" in file:
-                    torch_caller = "torch/" + file[len(TORCH) :], frame.f_lineno
-            frame = frame.f_back
-        line = CodeLine(*(caller or torch_caller or ("", 0)), layer)
-        for ctx in functions:
-            setattr(ctx, REQUESTED_BY, line)
-        return line, backward
 
     # ---- what dispatch does not see
 
     @contextmanager
     def on(self) -> Iterator[Recorder]:
         with ExitStack() as stack:
+            stack.enter_context(self.sites.on())
             for cls in (FakeWork, Work):
                 stack.enter_context(replaced(cls, "wait", self._waiting(cls.wait)))
             stack.enter_context(replaced(dist, "batch_isend_irecv", self._batched(dist.batch_isend_irecv)))

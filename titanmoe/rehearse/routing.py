@@ -26,7 +26,7 @@ from titanmoe.fold.groups import group_of
 from titanmoe.moe.dispatch import Dispatcher, Hierarchical
 from titanmoe.parallel.batch import take_slice
 from titanmoe.parallel.context import placement
-from titanmoe.rehearse.symmetric import Counting, Rows, rows_sent
+from titanmoe.rehearse.rows import Counting, Rows, rows_sent
 
 
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:

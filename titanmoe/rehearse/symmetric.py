@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed._symmetric_memory as symm_mem
@@ -22,34 +22,12 @@ from torch.utils._python_dispatch import _disable_current_modes as outside
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.moe.symmetric import Symmetric, SymmetricBuffers, bins
 from titanmoe.rehearse import values
+from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.memory import SYMMETRIC
+from titanmoe.rehearse.routing import Exchange
+from titanmoe.rehearse.rows import Rows, rows_sent
 from titanmoe.replace import replaced
-
-if TYPE_CHECKING:
-    from titanmoe.rehearse.fake_recorder import FakeRecorder
-    from titanmoe.rehearse.routing import Exchange
-    from titanmoe.train.trainer import Sums, Trainer
-
-Rows = tuple[int, ...]
-
-
-class Counting:
-    """Stands in for a rank's SymmetricBuffers, to count the rows it would send. They have no width and go nowhere."""
-
-    rows = weights = None
-
-    def __init__(self, away_rows: int):
-        self.away_rows, self.overflowed = away_rows, torch.zeros((), dtype=torch.bool)
-
-    def dispatch(self, buffers: None, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
-        self.send_Ge = send_Ge
-        return x_HD.new_zeros(self.away_rows, x_HD.shape[1]), send_Ge.new_zeros(2, len(send_Ge))
-
-
-def rows_sent(send_Ge: Any, ranks: int) -> Rows:
-    """To each rank of the group."""
-    each = len(send_Ge) // ranks
-    return tuple(int(sum(send_Ge[rank * each : (rank + 1) * each])) for rank in range(ranks))
+from titanmoe.train.trainer import StepWork, Sums, Trainer
 
 
 @contextmanager
@@ -119,8 +97,8 @@ def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
     real, first = trainer.gradients, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
     stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
 
-    def gradients(slices: list, totals: Any, memory: Any) -> Sums:
-        sums = real(slices, totals, memory)
+    def gradients(work: StepWork, memory: Any) -> Sums:
+        sums = real(work, memory)
         if memory is not None:
             with outside():
                 sums.found.overflowed = float(_overflows(lent, memory, layers, stage))

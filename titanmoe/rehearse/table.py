@@ -19,14 +19,14 @@ def messages_by_kind(rehearsal: Rehearsal, messages: list[Message]) -> dict[tupl
     out: dict[tuple, list[Message]] = {}
     for message in messages:
         group = rehearsal.groups[message.group]
-        key = group, message.op, message.dtype, message.waited, message.backward, message.line[:2]
+        key = group, message.op, message.dtype, message.waited, message.backward, message.site[:2]
         out.setdefault(key, []).append(message)
     return out
 
 
 def rows(rehearsal: Rehearsal, sent: list[Message]) -> Iterator[dict[str, Any]]:
     for (group, op, dtype, waited, backward, line), messages in messages_by_kind(rehearsal, sent).items():
-        layers = Counter(message.line.layer for message in messages if message.line.layer)
+        layers = Counter(message.site.layer for message in messages if message.site.layer)
         yield {
             "lane": group.lane,
             "axes": group.axes,

@@ -170,9 +170,6 @@ def _supported(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
     if config.compile.enable:
         config = replace(config, compile=replace(config.compile, enable=False))
         left_out.append("compilation: operations are those of the uncompiled model")
-    if moe.overlap_chunks == -1:
-        config = replace(config, moe=replace(moe, overlap_chunks=1))
-        left_out.append("moe.overlap_chunks = -1, which measures the machine: one chunk is used")
     if moe.capacity_factor and not moe.pad_to_capacity:
         left_out.append("dropping, which depends on scores: rows are counted before anything is dropped")
     if hardware.kind == "cuda" and moe.kernels != "torch" and not installed():
@@ -285,7 +282,6 @@ def rehearse(
         stack.enter_context(replaced(fsdp_cpu._Exchange, "wait", _without_timeout))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.on_gpus())
-        trainer.clock = recorder.sites
         trainer.optimizer.moments()  # allocated now, as in every step but the first
         recorder.ledger.assign((x for part in trainer.parts for x in (*part.parameters(), *part.buffers())), WEIGHTS)
         recorder.ledger.assign(trainer.optimizer.on_device, MOMENTS)

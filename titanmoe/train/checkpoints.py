@@ -10,16 +10,14 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanmoe import observe
 from titanmoe.checkpoint import layout, state
-from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, freshest
+from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, wanted_checkpoint
 from titanmoe.checkpoint.folder import Checkpoint
 from titanmoe.checkpoint.inside import CheckpointError
-from titanmoe.checkpoint.local import Local
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.saver import Saver
-from titanmoe.checkpoint.scattered import Scattered
 from titanmoe.checkpoint.together import from_rank, together
-from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
@@ -57,14 +55,10 @@ class Checkpoints:
         self.group = dist.group.WORLD if self.world > 1 else None
         self.signals = Signals()
         self.saver = self._saver() if self.options.enable else None
-        self.log_event: Callable[[int, str, str], None] = lambda step, kind, text: None
 
     def _saver(self) -> Saver:
         try:
-            saver = Saver(checkpoints_of(self.run, self.config), self.options, say)
-            if self.options.local:
-                saver.local = Local(saver.folder, self.run, self.config, saver.group, say)
-            return saver
+            return Saver(checkpoints_of(self.run, self.config), self.options, say)
         except CheckpointError as error:
             raise ConfigError([str(error)]) from None
 
@@ -84,26 +78,14 @@ class Checkpoints:
         notes = self._begin()
         if self.saver and (tokenizer := self.trainer.loader.mix.tokenizer):
             self._carry(partial(_files, tokenizer))
-        if self.local:  # at once: it shows whether there is room, and a host that is new gets what it has to keep
-            self._save_local()
         return notes
 
-    @property
-    def local(self) -> Local | None:
-        return self.saver.local if self.saver else None
-
     def _begin(self) -> dict[str, str]:
-        looks = self.local and not self.options.load.isdecimal()
-        copies = self.local.newest(self.options.verify) if looks else None
-        beginning = self._choose(copies)
+        beginning = self._choose()
         for line in beginning.said:
             say(f"checkpoint: {line}")
         if self.saver:
             self.saver.passed = [path for path in beginning.passed if path.parent == self.saver.folder]
-        if beginning.local:
-            changes = self.load(copies)
-            origin = f"local copies in {copies.path.parent}, after step {self.trainer.step}"
-            return self._notes(origin, changes)
         if beginning.path is None:
             return self._begin_from_hf() if self.options.initial_hf else {}
         if self.saver:
@@ -113,9 +95,6 @@ class Checkpoints:
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
         origin = f"weights of {beginning.path}" if beginning.model_only else f"{beginning.path}, after step {step}"
-        return self._notes(origin, changes)
-
-    def _notes(self, origin: str, changes: list[str]) -> dict[str, str]:
         return {"begins from": origin} | ({"changed since": "\n".join(changes)} if changes else {})
 
     def _carry(self, find: Callable[[], Mapping[str, Path]]) -> None:
@@ -140,12 +119,11 @@ class Checkpoints:
             self._carry(lambda: companions(folder))
         return {"begins from": "\n".join([f"weights of {folder}", *source.notes])}
 
-    def _choose(self, copies: Scattered | None) -> Beginning:
+    def _choose(self) -> Beginning:
         """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""
-        local = copies and (copies.manifest.number, copies.manifest.step)
 
         def choose() -> Beginning:
-            return freshest(self.config, self.run, self._damage, local)
+            return wanted_checkpoint(self.config, self.run, self._damage)
 
         try:
             while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
@@ -238,12 +216,7 @@ class Checkpoints:
 
     def after_step(self) -> dict[str, float]:
         """Save if it is time; returns for how long that paused training."""
-        if self.due:
-            return {"checkpoint_blocked_s": self._save()}
-        if self.local and self.trainer.step % self.options.local == 0:
-            blocked = self._save_local()
-            return {} if blocked is None else {"checkpoint_blocked_s": blocked}
-        return {}
+        return {"checkpoint_blocked_s": self._save()} if self.due else {}
 
     @property
     def patient(self) -> list[Any]:
@@ -262,27 +235,19 @@ class Checkpoints:
         if self.saver.saved_step != self.trainer.step and self.trainer.step > 0:
             self._save()
             self.saver.wait()
-        if self.local:
-            self.local.clear()
         say(f"saved      {self.saver.folder / layout.name_of(self.trainer.step)}")
         return max(together(self.group, lambda: self.signals.number))
 
     def _save(self) -> float:
-        blocked = self.saver.save(*self._state())
-        name = layout.name_of(self.trainer.step)
-        self.log_event(self.trainer.step, "save", f"{name}, which paused training for {blocked:.2f} s")
-        return blocked
-
-    def _save_local(self) -> float | None:
-        return self.saver.save_local(*self._state())
-
-    def _state(self) -> tuple[int, dict[str, Piece], dict[str, Any]]:
         trainer = self.trainer
         record = state.record(self.config, trainer.fold, trainer.step, trainer.tokens, trainer.loader.state_dict())
         record["skips"] = trainer.skips.state_dict()
         if trainer.validation:
             record["validation"] = trainer.validation.state_dict()
-        return trainer.step, state.pieces(self._targets(with_moments=True)), record
+        blocked = self.saver.save(trainer.step, state.pieces(self._targets(with_moments=True)), record)
+        name = layout.name_of(trainer.step)
+        observe.active.event(trainer.step, "save", f"{name}, which paused training for {blocked:.2f} s")
+        return blocked
 
 
 def _files(tokenizer: KeptTokenizer) -> dict[str, Path]:

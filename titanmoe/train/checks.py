@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from titanmoe.observe import Observer
+
 
 class Unsound(RuntimeError):
     """Training cannot go on with these numbers. Raised on all ranks."""
@@ -14,8 +16,8 @@ class Restore(Unsound):
     """Training can go on from the newest checkpoint."""
 
 
-class Checks:
-    """The default, which trusts everything."""
+class Checks(Observer):
+    """The default, which trusts everything. Listens while a run trains."""
 
     def suspect(self, why: str, work: Any, finite: bool) -> Any:
         """Called between gradients and update if the step's loss or gradient norm is unusual.

@@ -8,46 +8,39 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any
 
 import torch
 
-from titanmoe.ops.region import OTHERS_TURN
+from titanmoe.observe import OTHERS_TURN, Observer
 
 PARTS = {"dispatch": "dispatch", "combine": "dispatch"}
 """The regions that the clock measures, and the part that each counts towards."""
 
 
-class Clock:
-    """`on` = False on ranks that do not report, where marks cost nothing."""
+class Clock(Observer):
+    """Measures the phases of a step and, in forward and backward, some regions; on the rank that reports."""
 
-    def __init__(self, device: torch.device, on: bool = True):
-        self.on, self.gpu = on, device.type == "cuda"
-        self._last: Any = None
+    def __init__(self, device: torch.device):
+        self.gpu = device.type == "cuda"
+        self._phase: tuple[str, Any] | None = None
         self._open: deque[tuple[str, Any, Any]] = deque()
         self._seconds: Counter[str] = Counter()
         self._begun: dict[int, tuple[str, Any]] = {}  # the part that each thread is in
-        self.listener: Callable[[str], None] | None = None
-        """Called with the name of every lap, on every rank."""
 
-    def lap(self, name: str) -> None:
-        """The time since the last lap went into `name`. So laps add up to the whole."""
-        if self.listener is not None:
-            self.listener(name)
-        if not self.on:
-            return
+    def phase(self, name: str, step: int) -> None:
+        """Each phase lasts until the next, so they add up to the whole."""
         self._read()
         now = self._mark()
-        if self._last is not None:
-            self._open.append((name, self._last, now))
-        self._last = now
+        if self._phase is not None:
+            self._open.append((*self._phase, now))
+        self._phase = name, now
 
     def region(self, name: str) -> AbstractContextManager[None] | None:
-        """Called when a region is entered (`titanmoe.ops.region.RegionListener`)."""
-        if not self.on:
+        if self._phase is None or self._phase[0] != "forward_backward":
             return None
         if name == OTHERS_TURN:
             return self.away()
@@ -55,7 +48,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of a lap that is also measured on its own; parts inside it are not."""
+        """A part of a phase that is also measured on its own; parts inside it are not."""
         me = get_ident()
         if me in self._begun:
             yield

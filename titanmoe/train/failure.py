@@ -11,7 +11,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -30,14 +30,19 @@ OF_OTHERS = re.compile(
 
 
 def leave_note(
-    text: str, consequence: bool = False, alike: bool = False, during: Mapping[int, str] | None = None
+    text: str,
+    consequence: bool = False,
+    alike: bool = False,
+    during: Mapping[int, str] | None = None,
+    following: Iterable[int] = (),
 ) -> bool:
     """Returns whether there is a launcher to read it. consequence: another rank failed before this one. alike: all
-    ranks say the same. during: which part of the step ranks were in that cannot say so themselves."""
+    ranks say the same. during: which part of the step ranks were in that cannot say so themselves. following:
+    ranks of this machine that end because of what this note says, whatever they end with."""
     if not (file := os.environ.get(FILE)):
         return False
     found = {"message": text, "timestamp": time.time()}  # torch's names, which its agent reads
-    found |= {"consequence": consequence, "alike": alike, "during": during or {}}
+    found |= {"consequence": consequence, "alike": alike, "during": during or {}, "following": list(following)}
     new = Path(f"{file}.new")
     new.write_text(json.dumps(found), encoding="utf-8")
     new.replace(file)

@@ -1,29 +1,25 @@
-"""What a run's header says besides its mapping: chunks, compilation, pipeline, recomputation."""
+"""What a run's header says besides its mapping: compilation, pipeline, recomputation."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from titanmoe.config.schema import Config
+from titanmoe.data.loader import Loader
 from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.parallel.compiled import why_in_parts
-
-if TYPE_CHECKING:
-    from titanmoe.train.trainer import Trainer
+from titanmoe.parallel.pipeline import Alone, Pipeline
 
 TRIED = ("2.11", "2.13")
 """Versions of PyTorch that the tests were run with (README.md)."""
 
 
-def header_notes(trainer: Trainer) -> dict[str, str]:
-    config, pp, notes = trainer.config, trainer.fold.pp, trainer.loader.notes()
+def header_notes(config: Config, pp: int, loader: Loader, engine: Alone | Pipeline) -> dict[str, str]:
+    notes = loader.notes()
     options, recompute = config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)
     if not torch.__version__.startswith(tuple(f"{version}." for version in TRIED)):
         notes["PyTorch"] = f"{torch.__version__}, which titanmoe was not tried with: {' and '.join(TRIED)} were"
-    if config.moe.overlap_chunks == -1:
-        notes["overlap chunks"] = str(trainer.chunks or "1: no rows are sent in chunks")
     if config.compile.enable:
         reason = why_in_parts(config.moe, splits)
         notes["compile"] = f"MoE layers in parts: {reason}" if reason else "each MoE layer is one graph"
@@ -31,8 +27,8 @@ def header_notes(trainer: Trainer) -> dict[str, str]:
         return notes
     name = options.schedule_csv or options.schedule
     notes["pipeline"] = (
-        f"{name}: {len(stage_ranks(options, pp))} stages, {trainer.loader.microbatches} microbatches, "
-        f"bubble {trainer.engine.bubble:.1%} of the time"
+        f"{name}: {len(stage_ranks(options, pp))} stages, {loader.microbatches} microbatches, "
+        f"bubble {engine.bubble:.1%} of the time"
         + (", pairs of forward and backward take turns" if options.overlap_pairs else "")
     )
     if splits and recompute in ("full", "moe"):

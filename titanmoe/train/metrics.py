@@ -24,6 +24,7 @@ from titanmoe.config.fields import to_toml
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.models.count import Parameters
+from titanmoe.observe import Observer
 from titanmoe.train import console
 from titanmoe.train.clock import Clock
 from titanmoe.train.collapse import Collapse, unbalanced
@@ -78,7 +79,7 @@ def as_json(record: dict[str, float]) -> str:
     return json.dumps(line | {"nonfinite": nonfinite} if nonfinite else line, allow_nan=False)
 
 
-class Metrics:
+class Metrics(Observer):
     """Writes on rank 0 and does nothing on the others. Time is measured from its creation."""
 
     def __init__(
@@ -244,10 +245,7 @@ class Metrics:
             line = {"step": step, "load": {layer: [round(n) for n in load] for layer, load in loads.items()}}
             self._experts.put(lambda file: file.write(json.dumps(line, separators=(",", ":"))))
 
-    def log_ranks(self, steps: list[int], seconds: dict[str, np.ndarray]) -> None:
-        """Seconds that each rank spent on each thing, a row for each of these steps."""
-        if not self.writes:
-            return
+    def rank_times(self, steps: list[int], seconds: dict[str, np.ndarray]) -> None:
         every = math.ceil(self.config.training.steps / RANK_LINES)
         for i, step in enumerate(steps):
             self._times.append({name: rows[i] for name, rows in seconds.items()})
@@ -258,9 +256,7 @@ class Metrics:
                 self._times = []
 
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
-        """Log something that happened once: start, restart, save, spike, skip, divergence, collapse, stop, ..."""
-        if not self.writes:
-            return
+        """kind: start, restart, save, spike, skip, divergence, collapse, stop, ..."""
         when = datetime.now(timezone.utc).isoformat(timespec="seconds")
         line = {"step": step, "kind": kind, "text": text, "time": when, **more}
         self._events.put(lambda file: file.write(json.dumps(line)))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from titanmoe.config.schema import Optimizer as Options
-from titanmoe.ops.region import named
+from titanmoe.observe import named
 from titanmoe.parallel.materialize import piece
 from titanmoe.parallel.norm import local_grad
 from titanmoe.train.offload import Offload

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
-if TYPE_CHECKING:
-    from titanmoe.train.trainer import Trainer
+from titanmoe import observe
+from titanmoe.config.schema import Profile
+from titanmoe.train.runtime import Runtime
 
 HISTORY = 200_000
 """Number of allocations that a memory snapshot covers."""
@@ -20,10 +20,18 @@ OPEN_MEMORY = "open it at https://pytorch.org/memory_viz"
 ROWS = 40
 
 
+class RegionsInTrace(observe.Observer):
+    """Gives the regions of a step their names in a trace by torch's profiler."""
+
+    def region(self, name: str) -> AbstractContextManager[None]:
+        return record_function(name)
+
+
 class Profiler:
-    def __init__(self, trainer: Trainer, run: Path, log_event: Callable[[int, str, str], None]):
-        self.trainer, self.options, self.log_event = trainer, trainer.config.profile, log_event
-        self.folder, self.rank = run / "profile", trainer.runtime.rank
+    def __init__(self, options: Profile, run: Path, runtime: Runtime, all_threads: bool):
+        """all_threads: whether parts of the step run in other threads, as the halves of a pair do."""
+        self.options, self.device, self.all_threads = options, runtime.device, all_threads
+        self.folder, self.rank = run / "profile", runtime.rank
         self.mine = self.rank in self.options.ranks
         self.records_memory = self.mine and self.options.memory != "none"
         if self.records_memory:
@@ -48,12 +56,13 @@ class Profiler:
 
     @contextmanager
     def _trace(self, number: int) -> Iterator[None]:
-        on_gpu = self.trainer.device.type == "cuda"
+        on_gpu = self.device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-        # Otherwise it would only see its own thread, and so only one half of a pair.
-        threads = _ExperimentalConfig(profile_all_threads=True) if self.trainer.engine.pairs is not None else None
-        with profile(activities=kinds, record_shapes=True, experimental_config=threads) as trace:
+        threads = _ExperimentalConfig(profile_all_threads=True) if self.all_threads else None
+        tracing = profile(activities=kinds, record_shapes=True, experimental_config=threads)
+        with tracing as trace, observe.listening(RegionsInTrace()):
             yield
+        observe.active.phase("other", number)  # writing is not part of the step
         self.folder.mkdir(exist_ok=True)
         trace.export_chrome_trace(str(self._file(number, "json.gz")))
         order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
@@ -62,7 +71,6 @@ class Profiler:
         )
         if self.records_memory and self.options.memory == "steps":
             self._snapshot(f"step-{number}")
-        self.trainer.clock.lap("other")  # writing is not part of the step
 
     def _file(self, number: int, kind: str) -> Path:
         return self.folder / f"step-{number}-rank-{self.rank}.{kind}"
@@ -78,4 +86,4 @@ class Profiler:
         text = f"{self.folder}/step-{number}-rank-*.json.gz has the trace of rank {ranks}: {OPEN_TRACE}"
         if self.options.memory == "steps":
             text += f"; next to it the memory's history (.pickle): {OPEN_MEMORY}"
-        self.log_event(number, "profile", text)
+        observe.active.event(number, "profile", text)

@@ -204,7 +204,11 @@ def _join(environment: Environment, device: torch.device, timeout: timedelta) ->
         # A single rank needs no rendezvous: a store in its own memory needs no port.
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, **options)
         return
-    _check_port(environment)
+    if environment.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        # torchrun does not listen on MASTER_PORT, so rank 0 will.
+        port = int(os.environ["MASTER_PORT"])
+        if why := why_not_listen(port):
+            raise ConfigError([f"MASTER_PORT = {port} {why}: choose another; torchrun --standalone finds one"])
     where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     ranks = {"rank": environment.rank, "world_size": environment.world}
     try:
@@ -246,19 +250,17 @@ def _agree_on_name(store: Store, environment: Environment, timeout: timedelta) -
     return token
 
 
-def _check_port(environment: Environment) -> None:
-    """Rank 0 listens on MASTER_PORT unless torchrun does; checking first gives a clearer message than the socket."""
-    if environment.rank != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return
-    port = int(os.environ["MASTER_PORT"])
+def why_not_listen(port: int) -> str:
+    """Why this process cannot listen on a port; empty if it can. Asked first, because torch's own error fills a
+    screen."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", port))
     except (OSError, OverflowError) as error:
         taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-        why = "is in use by another program" if taken else f"cannot be used ({error})"
-        raise ConfigError([f"MASTER_PORT = {port} {why}: choose another; torchrun --standalone finds one"]) from None
+        return "is in use by another program" if taken else f"cannot be used ({error})"
+    return ""
 
 
 def stop(abandon: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanmoe import observe
 from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.state import persistent_buffers
 from titanmoe.comm.collectives import all_reduce
@@ -30,11 +31,11 @@ from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher, SharedBuffers
 from titanmoe.moe.layer import layer_metrics, move_biases, sum_statistics
 from titanmoe.moe.symmetric import SymmetricBuffers
-from titanmoe.ops.region import measured_by, named
+from titanmoe.observe import named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.batch import Slice, check_alike, take_slice, to_device
 from titanmoe.parallel.context import placement
-from titanmoe.parallel.expert import measured_chunks, reserve_buffers
+from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
@@ -120,8 +121,6 @@ class Trainer:
         self._lock: TextIO | None = None
         self.folder: Path | None = None  # the run's, once it is claimed
         self.skips, self.passed_over = Skips(config.optimizer), steps_in(config.data.skip_steps)
-        self.log_event: Callable[..., None] = lambda step, kind, text, **more: None
-        self.log_ranks: Callable[..., None] = lambda steps, seconds: None
 
         self.fold = derive(runtime.world, config.parallelism)
         self.meshes = make_meshes(self.fold, config.parallelism, config.moe, config.training, self.device)
@@ -136,13 +135,11 @@ class Trainer:
         self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
         self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
         self.shared_buffers = reserve_buffers(config, self.meshes, self.device)
-        self.chunks = measured_chunks(config, self.meshes, self.dispatchers, self.device)
 
         self.optimizer, self.on_gradients = optimizer(self.parameters, config.optimizer), on_gradients
         self.validation = Validation(self) if config.validation.interval else None
         self.garbage = garbage(config.training.gc_every)
-        self.clock = Clock(self.device, on=runtime.rank == 0)
-        self.checks, self.last_work = checks(self), None
+        self.clock, self.checks = Clock(self.device), checks(self)
 
     def train(self) -> int:
         """Train until the last step or a signal; returns the signal, or 0."""
@@ -156,14 +153,12 @@ class Trainer:
     def _train(self) -> int:
         check_alike(self.loader.peek(), self.meshes, self.device)
         run = self.folder = self.claim()
-        with Checkpoints(self, run) as checkpoints:
-            notes = checkpoints.begin() | header_notes(self)
+        with Checkpoints(self, run) as checkpoints, ExitStack() as listening:
+            notes = checkpoints.begin() | header_notes(self.config, self.fold.pp, self.loader, self.engine)
             metrics = self.metrics(run, notes)
-            checkpoints.log_event = self.log_event = metrics.event
-            self.log_ranks = metrics.log_ranks
-            if self.chunks:
-                metrics.event(self.step, "chunks", str(self.chunks), **self.chunks.numbers())
-            profiler = Profiler(self, run, metrics.event)
+            for observer in (self.checks, *((metrics, self.clock) if metrics.writes else ())):
+                listening.enter_context(observe.listening(observer))
+            profiler = Profiler(self.config.profile, run, self.runtime, all_threads=self.engine.pairs is not None)
             self.wants_to_stop = lambda: checkpoints.wants_to_stop
             first, paused = self.step + 1, {}
             if self.step >= self.config.training.steps:
@@ -177,26 +172,27 @@ class Trainer:
                 while not self.ends:
                     with profiler.step(self.step + 1):
                         report = self.train_step()
+                    observe.active.phase("validation" if self.validation else "checkpoint", self.step)
                     for line in self.loader.begun:
                         say(line)
                     if report:
                         report |= self.loader.report() | self.checks.report()
                         if self.validation:
                             report |= self.validation.after_step()
-                            self.clock.lap("validation")
+                            observe.active.phase("checkpoint", self.step)
                         # Before saving: a run that resumes from this step then has its line, whenever it was killed.
                         metrics.log(self.step, report | paused)
                         paused = {}
                     self.checks.after_step(saves=self.ends or checkpoints.due)
                     paused |= checkpoints.after_step()
-                    self.clock.lap("checkpoint")
+                    observe.active.phase("other", self.step)
                     self.garbage.collect(self.step)
                     if self.step == first:
                         self.runtime.steady_timeout(self.config.training.timeout_s, checkpoints.patient)
                 return checkpoints.finish()
             except Unsound as error:
                 restores = isinstance(error, Restore) and checkpoints.has_saved
-                metrics.event(self.step, "restore" if restores else "stop", str(error))
+                observe.active.event(self.step, "restore" if restores else "stop", str(error))
                 checkpoints.wait()
                 if isinstance(error, Restore) and not restores:
                     raise Unsound(f"{error}. There is no checkpoint to restore") from None
@@ -243,17 +239,16 @@ class Trainer:
     def train_step(self) -> dict[str, Any]:
         """What to report of the step; nothing if its batch is passed over."""
         self.step += 1
-        self.clock.lap("other")
+        observe.active.phase("data", self.step)
         batches = self.loader.next_step()
         if any(self.step in steps for steps in self.passed_over):
             self.skips.skipped += 1
-            self.log_event(self.step, "skip", "its batch is passed over (data.skip_steps)")
+            observe.active.event(self.step, "skip", "its batch is passed over (data.skip_steps)")
             return {}
         totals = self.count(batches)
-        self.clock.lap("data")
 
+        observe.active.phase("forward_backward", self.step)
         work = StepWork(batches, self.slices(batches), totals)
-        self.last_work = work if self.config.debug.rerun else None
         found, norm, experts = self.sums(work)
         self.stopping = bool(found.stop)
         lr = rate(self.step, self.config)
@@ -274,16 +269,16 @@ class Trainer:
         self.optimizer.step(lr)
         move_biases(self.moe_layers, experts, self.config.model.num_experts, self.config.moe.bias_update_rate)
         self.tokens += found.tokens
-        self.clock.lap("optimizer")
+        observe.active.updated(self.step)
         return self.report(found, lr)
 
     def sums(self, work: StepWork) -> Sums:
         """The gradients of the step, and what is known of it."""
-        sums = self.gradients(work.slices, work.totals, self.shared_buffers)
+        sums = self.gradients(work, self.shared_buffers)
         if sums.found.overflowed:  # the receive buffer of some rank was too small, so the pass is void
             self.overflow_reruns += 1
             self.drop_gradients()
-            sums = self.gradients(work.slices, work.totals, None)
+            sums = self.gradients(work, None)
         return sums
 
     def drop_gradients(self) -> None:
@@ -298,7 +293,7 @@ class Trainer:
         dist.all_gather_object(everyone, self.loader.identify(batches))
         samples = sorted({number: digest for theirs in everyone for number, digest in theirs.items()}.items())
         text = f"no update, because of {why}; samples {samples[0][0]} to {samples[-1][0]} of the run"
-        self.log_event(self.step, "skip", text, samples=[list(sample) for sample in samples])
+        observe.active.event(self.step, "skip", text, samples=[list(sample) for sample in samples])
         self.skips.check_limit(self.step, why)
 
     def count(self, batches: list[Batch]) -> Totals:
@@ -311,19 +306,20 @@ class Trainer:
         where = (self.meshes, self.placement, self.device)
         return [take_slice(batch, m, *where, self.config.model.mtp_depth > 0) for m, batch in enumerate(batches)]
 
-    def gradients(self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None) -> Sums:
+    def gradients(self, work: StepWork, symmetric: SharedBuffers | None) -> Sums:
         """Sums the gradients of the step. What the host has to know of it comes in one transfer, the only one of the
         Trainer in a step; the norm and each MoE layer's row of statistics are returned as tensors too.
         """
-        with measured_by(self.clock):
-            sums = self.forward_backward(slices, totals, symmetric)
+        observe.active.phase("forward_backward", self.step)
+        own, sums = self.forward_backward(work.slices, work.totals, symmetric)
         self.finish_gradients()
-        self.clock.lap("forward_backward")
+        observe.active.gradients(work, own)
+        observe.active.phase("optimizer", self.step)
         norm = grad_norm(self.parameters, self.meshes.world, self.tied.names)
         blocks = moe_blocks(self.config.model)
         experts = sum_statistics(self.moe_layers, blocks, self.config.model.num_experts, self.meshes.world, self.device)
         loss, mtp_loss, stop, overflowed, norm_now, tokens, *rest = torch.cat(
-            (sums.double(), torch.stack((norm.double(), totals.tokens)), experts.flatten())
+            (sums.double(), torch.stack((norm.double(), work.totals.tokens)), experts.flatten())
         ).tolist()
         # Only ranks of the last stage have a loss, and all ranks of a tp group have the same one.
         loss, mtp_loss = loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
@@ -333,24 +329,26 @@ class Trainer:
         return Sums(found, norm, dict(zip(blocks, experts, strict=True)))
 
     @named("forward backward")
-    def forward_backward(self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None) -> Tensor:
-        """The losses, whether any rank wants to stop, and whether a receive buffer was too small, in one message.
+    def forward_backward(
+        self, slices: list[Slice], totals: Totals, symmetric: SharedBuffers | None
+    ) -> tuple[Tensor, Tensor]:
+        """This rank's losses. And summed over all, in one message: the losses, whether any rank wants to stop, and
+        whether a receive buffer was too small.
 
-        symmetric: what to lend to the layers' dispatchers, which are exact without it.
+        symmetric: what to attach to the layers' dispatchers, which are exact without it.
         """
         layers = self.moe_layers.values()
         for moe in layers:
             moe.begin_step(self.step, totals.tokens, self.loader.global_batch_size)
         # The only division: sums over labels by their global count. Every reduction is a sum.
         labels = totals.labels.clamp(min=1)
-        with symmetric.lent_to(layers) if symmetric else nullcontext():
+        with symmetric.attach(self.dispatchers) if symmetric else nullcontext():
             loss = self.engine.run(slices, labels)
         mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
         stop = torch.full_like(loss, self.wants_to_stop())
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
         mine = torch.stack((loss, mtp_loss, stop, overflowed))
-        self.own_loss = mine[:2]
-        return all_reduce(mine, self.meshes.world)
+        return mine[:2], all_reduce(mine, self.meshes.world)
 
     @named("finish gradients")
     def finish_gradients(self) -> None:

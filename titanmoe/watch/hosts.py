@@ -9,7 +9,7 @@ import shutil
 import socket
 import tempfile
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,10 +93,10 @@ class Between:
 
     def publish(self, what: str, seen: list[Seen]) -> None:
         """Publish what is known of this machine's ranks."""
-        self.post(f"{what} {self.hosts.number}", [asdict(one) for one in seen])
+        self.post(f"{what} {self.hosts.number}", [one.as_json() for one in seen])
 
     def published(self, what: str, host: int) -> list[Seen] | None:
         name = f"{what} {host}"
         if not self.posted(name):
             return None
-        return [Seen(**one | {"last": [tuple(x) for x in one["last"]]}) for one in self.read(name)]
+        return [Seen.from_json(one) for one in self.read(name)]

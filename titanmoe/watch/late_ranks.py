@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from titanmoe.watch.listener import LaneGroups
+from titanmoe.watch.flight_recorder import Kind, Recorded
+from titanmoe.watch.groups import LaneGroups
+from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.stacks import in_message, line_in
 
-Record = tuple[int, int, str, str, int, int, int, int, int, bool]
-"""A message: index in its step, group, op, dtype, bytes, number in its group, peer, microbatch, layer, backward."""
-INDEX, GROUP, OP, DTYPE, BYTES, NUMBER, PEER, MICROBATCH, LAYER, BACKWARD = range(10)
-TO_PEER = ("send", "receive")
-What = tuple[int, str, int]
-"""Group, op and bytes of a message."""
 LINES = 8
 """How many groups of waiting ranks get a line each."""
 
@@ -33,20 +30,19 @@ class Seen:
     """Seconds since it last made progress."""
     step: int = 0
     phase: str = ""
-    issued: int = 0
-    """Messages of this step so far."""
-    microbatch: int = 0
-    layer: int = -1
-    backward: bool = False
-    last: list[Record] = field(default_factory=list)
-    """Its latest messages."""
-    numbers: dict[str, int] = field(default_factory=dict)
-    """Messages so far, by group, or by "send PEER" and "receive PEER" for the pipeline."""
+    position: Position = field(default_factory=Position)
+    recorded: Recorded = field(default_factory=Recorded)
     stack: list[str] = field(default_factory=list)
     threads: dict[str, list[str]] = field(default_factory=dict)
     note: str = ""
-    differs: int = -1
-    """The first message of this step that is not what the step before had at its place, or -1."""
+
+    def as_json(self) -> dict[str, Any]:
+        return vars(self) | {"position": self.position._asdict(), "recorded": self.recorded.as_json()}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> Seen:
+        position, recorded = Position(**value["position"]), Recorded.from_json(value["recorded"])
+        return Seen(**value | {"position": position, "recorded": recorded})
 
 
 @dataclass(frozen=True)
@@ -91,12 +87,10 @@ def _odd(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> dict
     """Ranks that issued a different message from most of their stage at the same point of a step. If a stage is split
     evenly, the other stages decide, provided that one of its halves did what they did.
     """
-    issued: dict[tuple[int, int], dict[int, What]] = {}  # by step and index in it, then by rank
+    issued: dict[tuple[int, int], dict[int, Kind]] = {}  # by step and index in it, then by rank
     for one in seen:
-        for record in one.last:
-            if record[OP] not in TO_PEER and record[INDEX] < one.issued:
-                size = 0 if record[OP] == "all-to-all" else record[BYTES]  # its size depends on the data
-                issued.setdefault((one.step, record[INDEX]), {})[one.rank] = record[GROUP], record[OP], size
+        for message in one.recorded.last:
+            issued.setdefault((one.step, message.index), {})[one.rank] = message.kind
     for (_, index), by_rank in sorted(issued.items()):
         for first in range(0, max(by_rank) + 1, stage):
             mine = {rank: what for rank, what in by_rank.items() if first <= rank < first + stage}
@@ -122,12 +116,12 @@ def _strayed(seen: Sequence[Seen], groups: Sequence[LaneGroups], stage: int) -> 
     """
     late = {}
     for one in seen:
-        there = (other for other in seen if other.rank // stage == one.rank // stage and other.issued > one.differs)
-        if one.differs >= 0 and any(not 0 <= other.differs <= one.differs for other in there):
-            issued = [f"{_named(groups, r[GROUP], r[OP])} as " for r in one.last if r[INDEX] == one.differs]
-            late[one.rank] = (
-                f"issued {''.join(issued)}message {one.differs + 1} of its step, not that of the step before"
-            )
+        differs = one.recorded.differs
+        others = [other.recorded for other in seen if other.rank // stage == one.rank // stage]
+        there = [other for other in others if other.issued > differs]
+        if differs >= 0 and any(not 0 <= other.differs <= differs for other in there):
+            issued = [f"{_named(groups, *m.kind[:2])} as " for m in one.recorded.last if m.index == differs]
+            late[one.rank] = f"issued {''.join(issued)}message {differs + 1} of its step, not that of the step before"
     return late
 
 
@@ -141,16 +135,9 @@ def _awaited(by_rank: dict[int, Seen], groups: Sequence[LaneGroups]) -> list[int
 def _waits_for(one: Seen, by_rank: dict[int, Seen], groups: Sequence[LaneGroups]) -> set[int]:
     """The ranks that have not yet issued a message that this one has."""
     found = set()
-    for name, number in one.numbers.items():
-        way, _, peer = name.partition(" ")
-        if way == "receive":
-            ranks = next(group for group in groups if group.lane == "stages").of(one.rank)
-            sender = by_rank.get(ranks[int(peer)])
-            if sender is not None and sender.numbers.get(f"send {ranks.index(one.rank)}", 0) < number:
-                found.add(sender.rank)
-        elif way != "send":
-            others = (by_rank[rank] for rank in groups[int(name)].of(one.rank) if rank in by_rank)
-            found |= {other.rank for other in others if other.numbers.get(name, 0) < number}
+    for name, number in one.recorded.numbers.items():
+        others = (by_rank[rank] for rank in groups[int(name)].of(one.rank) if rank in by_rank)
+        found |= {other.rank for other in others if other.recorded.numbers.get(name, 0) < number}
     return found
 
 
@@ -198,11 +185,11 @@ def _about(one: Seen, groups: Sequence[LaneGroups], why: str) -> list[str]:
         f"  rank {one.rank}, process {one.pid} on {one.host}: " + (why or "others wait for it, and it waits for nobody")
     ]
     lines.append(f"    {_during(one)}; no progress for {one.silent_s:.0f} s")
-    if one.last:
-        last = one.last[-1]
+    if one.recorded.last:
+        last = one.recorded.last[-1]
         lines.append(
-            f"    its last message: {_named(groups, last[GROUP], last[OP])}, number {last[NUMBER]} there, "
-            f"message {last[INDEX] + 1} of its step"
+            f"    its last collective: {_named(groups, last.group, last.op)}, number {last.number} there, "
+            f"message {last.index + 1} of its step"
         )
     if one.stack:
         lines.append(f"    it is at {line_in(one.stack)}")
@@ -217,24 +204,27 @@ def _about(one: Seen, groups: Sequence[LaneGroups], why: str) -> list[str]:
 def _during(one: Seen) -> str:
     during = f"step {one.step}, {one.phase}"
     if one.phase == "forward and backward":
-        layer = f" of layer {one.layer}" if one.layer >= 0 else ""
-        during += f": {'backward' if one.backward else 'forward'}{layer}, microbatch {one.microbatch}"
+        where = one.position
+        layer = f" of layer {where.layer}" if where.layer >= 0 else ""
+        during += f": {'backward' if where.backward else 'forward'}{layer}, microbatch {where.microbatch}"
+        during += f", stage {where.stage}" if where.stage else ""
     return during
 
 
 def _waits_in(one: Seen, groups: Sequence[LaneGroups]) -> str:
     where = f" at {line_in(one.stack)}" if one.stack else ""
-    if not one.last or one.phase in ("starting", "between steps"):
+    if not one.recorded.last or one.phase in ("starting", "between steps"):
         return f"{one.phase}{where}"
-    return f"{_named(groups, one.last[-1][GROUP], one.last[-1][OP])}, number {one.last[-1][NUMBER]}{where}"
+    last = one.recorded.last[-1]
+    return f"{_named(groups, last.group, last.op)}, number {last.number}{where}"
 
 
 def _named(groups: Sequence[LaneGroups], group: int, op: str) -> str:
-    return f"{op} over {groups[group].axes}"
+    return f"{op.replace('_', '-')} over {groups[group].axes}"
 
 
-def _sized(groups: Sequence[LaneGroups], group: int, op: str, size: int) -> str:
-    return _named(groups, group, op) + (f" ({size} bytes)" if size else "")
+def _sized(groups: Sequence[LaneGroups], group: int, op: str, dtype: str, elements: int) -> str:
+    return _named(groups, group, op) + (f" ({elements} x {dtype})" if elements else "")
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titanmoe.watch.listener import LaneGroups
+from titanmoe.watch.groups import LaneGroups
 
 BYTES = 1 << 16
 TAG = 2

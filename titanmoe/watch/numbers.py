@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NoReturn
 
+from titanmoe import observe
 from titanmoe.train.checks import Checks, Restore, Unsound
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from titanmoe.train.trainer import StepWork, Sums, Trainer
     from titanmoe.watch.stragglers import Stragglers
 
@@ -28,6 +31,12 @@ class NumberChecks(Checks):
         self.stragglers: Stragglers | None = None
         """While the run is watched."""
         self.said: list[str] = []
+        self.last_work: StepWork | None = None
+        self.own_losses: Tensor | None = None
+
+    def gradients(self, work: StepWork, own_losses: Tensor) -> None:
+        if self.options.rerun:
+            self.last_work, self.own_losses = work, own_losses
 
     def suspect(self, why: str, work: StepWork, finite: bool) -> Sums | None:
         trainer, sums, self.said = self.trainer, None, []
@@ -35,7 +44,7 @@ class NumberChecks(Checks):
         if self.options.rerun:
             from titanmoe.watch.rerun import repeat
 
-            sums, text = repeat(trainer, work)
+            sums, text = repeat(trainer, work, lambda: self.own_losses)
             same = "the data is the cause: a second forward and backward gives the same bits on all ranks"
             self._say(f"{why}: {text or same}")
             finite = math.isfinite(sums.found.loss + sums.found.norm)
@@ -65,13 +74,13 @@ class NumberChecks(Checks):
 
     def _reproducible(self) -> str:
         """Whether two passes over the last batch with the present weights give the same bits."""
-        if self.trainer.last_work is None:
+        if self.last_work is None:
             return ""
         from titanmoe.watch.rerun import repeat
 
         self.trainer.drop_gradients()
-        self.trainer.sums(self.trainer.last_work)
-        _, text = repeat(self.trainer, self.trainer.last_work)
+        self.trainer.sums(self.last_work)
+        _, text = repeat(self.trainer, self.last_work, lambda: self.own_losses)
         self.trainer.drop_gradients()
         return f"; two more passes over the last batch are {text or 'the same on all ranks'}"
 
@@ -80,4 +89,4 @@ class NumberChecks(Checks):
 
     def _say(self, text: str) -> None:
         self.said.append(text)
-        self.trainer.log_event(self.trainer.step, "suspect", text)
+        observe.active.event(self.trainer.step, "suspect", text)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from titanmoe.observe import Observer
 
 COMPUTE, DATA, WAITS = 0, 1, 2
 """Columns of a row, in seconds; waiting has one for each axis, from the third on. Computing is the rest of the step."""
@@ -48,7 +50,7 @@ class StreamMarks:
 
 
 Wait = tuple[int, Any, Any]
-"""The number of the group, and marks at both ends."""
+"""The column of its axes, and marks at both ends."""
 
 
 class Measured(NamedTuple):
@@ -63,15 +65,19 @@ class Measured(NamedTuple):
     """Waits after it."""
 
 
-class StepTimes:
-    """A step lasts from its first lap to the end of its update. Not counted: what happens between steps, such as a
-    checkpoint or a validation, the first step of a process, and steps without an update.
+class StepTimes(Observer):
+    """A step lasts from the beginning of its first phase to the end of its update. Not counted: what happens between
+    steps, such as a checkpoint or a validation, the first step of a process, and steps without an update.
+
+    Waits are those of our own code. On a GPU, FSDP waits on streams of its own, beside the computing.
     """
 
-    def __init__(self, axes: Sequence[str], marks: Marks):
-        """axes: those of each group, by its number; groups with the same axes share a column."""
+    def __init__(self, axes: Sequence[str], groups: Mapping[str, int], marks: Marks):
+        """axes: those of each group, by its number; groups with the same axes share a column. groups: the numbers of
+        this rank's groups by torch's names.
+        """
         self.axes = list(dict.fromkeys(axes))
-        self.column = [WAITS + self.axes.index(name) for name in axes]
+        self.column = {name: WAITS + self.axes.index(axes[number]) for name, number in groups.items()}
         self.marks, self.mark = marks, marks.mark
         self.messages = [0] * len(self.axes)
         """For each axis, how often this rank waited in the last step that was read."""
@@ -81,27 +87,34 @@ class StepTimes:
         """The waits of this step, since data had been read."""
         self._first: int | None = None
         self._begin = self._data = None
+        self._since: tuple[int, Any] | None = None
         self._early: list[Wait] = []
         self._done: deque[Measured] = deque()
 
-    def lap(self, name: str, step: int) -> None:
-        """A lap of the step's clock has ended."""
-        if name == "other":
+    def phase(self, name: str, step: int) -> None:
+        if name == "data":
             self._first = step if self._first is None else self._first
             self.step = step if step > self._first and step % self.marks.every == 0 else 0
-            self._data, self.spans = None, []
+            self._data, self._since, self.spans = None, None, []
             self._begin = self.mark() if self.step else None
-        elif self.step and name == "data":
+        elif name == "forward_backward" and self.step and self._data is None:
             self._data, self._early, self.spans = self.mark(), self.spans, []
-        elif self.step and name == "optimizer":
-            if self._data is not None:
-                self._done.append(Measured(self.step, self._begin, self._data, self.mark(), self._early, self.spans))
+        elif name not in ("forward_backward", "optimizer"):
             self.step = 0
 
-    def waited(self, group: int, begin: Any) -> None:
-        """begin: a mark that was made when the wait began."""
-        if self.step:
-            self.spans.append((group, begin, self.mark()))
+    def waits(self, group: str) -> None:
+        if self.step and (column := self.column.get(group)) is not None:
+            self._since = column, self.mark()
+
+    def arrived(self) -> None:
+        if self._since is not None:
+            self.spans.append((*self._since, self.mark()))
+            self._since = None
+
+    def updated(self, step: int) -> None:
+        if self.step and self._data is not None:
+            self._done.append(Measured(self.step, self._begin, self._data, self.mark(), self._early, self.spans))
+            self.step = 0
 
     def take(self) -> tuple[list[int], list[list[float]]]:
         """Steps that can be read by now and have not been taken, with a row for each; the same steps on all ranks."""
@@ -114,13 +127,13 @@ class StepTimes:
 
     def _row(self, one: Measured) -> list[float]:
         row, seconds = [0.0] * (WAITS + len(self.axes)), self.marks.seconds
-        for group, begin, end in one.first:
-            row[self.column[group]] += seconds(begin, end)
+        for column, begin, end in one.first:
+            row[column] += seconds(begin, end)
         row[DATA] = seconds(one.begin, one.data) - sum(row)
-        for group, begin, end in one.spans:
-            row[self.column[group]] += seconds(begin, end)
+        for column, begin, end in one.spans:
+            row[column] += seconds(begin, end)
         row[COMPUTE] = seconds(one.begin, one.end) - sum(row)
         self.messages = [0] * len(self.axes)
-        for group, _, _ in one.first + one.spans:
-            self.messages[self.column[group] - WAITS] += 1
+        for column, _, _ in one.first + one.spans:
+            self.messages[column - WAITS] += 1
         return row

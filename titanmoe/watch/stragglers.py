@@ -6,18 +6,21 @@ measured in one message, and all come to the same conclusion; rank 0 reports it.
 
 from __future__ import annotations
 
+from collections import deque
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
+from titanmoe import observe
 from titanmoe.comm.collectives import all_gather
 from titanmoe.comm.host import ToHost
 from titanmoe.parallel.batch import to_device
 from titanmoe.watch import links
+from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.hosts import Machines
 from titanmoe.watch.links import Link
-from titanmoe.watch.listener import LaneGroups
 from titanmoe.watch.slowest import CAUSES, SLOW, Cause, Slowest, slowest
 from titanmoe.watch.step_times import COMPUTE, StepTimes
 
@@ -28,8 +31,8 @@ WINDOW = 16
 """Steps."""
 RUNNING = 2
 """A rank is named once it has been slow in this many windows in a row, and forgotten after as many without."""
-APART = 2
-"""At least this many windows between two probes of the links."""
+CALM = 8
+"""How many of the latest windows in which nobody was late, and no link suspected, show how long ranks usually wait."""
 ADVICE = {
     "compute": "look at its host (clocks, temperature, other processes) and at `imbalance`; if it stays, do without it",
     "data": "look at what it reads from, or raise data.workers or data.prefetch",
@@ -65,14 +68,15 @@ class Stragglers:
         """Windows in a row in which the same rank was slow, and in which none was."""
         self.usual: list[np.ndarray] = []
         """How long each rank computed, in the first windows."""
-        self.windows = 0
+        self.waits: deque[float] = deque(maxlen=CALM)
+        """In windows in which no link was suspected."""
+        self.longer = 0
+        """Windows in a row in which ranks waited longer than usual though nobody was late."""
         self.link: Link | None = None
         self.messages: dict[str, int] = {}
         """Messages in a step when the links were last probed, by the names of axes; the most of any rank."""
         self.best: links.Pairs = {}
         """The fastest probe of each pair."""
-        self.probed: tuple[int, float] | None = None
-        """The window of the last probe, and the wait then."""
 
     def after_step(self) -> None:
         """All ranks call it together."""
@@ -87,8 +91,7 @@ class Stragglers:
                 self.coming = steps, ToHost(all_gather(mine, 0, self.trainer.meshes.world))
 
     def judge(self, steps: list[int], times_NRK: np.ndarray) -> None:
-        self.windows += 1
-        self.trainer.log_ranks(steps, self.columns(times_NRK))
+        observe.active.rank_times(steps, self.columns(times_NRK))
         usual = np.median(self.usual, axis=0) if self.usual else None
         found, before = slowest(times_NRK, self.trainer.fold.stage, usual), self.latest
         self.latest = found
@@ -100,8 +103,7 @@ class Stragglers:
         self.slow, self.calm = 0, self.calm + 1
         if len(self.usual) < RUNNING:
             self.usual.append(np.median(times_NRK[:, :, COMPUTE], axis=0))
-        if self._suspects_links(found):
-            self._probe(found)
+        self._suspect_links(found)
         if self.link is not None:
             self._name(Blamed(self.link.rank, self.link.other, "link"), self._excess(self.link))
         elif self.calm >= RUNNING or (self.named and self.named.cause == "link"):
@@ -112,13 +114,19 @@ class Stragglers:
 
     # ---- links
 
-    def _suspects_links(self, found: Slowest) -> bool:
-        """Called when nobody is late: then a changed wait comes from the messages themselves."""
-        if self.probed is None:
-            return True
-        window, wait_s = self.probed
-        changed = abs(found.wait_s - wait_s) > SLOW * found.step_s
-        return self.windows - window >= APART and (changed or self.link is not None)
+    def _suspect_links(self, found: Slowest) -> None:
+        """Called when nobody is late: then a longer wait comes from the messages themselves. Links are probed only if
+        it stays: a first probe opens connections between ranks that may have had none.
+        """
+        if not self.waits or found.wait_s - median(self.waits) <= SLOW * found.step_s:
+            self.waits.append(found.wait_s)
+            self.longer, self.link = 0, None
+            return
+        self.longer += 1
+        if self.longer == RUNNING:
+            self._probe(found)
+            if self.link is None:  # this is how long they wait now
+                self.waits.clear()
 
     def _probe(self, found: Slowest) -> None:
         self.link = None
@@ -131,7 +139,6 @@ class Stragglers:
                 break
         else:
             self.link = link
-        self.probed = self.windows, found.wait_s
 
     def _pairs(self) -> links.Pairs:
         trainer = self.trainer
@@ -172,7 +179,7 @@ class Stragglers:
             more["links_ms"] = [[*pair, round(seconds * 1e3, 3)] for pair, seconds in self.link.pairs.items()]
         concerned = {rank for pair in self.link.pairs for rank in pair} if found.cause == "link" else self.host_of
         advice = ON_ONE_HOST if len({self.host_of[rank] for rank in concerned}) == 1 else ADVICE
-        self.trainer.log_event(self.trainer.step, "straggler", f"{text}: {advice[found.cause]}", **more)
+        observe.active.event(self.trainer.step, "straggler", f"{text}: {advice[found.cause]}", **more)
 
     def report(self) -> dict[str, float]:
         """The last window's result, for the step's line."""

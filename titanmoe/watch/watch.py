@@ -10,14 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-import torch
-
 from titanmoe.config.schema import Config
+from titanmoe.observe import Observer, listening
 from titanmoe.ops import device
 from titanmoe.train import failure
+from titanmoe.watch import flight_recorder
 from titanmoe.watch import heartbeat as at
+from titanmoe.watch.groups import name_groups, own_groups
 from titanmoe.watch.hosts import Machines
-from titanmoe.watch.listener import HeartbeatListener, name_groups
+from titanmoe.watch.listener import HeartbeatListener
 from titanmoe.watch.numbers import NumberChecks
 from titanmoe.watch.stacks import ROOT
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
@@ -54,13 +55,13 @@ class Watch:
         self.hosts = Machines.meet(runtime.rank, runtime.world)
         self.heart = self.hosts.mine
         lanes, gpu = trainer.meshes.lanes, device.kind(trainer.device) == "cuda"
-        groups = name_groups(lanes, trainer.fold)
-        times = None
+        groups, own = name_groups(lanes, trainer.fold), own_groups(lanes)
+        self.observers: list[Observer] = [HeartbeatListener(self.heart)]
         if trainer.config.training.stragglers and isinstance(trainer.checks, NumberChecks):
-            times = StepTimes([group.axes for group in groups], StreamMarks() if gpu else HostMarks())
+            times = StepTimes([group.axes for group in groups], own, StreamMarks() if gpu else HostMarks())
             trainer.checks.stragglers = Stragglers(trainer, times, self.hosts, groups)
-        self.listener = HeartbeatListener(self.heart, lanes, lambda: trainer.step, times)
-        self.dog = Watchdog(
+            self.observers.append(times)
+        self.watchdog = Watchdog(
             runtime.rank,
             self.hosts,
             groups,
@@ -68,27 +69,28 @@ class Watch:
             limits(trainer.config, gpu),
             lambda: trainer.folder,
             self._dump if gpu else lambda: "",
+            lambda: flight_recorder.recorded(own, self.heart.numbers[at.BEGUN], self.heart.numbers[at.BEFORE]),
         )
         self._stack = ExitStack()
 
     def __enter__(self) -> Watch:
-        trainer = self.trainer
-        self._stack.enter_context(self.listener.on(trainer.parts, trainer.clock, trainer.config.compile.enable))
+        for observer in self.observers:
+            self._stack.enter_context(listening(observer))
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             self._stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, ignore))
-        before = signal.set_wakeup_fd(self.dog.waker, warn_on_full_buffer=False)
+        before = signal.set_wakeup_fd(self.watchdog.waker, warn_on_full_buffer=False)
         self._stack.callback(signal.set_wakeup_fd, before)
-        self.dog.start()
-        self._stack.callback(self.dog.stop)
+        self.watchdog.start()
+        self._stack.callback(self.watchdog.stop)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and caused_by_others(error) and not self._explained():
-            self.dog.raised = _stack(error)
+            self.watchdog.raised = _stack(error)
             self.heart.numbers[at.ALARM] = 1
-            self.dog.join(PATIENCE_S)  # it ends the process
+            self.watchdog.join(PATIENCE_S)  # it ends the process
         elif error is not None:
             self.heart.write_answer(json.dumps({"note": f"{kind.__name__}: {error}", "stack": _stack(error)}).encode())
         self.heart.numbers[at.STATE] = at.ENDED if error is None else at.FAILED
@@ -99,14 +101,11 @@ class Watch:
         return any(heart.numbers[at.STATE] == at.FAILED for heart in self.hosts.local.values())
 
     def _dump(self) -> str:
-        """Save what NCCL's flight recorder holds, for torch's own analyser, and say where."""
-        c10d = torch._C._distributed_c10d
-        dump = getattr(c10d, "_dump_nccl_trace", None) or getattr(c10d, "_dump_fr_trace", None)
-        if self.trainer.folder is None or dump is None:
+        if self.trainer.folder is None:
             return ""
         folder = Path(self.trainer.folder, DUMPS)
-        folder.mkdir(exist_ok=True)
-        (folder / f"nccl_trace_rank_{self.trainer.runtime.rank}").write_bytes(dump())
+        if not flight_recorder.save(folder, self.trainer.runtime.rank):
+            return ""
         return f"the messages it sent are in {folder}: torchfrtrace {folder} compares the ranks"
 
 

@@ -27,11 +27,12 @@ from titanmoe.train import failure
 from titanmoe.train.folder import EVENTS
 from titanmoe.train.outlet import LineFile
 from titanmoe.watch import heartbeat as at
+from titanmoe.watch.flight_recorder import Recorded
+from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.heartbeat import Heartbeat
 from titanmoe.watch.hosts import Between, Machines
 from titanmoe.watch.late_ranks import LateRanks, Seen, judge
-from titanmoe.watch.listener import LaneGroups
-from titanmoe.watch.stacks import main_stack, other_stacks
+from titanmoe.watch.stacks import in_message, main_stack, other_stacks
 
 TICK_S = 0.5
 PUBLISH_S = 5.0
@@ -44,10 +45,6 @@ ENDING_S = 3.0
 """How long the other ranks have to end before they are killed and the report is printed."""
 DISK_S = 2.0
 """How long to wait for a write to a disk, which may be what hangs the run."""
-KEPT = 64
-"""How many messages of each rank the report is made from."""
-IN_EVENT = 32
-"""How many of them go into events.jsonl."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +72,16 @@ class Watchdog(threading.Thread):
         limits: Limits,
         folder: Callable[[], Path | None],
         dump: Callable[[], str] = lambda: "",
+        recorded: Callable[[], Recorded] = Recorded,
         between: Between | None = None,
         end: Callable[[int], Any] = os._exit,
     ):
-        """folder: the run folder. dump: saves the flight recorder's dump and returns where. end: ends the process."""
+        """folder: the run folder. dump: saves what the flight recorder has and returns where. recorded: reads it. end:
+        ends the process.
+        """
         super().__init__(name="titanmoe-watch", daemon=True)
         self.rank, self.hosts, self.groups, self.stage, self.limits = rank, hosts, groups, stage, limits
-        self.folder, self.dump, self.end = folder, dump, end
+        self.folder, self.dump, self.recorded, self.end = folder, dump, recorded, end
         self.between = between or Between(hosts)
         self.published_at = 0.0
         self.asked, self._wake = socket.socketpair()
@@ -92,13 +92,13 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         asked_to_end = 0.0
-        self.hosts.mine.tick()
+        self.tick()
         while not self.over.is_set():
             if select.select([self.asked], [], [], TICK_S)[0] and signal.SIGTERM in self.asked.recv(64):
                 asked_to_end = asked_to_end or time.monotonic()
             if self.over.is_set():
                 return
-            self.hosts.mine.tick()
+            self.tick()
             with contextlib.suppress(RuntimeError, OSError):  # the store may be gone with its machine
                 self._publish_heartbeats()
             if self.alarmed() or self.trouble():
@@ -109,6 +109,9 @@ class Watchdog(threading.Thread):
             # A launcher sends SIGTERM to all ranks when one has exited; a report about that one comes first.
             if asked_to_end and time.monotonic() - asked_to_end > 2 * TICK_S and ends_by(signal.SIGTERM):
                 os._exit(128 + signal.SIGTERM)
+
+    def tick(self) -> None:
+        self.hosts.mine.tick(in_message(main_stack()))
 
     def stop(self) -> None:
         self.over.set()
@@ -175,6 +178,8 @@ class Watchdog(threading.Thread):
     def respond(self) -> None:
         answer = {"stack": self.raised or main_stack(), "threads": other_stacks(), "note": ""}
         with contextlib.suppress(Exception):
+            answer["recorded"] = self.recorded().as_json()
+        with contextlib.suppress(Exception):
             answer["note"] = self.dump()
         self.hosts.mine.write_answer(json.dumps(answer).encode())
         local = self.hosts.local.values()
@@ -189,7 +194,7 @@ class Watchdog(threading.Thread):
                 return self.report(seen)
         self._until(self._reported, ANSWER_S + GATHER_S + 2 * ENDING_S)
         self.hosts.mine.numbers[at.REPORTED] = 1
-        self._in_time(lambda: failure.leave_note("another rank is late", consequence=True, during=self._late_parts()))
+        self._in_time(self._note_report)
         if self.leads():
             self.end_others(wait=False)
         self.end(1)
@@ -202,22 +207,32 @@ class Watchdog(threading.Thread):
         except (RuntimeError, OSError):
             return False
 
-    def _late_parts(self) -> dict[int, str]:
-        """Which part of the step late ranks were in, if another machine made the report."""
+    def _note_report(self) -> None:
+        """The report of another machine, for the launcher of this one."""
         with contextlib.suppress(RuntimeError, OSError):
-            return self.between.read("report") if self.between.posted("report") else {}
-        return {}
+            if self.hosts.number and self.between.posted("report"):
+                self._leave_note(self.between.read("report"))
+                return
+        failure.leave_note("another rank is late", consequence=True)
+
+    def _leave_note(self, report: dict[str, Any]) -> None:
+        """A late rank that is gone is the cause; one that is still there is ended, and the others follow."""
+        late = set(map(int, report["during"]))
+        local = {rank: heart for rank, heart in self.hosts.local.items() if rank != self.rank}
+        following = [rank for rank, heart in local.items() if rank not in late or not gone(heart)]
+        failure.leave_note(**report, alike=True, following=following)
 
     def report(self, seen: list[Seen]) -> None:
         """Judge, report, and end the run. Called on the first machine, or the second if the first is gone."""
         everyone = seen + self._others()
         verdict = judge(everyone, self.groups, self.stage)
         launcher_reports = bool(os.environ.get(failure.FILE))
-        self._in_time(lambda: failure.leave_note(verdict.text, alike=True, during=verdict.during))
+        said = {"text": verdict.text, "during": verdict.during}
+        self._in_time(lambda: self._leave_note(said))
         self._in_time(lambda: self._write(everyone, verdict))
         self.hosts.mine.numbers[at.REPORTED] = 1
         with contextlib.suppress(RuntimeError, OSError):
-            self.between.post("report", verdict.during)
+            self.between.post("report", said)
         self.end_others(wait=True)
         if not launcher_reports:
             os.write(2, f"error: {verdict.text}\n".encode())  # without the rank before each line
@@ -250,7 +265,7 @@ class Watchdog(threading.Thread):
         folder = self.folder()
         if folder is None:
             return
-        ranks = [asdict(one) | {"last": one.last[-IN_EVENT:]} for one in sorted(seen, key=lambda one: one.rank)]
+        ranks = [one.as_json() for one in sorted(seen, key=lambda one: one.rank)]
         event = {
             "step": max(one.step for one in seen),
             "kind": "hang",
@@ -287,23 +302,16 @@ class Watchdog(threading.Thread):
         return [self._seen(rank, heart) for rank, heart in self.hosts.local.items()]
 
     def _seen(self, rank: int, heart: Heartbeat) -> Seen:
-        numbers, begun = heart.numbers, heart.numbers[at.BEGUN]
-        step = [message for message in heart.messages(KEPT) if message.total > begun]
+        numbers = heart.numbers
         idle = time.monotonic() - heart.last_progress
         seen = Seen(rank, self.hosts.names[self.hosts.number], numbers[at.PID], state(heart), round(idle, 1))
-        seen.step, seen.phase = numbers[at.STEP], at.PHASES[numbers[at.PHASE]]
-        seen.issued, seen.differs = heart.total - begun, heart.differs
-        seen.numbers = heart.message_counts()
-        seen.last = [
-            (one.total - begun - 1, one.group, one.op, one.dtype, one.bytes, one.number, one.peer, *one.step_position)
-            for one in step
-        ]
-        if step:
-            seen.microbatch, seen.layer, seen.backward = step[-1].step_position
+        seen.step, seen.phase, seen.position = numbers[at.STEP], at.PHASES[numbers[at.PHASE]], heart.position
         with contextlib.suppress(ValueError):
             answer = json.loads(heart.answer() or b"{}")
             seen.stack, seen.threads = answer.get("stack", []), answer.get("threads", {})
             seen.note = answer.get("note", "")
+            if "recorded" in answer:
+                seen.recorded = Recorded.from_json(answer["recorded"])
         return seen
 
     def _until(self, condition: Callable[[], bool], seconds: float) -> bool:
@@ -311,7 +319,7 @@ class Watchdog(threading.Thread):
         while not condition():
             if time.monotonic() > end:
                 return False
-            self.hosts.mine.tick()
+            self.tick()
             time.sleep(0.05)
         return True
 

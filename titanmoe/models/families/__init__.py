@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from difflib import get_close_matches
 from importlib import import_module
 from types import ModuleType
 
 from titanmoe.config import families
+from titanmoe.config.schema import Model
 from titanmoe.models.families.huggingface import HuggingFace
 
 NEEDED = {
@@ -28,6 +30,13 @@ def _file(family: str) -> ModuleType:
     lacking = [f"it lacks {member}, {what}" for member, what in NEEDED.items() if not hasattr(file, member)]
     if not lacking and file.HF.family != family:
         lacking = [f"its HF says family = {file.HF.family!r}"]
+    if not lacking:
+        known = {field.name for field in fields(Model)}
+        lacking = [
+            f"its size {size!r} has {', '.join(sorted(other))}, no field of [model]"
+            for size, its in file.SIZES.items()
+            if (other := its.keys() - known)
+        ]
     if lacking:
         raise LookupError("; ".join(lacking))
     return file

@@ -1,4 +1,8 @@
-"""How many chunks to cut the routed rows into, from the measured times of messages and products.
+"""How many chunks to cut the routed rows of a recipe into, from the measured times of messages and products.
+
+    torchrun --nproc-per-node 8 scripts/bench/chunks.py --config RECIPE.toml [--table.field value ...]
+
+Run it where the recipe will run, on as many ranks. It prints moe.overlap_chunks and what it was chosen from.
 
 The model of a layer with R rows in n chunks has two workers, the wire and the experts, each of which does one thing at
 a time. All n chunks are sent at once, and results queue behind them on the way back. If a chunk of R / n rows takes `a`
@@ -14,18 +18,30 @@ rows that came back.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from titanmoe.comm.collectives import Group, all_reduce, arrive, start
-from titanmoe.config.schema import Model
+from titanmoe.config.dispatchers import DISPATCHERS
+from titanmoe.config.schema import Config, Model
 from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.fold.degrees import derive
+from titanmoe.fold.meshes import Meshes
+from titanmoe.moe.capacity import Capacity
 from titanmoe.moe.experts import Experts
+from titanmoe.parallel.apply import make_meshes
+from titanmoe.train.launch import read
+from titanmoe.train.runtime import leave, stop, world_size
+from titanmoe.train.runtime import start as start_process
 
 MOST = 8
 NEAR = 1.02
@@ -93,50 +109,6 @@ class Costs:
 def fewest(seconds: Callable[[int], float]) -> int:
     times = {chunks: seconds(chunks) for chunks in range(1, MOST + 1)}
     return next(chunks for chunks, time in times.items() if time <= NEAR * min(times.values()))
-
-
-@dataclass(frozen=True)
-class Choice:
-    chunks: int
-    alone: tuple[int, int]  # the best for forward alone, and for backward alone
-    rows: int
-    costs: Costs
-    seconds: tuple[float, float]  # forward and backward in `chunks` chunks
-    whole: tuple[float, float]  # forward and backward in one chunk
-
-    def __str__(self) -> str:
-        def text(pair: tuple[float, float]) -> str:
-            return f"{pair[0] * 1e3:.3g} + {pair[1] * 1e3:.3g} ms"
-
-        lines = ", ".join(
-            f"{name} {line.latency * 1e6:.3g} us + {line.slope * 1e9:.3g} ns a row"
-            for name, line in vars(self.costs).items()
-        )
-        return (
-            f"{self.chunks} (forward alone {self.alone[0]}, backward alone {self.alone[1]}); routed path of a layer, "
-            f"forward + backward, {self.rows} rows: {text(self.seconds)}, in one chunk {text(self.whole)}; fitted: "
-            + lines
-        )
-
-    def numbers(self) -> dict[str, Any]:
-        return {
-            "chunks": self.chunks,
-            "alone": self.alone,
-            "rows": self.rows,
-            "seconds": self.seconds,
-            "whole": self.whole,
-            "costs": {name: line._asdict() for name, line in vars(self.costs).items()},
-        }
-
-
-def choose_chunks(costs: Costs, rows: int, forwards: float = 1.0) -> Choice:
-    """One number of chunks for forward and backward, because backward follows forward's graph: the one with the least
-    total time. forwards: how often forward runs per backward, more than once under recomputation.
-    """
-    forward, backward = (lambda n: costs.forward_s(rows, n)), (lambda n: costs.backward_s(rows, n))
-    chunks = fewest(lambda n: forwards * forward(n) + backward(n))
-    times = [(forward(n), backward(n)) for n in (chunks, 1)]
-    return Choice(chunks, (fewest(forward), fewest(backward)), rows, costs, *times)
 
 
 def dummy_experts(
@@ -207,3 +179,43 @@ def _seconds(work: Callable[[], Any], world: Group, device: torch.device) -> flo
             torch.cuda.synchronize(device)
         best = min(best, (time.perf_counter() - begin) / CALLS)
     return best
+
+
+def routed_rows(config: Config, meshes: Meshes) -> int:
+    """Rows of one layer and microbatch on a rank, under even routing or with padded bins."""
+    model, options, samples = config.model, config.moe, config.training.local_batch_size
+    owned = samples * config.training.seq_len // (meshes.cp.size * meshes.tp.size)
+    if not options.pad_to_capacity:
+        return owned * model.top_k * meshes.fold.etp
+    capacity = Capacity(model, options)
+    capacity.sequence = meshes.sequence
+    return capacity.bin(samples, owned) * model.num_experts * meshes.fold.etp
+
+
+def main() -> int:
+    config = read(sys.argv[1:], world_size())
+    runtime = start_process(config)
+    meshes = make_meshes(
+        derive(runtime.world, config.parallelism), config.parallelism, config.moe, config.training, runtime.device
+    )
+    wire = meshes.within if DISPATCHERS[config.moe.dispatcher].nodes else meshes.dispatch
+    compute = getattr(torch, config.training.mixed_precision_param)
+    experts = dummy_experts(config.model, config.moe, meshes.fold.ep, meshes.fold.etp, compute, runtime.device)
+    rows = routed_rows(config, meshes)
+    costs = measure(experts, rows, wire, meshes.world)
+    recomputed = config.activation_checkpoint
+    forwards = 1 + (1 / recomputed.every if recomputed.mode in ("full", "moe") else 0)
+    chunks = fewest(lambda n: forwards * costs.forward_s(rows, n) + costs.backward_s(rows, n))
+    if runtime.rank == 0:
+        print(f"moe.overlap_chunks = {chunks}   ({rows} rows of a layer and microbatch)")
+        for n in sorted({1, chunks}):
+            seconds = costs.forward_s(rows, n), costs.backward_s(rows, n)
+            print(f"  in {n}: forward {seconds[0] * 1e3:.3g} ms, backward {seconds[1] * 1e3:.3g} ms")
+        for name, line in vars(costs).items():
+            print(f"  {name}: {line.latency * 1e6:.3g} us + {line.slope * 1e9:.3g} ns a row")
+    stop()
+    return 0
+
+
+if __name__ == "__main__":
+    leave(main())

@@ -1,0 +1,54 @@
+"""What NCCL takes of a device's memory: buffers of each communicator, and more for ranks that are sent to directly.
+
+docs/multi_node.md lists the communicators; tests/rehearse/test_communicators.py counts those that a run makes.
+"""
+
+from __future__ import annotations
+
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold
+from titanmoe.plan.devices import Device
+from titanmoe.plan.links import LinkGroup
+
+
+def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, LinkGroup]]:
+    """A rank's, as lane and group. Axes of a lane over the same ranks share one."""
+    sequence, inner = fold.tp * fold.cp, fold.ep * fold.etp
+    found = {
+        ("waited", LinkGroup(fold.world, 1)),
+        ("waited", LinkGroup(fold.tp, 1)),
+        ("waited", LinkGroup(fold.cp, fold.tp)),
+        ("waited", LinkGroup(sequence, 1)),
+        ("waited", LinkGroup(fold.dp, sequence)),
+        ("shards", LinkGroup(fold.dp_shard * fold.cp, fold.tp)),
+        ("shards", LinkGroup(fold.edp, inner)),
+        ("replicas", LinkGroup(fold.dp_replicate, fold.stage // fold.dp_replicate)),
+        ("replicas", LinkGroup(fold.edp_replicate, fold.stage // fold.edp_replicate)),
+        ("stages", LinkGroup(fold.pp, fold.stage)),
+    }
+    if config.moe.dispatcher == "hierarchical" and inner > domain:
+        found |= {("rows", LinkGroup(domain, 1)), ("rows", LinkGroup(inner // domain, domain))}
+    else:
+        found.add(("rows", LinkGroup(inner, 1)))
+    if config.model.tie_embeddings and fold.pp > 1:
+        found.add(("waited", LinkGroup(2, fold.world - fold.stage)))
+    return {(lane, group) for lane, group in found if group.size > 1}
+
+
+def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
+    """Rows, and ulysses, go to every rank of a group directly; the ring and the pipeline to two."""
+    found = communicators(config, fold, device.domain)
+    peers = 0
+    for lane, group in found:
+        ring = lane == "waited" and fold.cp > 1 and group == LinkGroup(fold.cp, fold.tp)
+        near = group.near(device.domain) - 1
+        if lane == "rows" or (ring and config.parallelism.cp_kind == "ulysses"):
+            peers += near
+        elif lane == "stages" or (ring and config.parallelism.cp_kind == "ring"):
+            peers += min(2, near)
+    return device.communicator * len(found) + device.peer * peers
+
+
+def room(config: Config, fold: Fold, device: Device) -> float:
+    """Bytes that tensors may have."""
+    return device.memory - device.reserved - nccl_bytes(config, fold, device)
