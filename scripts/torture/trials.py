@@ -337,7 +337,7 @@ def trial(kind: str, seed: int, folder: Path, launcher: str = "") -> judge.Outco
                     part(run)
         except Wrong as wrong:
             failure = str(wrong)
-            print(run.output)
+            print(run.output[-3000:])
         except Missed as missed:
             failure = str(missed)
             continue
