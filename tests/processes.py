@@ -62,10 +62,9 @@ def run(
 
 def fork_ranks() -> None:
     """In a torchrun: ranks that it starts from now on are forks of it."""
-    sys.path.insert(0, str(ROOT / "scripts"))
-    import torture_runs
+    from scripts.torture import runs
 
-    torture_runs.fork_ranks()
+    runs.fork_ranks()
 
 
 def _become(words: list[str], env: dict[str, str], cwd: str, out: str, err: str, forks: bool) -> None:

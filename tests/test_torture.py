@@ -1,4 +1,4 @@
-"""The faults and the table of scripts/torture.py; the trials themselves take minutes and are not tests."""
+"""The faults, the judgement and the table of scripts/torture; the trials themselves take minutes and are not tests."""
 
 import contextlib
 import errno
@@ -7,20 +7,21 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
-import torture  # noqa: E402
-import torture_hangs  # noqa: E402
-from torture import Outcome, is_flat, named_table, table  # noqa: E402
-from torture_named import STRUCK, Struck, samples  # noqa: E402
-from torture_runs import INTERVAL, KINDS, Missed, Run, Wrong, write  # noqa: E402
+from scripts.torture import __main__ as command
+from scripts.torture import judge, trials
+from scripts.torture.judge import Outcome, read, table
+from scripts.torture.runs import INTERVAL, RANKS, TIMEOUT_S, Missed, Run, Wrong
+from scripts.torture.trials import GROUPS, KINDS
+from tests import processes
 
-from tests import processes  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
+FAULTS = ROOT / "scripts/torture/faults"
 
 # What a rank does with the disk, in the order of a save; it reports how far it got.
 RANK = """
@@ -50,7 +51,7 @@ def said(tmp_path, rank, *faults, slow=1e9):
     done = subprocess.run(
         [sys.executable, "-c", RANK, str(slow)],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "scripts/faults"), "RANK": str(rank), "FAULTS": json.dumps(faults)},
+        env=os.environ | {"PYTHONPATH": str(FAULTS), "RANK": str(rank), "FAULTS": json.dumps(faults)},
         capture_output=True,
         text=True,
         timeout=60,
@@ -71,7 +72,7 @@ FULL = {"do": "fail", "errno": errno.ENOSPC}
         # so there is no such file
         (0, FULL | {"on": ["write"], "path": "step", "times": 2}, 0, {"write": "28", "again": "28", "read": "2"}),
         (0, FULL | {"on": ["fsync"], "path": "writing/a"}, 0, {"write": str(errno.ENOSPC)}),
-        (0, FULL | {"on": ["read", "list"], "path": "step", "times": 2}, 0, dict.fromkeys(("list", "read"), "28")),
+        (0, FULL | {"on": ["read", "listdir"], "path": "step", "times": 2}, 0, dict.fromkeys(("list", "read"), "28")),
         (0, FULL | {"path": "elsewhere"}, 0, {}),
         (1, FULL | {"rank": 0}, 0, {}),
         (1, {"do": "kill", "rank": 1, "on": ["rename"], "path": "step"}, -signal.SIGKILL, "rename"),
@@ -98,7 +99,7 @@ def test_a_fault_that_strikes_once_lets_the_next_start_pass(tmp_path):
 # their numbers.
 STEPS = """
 import json, os, runpy, torch
-faults = runpy.run_path("scripts/faults/sitecustomize.py")
+faults = runpy.run_path("scripts/torture/faults/sitecustomize.py")
 class Part(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -145,206 +146,235 @@ def test_a_flipped_bit_of_a_weight_or_moment(tmp_path, of):
     assert not odd and [[x < 0 for x in state] for state in states[:2]] == [[False] * 2, [of == "", of != ""]]
 
 
-# A rank alone in its world, all of whose messages go to itself.
-MESSAGES = """
-import os, runpy, time, torch, torch.distributed as dist
-Delay = runpy.run_path("scripts/faults/sitecustomize.py")["Delay"]
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-for peers, once in (([1], "no"), ([0], "yes")):
-    Delay(peers, 0.0, 2, 0.4, 1, os.environ["FOLDER"] + "/" + once)
-    for _ in range(3):
-        began = time.monotonic()
-        torch.ops._c10d_functional.all_reduce(torch.zeros(1), "sum", dist.group.WORLD.group_name)
-        print(round(time.monotonic() - began, 1))
+# Calls of a function before and after a signal.
+CALLS = """
+import json, os, signal, time
+for number in range(4):
+    began = time.monotonic()
+    said = json.dumps(1.5)
+    print(number, type(said).__name__, time.monotonic() - began > 0.1)
+    if number == 1:
+        os.kill(os.getpid(), signal.SIGUSR1)
 """
 
 
-def test_a_slow_link_delays_messages_to_its_ranks_alone(tmp_path):
-    done = processes.run(["-c", MESSAGES], dict(os.environ) | {"FOLDER": str(tmp_path)})
-    assert not done.returncode, done.stderr
-    took = [float(line) for line in done.stdout.split()]
-    assert max(took[:4] + took[5:]) < 0.4 <= took[4] and [path.name for path in tmp_path.iterdir()] == ["yes"]
+@pytest.mark.parametrize(
+    ("do", "third", "fourth"), [("slow", "str True", "str True"), ("skip", "float False", "str False")]
+)
+def test_at_a_signal_calls_become_slow_or_one_is_skipped(do, third, fourth):
+    faults = [{"do": do, "on": ["signal"], "rank": 0, "path": "json:dumps", "seconds": 0.2}]
+    env = os.environ | {"PYTHONPATH": str(FAULTS), "RANK": "0", "FAULTS": json.dumps(faults)}
+    done = subprocess.run([sys.executable, "-c", CALLS], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["0 str False", "1 str False", f"2 {third}", f"3 {fourth}"]
 
 
 ONE, TWO, *_ = KINDS
 TRIED = [
-    Outcome(ONE, 0, True, 0, 2, 5.0),
-    Outcome(TWO, 1, True, 4, 9, 6.0, failure="4 saved steps lost"),
-    Outcome(ONE, 2, True, 0, 1, 30.0),
+    Outcome(ONE, 0, figures={"steps repeated": 2, "seconds to resume": 5.0}),
+    Outcome(TWO, 1, figures={"steps repeated": 9, "seconds to resume": 6.0}, failure="4 saved steps lost"),
+    Outcome(ONE, 2, figures={"steps repeated": 1, "seconds to resume": 30.0}),
     Outcome(TWO, 3, failure="torchrun ended with 1"),
-    Outcome(ONE, 4, True, 0, 0, 7.0),
 ]
 
 
-def test_the_table_adds_up():
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table(TRIED).splitlines()[2:]]
-    assert rows == [
-        [ONE, "3", "3", "0", "2", "7.0", "30.0"],
-        [TWO, "2", "1", "4", "9", "6.0", "6.0"],
-        ["all", "5", "4", "4", "9", "6.5", "30.0"],
+def test_the_table_adds_up_and_says_how_to_repeat_a_failure():
+    lines = table(TRIED).splitlines()
+    assert [line.strip("| ").split(" | ") for line in lines[:1] + lines[2:5]] == [
+        ["what happened", "trials", "as it should be", "steps repeated", "seconds to resume"],
+        [ONE, "2", "2", "1.5, at most 2", "17.5, at most 30"],
+        [TWO, "2", "0", "9, at most 9", "6, at most 6"],
+        ["all", "4", "2", "2, at most 9", "6, at most 30"],
+    ]
+    assert lines[6:] == [
+        "2 failures",
+        f'* "{TWO}" --first 1 --trials 1: 4 saved steps lost',
+        f'* "{TWO}" --first 3 --trials 1: torchrun ended with 1',
     ]
 
 
-STOP, LINK, *_ = [kind for kind in STRUCK if kind in ("a rank stopped (SIGSTOP)", "a slow link")]
-NAMED = [
-    Outcome(STOP, 0, True, seconds=7.0, named_after=5.0, mapping="{}"),
-    Outcome(STOP, 8, failure="rank 3 should have been named: error: hang: rank 1"),
-    Outcome(STOP, 16, True, seconds=9.0, named_after=6.0, mapping="{}"),
-    Outcome(LINK, 3, True, seconds=None, mapping="{}"),
-]
+@pytest.mark.parametrize("launcher", ["torchrun", "titanmoe train"])
+def test_a_hang_that_names_another_rank_or_ends_late_has_failed(tmp_path, monkeypatch, launcher):
+    run = Run(tmp_path, 5, launcher)
+    run.agent, run.rank = SimpleNamespace(is_alive=lambda: False), 2
+    again = []
+    monkeypatch.setattr(run, "start", lambda: again.append(1))
+
+    def ends(text, ago=0.0):
+        run.log.write_text(f"step 1\n{text}\n")
+        run.struck_at = time.monotonic() - ago
+        judge.ends(run)
+
+    ends("error: hang: rank 2 on a is late, in step 3")
+    ends("error: rank 0 failed first, with exit code 1: not saved after 6 s: rank 2 is still writing a")
+    assert len(again) == 2 * (launcher != "torchrun") and run.figures["seconds until all had ended"] < 1
+    for text in ("error: hang: rank 1 on a is late, in step 3", "error: rank 2 was killed by SIGKILL", "done"):
+        with pytest.raises(Wrong, match="rank 2 was struck, and the last report is: "):
+            ends(text)
+    with pytest.raises(Wrong, match="a traceback before the report"):
+        ends("Traceback\nerror: hang: rank 2 on a is late, in step 3")
+    with pytest.raises(Wrong, match="all had ended only after 1"):
+        ends("error: hang: rank 2 on a is late, in step 3", TIMEOUT_S + 11)
 
 
-def test_what_was_named_is_a_table_of_its_own():
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in named_table(NAMED).splitlines()[2:]]
-    assert rows == [
-        [STOP, "3", "2", "2", "5.5", "6.0", "8.0"],
-        [LINK, "1", "no false alarm", "1", "", "", ""],
-        ["all", "4", "2", "3", "5.5", "6.0", "8.0"],
-    ]
-    assert str(NAMED[0]) == "equal, named after 5.0 s, in 0 s under {}" and str(NAMED[1]).startswith("FAILED: rank 3")
+def events(run, *events):
+    run.run.mkdir(parents=True, exist_ok=True)
+    (run.run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
-def test_hangs_have_a_table_too(tmp_path):
-    torchrun, ours = torture_hangs.LAUNCHERS
-    tried = [("stop", torchrun, 8.5), ("stop", torchrun, 9.5), ("stop", ours, 8.0), ("skip", torchrun, None)]
-    lines = torture_hangs.table([{"kind": k, "launcher": under, "seconds": s} for k, under, s in tried]).splitlines()
-    assert lines[2:] == [
-        "| stopped (SIGSTOP) | torchrun | 2 | 2 | 9.0 | 9.5 |",
-        "| stopped (SIGSTOP) | titanmoe train | 1 | 1 | 8.0 | 8.0 |",
-        "| one rank skips a collective | torchrun | 1 | 0 |  |  |",
-    ]
+def test_what_an_event_must_name_and_a_false_alarm(tmp_path):
+    run = Run(tmp_path)
+    run.agent = SimpleNamespace(join=lambda s: None, exitcode=0, is_alive=lambda: True)
+    events(run, {"kind": "suspect", "step": 4, "text": "the output of layers.1.moe, on rank 1"})
+    judge.names(run, "suspect", "layers.1.moe", "on rank 1")
+    with pytest.raises(Wrong, match="on rank 2 should have been named: the output of"):
+        judge.names(run, "suspect", "layers.1.moe", "on rank 2")
+    judge.no_alarm(run)
+    events(run, {"kind": "hang", "step": 4, "text": "rank 1 is late"})
+    with pytest.raises(Wrong, match="a false alarm: rank 1"):
+        judge.no_alarm(run)
 
 
-def test_a_trial_that_names_another_rank_or_too_late_has_failed(tmp_path, monkeypatch):
-    run = Struck(tmp_path, 5)
-    run.folder.mkdir(exist_ok=True)
-    run.agent = SimpleNamespace(is_alive=lambda: True)
-    run.log.write_text("step 1\nerror: hang: rank 1 on a is late, in step 3\n")
-    run.struck_at = torture.time.monotonic()
-    run.named(run.said, "hang: rank 1 ")
-    assert run.named_after < 1
-    with pytest.raises(Wrong, match="rank 2  should have been named: error: hang: rank 1 on a"):
-        run.named(run.said, "hang: rank 2 ")
-    run.struck_at -= 100
-    with pytest.raises(Wrong, match="named only after 1"):
-        run.named(run.said, "hang: rank 1 ")
-    run.agent, run.restarts = SimpleNamespace(join=lambda s: None, exitcode=0), 0
-    with pytest.raises(Wrong, match="a false alarm"):
-        run.goes_on()
+def test_whom_a_slow_run_must_name(tmp_path):
+    first, second = (
+        {"kind": "straggler", "step": 99, "ranks": [r], "cause": "data", "text": f"rank {r}"} for r in (2, 1)
+    )
+    run = Run(tmp_path)
+    run.agent = SimpleNamespace(is_alive=lambda: False)
+    events(run)
+    (run.run / "metrics.jsonl").write_text('{"step": 70}\n{"step": 120}\n')
+
+    def judged(*named, ranks=(2,)):
+        def slow():
+            events(run, *named)
+            return list(ranks), "data"
+
+        events(run)
+        judge.straggles(run, slow)
+
+    judged(first)
+    assert run.figures == {"calm steps before": 120, "steps until named": -21}
+    for named, ranks, why in (
+        ([first], [1], r"\(\[1\], 'data'\) should have been named: rank 2"),
+        ([first, second], [2], "named too: rank 1"),
+        ([], [2], "a name .* did not happen"),
+    ):
+        with pytest.raises(Wrong, match=why):
+            judged(*named, ranks=ranks)
+    events(run, first)
+    with pytest.raises(Wrong, match="named without a fault: rank 2"):
+        judge.straggles(run, lambda: ([2], "data"))
 
 
-def test_a_trials_mapping_comes_from_its_seed_and_its_calm_run_has_the_same(tmp_path):
-    assert {Struck(tmp_path, seed).mapping for seed in range(30)} == set(range(5))
-    run = Struck(tmp_path, 7)
-    run.skip(5)
-    calm = Struck.of_calm(run.calm, tmp_path)
-    assert calm.options == run.options | {"data.skip_steps": '["5"]'} and calm.folder == tmp_path / run.calm
-    tp = next(one for one in (Struck(tmp_path, seed) for seed in range(30)) if "parallelism.tp" in one.options)
-    tp.rank = 3
-    tp.skip(5)
-    assert tp.data_ranks == 2 and samples(tp, {}, 1) == ["; sample 19 of the run"]  # the last of the fifth four
+def test_a_trials_mapping_comes_from_its_seed_and_its_calm_run_has_the_same(tmp_path, monkeypatch):
+    runs = [Run(tmp_path / str(seed), seed) for seed in range(40)]
+    assert {run.mapping for run in runs} == set(range(5)) and {run.rank for run in runs} == set(range(RANKS))
+    monkeypatch.setattr(Run, "start", lambda run: None)
+    monkeypatch.setattr(Run, "finish", lambda run: None)
+    run = next(run for run in runs if "parallelism.tp" in run.options)
+    run.rank, run.skips = 3, 5
+    calm = judge.calm_of(run)
+    assert calm.options == run.options | judge.SKIPS | {"data.skip_steps": '["5"]'}
+    assert calm.folder.parent == tmp_path and calm.folder != judge.calm_of(runs[0]).folder
+    assert trials.data_ranks(run) == 2 and trials.sample(run, 1) == 19  # the last of the fifth four
+
+
+def test_launchers_alternate_by_rounds_and_a_missed_moment_is_tried_again(tmp_path, monkeypatch):
+    seen = []
+
+    def kind(run):
+        seen.append(run.launcher)
+        if len(seen) == 1:
+            raise Missed("the run ended")
+        run.figures["steps repeated"] = 1 / 3
+
+    group = trials.Group(dict.fromkeys("abcde", kind))
+    monkeypatch.setattr(trials, "KINDS", dict.fromkeys("abcde", group))
+    outcomes = [trials.trial("abcde"[seed % 5], seed, tmp_path) for seed in range(11)]
+    assert seen == [*["torchrun"] * 6, *["titanmoe train"] * 5, "torchrun"]
+    assert not any(outcome.failure for outcome in outcomes) and outcomes[0].figures == {"steps repeated": 0.33}
+    assert trials.trial("a", 0, tmp_path, "titanmoe train").under.startswith("titanmoe train, ")
+
+    def wrong(run):
+        raise Wrong("torchrun ended with 1")
+
+    monkeypatch.setattr(trials, "KINDS", {"a": trials.Group({"a": kind}, (wrong,))})
+    assert trials.trial("a", 0, tmp_path).failure == "torchrun ended with 1"
 
 
 def test_trials_resume_where_they_stopped(tmp_path, monkeypatch, capsys):
     made = []
 
-    def one(kind, seed, folder, calm):
+    def trial(kind, seed, folder, launcher):
         if len(made) == stop:
             raise KeyboardInterrupt
         made.append((kind, seed))
-        return Outcome(kind, seed, True, 0, 1, 5.0, 10.0)
+        return Outcome(kind, seed)
 
-    monkeypatch.setattr(torture, "one", one)
-    results, page = tmp_path / "a" / "results.jsonl", tmp_path / "page.md"
-    args = SimpleNamespace(only=None, named=False, first=0, trials=13, results=str(results), out=str(page))
+    results = tmp_path / "results.jsonl"
+    monkeypatch.setattr(command, "trial", trial)
+    monkeypatch.setattr(command.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(sys, "argv", ["torture", "hangs", "--trials", "7", "--results", str(results)])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     stop = 3
     with pytest.raises(KeyboardInterrupt):
-        torture.torture(args, tmp_path)
-    assert [(each.kind, each.seed) for each in torture.read(results)] == made and "3 trials in 30 s" in page.read_text()
-    with results.open("a") as stream:
-        stream.write('{"kind": "a line cut')
+        command.main()
+    assert [(each.kind, each.seed) for each in read(results)] == made
     stop = 99
-    assert torture.torture(args, tmp_path) == 0
-    assert made == [(list(KINDS)[seed % len(KINDS)], seed) for seed in range(13)]
-    assert len(torture.read(results)) == 13 and "13 trials in 130 s, 0 failures" in page.read_text()
-    assert torture.torture(args, tmp_path) == 0 and len(made) == 13
-    assert "13 of 13 trials are already in " in capsys.readouterr().out
-
-
-def test_a_failed_trial_is_kept_and_reported_with_its_command(tmp_path, monkeypatch):
-    def fail(kind, seed, folder, calm):
-        raise torture.Wrong("torchrun ended with 1")
-
-    monkeypatch.setattr(torture, "trial", fail)
-    failed = torture.one(TWO, 3, tmp_path, None)
-    torture.note(tmp_path / "results", failed)
-    assert torture.read(tmp_path / "results") == [failed] and str(failed) == "FAILED: torchrun ended with 1"
-    assert failed.command == f'--only "{TWO}" --first 3 --trials 1: torchrun ended with 1'
+    assert command.main() == 0 and command.main() == 0
+    hangs = list(GROUPS["hangs"].kinds)
+    assert made == [(hangs[seed % 5], seed) for seed in range(7)] and len(read(results)) == 7
+    assert "| all | 7 | 7 |\n\n0 failures\n" in capsys.readouterr().out
 
 
 def test_a_bit_is_flipped_only_where_a_checkpoint_before_it_can_be_taken(tmp_path, monkeypatch):
     run = Run(tmp_path)
-    for name in ("start", "wait_for_a_moment", "kill_launcher"):
+    for name in ("start", "moment", "strike_launcher"):
         monkeypatch.setattr(run, name, lambda *_: None)
     for step, ends in ((INTERVAL, pytest.raises(Missed)), (2 * INTERVAL, contextlib.nullcontext())):
         (run.checkpoints / f"step-{step:08}").mkdir(parents=True)
         (run.checkpoints / f"step-{step:08}/a").write_bytes(b"a")
         with ends:
-            KINDS["a bit flipped in the newest checkpoint"](run)
+            trials.flipped_bit(run)
     assert run.committed == INTERVAL and (run.checkpoints / f"step-{INTERVAL:08}/a").read_bytes() == b"a"
 
 
-def test_a_trial_reads_what_a_run_left(tmp_path):
+def test_a_trial_reads_what_a_run_left(tmp_path, monkeypatch):
     run = Run(tmp_path)
+    monkeypatch.setattr(run, "ranks", list)
     run.checkpoints.mkdir(parents=True)
     (run.run / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"st')
-    (run.run / "events.jsonl").write_text(
-        '{"step": 0, "kind": "start"}\n{"step": 1, "kind": "save"}\n{"step": 1, "kind": "restart"}\n'
-    )
+    events(run, {"step": 0, "kind": "start"}, {"step": 1, "kind": "save"}, {"step": 1, "kind": "restart"})
     for name in (f"step-{INTERVAL:08}", f"step-{2 * INTERVAL:08}", f"step-{3 * INTERVAL:08}.writing"):
         (run.checkpoints / name).mkdir()
     run.struck()
     assert (run.made, run.begun(), run.committed) == (2, [0, 1], 2 * INTERVAL)
-    assert len(KINDS) == 11
+    run.agent, run.starts = SimpleNamespace(is_alive=lambda: True, join=lambda s: None, exitcode=0), 1
+    with pytest.raises(Wrong, match=f"{2 * INTERVAL - 1} saved steps lost"):
+        judge.goes_on(run)
+    run.committed = 1
+    judge.goes_on(run)
+    assert run.figures["saved steps lost"] == 0 and run.figures["steps repeated"] == 1
 
 
-def test_a_leak_is_not_flat() -> None:
-    def rows(**grows: float) -> list[list[float]]:
-        memory, files, threads = (grows.get(name, 0.0) for name in ("memory", "files", "threads"))
-        return [
-            [step, 470 + memory * step, 28 + (step % 4 == 0) + int(files * step), 15 + int(threads * step)]
-            for step in range(20)
-        ]
+def test_a_leak_is_not_flat(tmp_path) -> None:
+    def flat(memory: float = 0.0, files: float = 0.0, threads: float = 0.0) -> None:
+        judge.is_flat(
+            Run(tmp_path),
+            [[470 + memory * n, 28 + (n % 4 == 0) + int(files * n), 15 + int(threads * n)] for n in range(20)],
+        )
 
-    assert is_flat(rows()) and is_flat(rows(memory=1.0))
-    assert not any(is_flat(rows(**{name: rate})) for name, rate in (("memory", 5), ("files", 0.2), ("threads", 0.2)))
-
-
-def test_a_table_goes_between_the_marks_of_a_page(tmp_path):
-    page, apart = tmp_path / "page.md", tmp_path / "apart.md"
-    page.write_text("a\n<!-- soak -->\nold\n<!-- end of soak -->\nb\n")
-    for text in ("one\n", "two\n"):
-        write(page, "soak", text)
-        write(apart, "soak", text)
-    assert page.read_text() == "a\n<!-- soak -->\n\ntwo\n\n<!-- end of soak -->\nb\n"
-    assert apart.read_text() == "two\n"
-    marks = [line for line in (ROOT / "docs/reliability.md").read_text().splitlines() if line.startswith("<!-- ")]
-    names = [mark[5:-4] for mark in marks[::2]]
-    assert {"hangs", "stragglers", "simulated stragglers", "trials", "soak", "named"} <= set(names)
-    assert marks == [f"<!-- {end}{name} -->" for name in names for end in ("", "end of ")]
+    flat()
+    flat(memory=1.0)
+    for grown, rates in (("MiB", {"memory": 5}), ("open files", {"files": 0.2}), ("threads", {"threads": 0.2})):
+        with pytest.raises(Wrong, match=f"{grown} grew"):
+            flat(**rates)
 
 
 def test_the_page_says_what_the_trials_say() -> None:
-    """If this fails: python scripts/torture.py --results docs/torture.jsonl --out docs/reliability.md"""
-    outcomes = torture.read(ROOT / "docs" / "torture.jsonl")
-    assert len({(each.kind, each.seed) for each in outcomes}) == len(outcomes) and {each.kind for each in outcomes} == {
-        *KINDS
-    }
-    assert all(each.equal and not each.failure and each.lost == 0 for each in outcomes)
-    page = (ROOT / "docs" / "reliability.md").read_text()
-    assert torture.table(outcomes) in page
-    hangs = [json.loads(line) for line in (ROOT / "docs" / "torture_hangs.jsonl").read_text().splitlines()]
-    assert torture_hangs.table(hangs) in page and not [hang for hang in hangs if hang["failure"]]
-    named = torture.read(ROOT / "docs" / "torture_named.jsonl")
-    assert len({(each.kind, each.seed) for each in named}) == len(named) >= 100 and {e.kind for e in named} == {*STRUCK}
-    assert all(each.equal and not each.failure for each in named) and named_table(named) in page
+    """If this fails, put the tables of docs/torture.jsonl on the page, by group, as scripts.torture prints them."""
+    outcomes, page = read(ROOT / "docs/torture.jsonl"), (ROOT / "docs/reliability.md").read_text()
+    assert not [each for each in outcomes if each.failure]
+    for name, group in GROUPS.items():
+        some = [each for each in outcomes if each.kind in group.kinds]
+        assert {each.kind for each in some} == ({*group.kinds} if name != "stragglers" else set())
+        assert not some or table(some) in page, name

@@ -25,7 +25,7 @@ def started(
     folder: Path, *options: str, faults: list[dict[str, Any]] | None = None, forks: bool = False, **changes: Any
 ) -> processes.Started:
     words = parity.arguments(parity.SAVING | {"job.dump_folder": str(folder)} | changes)
-    env = os.environ | {"PYTHONPATH": str(ROOT / "scripts/faults"), "FAULTS": json.dumps(faults or [])}
+    env = os.environ | {"PYTHONPATH": str(ROOT / "scripts/torture/faults"), "FAULTS": json.dumps(faults or [])}
     logs = f"--logs={folder}/logs"
     return processes.Started(["-m", "titanmoe", "train", *words, "--ranks=2", logs, *options], env, forks=forks)
 

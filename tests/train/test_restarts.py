@@ -49,7 +49,7 @@ def agent(log: Path, argv: list[str], environment: dict[str, str], forks: bool) 
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(ROOT)
-    os.environ |= {"PYTHONPATH": str(ROOT / "scripts/faults"), "PYTHONUNBUFFERED": "1"} | environment
+    os.environ |= {"PYTHONPATH": str(ROOT / "scripts/torture/faults"), "PYTHONUNBUFFERED": "1"} | environment
     main(argv)
 
 

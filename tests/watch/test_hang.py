@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.torture.runs import LAUNCHERS
+from scripts.torture.trials import GROUPS, trial
 from tests import parity, processes
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "scripts"))
-import torture_hangs  # noqa: E402
 
 TIMEOUT_S = 3
 RUN = parity.TINY | {
@@ -38,7 +36,7 @@ def steps(folder: Path) -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it reads /proc")
-@pytest.mark.parametrize("launcher", torture_hangs.LAUNCHERS)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_stopped_rank_is_named_and_killed(launcher: str, tmp_path: Path) -> None:
     words = ["--config", "train_configs/debug.toml", *parity.arguments(RUN | {"job.dump_folder": str(tmp_path)})]
     if launcher == "torchrun":
@@ -72,14 +70,8 @@ def test_a_stopped_rank_is_named_and_killed(launcher: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", torture_hangs.LAUNCHERS)
-@pytest.mark.parametrize("kind", torture_hangs.KINDS)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("kind", GROUPS["hangs"].kinds)
 def test_whoever_hangs_is_named(kind: str, launcher: str, tmp_path: Path) -> None:
-    """On 4 ranks: scripts/torture_hangs.py makes more of these."""
-    run = torture_hangs.Hang(tmp_path, list(torture_hangs.KINDS).index(kind))
-    run.launcher = launcher
-    try:
-        torture_hangs.KINDS[kind](run)
-        assert run.named() < torture_hangs.WITHIN_S
-    finally:
-        run.close()
+    """On 4 ranks: `python -m scripts.torture hangs` makes more of these."""
+    assert not trial(kind, list(GROUPS["hangs"].kinds).index(kind), tmp_path, launcher).failure

@@ -1,0 +1,210 @@
+"""Faults within a rank, in its disk access, its numbers or what it does, for scripts.torture and tests: with this
+folder on PYTHONPATH, Python imports it at its start. FAULTS in the environment is a JSON list of them:
+
+    {"do": "kill", "rank": 1, "on": ["write"], "path": "step-00000004.writing", "at": 3, "once": FILE}
+
+do      kill: SIGKILL to this process. fail: OSError with `errno`. slow: sleep for `seconds`. wait: until the file
+        `until` exists.
+rank    the rank that has the fault; all of them if left out.
+on      write or read (a file is opened for it), scandir, listdir, mkdir, rename, remove, rmdir, fsync; any if left out.
+path    what the path must contain; for a rename, the new name.
+at      the number of the first such event to have the fault, 1 if left out; times: how many have it, 1 if left out.
+once    a file made when it strikes; if that exists already, from the process before a restart, it does not strike.
+
+With "on": ["signal"], at SIGUSR1: "deadlock" waits for ever in Python, "leave" ends the process with exit code 0,
+"skip" makes the next call of "path", MODULE:FUNCTION, return its argument, and "slow" makes every further call of it,
+or of MODULE:CLASS.METHOD, take `seconds` longer.
+
+flip    a bit of a parameter of this `shape`, the first in the last of the optimizer's groups that has one, or of its
+        moment `of`, after the optimizer's step number `at`: bit `bit` of its number `place`.
+nan     number `place` of what the module named `module` returns becomes NaN in the step after `at` optimizer's steps,
+        in the microbatch number `microbatch` of `of`, each time it is computed (once, then once more in a repeated
+        step); with `parameter`, of the gradient of that parameter of the module.
+"""
+
+import functools
+import itertools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+
+EVENTS = ("os.scandir", "os.listdir", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
+
+
+def strikes(once):
+    """Whether this is the first process to have the fault."""
+    try:
+        os.close(os.open(once, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+# ---- of disk access
+
+
+class Fault:
+    on, path, at, times, once, until, seen = (), "", 1, 1, "", "", 0
+
+    def __init__(self, **fault):
+        vars(self).update(fault)
+
+    def meet(self, event, path):
+        if (self.on and event not in self.on) or self.path not in path:
+            return
+        self.seen += 1
+        if self.seen == self.at and self.once and not strikes(self.once):
+            self.times = 0
+        if not self.at <= self.seen < self.at + self.times:
+            return
+        if self.do == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.do == "fail":
+            raise OSError(self.errno, os.strerror(self.errno), path)
+        elif self.do == "slow":
+            time.sleep(self.seconds)
+        else:
+            while not os.path.exists(self.until):
+                time.sleep(0.02)
+
+
+def install(faults):
+    inside = False  # what a fault itself does to the disk
+
+    def meet(event, path):
+        nonlocal inside
+        if inside:
+            return
+        inside = True
+        try:
+            for fault in faults:
+                fault.meet(event, os.fspath(path) if isinstance(path, (str, os.PathLike)) else "")
+        finally:
+            inside = False
+
+    def audit(event, args):
+        if event == "open":
+            writes = isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            meet("write" if writes else "read", args[0])
+        elif event in EVENTS:
+            meet(event[3:], args[1] if event == "os.rename" else args[0])
+
+    def fsync(descriptor):
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        meet("fsync", os.readlink(f"/proc/self/fd/{number}"))
+        real_fsync(descriptor)
+
+    real_fsync, os.fsync = os.fsync, fsync
+    sys.addaudithook(audit)
+
+
+# ---- at a signal
+
+
+def at_signal(do, path="", seconds=0.0, **_):
+    def act(*_):
+        if do == "leave":
+            os._exit(0)
+        elif do == "deadlock":
+            lock = threading.Lock()
+            lock.acquire()
+            lock.acquire()
+        module, _, name = path.partition(":")
+        *owners, name = name.split(".")
+        home = functools.reduce(getattr, owners, sys.modules[module])
+        function = getattr(home, name)
+
+        def skipped(first, *args, **kwargs):
+            setattr(home, name, function)
+            return first
+
+        def slowly(*args, **kwargs):
+            time.sleep(seconds)
+            return function(*args, **kwargs)
+
+        setattr(home, name, skipped if do == "skip" else slowly)
+
+    signal.signal(signal.SIGUSR1, act)
+
+
+# ---- of numbers, once torch is there
+
+
+def after_steps(do):
+    """Of the optimizer, whose number is passed on."""
+    made = itertools.count(1)
+    hook = sys.modules["torch.optim.optimizer"].register_optimizer_step_post_hook
+    hook(lambda optimizer, *_: do(optimizer, next(made)))
+
+
+def flip(shape, place, bit, at, once, of="", **_):
+    def after(optimizer, made):
+        if made != at or not strikes(once):
+            return
+        groups = reversed(optimizer.param_groups)
+        p = next(p for group in groups for p in group["params"] if list(p.shape) == shape)
+        numbers = (optimizer.state[p][of] if of else p).data.view(-1)
+        byte = place * numbers.element_size() + bit // 8
+        numbers.view(sys.modules["torch"].uint8)[byte] ^= 1 << bit % 8
+
+    after_steps(after)
+
+
+class Nan:
+    def __init__(self, module, place, at, microbatch, of, once, parameter="", **_):
+        self.module, self.place, self.parameter, self.once = module, place, parameter, once
+        self.seen, self.struck = 0, {microbatch, of + microbatch}
+        """How often it has been computed in that step, and in which of these it is spoilt."""
+        self.target, self.hooked, self.due = None, False, at == 0
+        after_steps(lambda optimizer, made: setattr(self, "due", made == at))
+        modules = sys.modules["torch.nn.modules.module"]
+        modules.register_module_forward_pre_hook(self.enter)
+        modules.register_module_forward_hook(self.leave)
+
+    def enter(self, module, args):
+        if self.target is None:
+            self.target = dict(module.named_modules()).get(self.module)
+
+    def leave(self, module, args, out):
+        if module is self.target and not self.parameter:
+            self.meet(out)
+        elif module is self.target and not self.hooked:
+            self.hooked = True  # before any other hook, which then sees what this one returns
+            getattr(module, self.parameter).register_hook(lambda grad: self.meet(grad.clone()))
+
+    def meet(self, tensor):
+        if self.due:
+            if self.seen in self.struck:
+                strikes(self.once)
+                numbers = getattr(tensor, "_local_tensor", tensor).data  # this rank's part, unknown to autograd
+                place = sys.modules["torch"].arange(numbers.numel()).view(numbers.shape) == self.place % numbers.numel()
+                numbers.masked_fill_(place, float("nan"))  # it may not be contiguous
+            self.seen += 1
+        return tensor
+
+
+WITH_TORCH = {"flip": flip, "nan": Nan}
+
+
+def later(do, **fault):
+    while not hasattr(sys.modules.get("torch"), "compile"):  # among the last things that importing it defines
+        time.sleep(0.01)
+    WITH_TORCH[do](**fault)
+
+
+if "FAULTS" in os.environ and "RANK" in os.environ:  # torchrun itself has no rank
+    of_disk = []
+    for fault in json.loads(os.environ["FAULTS"]):
+        if fault.get("rank") not in (None, int(os.environ["RANK"])):
+            continue
+        if fault["do"] in WITH_TORCH:
+            threading.Thread(target=later, kwargs=fault, daemon=True).start()
+        elif "signal" in fault.get("on", ()):
+            at_signal(**fault)
+        else:
+            of_disk.append(Fault(**fault))
+    if of_disk:
+        install(of_disk)

@@ -1,0 +1,262 @@
+"""A run of 4 CPU ranks, across all its starts: started, watched, struck and ended.
+
+The first process imports torch once; launchers and ranks are forks of it, which saves seconds. Agent, store and
+restarts are the real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import multiprocessing
+import os
+import random
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from scripts.torture import network
+from titanmoe.checkpoint import layout
+from titanmoe.train.runtime import PR_SET_PDEATHSIG
+
+ROOT = Path(__file__).resolve().parents[2]
+RANKS, STEPS, INTERVAL, BATCH, TIMEOUT_S = 4, 24, 3, 4, 6
+LIMIT_S = 240.0
+"""For one attempt of a trial; after that it counts as failed."""
+LAUNCHERS = ("torchrun", "titanmoe train")
+TINY = {
+    "model.family": "mixtral", "model.size": "debug", "model.vocab_size": 64, "model.dim": 16, "model.num_layers": 2,
+    "model.num_heads": 2, "model.num_kv_heads": 2, "model.head_dim": 8, "model.num_experts": 4,
+    "model.expert_hidden": 16, "training.mixed_precision_param": "float32", "training.seq_len": 16,
+    "training.global_batch_size": BATCH, "training.steps": STEPS, "training.device": "cpu",
+    "training.timeout_s": TIMEOUT_S, "moe.bias_update_rate": 0.01, "data.source": "synthetic", "job.name": "run",
+    "checkpoint.enable": "true", "checkpoint.interval": INTERVAL, "checkpoint.keep_last": 3,
+    "checkpoint.timeout_s": TIMEOUT_S, "metrics.tensorboard": "false", "metrics.console": "lines",
+}  # fmt: skip
+MAPPINGS: tuple[dict[str, int], ...] = (
+    {"parallelism.experts.ep": 2},
+    {"parallelism.tp": 2, "parallelism.experts.ep": 4},
+    {"parallelism.cp": 2, "parallelism.experts.ep": 2},
+    {"parallelism.pp": 2, "parallelism.experts.ep": 2},
+    {"parallelism.dp_replicate": 4, "parallelism.experts.ep": 2},
+)
+
+
+class Wrong(Exception):
+    """A trial did not end as it should."""
+
+
+class Missed(Exception):
+    """The run ended before the fault struck, or had not yet saved what the fault needs."""
+
+
+class Run:
+    def __init__(self, folder: Path, seed: int = 0, launcher: str = LAUNCHERS[0]):
+        self.folder, self.draw, self.launcher = folder, random.Random(seed), launcher
+        self.run, self.log, self.struck_file = folder / "run", folder / "log", folder / "struck"
+        self.checkpoints = self.run / "checkpoints"
+        self.mapping, self.rank = self.draw.randrange(len(MAPPINGS)), self.draw.randrange(RANKS)  # who is struck
+        self.options: dict[str, Any] = TINY | MAPPINGS[self.mapping]
+        self.degrees = ", ".join(f"{name.split('.')[-1]} {n}" for name, n in MAPPINGS[self.mapping].items())
+        self.skips = 0  # the step whose update is not made
+        self.network = ""  # by default the ranks share this machine's
+        self.agent: Any = None
+        self.helpers: list[Forked] = []
+        self.pids: list[int] = []
+        self.committed = self.made = self.starts = 0
+        self.struck_at = 0.0
+        self.figures: dict[str, float] = {}
+
+    # ---- starting and watching
+
+    def start(self, restarts: int = 0, *faults: dict[str, Any]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        words = [f"--{name}={value}" for name, value in (self.options | {"job.dump_folder": self.folder}).items()]
+        own = ["train", f"--ranks={RANKS}", f"--logs={self.folder}/logs", f"--max-restarts={restarts}"]
+        if self.launcher == "torchrun":
+            own = ["--standalone", f"--local-addr={network.AGENT if self.network else '127.0.0.1'}"]
+            own += [f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}", "train.py"]
+        self.agent = Forked.begin(launch, [*own, *words], self.log, faults, self.network)
+
+    def ranks(self) -> list[int]:
+        children = Path(f"/proc/{self.agent.pid}/task/{self.agent.pid}/children")
+        return [int(child) for child in children.read_text().split()] if children.exists() else []
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        found = []
+        with contextlib.suppress(OSError):
+            for line in (self.run / name).read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):  # being written
+                    found.append(json.loads(line))
+        return found
+
+    def events(self, *kinds: str) -> list[dict[str, Any]]:
+        return [event for event in self.lines("events.jsonl") if event["kind"] in kinds]
+
+    def step(self) -> int:
+        return max((line["step"] for line in self.lines("metrics.jsonl")), default=0)
+
+    def begun(self) -> list[int]:
+        """The step after which each start of the run began."""
+        return [event["step"] for event in self.events("start", "restart")]
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def wait(self, condition: Callable[[], object], what: str, ended: type[Exception] | None = Missed) -> None:
+        """ended: what to raise if the launcher ends first; None if it may."""
+        end = time.monotonic() + LIMIT_S
+        while not condition():
+            if ended and not self.agent.is_alive() and not condition():
+                raise ended(f"{what} did not happen, the run has ended: {self.said()[-500:]}")
+            if time.monotonic() > end:
+                raise Wrong(f"{what} did not happen within {LIMIT_S:.0f} s")
+            time.sleep(0.02)
+
+    def moment(self, first: int = INTERVAL + 1) -> None:
+        """In a random step after the first checkpoint: a run that starts over moves its events aside."""
+        step = self.draw.randint(first, STEPS - 2 * INTERVAL)
+        self.wait(lambda: self.step() >= step and layout.latest(self.checkpoints), f"step {step}")
+        time.sleep(self.draw.uniform(0, 0.1))
+
+    # ---- striking
+
+    def struck(self) -> None:
+        """Record the state at the moment of the failure; what follows is compared with it."""
+        self.struck_at, self.made, self.starts = time.monotonic(), self.step(), len(self.begun())
+        self.committed, self.pids = max(layout.steps(self.checkpoints), default=0), self.ranks()
+
+    def strike(self, number: int, *ranks: int) -> None:
+        """Send these ranks a signal."""
+        if len(pids := self.ranks()) < RANKS:
+            raise Missed("the run is ending")
+        self.struck()
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):  # it has just ended: what follows will show it
+                os.kill(pids[rank], number)
+
+    def strike_launcher(self) -> None:
+        pids = self.ranks()
+        self.agent.kill()
+        self.struck()
+        self.agent.join()
+        self.wait(lambda: not any(map(alive, pids)), "the ranks' end after their launcher's", None)
+
+    def start_and_strike(self, restarts: int, **fault: Any) -> None:
+        self.start(restarts, fault | {"once": str(self.struck_file)})
+        self.wait(self.struck_file.exists, "the fault")
+        self.struck()
+
+    def ended(self) -> None:
+        """Wait for the run to end by itself, with no restarts left."""
+        self.wait(lambda: not self.agent.is_alive(), "the end of the run that was struck", None)
+        self.committed = max(layout.steps(self.checkpoints), default=0)
+
+    def finish(self) -> None:
+        self.agent.join(LIMIT_S)
+        if self.agent.exitcode != 0:
+            raise Wrong(f"{self.launcher} ended with {self.agent.exitcode}: {self.said()[-500:]}")
+
+    def close(self) -> None:
+        for process in (*self.helpers, self.agent):
+            if process is not None:
+                process.kill()
+                process.join()
+        self.output = self.said()
+        if os.path.ismount(self.folder):
+            subprocess.run(["umount", "--lazy", str(self.folder)], check=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+# ---- processes
+
+
+class Forked(multiprocessing.context.ForkProcess):
+    """Also as torchrun uses subprocess.Popen."""
+
+    @staticmethod
+    def begin(target: Callable[..., None], *args: object) -> Forked:
+        process = Forked(target=target, args=args)
+        process.start()
+        return process
+
+    def poll(self) -> int | None:
+        return self.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.join(timeout)
+        if self.exitcode is None:
+            raise subprocess.TimeoutExpired(self.name, timeout)
+        return self.exitcode
+
+
+def launch(argv: list[str], log: Path, faults: tuple[dict[str, Any], ...], spaces: str) -> None:
+    """torchrun, or `titanmoe train`."""
+    from torch.distributed.run import main as torchrun
+
+    from titanmoe.cli import main as titanmoe
+
+    os.setsid()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # and its ranks die with it
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.chdir(ROOT)
+    os.environ |= {"PYTHONUNBUFFERED": "1", "FAULTS": json.dumps(faults)}
+    if spaces:
+        network.enter(spaces)
+        os.environ |= {network.VARIABLE: spaces, "GLOO_SOCKET_IFNAME": network.DEVICE}
+    fork_ranks()
+    sys.exit((titanmoe if argv[0] == "train" else torchrun)(argv))
+
+
+def fork_ranks() -> None:
+    """In a launcher: ranks that it starts from now on are forks of it."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+    def forked(self: SubprocessHandler, args: tuple[str, ...], env: dict[str, str]) -> Forked:
+        return Forked.begin(become, args, env, (self._stdout, self._stderr))
+
+    SubprocessHandler._popen = forked
+
+
+def become(args: tuple[str, ...], env: dict[str, str], output: tuple[Any, Any]) -> None:
+    """In the fork: what `python -u train.py ...` or `python -u -m titanmoe.rank ...` does. Four such ranks on two cores
+    start in one second instead of ten. output: files for stdout and stderr, or None for the launcher's own.
+    """
+    os.setsid()
+    for number, file in enumerate(output, 1):
+        if file:
+            os.dup2(file.fileno(), number)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun's own would run here
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(env)
+    if network.VARIABLE in env:
+        network.enter(env[network.VARIABLE], env["RANK"])
+    if "FAULTS" in env:
+        runpy.run_path(str(Path(__file__).parent / "faults/sitecustomize.py"))
+    sys.path.insert(0, str(ROOT))
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)
+    what, *words = args[args.index("-u") + 1 :]
+    if what == "-m":
+        sys.argv = ["-m", *words[1:]]
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [what, *words]
+        runpy.run_path(what, run_name="__main__")
