@@ -19,6 +19,9 @@ from torch import Tensor
 
 from titanmoe import observe
 
+REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+"""torch 2.13 renames it."""
+
 
 class _Exchange(dist.Work):
     """One message between every two ranks of a group: `sent` by destination rank, `arrived` by source rank."""
@@ -77,6 +80,20 @@ class StraightToPlace:
         return _Exchange(
             [input_tensor] * ranks, output_tensor.chunk(ranks), group, "FSDP's all-gather of weights", tag=0
         )
+
+
+class AsGloo:
+    """Reduce-scatter by gloo, as FSDP2 would do it, with its wait announced."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        observe.waits(group.group_name)
+        REDUCE_SCATTER(output_tensor, input_tensor, op, group)
+        observe.arrived()
 
 
 class NarrowOnTheWire:
