@@ -241,7 +241,7 @@ def test_a_folder_that_a_failed_command_began_does_not_block_its_correction(tmp_
     source = tmp_path / "code.jsonl"
     source.write_bytes(b"".join(json.dumps({"content": text}).encode() + b"\n" for text in TEXTS))
     said = problems(tmp_path, "out", source)
-    assert "has no field 'text', it has 'content': name the one that holds text with --field (data.field)" in said
+    assert "has no field 'text', it has 'content': name the one that holds text with --field (data.field, or " in said
     assert (tmp_path / "out/work").is_dir()
     run(tmp_path, "out", source, field="content")
     run(tmp_path, "fresh", source, field="content")

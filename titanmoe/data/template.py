@@ -8,10 +8,10 @@ nothing, and the kernel ends it whatever it is doing.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import json
 import os
-import pickle
 import signal
 import struct
 import subprocess
@@ -25,7 +25,7 @@ SECONDS, SECONDS_PER_MB = 10.0, 1.0
 MEMORY, MEMORY_PER_BYTE = 256 << 20, 32
 """Beyond what the process has when the rendering begins."""
 HEAD = struct.Struct("<Qdq")
-"""Before each pickle: its length, and for a request its seconds and bytes of memory."""
+"""Before each message: its length, and for a request its seconds and bytes of memory."""
 
 
 class OverBudget(Exception):
@@ -61,9 +61,9 @@ class Template:
         return worker
 
 
-def _answer(worker: _Worker, asked: tuple[Any, ...], what: str) -> tuple[bool, Any]:
-    """Whether the process could do it, and what it made or why it could not. what: what the limits are for."""
-    request = pickle.dumps(asked)
+def _answer(worker: _Worker, asked: tuple[Any, ...], what: str) -> dict[str, Any]:
+    """What it made, or why it could not. what: what the limits are for."""
+    request = json.dumps(asked).encode()
     seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
     memory = MEMORY + MEMORY_PER_BYTE * len(request)
     answer = worker.ask(request, seconds, memory)
@@ -72,16 +72,25 @@ def _answer(worker: _Worker, asked: tuple[Any, ...], what: str) -> tuple[bool, A
         if code == -signal.SIGPROF:
             raise OverBudget(f"takes more than {seconds:.3g} s, the limit for {what}")
         raise OverBudget(f"ends the process that renders it (code {code})")
-    if isinstance(answer[1], MemoryError):
+    if "MemoryError" in answer.get("error", ()):
         raise OverBudget(f"takes more than {memory >> 20:,} MiB of memory, the limit for {what}")
     return answer
 
 
-def _result(answer: tuple[bool, Any]) -> Any:
-    found, result = answer
-    if not found:
-        raise result
-    return result
+def _result(answer: dict[str, Any]) -> Any:
+    if "error" not in answer:
+        return answer["made"]
+    import jinja2
+
+    text = answer["text"]
+    if "TemplateSyntaxError" in answer["error"]:
+        raise jinja2.TemplateSyntaxError(text, answer["line"])
+    for name in answer["error"]:  # some cannot be made from a text: then the next more general one
+        kind = NotText if name == "NotText" else getattr(jinja2, name, None) or getattr(builtins, name, None)
+        with contextlib.suppress(TypeError):
+            error = kind(text)
+            break
+    raise error
 
 
 class _Worker:
@@ -110,7 +119,7 @@ class _Worker:
             answer = _receive(self._process.stdout)
         except BrokenPipeError:
             return None
-        return answer and pickle.loads(answer[0])
+        return answer and json.loads(answer[0])
 
 
 def _end(process: subprocess.Popen[bytes], parent: int) -> int | None:
@@ -156,7 +165,7 @@ def serve() -> None:
     template = None
     while (asked := _receive(sys.stdin.buffer)) is not None:
         request, seconds, memory = asked
-        given = pickle.loads(request)
+        given = json.loads(request)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles its signal, so the kernel ends the process
         if size is not None:
             most = int(os.pread(size, 64, 0).split()[0]) * page + memory
@@ -164,15 +173,17 @@ def serve() -> None:
         try:
             if template is None:
                 template, marks_generation = _compiled(*given)
-                answer = True, marks_generation
+                answer = {"made": marks_generation}
             else:
-                answer = True, [template.render(_guarded_messages(each)) for each in given]
+                answer = {"made": [template.render(_guarded_messages(each)) for each in given]}
         except Exception as error:
-            answer = False, error.with_traceback(None)
+            kinds = [kind.__name__ for kind in type(error).__mro__]
+            text, line = getattr(error, "message", None) or str(error), getattr(error, "lineno", 0)
+            answer = {"error": kinds, "text": text, "line": line}
         if size is not None:
             resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(sys.stdout.buffer, pickle.dumps(answer))
+        _send(sys.stdout.buffer, json.dumps(answer).encode())
 
 
 class _Objects(dict):
