@@ -169,6 +169,13 @@ PRIVATE = (
     ),
     Private("torch.distributed._symmetric_memory", ("empty", "rendezvous"), "rehearse/symmetric.py", "to replace them"),
     Private(
+        "torch.distributed._symmetric_memory",
+        ("is_nvshmem_available",),
+        "launcher/check_cluster.py",
+        "whether NVSHMEM is there",
+    ),
+    Private("torch.ops", ("_c10d_functional",), "launcher/check_cluster.py", "to time them"),
+    Private(
         "torch._C", ("_dispatch_has_kernel_for_dispatch_key",), "moe/symmetric.py", "whether an op runs on a device"
     ),
     Private(
