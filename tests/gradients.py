@@ -110,7 +110,7 @@ def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
     """On a rank: for each of its parameters and each axis of several ranks, who adds up."""
     trainer = parity.make_trainer(changes, loader=parity.samples())
     fold, rank, batches = trainer.fold, dist.get_rank(), trainer.loader.next_step()
-    with probed((module for part in trainer.parts for module in part.modules()), float(BASE**rank)):
+    with probed((module for part in trainer.stages for module in part.modules()), float(BASE**rank)):
         trainer.forward_backward(trainer.slices(batches), trainer.count(batches), None)
     microbatches = trainer.loader.microbatches
     in_backward = summed(trainer.parameters, microbatches)

@@ -20,7 +20,7 @@ class Mutant(NamedTuple):
 
 
 PARITY, PAIRS = "tests/test_parity.py", "tests/test_parity.py::test_every_pair_of_choices_on_4_ranks"
-ALONE = f"{PARITY}::test_smaller_worlds[1]"
+NO_GROUP = f"{PARITY}::test_smaller_worlds[1]"
 
 # By file and tests to run: what it breaks, the code as it is, and the code with the bug.
 TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
@@ -56,7 +56,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             'counted.key("jitter", self.seed, step)',
         ),
     ],
-    ("moe/router.py", f"tests/moe/test_router.py {ALONE}"): [
+    ("moe/router.py", f"tests/moe/test_router.py {NO_GROUP}"): [
         (
             "no gradient through the sum that normalises the weights",
             "(weights_TK.sum(-1, keepdim=True) + 1e-20)",
@@ -128,7 +128,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("moe/dispatch.py", "tests/moe/test_dispatch.py"): [
-        ("chunks of padded bins are too short by a row", "bin = -(-bin // C)", "bin = bin // C"),
+        ("chunks of padded bins are too short by a row", "bin_rows = -(-bin_rows // C)", "bin_rows = bin_rows // C"),
         (
             "the all-gather takes etp ranks for ep ranks",
             "all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts",
@@ -136,11 +136,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         (
             "bins inside a node have room for only one node's rows",
-            "for row in rows), bin * N, route)",
-            "for row in rows), bin, route)",
+            "for row in rows), bin_rows * N, route)",
+            "for row in rows), bin_rows, route)",
         ),
     ],
-    ("moe/permute.py", f"tests/moe/test_permute.py {ALONE}"): [
+    ("moe/permute.py", f"tests/moe/test_permute.py {NO_GROUP}"): [
         (
             "routers have no gradient through their weights",
             "return to_rows(x_TD, entry_R // K, slot_TJ, kernels), weights_R1",
@@ -227,7 +227,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("models/vocabulary.py", "tests/models/test_transformer.py"): [
         (
             "labels without loss have a gradient",
-            "grad_TV = softmax_TV * counted_T.unsqueeze(1)",
+            "grad_TV = softmax_TV * has_label_T.unsqueeze(1)",
             "grad_TV = softmax_TV.clone()",
         ),
     ],
@@ -290,21 +290,21 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("parallel/tied.py", f"{PARITY}::test_nasty_cases -k three_copies"): [
         ("a stage's second copy of the embedding keeps its own gradient", "other.copy_(grads[0])", "pass"),
     ],
-    ("parallel/materialize.py", ALONE): [
+    ("parallel/materialize.py", NO_GROUP): [
         (
             "projections into the residual stream are not scaled down with depth",
             "std /= math.sqrt(2 * model.shape.num_layers)",
             "std *= 1",
         ),
     ],
-    ("train/trainer.py", ALONE): [
+    ("train/trainer.py", NO_GROUP): [
         (
             "the loss is divided by tokens, with a label or not",
             "torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum()))",
             "torch.stack((b.valid_BS.sum(), b.valid_BS.sum()))",
         ),
     ],
-    ("train/optimizer.py", ALONE): [
+    ("train/optimizer.py", NO_GROUP): [
         (
             "weight decay on routers",
             'name.endswith(("router.weight", "gate.weight", "bias"))',

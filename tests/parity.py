@@ -275,7 +275,7 @@ def measure(
         with frozen(choices):
             reports = [train_step(trainer) for _ in range(steps)]
         weights = whole(trainer.parameters, rank, trainer.fold, places)
-        buffers = [item for part in trainer.parts for item in part.named_buffers()]
+        buffers = [item for part in trainer.stages for item in part.named_buffers()]
         bias = {name: buffer.clone() for name, buffer in buffers if name.endswith("expert_bias")}
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, bias)

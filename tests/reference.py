@@ -220,11 +220,11 @@ def rope(x_GSHh: Tensor, model: Model, position_GS: Tensor | None = None) -> Ten
         position_GS = torch.arange(positions)[None]
     angle = (position_GS.to(wide)[:, :, None] * frequency)[:, :, None, :]
     first, second = x_GSHh.to(wide).chunk(2, dim=-1)
-    turned = (
+    rotated = (
         first * angle.cos() - second * angle.sin(),
         second * angle.cos() + first * angle.sin(),
     )
-    return (torch.cat(turned, dim=-1) * scale).to(x_GSHh.dtype)
+    return (torch.cat(rotated, dim=-1) * scale).to(x_GSHh.dtype)
 
 
 def window(model: Model, layer: int) -> int | None:

@@ -34,7 +34,9 @@ def exceptions() -> list[type[BaseException]]:
 
 def test_they_survive_a_round_trip() -> None:
     found = exceptions()
-    assert {"ConfigError", "FoldError", "Misfit", "CheckpointError", "Unsound"} <= {kind.__name__ for kind in found}
+    assert {"ConfigError", "FoldError", "Misfit", "CheckpointError", "NumericalFault"} <= {
+        kind.__name__ for kind in found
+    }
     for kind in found:
         error = kind(*ARGUMENTS.get(kind.__name__, ("step-00000003: no\nand why",)))
         error.more = {"fields": [1]}

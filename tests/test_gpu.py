@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanmoe.comm.collectives import ALONE
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
 from titanmoe.moe import fp8
@@ -198,7 +198,7 @@ def test_flex_attention_is_the_plain_one(dtype: torch.dtype, window: int, docume
     document = torch.stack([torch.arange(500, device="cuda") // n for n in (60, 300)]) if documents else None
     want = causal_attention(q, k, v, document, window, sinks)
     masks = Masks(Placement(1, zigzag=False), 0)
-    got = flex_attention_over(q, k, v, document, window, sinks, masks=masks, group=ALONE)
+    got = flex_attention_over(q, k, v, document, window, sinks, masks=masks, group=NO_GROUP)
     close = {"rtol": 3e-2, "atol": 3e-2} if dtype == torch.bfloat16 else {"rtol": 3e-3, "atol": 3e-3}
     torch.testing.assert_close(got, want, **close)
     grad, inputs = torch.randn_like(want), (q, k, v, *([sinks] if with_sinks else []))

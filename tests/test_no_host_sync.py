@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests import parity
-from titanmoe.comm.collectives import ALONE
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.fold.degrees import derive
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.experts import Experts
@@ -48,7 +48,7 @@ def train(changes: dict[str, Any], documents: bool = False) -> None:
     B, L = config.training.local_batch_size, config.training.seq_len
     with torch.device("meta"):
         model = Transformer(config, 1, torch.bfloat16)
-        context_parallel(model, config.parallelism, placement(config.parallelism), ALONE)
+        context_parallel(model, config.parallelism, placement(config.parallelism), NO_GROUP)
         recompute(model, config.activation_checkpoint)
         index = torch.arange(B * L)
         tokens = Tokens(
@@ -81,7 +81,7 @@ def test_symmetric_memory_leaves_the_host_alone() -> None:
     config.moe.dispatcher, config.moe.kernels, model, T = "symm_mem", "triton", config.model, 24
     with torch.device("meta"):
         dispatcher = Symmetric(model.num_experts, kernels="triton")
-        dispatcher.memory = SymmetricBuffers(config, derive(1, config.parallelism), ALONE, torch.device("meta"))
+        dispatcher.memory = SymmetricBuffers(config, derive(1, config.parallelism), NO_GROUP, torch.device("meta"))
         experts = Experts(model, config.moe, torch.bfloat16)
         x_TD = torch.empty(T, model.dim, dtype=torch.bfloat16, requires_grad=True)
         weights_TK = torch.empty(T, model.top_k, requires_grad=True)

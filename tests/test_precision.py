@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tests import near, reference
-from titanmoe.comm.collectives import ALONE
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
 from titanmoe.config.schema import Optimizer as Options
 from titanmoe.models.attention import causal_attention
@@ -154,14 +154,14 @@ def test_loss(chunks: int, dtype: torch.dtype) -> None:
 
     def loss(x: Tensor, weight: Tensor) -> Tensor:
         if chunks:
-            return chunked_cross_entropy_sum(x, weight, label, ALONE, chunks)
-        return cross_entropy_sum(x @ weight.t(), label, ALONE)
+            return chunked_cross_entropy_sum(x, weight, label, NO_GROUP, chunks)
+        return cross_entropy_sum(x @ weight.t(), label, NO_GROUP)
 
     x, weight = (random(n, 8, seed=n).clamp(-2, 2).round().to(dtype) for n in (40, 33))
     if dtype == torch.float32:
         held(loss, x, weight, terms=33 + 40, wide=True)
     logits = (x @ weight.t()).detach()
-    held(lambda logits: cross_entropy_sum(logits, label, ALONE), logits, terms=33 + 40, wide=True)
+    held(lambda logits: cross_entropy_sum(logits, label, NO_GROUP), logits, terms=33 + 40, wide=True)
     got = loss(x, weight)
     assert got.dtype == torch.float32
     final(got, loss(x.double(), weight.double()), terms=33 + 40)

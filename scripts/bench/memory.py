@@ -26,7 +26,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.memory import Live
-from titanmoe.comm.collectives import ALONE
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model, MoE
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
@@ -118,11 +118,11 @@ def loss(rounds: int) -> Iterator[Row]:
     x_TD = torch.randn(tokens, dim, requires_grad=True)
     weight_VD = (0.02 * torch.randn(vocabulary, dim)).requires_grad_()
     label_T = torch.randint(vocabulary, (tokens,))
-    variants = {"loss_chunks = 0": lambda: cross_entropy_sum(F.linear(x_TD, weight_VD), label_T, ALONE)}
+    variants = {"loss_chunks = 0": lambda: cross_entropy_sum(F.linear(x_TD, weight_VD), label_T, NO_GROUP)}
     for requested in (4, -1, 16, 64):
         n = chunk_count(tokens, vocabulary, 4, requested)
         variants[f"loss_chunks = {requested}" + f" ({n})" * (requested == -1)] = lambda n=n: chunked_cross_entropy_sum(
-            x_TD, weight_VD, label_T, ALONE, n
+            x_TD, weight_VD, label_T, NO_GROUP, n
         )
 
     def peak(variant: Variant) -> float:

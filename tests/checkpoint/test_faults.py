@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run/checkpoints"
 
 
-def taken(folder: Path) -> choose_checkpoint.Beginning:
+def taken(folder: Path) -> choose_checkpoint.StartPoint:
     run = folder.parent
     return wanted_checkpoint(config(run), run, layout.damage)
 

@@ -55,15 +55,15 @@ def sharding(meshes: Meshes) -> set[str]:
 @pytest.mark.parametrize(
     ("world_size", "asked", "node", "want"),
     [
-        (1, Parallelism(), -1, {"waited": 1}),
-        (8, Parallelism(), -1, {"waited": 1, "shards": 1}),  # attention and experts are sharded over the same ranks
-        (8, Parallelism(experts=Experts(ep=8)), -1, {"waited": 1, "rows": 1, "shards": 1}),
-        (8, Parallelism(cp=2, tp=4, experts=Experts(ep=8)), -1, {"waited": 3, "rows": 1, "shards": 1}),
-        (8, FIVE, -1, {"waited": 4, "rows": 1, "shards": 1, "stages": 1}),
-        (16, FIVE, -1, {"waited": 5, "rows": 1, "shards": 2, "stages": 1}),
-        (1024, LARGE, -1, {"waited": 5, "rows": 1, "shards": 2, "replicas": 1, "stages": 1}),
+        (1, Parallelism(), -1, {"blocking": 1}),
+        (8, Parallelism(), -1, {"blocking": 1, "shards": 1}),  # attention and experts are sharded over the same ranks
+        (8, Parallelism(experts=Experts(ep=8)), -1, {"blocking": 1, "rows": 1, "shards": 1}),
+        (8, Parallelism(cp=2, tp=4, experts=Experts(ep=8)), -1, {"blocking": 3, "rows": 1, "shards": 1}),
+        (8, FIVE, -1, {"blocking": 4, "rows": 1, "shards": 1, "stages": 1}),
+        (16, FIVE, -1, {"blocking": 5, "rows": 1, "shards": 2, "stages": 1}),
+        (1024, LARGE, -1, {"blocking": 5, "rows": 1, "shards": 2, "replicas": 1, "stages": 1}),
         # Nothing is sent to the whole of a dispatch group that is split at nodes.
-        (1024, LARGE, 4, {"waited": 5, "rows": 2, "shards": 2, "replicas": 1, "stages": 1}),
+        (1024, LARGE, 4, {"blocking": 5, "rows": 2, "shards": 2, "replicas": 1, "stages": 1}),
     ],
 )
 def test_as_many_groups_as_somebody_sends_in(world_size: int, asked: Parallelism, node: int, want: Any) -> None:
@@ -89,10 +89,10 @@ def test_who_may_send_at_the_same_time_shares_no_group(fold: Fold) -> None:
         assert sharding(meshes) <= lanes.get("shards", set()) | lanes.get("replicas", set())
         for group, lane, view, axes in (
             (meshes.pp, "stages", "attention", ("pp",)),
-            (meshes.cp, "waited", "attention", ("cp",)),
-            (meshes.tp, "waited", "attention", ("tp",)),
-            (meshes.data, "waited", "attention", ("dp",)),
-            (meshes.sequence, "waited", "attention", ("cp", "tp")),
+            (meshes.cp, "blocking", "attention", ("cp",)),
+            (meshes.tp, "blocking", "attention", ("tp",)),
+            (meshes.data, "blocking", "attention", ("dp",)),
+            (meshes.sequence, "blocking", "attention", ("cp", "tp")),
             (meshes.dispatch, "rows", "experts", ("ep", "etp")),
         ):
             ranks = group_of(fold, view, axes, rank)
@@ -117,7 +117,7 @@ def test_an_axis_on_which_nobody_sends_says_so() -> None:
             with pytest.raises(RuntimeError, match="nobody sends along this axis"):
                 meshes.experts[axis].get_group()
         whole = build_meshes(derive(8, Parallelism(tp=2)), "cpu", trains=False)
-        assert set(lanes_of(whole)) == {"waited"}
+        assert set(lanes_of(whole)) == {"blocking"}
 
 
 def threads() -> int:

@@ -11,7 +11,7 @@ from torch.autograd.graph import GradientEdge
 
 from tests import near, world
 from tests.memory import Live
-from titanmoe.comm.collectives import ALONE, Group
+from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.models import vocabulary as vocabulary_room
 from titanmoe.models.vocabulary import (
     CHUNK_BYTES,
@@ -43,8 +43,8 @@ def results(loss: Tensor, *leaves: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_slices_give_the_loss_and_gradients_of_the_whole(dtype: torch.dtype, ignored: slice, chunks: int) -> None:
     x_TD, weight_VD, label_T = operands(dtype, ignored)
-    want = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, ALONE), x_TD, weight_VD)
-    got = results(chunked_cross_entropy_sum(x_TD, weight_VD, label_T, ALONE, chunks), x_TD, weight_VD)
+    want = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
+    got = results(chunked_cross_entropy_sum(x_TD, weight_VD, label_T, NO_GROUP, chunks), x_TD, weight_VD)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
         near.close(a, b, terms=D + V + T, roundings=4 * 8, dtype=dtype)  # logits of up to 8 shift an exponent
@@ -52,9 +52,9 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(dtype: torch.dtype, ign
 
 def test_huge_logits_in_a_late_slice_are_finite() -> None:
     x_TD, weight_VD, label_T = operands(torch.float32, scale=100.0)
-    want = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, ALONE), x_TD, weight_VD)
+    want = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
     for a, b in zip(
-        results(chunked_cross_entropy_sum(x_TD, weight_VD, label_T, ALONE, 4), x_TD, weight_VD), want, strict=True
+        results(chunked_cross_entropy_sum(x_TD, weight_VD, label_T, NO_GROUP, 4), x_TD, weight_VD), want, strict=True
     ):
         assert a.isfinite().all()
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-2)
@@ -71,7 +71,7 @@ def on_a_rank() -> list[Tensor]:
 
 def test_a_vocabulary_shared_out_over_ranks_and_sliced_there() -> None:
     x_TD, weight_VD, label_T = operands(torch.float64)
-    loss, grad_x, grad_w = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, ALONE), x_TD, weight_VD)
+    loss, grad_x, grad_w = results(cross_entropy_sum(x_TD @ weight_VD.t(), label_T, NO_GROUP), x_TD, weight_VD)
     ranks = world.run(3, on_a_rank)
     for got, *_ in ranks:
         torch.testing.assert_close(got, loss, rtol=1e-12, atol=1e-12)
@@ -82,7 +82,7 @@ def test_a_vocabulary_shared_out_over_ranks_and_sliced_there() -> None:
 def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     x_TD, weight_VD, label_T = operands(torch.float64)
     hidden_TD = x_TD * 1
-    loss = chunked_cross_entropy_sum(hidden_TD, weight_VD, label_T, ALONE, 4)
+    loss = chunked_cross_entropy_sum(hidden_TD, weight_VD, label_T, NO_GROUP, 4)
     want = torch.autograd.grad(loss, (x_TD, weight_VD), retain_graph=True)
     products = []
     mm = torch.mm
@@ -107,9 +107,9 @@ def test_the_peak_falls_by_the_number_of_slices(chunks: int) -> None:
         leaves = [x.clone().requires_grad_() for x in (x_TD, weight_VD)]
         with Live() as live:
             if n == 1:
-                cross_entropy_sum(leaves[0] @ leaves[1].t(), label_T, ALONE).backward()
+                cross_entropy_sum(leaves[0] @ leaves[1].t(), label_T, NO_GROUP).backward()
             else:
-                chunked_cross_entropy_sum(*leaves, label_T, ALONE, n).backward()
+                chunked_cross_entropy_sum(*leaves, label_T, NO_GROUP, n).backward()
         peaks[n] = live.peak - 2 * sum(x.nbytes for x in leaves)
     assert peaks[chunks] <= peaks[1] / chunks * 1.1, peaks
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titanmoe.comm.collectives import ALONE
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.count import parameters
@@ -133,7 +133,7 @@ def test_cross_entropy_sum_is_torchs(dtype: torch.dtype, ignored: str) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     want = F.cross_entropy(logits_TV.to(wide), label_T, reduction="sum", ignore_index=-100)
     (want_grad,) = torch.autograd.grad(3 * want, logits_TV)
-    got = cross_entropy_sum(logits_TV, label_T, ALONE)
+    got = cross_entropy_sum(logits_TV, label_T, NO_GROUP)
     assert got.dtype == wide and (ignored != "all" or float(got.detach()) == 0)
     torch.testing.assert_close(got, want)
     (got_grad,) = torch.autograd.grad(3 * got, logits_TV)
@@ -144,7 +144,7 @@ def test_cross_entropy_sum_is_torchs(dtype: torch.dtype, ignored: str) -> None:
 
 def test_cross_entropy_of_huge_logits_is_finite() -> None:
     logits_TV = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]], requires_grad=True)
-    got = cross_entropy_sum(logits_TV, torch.tensor([1, 0]), ALONE)
+    got = cross_entropy_sum(logits_TV, torch.tensor([1, 0]), NO_GROUP)
     got.backward()
     assert float(got.detach()) == pytest.approx(2e4 + torch.tensor(3.0).log().item())
     assert logits_TV.grad.isfinite().all()

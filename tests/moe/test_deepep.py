@@ -14,7 +14,7 @@ import torch
 from tests import deep_ep, parity, world
 from tests.moe.test_dispatch import CASES, LAYOUTS, E, arriving, inputs, plain, whole_world
 from tests.moe.test_symmetric import check_round_trip, round_trip
-from titanmoe.comm.collectives import ALONE, Group
+from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.moe.deepep import DeepEP
@@ -59,7 +59,7 @@ def test_tokens_arrive_once_and_come_back(ep: int, etp: int) -> None:
 
 @pytest.mark.parametrize("memory", [False, True])
 def test_without_a_loan_or_alone_it_is_alltoall(memory: bool) -> None:
-    dispatcher = make(ALONE, 1, 1) if memory else DeepEP(E)
+    dispatcher = make(NO_GROUP, 1, 1) if memory else DeepEP(E)
     assert dispatcher.memory is None
     before = len(deep_ep.calls)
     y_TD, *_ = round_trip(dispatcher, "some_dropped")

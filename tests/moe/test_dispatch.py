@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import world
-from titanmoe.comm.collectives import ALONE, Group
+from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.comm.host import ToHost
 from titanmoe.moe import dispatch
 from titanmoe.moe.assign import assign_rows, by_expert, copy_rows, sort_by_expert
@@ -79,16 +79,16 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    bin = T if padded else 0
+    bin_rows = T if padded else 0
 
-    rows_RD, weight_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin)
+    rows_RD, weight_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
     want, counts = arriving(case, group.size, experts)
     got = list(zip(rows_RD[:, 0].tolist(), weight_R1[:, 0].tolist(), strict=True))
     assert len(got) == int(count_e.sum())
     if padded:
-        assert count_e.tolist() == [bin * group.size] * local
+        assert count_e.tolist() == [bin_rows * group.size] * local
         ends = count_e.cumsum(0).tolist()
-        pieces = [got[end - bin * group.size : end] for end in ends]
+        pieces = [got[end - bin_rows * group.size : end] for end in ends]
         assert [sum(number > 0 for number, _ in piece) for piece in pieces] == counts
         assert all(pair == (0, 0) for pair in got if pair[0] == 0), "an empty row holds something"
         got = [pair for pair in got if pair[0] > 0]
@@ -108,7 +108,7 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
         torch.testing.assert_close(grad, wanted, rtol=1e-13, atol=1e-13)
 
     # without weights, every kept choice returns once from each of the etp ranks
-    rows_RD, _, _, route = dispatcher.dispatch(x_TD.detach(), weights_TK.detach(), chosen_TK, bin)
+    rows_RD, _, _, route = dispatcher.dispatch(x_TD.detach(), weights_TK.detach(), chosen_TK, bin_rows)
     kept_T1 = (chosen_TK < E).sum(1, keepdim=True)
     copies_TD = dispatcher.combine(rows_RD, route)
     torch.testing.assert_close(copies_TD, x_TD.detach() * kept_T1 * etp, rtol=1e-13, atol=1e-13)
@@ -144,7 +144,7 @@ def round_trips(ep: int, etp: int) -> None:
 @pytest.mark.parametrize("kind", [AllToAll, AllGather])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_round_trip_on_one_rank(kind: type, case: str, padded: bool) -> None:
-    check_round_trip(kind, ALONE, 1, 1, case, padded)
+    check_round_trip(kind, NO_GROUP, 1, 1, case, padded)
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
@@ -182,7 +182,7 @@ def leaving(name: str, args: Any, group: dist.ProcessGroup) -> int:
 
 
 def traffic(
-    kind: type, ep: int, etp: int, case: str, bin: int, chunks: int = 1
+    kind: type, ep: int, etp: int, case: str, bin_rows: int, chunks: int = 1
 ) -> list[list[tuple[str, torch.dtype, int]]]:
     """What this rank sends in dispatch, in combine and in backward."""
     group = whole_world()
@@ -191,7 +191,7 @@ def traffic(
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
     with Recorder() as dispatching:
-        parts, route = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, bin))
+        parts, route = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, bin_rows))
         arrived = [dispatcher.arrive(part) for part in parts]
     with Recorder() as combining:
         back = [dispatcher.leave(rows_RD * weight_R1.float(), splits) for rows_RD, weight_R1, _, splits in arrived]
@@ -211,33 +211,33 @@ def added(sent: list[tuple[str, torch.dtype, int]]) -> dict[tuple[str, torch.dty
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
 @pytest.mark.parametrize("chunks", [1, 3])
-@pytest.mark.parametrize("case, bin", [("some_dropped", 0), ("idle_rank", 0), ("random", T)])
-def test_bytes_are_the_documented_ones(ep: int, etp: int, chunks: int, case: str, bin: int) -> None:
+@pytest.mark.parametrize("case, bin_rows", [("some_dropped", 0), ("idle_rank", 0), ("random", T)])
+def test_bytes_are_the_documented_ones(ep: int, etp: int, chunks: int, case: str, bin_rows: int) -> None:
     """Per rank and direction: the copies of its routed rows that leave it, D elements each; weights only
     travel there.
     """
     out = torch.zeros(RANKS, RANKS, dtype=torch.int64)  # rows from, to
     for rank in range(RANKS):
-        experts = torch.arange(E).repeat(bin) if bin else inputs(case, rank)[2].flatten()
+        experts = torch.arange(E).repeat(bin_rows) if bin_rows else inputs(case, rank)[2].flatten()
         for expert in experts[experts < E].tolist():
             for copy in range(etp):
                 out[rank, expert // (E // ep) * etp + copy] += 1
     out.fill_diagonal_(0)
-    answers = world.run(RANKS, traffic, AllToAll, ep, etp, case, bin, chunks)
+    answers = world.run(RANKS, traffic, AllToAll, ep, etp, case, bin_rows, chunks)
 
     def kinds(**bytes: int) -> dict[tuple[str, torch.dtype], int]:
         return {("all_to_all_single", getattr(torch, name)): count for name, count in bytes.items() if count}
 
     for rank, (dispatching, combining, backward) in enumerate(answers):
         there, back = int(out[rank].sum()), int(out[:, rank].sum())
-        counts = 0 if bin else (RANKS - 1) * chunks * (E // ep) * 8
+        counts = 0 if bin_rows else (RANKS - 1) * chunks * (E // ep) * 8
         assert added(dispatching) == kinds(int64=counts, float32=there * D * 4, float64=there * 8)
         assert added(combining) == kinds(float32=back * D * 4)
         # backward: the outputs' gradients travel like the rows; the gradients of rows and weights return
         assert added(backward[:chunks]) == kinds(float32=there * D * 4)
         assert added(backward[chunks:]) == kinds(float32=back * D * 4, float64=back * 8)
         assert [len(sent) for sent in (dispatching, combining, backward)] == [
-            2 * chunks + (not bin),
+            2 * chunks + (not bin_rows),
             chunks,
             3 * chunks,
         ]
@@ -394,38 +394,38 @@ def test_a_token_crosses_to_a_node_once(ep: int, etp: int, node: int, case: str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunks_on_one_rank(padded: bool, case: str) -> None:
-    visit(AllToAll(E, 3), ALONE, 1, 1, case, padded)
-    visit(Hierarchical(E, 2), ALONE, 1, 1, case, padded)
+    visit(AllToAll(E, 3), NO_GROUP, 1, 1, case, padded)
+    visit(Hierarchical(E, 2), NO_GROUP, 1, 1, case, padded)
 
 
 @st.composite
 def choices(draw: st.DrawFn, least: int = 0) -> tuple[Tensor, int, int, int, int]:
-    """chosen_TK for at least `least` tokens, E, ep, etp, bin."""
+    """chosen_TK for at least `least` tokens, E, ep, etp, bin_rows."""
     ep, etp = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     experts = ep * draw(st.integers(1, 3))
     tokens, k = draw(st.integers(least, 6)), draw(st.integers(1, 3))
     flat = draw(st.lists(st.integers(0, experts), min_size=tokens * k, max_size=tokens * k))
     largest = max((flat.count(e) for e in range(experts)), default=0)
-    bin = draw(st.sampled_from([0, max(1, largest), largest + 2]))
-    return torch.tensor(flat, dtype=torch.int64).view(tokens, k), experts, ep, etp, bin
+    bin_rows = draw(st.sampled_from([0, max(1, largest), largest + 2]))
+    return torch.tensor(flat, dtype=torch.int64).view(tokens, k), experts, ep, etp, bin_rows
 
 
 @given(choices())
 def test_lay_out_places_every_copy_once_in_its_experts_block(drawn: tuple[Tensor, int, int, int, int]) -> None:
-    chosen_TK, experts, ep, etp, bin = drawn
+    chosen_TK, experts, ep, etp, bin_rows = drawn
     flat = chosen_TK.flatten().tolist()
     order, count_E = sort_by_expert(chosen_TK, experts)
     counts = [flat.count(e) for e in range(experts)]
     assert count_E.tolist() == counts
-    rows = etp * (experts * bin if bin else sum(counts))
-    entry_R, slot = assign_rows(chosen_TK, order, count_E, ep, etp, bin, rows)
+    rows = etp * (experts * bin_rows if bin_rows else sum(counts))
+    entry_R, slot = assign_rows(chosen_TK, order, count_E, ep, etp, bin_rows, rows)
 
     want, local = [], experts // ep
     for block in range(ep):
         for _copy in range(etp):
             for expert in range(block * local, (block + 1) * local):
                 mine = [entry for entry, e in enumerate(flat) if e == expert]
-                want += mine + [len(flat)] * (bin - len(mine) if bin else 0)
+                want += mine + [len(flat)] * (bin_rows - len(mine) if bin_rows else 0)
     assert entry_R.tolist() == want
     assert slot.shape == (len(flat), etp)
     for entry, expert in enumerate(flat):
@@ -436,13 +436,13 @@ def test_lay_out_places_every_copy_once_in_its_experts_block(drawn: tuple[Tensor
 
 @given(choices(least=1))
 def test_assigned_rows_come_back_from_every_copy(drawn: tuple[Tensor, int, int, int, int]) -> None:
-    chosen_TK, experts, ep, etp, bin = drawn
+    chosen_TK, experts, ep, etp, bin_rows = drawn
     tokens, k = chosen_TK.shape
     x_TD = torch.arange(tokens * 2.0, dtype=torch.float64).view(tokens, 2)
     weights_TK = torch.arange(1.0, tokens * k + 1, dtype=torch.float64).view(tokens, k).requires_grad_()
     order, count_E = sort_by_expert(chosen_TK, experts)
-    rows = etp * (experts * bin if bin else int(count_E.sum()))
-    entry_R, slot = assign_rows(chosen_TK, order, count_E, ep, etp, bin, rows)
+    rows = etp * (experts * bin_rows if bin_rows else int(count_E.sum()))
+    entry_R, slot = assign_rows(chosen_TK, order, count_E, ep, etp, bin_rows, rows)
     rows_RD, weight_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot)
     kept_TK = chosen_TK < experts
     back_TD = to_tokens(rows_RD * weight_R1, route.source_R, route.slot_TJ)

@@ -56,10 +56,10 @@ def on_four_ranks(name: str, chunks: int = 1) -> Dispatcher:
     return dispatcher
 
 
-def host_syncs(name: str, bin: int) -> int:
+def host_syncs(name: str, bin_rows: int) -> int:
     dispatcher = on_four_ranks(name)
     with HostReads() as reads:
-        rows, _, _, route = dispatcher.dispatch(*inputs("some_dropped", dist.get_rank()), bin)
+        rows, _, _, route = dispatcher.dispatch(*inputs("some_dropped", dist.get_rank()), bin_rows)
         dispatcher.combine(rows, route)
     return reads.times
 
@@ -94,7 +94,7 @@ def test_facts_are_true(name: str) -> None:
 class Nowhere(Dispatcher):
     """Only this rank's experts, one row for each kept choice, and no message."""
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> tuple:
         flat = chosen_TK.flatten()
         kept_R = flat.argsort(stable=True)[: int((flat < self.num_experts).sum())]
         token_R = kept_R // chosen_TK.shape[1]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tests import parity, world
 from tests.events import Events
 from titanmoe.comm import collectives
-from titanmoe.comm.collectives import ALONE, Group
+from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
 from titanmoe.tokens import Tokens
@@ -108,7 +108,7 @@ def ordered(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[s
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
     moe.dispatcher.set_groups(group, RANKS, 1)
     if across:  # each rank is a node
-        moe.dispatcher.set_nodes(ALONE, group)
+        moe.dispatcher.set_nodes(NO_GROUP, group)
     moe.experts.products = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))
     x_BsD = torch.randn(1, T, config.model.dim, dtype=torch.float64, requires_grad=True)
     index = torch.arange(T) + T * group.rank

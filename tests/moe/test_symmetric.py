@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from tests import parity, reference, symmetric, world
 from tests.features import MODELS
 from tests.moe.test_dispatch import CASES, LAYOUTS, RANKS, D, E, K, T, arriving, inputs, plain, whole_world
-from titanmoe.comm.collectives import ALONE, Group
+from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.dispatch import AllToAll, Dispatcher
@@ -70,7 +70,7 @@ def test_rows_are_copied_as_moe_kernels_says(monkeypatch: pytest.MonkeyPatch) ->
     asked = []
     monkeypatch.setattr("titanmoe.moe.permute.fused", lambda kernels, *_: asked.append(kernels))
     config = parity.read(HERE | {"moe.kernels": "torch"}, 1)
-    round_trip(lent(config, ALONE), next(iter(CASES)))
+    round_trip(lent(config, NO_GROUP), next(iter(CASES)))
     assert asked and set(asked) == {"torch"}
 
 
@@ -123,7 +123,7 @@ def test_rows_arrive_in_aligned_bins_and_come_back(ep: int, etp: int) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_alone_sends_nothing(case: str) -> None:
     before = len(symmetric.calls)
-    check_case(make(ALONE, 1, 1), case)
+    check_case(make(NO_GROUP, 1, 1), case)
     assert len(symmetric.calls) == before
 
 

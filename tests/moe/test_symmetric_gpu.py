@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanmoe.comm.collectives import ALONE
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.moe.experts import Experts, can_group
@@ -32,7 +32,7 @@ def test_rows_through_the_experts_without_a_host_sync() -> None:
     config.moe.dispatcher = "symm_mem"
     model, T = config.model, config.training.seq_len
     dispatcher = Symmetric(model.num_experts)
-    dispatcher.memory = SymmetricBuffers(config, derive(1, config.parallelism), ALONE, torch.device("cuda"))
+    dispatcher.memory = SymmetricBuffers(config, derive(1, config.parallelism), NO_GROUP, torch.device("cuda"))
     with torch.device("cuda"):
         experts = Experts(model, config.moe, torch.bfloat16)
         x_TD = torch.randn(T, model.dim, dtype=torch.bfloat16, requires_grad=True)

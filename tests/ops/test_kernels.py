@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import near
-from titanmoe.comm.collectives import ALONE
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.layers import plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy_sum
 from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
-from titanmoe.moe.balance import spread as balance_spread
+from titanmoe.moe.balance import entropy_and_count as balance_spread
 from titanmoe.moe.experts import down
 from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens
@@ -72,16 +72,16 @@ def through(kernels: str, x: Tensor, weights: Tensor, entry: Tensor, slot: Tenso
 
 @pytest.mark.parametrize("kind", ["random", "one expert", "an idle expert", "padding", "none"])
 @pytest.mark.parametrize(
-    "tokens, top_k, etp, bin, width",
+    "tokens, top_k, etp, bin_rows, width",
     [(37, 2, 1, 0, 24), (37, 1, 1, 0, 24), (5, 3, 2, 0, 130), (16, 2, 1, 20, 8), (1, 1, 1, 0, 1), (0, 2, 1, 0, 8)],
 )
-def test_tokens_to_rows_and_back(kind: str, tokens: int, top_k: int, etp: int, bin: int, width: int) -> None:
+def test_tokens_to_rows_and_back(kind: str, tokens: int, top_k: int, etp: int, bin_rows: int, width: int) -> None:
     """The interpreter sums in float32 in a test below, which is compiled too."""
     for dtype in DTYPES[::2] if interpreted() else DTYPES:
         chosen = choices(kind, tokens, top_k)
         order, count = sort_by_expert(chosen, E)
-        rows = E * etp * bin if bin else int(count.sum()) * etp
-        entry, slot = assign_rows(chosen, order, count, 2, etp, bin, rows)
+        rows = E * etp * bin_rows if bin_rows else int(count.sum()) * etp
+        entry, slot = assign_rows(chosen, order, count, 2, etp, bin_rows, rows)
         inputs = (
             random(tokens, width, dtype=dtype),
             random(tokens, top_k, dtype=torch.promote_types(dtype, torch.float32), seed=1),
@@ -183,13 +183,13 @@ def test_rotation(queries: int, keys: int, width: int, samples: int, positions: 
         q = random(samples, positions, queries, width, dtype=dtype)
         wider = random(samples, positions, keys, width + 4, dtype=dtype, seed=1)  # keys that are a part of other rows
         results = []
-        for turned in (
+        for rotated in (
             rotate_both(q, wider[..., 4:], rope, "triton"),
             (rotate(q, rope, "triton"), rotate(wider[..., 4:], rope, "triton")),
             (plain_rotate(q, rope), plain_rotate(wider[..., 4:], rope)),
         ):
-            cotangents = [random(*y.shape, dtype=dtype, seed=7).detach() for y in turned]
-            results.append([*turned, *torch.autograd.grad(turned, (q, wider), cotangents)])
+            cotangents = [random(*y.shape, dtype=dtype, seed=7).detach() for y in rotated]
+            results.append([*rotated, *torch.autograd.grad(rotated, (q, wider), cotangents)])
         for got, alone, want in zip(*results, strict=True):
             close(got, want, dtype)
             assert torch.equal(got, alone)
@@ -348,7 +348,7 @@ def test_the_loss_over_slices(tokens: int, vocabulary: int, chunks: int, ignored
         label[ignored] = IGNORE
         results = []
         for kernels in ("triton", "torch"):
-            loss = chunked_cross_entropy_sum(x, weight, label, ALONE, chunks, kernels)
+            loss = chunked_cross_entropy_sum(x, weight, label, NO_GROUP, chunks, kernels)
             results.append([loss, *torch.autograd.grad(3 * loss, (x, weight))])
         for got, want in zip(*results, strict=True):
             close(got, want, dtype, terms=vocabulary)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity
-from titanmoe.comm.collectives import ALONE, Group
+from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.fold.attention import pick_backend
 from titanmoe.parallel import attend as room
@@ -84,7 +84,9 @@ def test_what_is_chosen_runs(chosen: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(room, "flex_attention_over", lambda *given, masks, group: "flex")
     monkeypatch.setattr(room, "torch_ring_attention", lambda *given, placement, group: "ring")
     x, masks = torch.zeros(1, 4, 2, 16), Masks(Placement(1, False), 0)
-    assert attend(x, x, x, backend="auto", kind="ring", placement=masks.placement, masks=masks, group=ALONE) == chosen
+    assert (
+        attend(x, x, x, backend="auto", kind="ring", placement=masks.placement, masks=masks, group=NO_GROUP) == chosen
+    )
 
 
 class KernelsOfGpus(TorchDispatchMode):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from titanmoe.comm.collectives import ALONE
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.models.attention import causal_attention
 from titanmoe.parallel import flex as room
 from titanmoe.parallel.context import Placement
@@ -82,7 +82,7 @@ def test_it_is_plain_attention(with_sinks: bool, window: int, documents: bool) -
     sinks = torch.tensor([-1e4, 0.0, 2.5, 60.0], dtype=torch.float64) if with_sinks else None
     document = torch.stack([torch.arange(length) // n for n in (5, 11)]) if documents else None
     masks = Masks(Placement(1, zigzag=False), 0)
-    got = flex_attention_over(q, k, v, document, window, sinks, masks=masks, group=ALONE)
+    got = flex_attention_over(q, k, v, document, window, sinks, masks=masks, group=NO_GROUP)
     torch.testing.assert_close(got, causal_attention(q, k, v, document, window, sinks), rtol=1e-12, atol=1e-12)
 
 

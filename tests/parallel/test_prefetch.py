@@ -52,7 +52,7 @@ def orders(changes: dict[str, Any]) -> list[list[list[Any]]]:
     from torch.distributed.tensor import DTensor
 
     trainer = parity.make_trainer(MAPPING | changes)
-    (part,) = trainer.parts
+    (part,) = trainer.stages
 
     def elements(module: Any) -> int:
         return sum(p.numel() for p in module.parameters() if isinstance(p, DTensor))

@@ -79,7 +79,7 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
         trainer = Trainer(
             config, parity.runtime_here(), loader=Varied, garbage=parity.no_collection, on_gradients=count_bytes
         )
-        layers = {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
+        layers = {id(block): f"layers.{i}" for part in trainer.stages for i, block in part.blocks().items()}
         for _ in range(steps - 1):
             trainer.train_step()
         mine.clear()
@@ -90,7 +90,7 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
     state = trainer.optimizer.on_device
     return Real(
         comparable(recorder.log, name_groups(trainer.meshes.lanes, trainer.fold, rank, 8)),
-        sum(p.numel() * p.element_size() for p in trainer.optimizer.pieces.values()),
+        sum(p.numel() * p.element_size() for p in trainer.optimizer.local_shards.values()),
         gradients[-1],
         sum(x.numel() * x.element_size() for x in state),
         {layer: (torch.tensor(list(of)), torch.stack(list(of.values()))) for layer, of in mine.items()},

@@ -446,7 +446,7 @@ def test_a_rank_that_makes_its_groups_in_another_order() -> None:
     real = meshes._dispatch
 
     def later(fold: Any, lanes: Any, node: int) -> Any:
-        lanes.group("waited", groups(fold, "attention", "tp"))
+        lanes.group("blocking", groups(fold, "attention", "tp"))
         return real(fold, lanes, node)
 
     verdict = run(4, lambda rank: mock.patch.object(meshes, "_dispatch", later if rank == 3 else real))

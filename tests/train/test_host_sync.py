@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity
 from tests.rehearse.small import config_of
-from titanmoe.comm.collectives import ALONE
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.moe.symmetric import SymmetricBuffers
 from titanmoe.parallel.batch import take_slice
 from titanmoe.parallel.context import Placement
@@ -73,7 +73,7 @@ class _Waits(TorchDispatchMode):
 def test_a_batch_reaches_the_device_while_the_host_goes_on(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     config, device = parity.read({"model.mtp_depth": depth}, 1), torch.device("meta")
     batches = [parity.batch(config, [m], documents=True) for m in range(2)]
-    meshes: Any = SimpleNamespace(tp=ALONE, cp=ALONE, data=ALONE)
+    meshes: Any = SimpleNamespace(tp=NO_GROUP, cp=NO_GROUP, data=NO_GROUP)
     trainer: Any = SimpleNamespace(device=device, meshes=meshes)
     monkeypatch.setattr(torch, "tensor", None)  # with a device it waits too, and no mode sees it
     with _Waits() as waits:
@@ -90,5 +90,5 @@ def test_the_norm_sends_nothing_to_the_device(monkeypatch: pytest.MonkeyPatch) -
             parameter.grad = torch.empty_like(parameter)
     monkeypatch.setattr(torch, "tensor", None)
     with _Waits() as waits:
-        assert grad_norm(parameters, ALONE, ("a",)).is_meta
+        assert grad_norm(parameters, NO_GROUP, ("a",)).is_meta
     assert not waits.found

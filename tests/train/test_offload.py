@@ -52,8 +52,8 @@ def stepped(copies: offload.Copies | None, implementation: str, dtype: torch.dty
     parameters = {name: nn.Parameter(torch.randn(s, generator=generator, dtype=dtype)) for name, s in SHAPES.items()}
     optimizer = Optimizer(parameters, Options(implementation=implementation))
     if copies is not None:
-        optimizer.offload = offload.Offload(optimizer.pieces, copies)
-        assert len(optimizer.offload.turns) > offload.BUFFERS
+        optimizer.offload = offload.Offload(optimizer.local_shards, copies)
+        assert len(optimizer.offload.buckets) > offload.BUFFERS
     for step in range(4):
         for parameter in parameters.values():
             parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=dtype)
@@ -81,7 +81,7 @@ def test_what_is_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     optimizer = Optimizer(parameters, Options(offload=True))
     assert sum(x.nbytes for x in optimizer.on_host) >= 2 * sum(p.nbytes for p in parameters.values())
-    largest = max(turn.host.nbytes for turn in optimizer.offload.turns)
+    largest = max(bucket.host.nbytes for bucket in optimizer.offload.buckets)
     assert sum(x.nbytes for x in optimizer.on_device) == offload.BUFFERS * largest + 4 * len(parameters)
 
 
@@ -107,7 +107,7 @@ def run(folder: str, on: list[bool]) -> tuple[list[float], dict[str, Tensor]]:
         offload.TURN = before
     moments = trainer.optimizer.moments()
     found = {f"{name} {key}": x.clone() for name, both in moments.items() for key, x in both.items()}
-    return losses, found | {name: x.detach().clone() for name, x in trainer.optimizer.pieces.items()}
+    return losses, found | {name: x.detach().clone() for name, x in trainer.optimizer.local_shards.items()}
 
 
 def test_checkpoints_do_not_know_of_it(tmp_path: Path) -> None:

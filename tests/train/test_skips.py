@@ -17,7 +17,7 @@ from titanmoe.config.schema import Optimizer
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.observe import Observer, listening
-from titanmoe.train.skips import Skips, Unsound
+from titanmoe.train.skips import NumericalFault, Skips
 
 NAN, SPIKE, SAVED, LAST = 2, 6, 5, 7
 RUN = runs.RUN | {"checkpoint.interval": SAVED, "training.steps": LAST, "optimizer.skip_window": 8}
@@ -135,7 +135,7 @@ def end(folder: str) -> str:
     )
     try:
         parity.make_trainer(changes, loader=parity.NaNPositions).train()
-    except Unsound as error:
+    except NumericalFault as error:
         return str(error)
     return ""
 

@@ -69,7 +69,7 @@ def trained(changes: dict[str, Any], steps: int = 2) -> dict[str, Any]:
                 reported["validation"].append(trainer.validation.after_step())
             assert not trainer.clock.take(1), "validation's dispatch is none of training's"
     trainer.loader.close()
-    buffers = {name: b.clone() for part in trainer.parts for name, b in part.named_buffers() if "bias" in name}
+    buffers = {name: b.clone() for part in trainer.stages for name, b in part.named_buffers() if "bias" in name}
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, buffers)
     reported["weights"] = parity.whole(trainer.parameters, dist.get_rank(), trainer.fold)

@@ -45,7 +45,7 @@ class Cluster:
         self.draw = np.random.default_rng(seed)
         everyone = (tuple(range(self.fold.world)),)
         self.groups = [
-            LaneGroups("waited", everyone, "world"),
+            LaneGroups("blocking", everyone, "world"),
             LaneGroups("rows", tuple(groups(self.fold, "experts", "ep")), "ep"),
             LaneGroups("shards", tuple(groups(self.fold, "attention", "dp_shard")), "dp_shard"),
             LaneGroups("stages", tuple(groups(self.fold, "attention", "pp")), "pp"),

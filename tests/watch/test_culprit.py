@@ -12,7 +12,7 @@ from tests import parity, world
 from tests.checkpoint import runs
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
-from titanmoe.train.checks import Unsound
+from titanmoe.train.checks import NumericalFault
 from titanmoe.watch.culprit import beginning, decoder
 from titanmoe.watch.numbers import checks
 
@@ -41,7 +41,7 @@ def with_bad_data(changes: dict[str, Any]) -> str:
 def train(trainer: Any) -> str:
     try:
         trainer.train_step(), trainer.train_step()
-    except Unsound as error:
+    except NumericalFault as error:
         return str(error)
     return ""
 
@@ -65,7 +65,7 @@ def test_bad_data_are_named_by_their_number(name: str) -> None:
 def with_a_bad_weight(changes: dict[str, Any], name: str, rank: int) -> str:
     trainer = parity.make_trainer(RUN | changes, checks=checks)
     if dist.get_rank() == rank:
-        trainer.optimizer.pieces[name].data.view(-1)[0] = float("inf")
+        trainer.optimizer.local_shards[name].data.view(-1)[0] = float("inf")
     return train(trainer)
 
 
@@ -84,7 +84,7 @@ def with_a_bad_gradient(changes: dict[str, Any], rank: int) -> str:
 
     trainer = parity.make_trainer(RUN | changes, checks=checks)
     if dist.get_rank() == rank:
-        trainer.parts[0].get_submodule("layers.0.attention_norm").register_forward_hook(spoil)
+        trainer.stages[0].get_submodule("layers.0.attention_norm").register_forward_hook(spoil)
     return train(trainer)
 
 
@@ -110,7 +110,7 @@ def with_a_bad_weight_gradient(changes: dict[str, Any], rank: int) -> str:
             before.remove()
 
     trainer = parity.make_trainer(RUN | changes, checks=checks)
-    module = trainer.parts[-1].get_submodule("layers.1.attention.wq")
+    module = trainer.stages[-1].get_submodule("layers.1.attention.wq")
     before = module.register_forward_pre_hook(hook)
     if dist.get_rank() != rank:
         before.remove()

@@ -13,8 +13,8 @@ from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.late_ranks import LateRanks, Seen, judge
 
 GROUPS = [
-    LaneGroups("waited", ((0, 1, 2, 3),), "world"),
-    LaneGroups("waited", ((0, 1), (2, 3)), "tp"),
+    LaneGroups("blocking", ((0, 1, 2, 3),), "world"),
+    LaneGroups("blocking", ((0, 1), (2, 3)), "tp"),
     LaneGroups("rows", ((0, 1, 2, 3),), "ep"),
     LaneGroups("stages", ((0, 2), (1, 3)), "pp"),
 ]
@@ -127,7 +127,7 @@ def test_a_cycle_names_its_ranks() -> None:
 
 def test_a_disk_that_does_not_answer() -> None:
     """All the others have already written their part."""
-    waits = {"checkpoint": ["torch/c10d.py:1 in wait", "titanmoe/checkpoint/folder.py:428 in together"]}
+    waits = {"checkpoint": ["torch/c10d.py:1 in wait", "titanmoe/checkpoint/folder.py:428 in on_all_ranks"]}
     writes = {"checkpoint": ["titanmoe/checkpoint/folder.py:90 in write"]}
     some = [seen(rank, STEP, phase="between steps", threads=writes if rank == 3 else waits) for rank in range(4)]
     found = of(some)
@@ -138,12 +138,12 @@ def test_a_disk_that_does_not_answer() -> None:
 def test_a_rank_that_others_wait_for_between_steps() -> None:
     """In messages that have no heartbeat; such a message may also be one of this file's."""
     for inner in ("/v/site-packages/torch/distributed/c10d.py:1 in wait", "titanmoe/comm/host.py:1 in gather"):
-        waits = ["/v/site-packages/torch/x.py:1 in f", inner, "titanmoe/checkpoint/together.py:31 in together"]
+        waits = ["/v/site-packages/torch/x.py:1 in f", inner, "titanmoe/checkpoint/on_all_ranks.py:31 in on_all_ranks"]
         ranks = [seen(rank, STEP, phase="between steps", stack=waits) for rank in range(4)]
         ranks[2].stack = ["/lib/python3.11/threading.py:5 in acquire", "mine.py:250 in deadlock", *waits]
         found = of(ranks)
         assert found.late == {2: ""} and "    it is at mine.py:250 in deadlock" in found.text
-        assert "ranks 0-1, 3: between steps at titanmoe/checkpoint/together.py:31 in together" in found.text
+        assert "ranks 0-1, 3: between steps at titanmoe/checkpoint/on_all_ranks.py:31 in on_all_ranks" in found.text
 
 
 def test_nobody_is_behind() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests import parity, world
 from tests.checkpoint import runs
-from titanmoe.train.checks import Unsound
+from titanmoe.train.checks import NumericalFault
 from titanmoe.watch import bits
 from titanmoe.watch.bits import fingerprint
 from titanmoe.watch.numbers import checks
@@ -66,7 +66,7 @@ def flips(changes: dict[str, Any]) -> list[str]:
             for _ in range(EVERY):
                 trainer.train_step()
                 trainer.checks.after_step(saves=False)
-        except Unsound as error:
+        except NumericalFault as error:
             text = str(error)
         said.append((victim, name, bit, text))
         for name, x, _ in trainer.checks.replicas.held():
@@ -91,13 +91,13 @@ def hit(folder: str, changes: dict[str, Any], at: int, name: str) -> dict[str, t
         if pending == [step] and dist.get_rank() == 1:
             pending.clear()  # not again after it was restored
             full = next(n for n in parameters if n.endswith(name))
-            flip(trainer.optimizer.pieces[full].data, 3, 30)
+            flip(trainer.optimizer.local_shards[full].data, 3, 30)
 
     changes = RUN | {"job.dump_folder": folder, "training.steps": 6, "checkpoint.interval": 2} | changes
     trainer = parity.make_trainer(changes, on_gradients=strike, checks=checks)
     try:
         trainer.train()
-    except Unsound as error:
+    except NumericalFault as error:
         return str(error)
     return {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in
             runs.everything(trainer).items()}  # fmt: skip

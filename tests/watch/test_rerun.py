@@ -13,7 +13,7 @@ from tests import parity, world
 from tests.checkpoint import runs
 from titanmoe.config import ConfigError
 from titanmoe.observe import Observer, listening
-from titanmoe.train.checks import Unsound
+from titanmoe.train.checks import NumericalFault
 from titanmoe.watch.numbers import checks
 from titanmoe.watch.rerun import describe
 
@@ -39,7 +39,7 @@ def go(changes: dict[str, Any], faulty: int, module: str, value: float, rank: in
         def event(self, step: int, kind: str, text: str, **more: Any) -> None:
             events.append((step, kind, text))
 
-    named = {name: part for whole in trainer.parts for name, part in whole.named_modules()}
+    named = {name: part for whole in trainer.stages for name, part in whole.named_modules()}
     if module in named and dist.get_rank() == rank:
         named[module].register_forward_hook(spoil)
     with listening(trainer.checks), listening(Events()):
@@ -73,7 +73,7 @@ def with_bad_data(changes: dict[str, Any]) -> str:
     try:
         with listening(trainer.checks):
             trainer.train_step(), trainer.train_step()
-    except Unsound as error:
+    except NumericalFault as error:
         return str(error)
     return ""
 

@@ -122,12 +122,12 @@ def test_which_link() -> None:
 
 def test_all_pairs_of_small_groups_and_of_those_with_rows_are_tried() -> None:
     for size in (2, 5, 16):
-        met = {(i, i ^ d) for d in distances(size, "waited") for i in range(size) if i < i ^ d < size}
+        met = {(i, i ^ d) for d in distances(size, "blocking") for i in range(size) if i < i ^ d < size}
         assert len(met) == size * (size - 1) / 2
     assert len(distances(64, "rows")) == 63 and distances(24, "shards") == [1, 2, 4, 8, 16]
     whole, halves = ((0, 1, 2, 3),), ((0, 1), (2, 3))
     groups = [
-        LaneGroups("waited", whole, "world"),
+        LaneGroups("blocking", whole, "world"),
         LaneGroups("rows", halves, "ep"),
         LaneGroups("rows", whole, "ep = dp"),
     ]

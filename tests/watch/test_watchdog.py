@@ -24,7 +24,7 @@ from titanmoe.watch.watchdog import Limits, Watchdog
 
 RANKS = [[0, 1], [2, 3]]
 SENT = Recorded(1, (Collective(0, 0, "all_reduce", "Float", 2, 1),), {"0": 1})
-GROUPS = [LaneGroups("waited", ((0, 1, 2, 3),), "world")]
+GROUPS = [LaneGroups("blocking", ((0, 1, 2, 3),), "world")]
 LIMITS = Limits(step=0.6, first=60, between=60, thread=60, by_age=False)
 
 
@@ -120,7 +120,7 @@ def test_one_report_names_a_rank_of_another_machine_and_all_end(
     assert (event["kind"], event["step"], event["late"]) == ("hang", 3, [3])
     assert event["text"] == "hang: rank 3 on node1 is late, in step 3"
     assert event["report"] == said.removeprefix("error: ").splitlines()
-    assert event["groups"] == [{"lane": "waited", "axes": "world", "parts": [[0, 1, 2, 3]]}]
+    assert event["groups"] == [{"lane": "blocking", "axes": "world", "parts": [[0, 1, 2, 3]]}]
     first, *_, last = event["ranks"]
     assert Recorded.from_json(first["recorded"]) == SENT and last["recorded"]["numbers"] == {}
     assert last["state"] == "silent" and last["position"] == {

@@ -37,7 +37,7 @@ def has_begun(config: Config) -> bool:
 
 
 @dataclass
-class Beginning:
+class StartPoint:
     path: Path | None = None
     model_only: bool = False
     said: list[str] = field(default_factory=list)
@@ -45,18 +45,18 @@ class Beginning:
     passed: list[Path] = field(default_factory=list)
 
 
-def wanted_checkpoint(config: Config, run: Path, damage: Callable[[Path], list[str]]) -> Beginning:
+def wanted_checkpoint(config: Config, run: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
     """The checkpoint that [checkpoint] load asks for; damage(folder) lists what is wrong with one."""
     asked = config.checkpoint.load
     if asked == "none":
-        return Beginning()
+        return StartPoint()
     own = checkpoints_of(run, config) if config.checkpoint.enable else None
     if asked.isdecimal():
-        return Beginning(_step(own, int(asked), damage))
+        return StartPoint(_step(own, int(asked), damage))
     if own is not None and _any(own):
         return _best(own, damage)
     if asked == "auto":
-        return Beginning()
+        return StartPoint()
     given = _given(Path(asked), damage)
     given.model_only = config.checkpoint.model_only
     return given
@@ -67,14 +67,14 @@ FROM_SCRATCH = "--checkpoint.load=none starts from scratch on purpose, in a fold
 
 def _any(own: Path) -> bool:
     try:
-        return bool(layout.candidates(own, unfinished=True)) or inside.there(own / layout.LATEST)
+        return bool(layout.candidates(own, unfinished=True)) or inside.exists(own / layout.LATEST)
     except Unreadable as error:
         raise Unreadable(
             f"{error}: it is unknown whether there are checkpoints to resume from; {FROM_SCRATCH}"
         ) from None
 
 
-def _best(folder: Path, damage: Callable[[Path], list[str]], own: bool = True) -> Beginning:
+def _best(folder: Path, damage: Callable[[Path], list[str]], own: bool = True) -> StartPoint:
     """The first candidate that is sound. There are some: if none can be used, that must not mean starting from
     scratch."""
     named, passed = layout.latest(folder), {}
@@ -86,9 +86,9 @@ def _best(folder: Path, damage: Callable[[Path], list[str]], own: bool = True) -
         if not broken:
             said = [f"passing over {other.name}: {why}" for other, why in passed.items()]
             if named not in ("", path.name, *(other.name for other in passed)):
-                why = "which is older" if inside.there(folder / named) else "which does not exist"
+                why = "which is older" if inside.exists(folder / named) else "which does not exist"
                 said.append(f"{folder / layout.LATEST} names {named}, {why}: taking {path.name}")
-            return Beginning(path, said=said, passed=list(passed))
+            return StartPoint(path, said=said, passed=list(passed))
         passed[path] = "; ".join(broken)
     why = [f"{path.name}: {reason}" for path, reason in passed.items()]
     if not why:
@@ -103,18 +103,18 @@ def _step(own: Path | None, step: int, damage: Callable[[Path], list[str]]) -> P
             f"checkpoint.load = {step} is a step of this run's own checkpoints, which checkpoint.enable = false does "
             "not look for: enable it, or give the path"
         )
-    there = layout.steps(own)
-    if step not in there:
-        listed = ", ".join(map(str, there)) or "none"
+    by_step = layout.steps(own)
+    if step not in by_step:
+        listed = ", ".join(map(str, by_step)) or "none"
         raise CheckpointError(f"checkpoint.load = {step}: {own} has no such step; it has {listed}")
-    _sound(there[step], damage)
-    return there[step]
+    _sound(by_step[step], damage)
+    return by_step[step]
 
 
-def _given(path: Path, damage: Callable[[Path], list[str]]) -> Beginning:
-    if inside.there(path / layout.MANIFEST):
+def _given(path: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
+    if inside.exists(path / layout.MANIFEST):
         _sound(path, damage)
-        return Beginning(path)
+        return StartPoint(path)
     for folder in (path, path / "checkpoints"):
         if layout.steps(folder):
             return _best(folder, damage, own=False)

@@ -60,7 +60,7 @@ def _answer(run: Any, args: argparse.Namespace) -> int:
 
 def every(path: Path) -> list[Path]:
     """The checkpoints that a path names: itself, or those in it."""
-    if inside.there(path / layout.MANIFEST):
+    if inside.exists(path / layout.MANIFEST):
         return [path]
     for folder in (path, path / "checkpoints"):
         if found := layout.steps(folder):
@@ -163,11 +163,11 @@ def _diff(args: argparse.Namespace) -> int:
     names = {name for name in a.tensors.keys() | b.tensors.keys() if fnmatch.fnmatch(name, args.match)}
     equal = 0
     for name in sorted(names, key=_natural):
-        here, there = a.tensors.get(name), b.tensors.get(name)
-        if here is None or there is None:
+        here, other = a.tensors.get(name), b.tensors.get(name)
+        if here is None or other is None:
             rows.append((name, f"only in {'B' if here is None else 'A'}", ""))
-        elif here != there:
-            rows.append((name, f"{_kind(here)} -> {_kind(there)}", ""))
+        elif here != other:
+            rows.append((name, f"{_kind(here)} -> {_kind(other)}", ""))
         else:
             x, y = a.read(name).double(), b.read(name).double()
             apart = (x - y).abs().max().item() if x.numel() else 0.0

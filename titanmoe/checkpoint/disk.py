@@ -24,7 +24,7 @@ def unwritten(file: Path, error: OSError, missing: int) -> str:
     return text
 
 
-class Doing:
+class SaveProgress:
     """What this rank is doing in a save: read by another thread if the save does not end."""
 
     WAITING = "waiting for the other ranks"

@@ -15,9 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from titanmoe.checkpoint import inside, layout
-from titanmoe.checkpoint.disk import Doing
+from titanmoe.checkpoint.disk import SaveProgress
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.checkpoint.tensors import (
     TENSORS,
     Extent,
@@ -28,7 +29,6 @@ from titanmoe.checkpoint.tensors import (
     shared,
     within,
 )
-from titanmoe.checkpoint.together import Group, together
 from titanmoe.checkpoint.write_tensors import NotFinite, Piece, Pieces, Planner, Writer
 
 
@@ -38,32 +38,32 @@ def save(
     manifest: Callable[[dict[str, Sum]], Manifest],
     group: Group = None,
     carried: Mapping[str, Path] | None = None,
-    doing: Doing | None = None,
+    doing: SaveProgress | None = None,
     finite: bool = False,
 ) -> None:
     """Called by all ranks of the group, or by one process without a group. When it returns, the checkpoint is complete
     and has its name. If it raises, it does so on every rank, and whatever was there before is unchanged. finite: refuse
     NaN and infinity."""
     first = group is None or dist.get_rank(group) == 0
-    doing = doing or Doing()
+    doing = doing or SaveProgress()
     aside = target.with_name(target.name + layout.WRITING)
-    together(group, lambda: doing(f"making {aside}", layout.begin, aside) if first else None)
-    together(group, lambda: _seen(aside))
+    on_all_ranks(group, lambda: doing(f"making {aside}", layout.begin, aside) if first else None)
+    on_all_ranks(group, lambda: _seen(aside))
     writer = Writer(aside, doing, finite)
     try:
         with _without_remark(group):
             dcp.save(dict(pieces), storage_writer=writer, planner=Planner(pieces), process_group=group)
     except dcp.CheckpointException as failure:
         raise _of(failure, target) from None
-    together(group, lambda: writer.carry(carried or {}) if first else None)
+    on_all_ranks(group, lambda: writer.carry(carried or {}) if first else None)
     # Read back what was written, to find a byte that the file system lost before anyone relies on it.
-    sums = together(group, lambda: doing(f"reading back {writer.opened}", layout.require, aside, writer.sums))
+    sums = on_all_ranks(group, lambda: doing(f"reading back {writer.opened}", layout.require, aside, writer.sums))
     everything = {name: s for theirs in sums for name, s in theirs.items()}
 
     def publish() -> None:
         layout.publish(aside, target, manifest(everything))
 
-    together(group, lambda: doing(f"publishing {target}", publish) if first else None)
+    on_all_ranks(group, lambda: doing(f"publishing {target}", publish) if first else None)
 
 
 def _seen(aside: Path) -> None:
@@ -119,7 +119,7 @@ class Checkpoint:
                 wanted.setdefault(block.file, {}).setdefault(block, []).append((name, piece))
         for file, blocks in wanted.items():
             try:
-                inside.patiently(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
+                inside.with_retries(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
             except Exception as error:
                 raise inside.unread(self.path / file, error) from None
 

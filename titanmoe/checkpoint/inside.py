@@ -48,7 +48,7 @@ def unread(file: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{file} cannot be read: {type(error).__name__} {' '.join(str(error).split()):.300}")
 
 
-def patiently(path: Path, work: Callable[[], T]) -> T:
+def with_retries(path: Path, work: Callable[[], T]) -> T:
     """What work returns. An error that may pass is retried, after longer and longer waits; one that stays is
     Unreadable.
 
@@ -66,16 +66,16 @@ def patiently(path: Path, work: Callable[[], T]) -> T:
     raise AssertionError
 
 
-def there(path: Path) -> bool:
+def exists(path: Path) -> bool:
     """Whether the folder has such an entry, even a dangling link. Path.exists() takes any error for a no."""
     try:
-        patiently(path, lambda: os.lstat(path))
+        with_retries(path, lambda: os.lstat(path))
     except ABSENT:
         return False
     return True
 
 
-def located(folder: Path, name: str) -> Path:
+def safe_path(folder: Path, name: str) -> Path:
     """The path of a file of the folder: a regular file in it, or in a folder in it, that is not reached by a link.
 
     Folders of Hugging Face's cache (models--x/snapshots/y) consist of links to models--x/blobs, which are followed.
@@ -88,7 +88,7 @@ def located(folder: Path, name: str) -> Path:
     real = Path(os.path.realpath(file))
     if real != file and not (root.parent.name == "snapshots" and real.parent == cache):
         raise CheckpointError(f"{shown} is a link to {real}: links are not followed, put the file itself there")
-    mode = patiently(shown, lambda: os.lstat(real)).st_mode
+    mode = with_retries(shown, lambda: os.lstat(real)).st_mode
     if not stat.S_ISREG(mode):
         raise CheckpointError(f"{shown} is not a regular file")
     return real
@@ -97,8 +97,8 @@ def located(folder: Path, name: str) -> Path:
 def opened(folder: Path, name: str) -> BinaryIO:
     # Whatever has been put in its place since: follow no link, wait for no pipe.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = located(folder, name)
-    return patiently(folder / name, lambda: open(os.open(file, flags), "rb"))
+    file = safe_path(folder, name)
+    return with_retries(folder / name, lambda: open(os.open(file, flags), "rb"))
 
 
 def read(folder: Path, name: str, most: int) -> bytes:
@@ -108,7 +108,7 @@ def read(folder: Path, name: str, most: int) -> bytes:
         with opened(folder, name) as stream:
             return stream.read(most + 1)
 
-    data = patiently(folder / name, whole)
+    data = with_retries(folder / name, whole)
     if len(data) > most:
         raise CheckpointError(f"{folder / name} has more than {most:,} bytes, the limit for such a file")
     return data

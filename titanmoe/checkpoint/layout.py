@@ -28,7 +28,7 @@ from pathlib import Path
 
 from titanmoe.checkpoint import inside, manifest
 from titanmoe.checkpoint.disk import unwritten
-from titanmoe.checkpoint.inside import ABSENT, CheckpointError, Unreadable, error_text, patiently
+from titanmoe.checkpoint.inside import ABSENT, CheckpointError, Unreadable, error_text, with_retries
 from titanmoe.checkpoint.manifest import Manifest, Sum
 
 MANIFEST, LATEST, CARRIED = "manifest.json", "latest", "hf"
@@ -78,7 +78,7 @@ def steps(folder: Path) -> dict[int, Path]:
 
 def _entries(folder: Path) -> list[str]:
     try:
-        return patiently(folder, lambda: os.listdir(folder))
+        return with_retries(folder, lambda: os.listdir(folder))
     except ABSENT:
         return []
 
@@ -99,7 +99,7 @@ def candidates(folder: Path, unfinished: bool = False) -> list[Path]:
     found = list(steps(folder).values())
     if unfinished:
         names = [name for name in _entries(folder) if _NAME.fullmatch(name.removesuffix(WRITING)) and WRITING in name]
-        found += [folder / name for name in names if inside.there(folder / name / MANIFEST)]
+        found += [folder / name for name in names if inside.exists(folder / name / MANIFEST)]
     named = latest(folder)
 
     def rank(path: Path) -> tuple[float, bool, str]:
@@ -127,10 +127,10 @@ def _damage_of(folder: Path, name: str, want: Sum, contents: bool) -> str:
     """What is wrong with a file, if anything is."""
     file = folder / name
     try:
-        size = patiently(file, lambda: os.lstat(inside.located(folder, name)).st_size)
+        size = with_retries(file, lambda: os.lstat(inside.safe_path(folder, name)).st_size)
         if size != want.bytes:
             return f"{file} has {size:,} bytes but was written with {want.bytes:,}"
-        if contents and (crc := patiently(file, lambda: crc32(folder, name, size))) != want.crc32:
+        if contents and (crc := with_retries(file, lambda: crc32(folder, name, size))) != want.crc32:
             return f"{file} has CRC-32 {crc:08x} but was written with {want.crc32:08x}: its contents have changed"
     except ABSENT:
         return f"{file} is missing"
@@ -175,7 +175,7 @@ def files(folder: Path) -> dict[str, Path]:
 def regular(folder: Path, name: str) -> Path:
     """Its path, if it is a file of the folder that is not reached by a link; else CheckpointError."""
     try:
-        return inside.located(folder, name)
+        return inside.safe_path(folder, name)
     except ABSENT:
         raise CheckpointError(f"{folder / name} is missing") from None
 
@@ -188,7 +188,7 @@ def sweep(folder: Path) -> list[str]:
     said = []
     for name in _entries(folder):
         aside, target = folder / name, folder / name.removesuffix(WRITING)
-        if name.endswith(WRITING) and not aside.is_symlink() and inside.there(aside / MANIFEST):
+        if name.endswith(WRITING) and not aside.is_symlink() and inside.exists(aside / MANIFEST):
             if broken := _broken(aside):
                 said.append(f"{aside} was completely written but is damaged, {broken}: kept as {set_aside(aside).name}")
             else:

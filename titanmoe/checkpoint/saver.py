@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.disk import NO_ROOM, Doing, unwritten
+from titanmoe.checkpoint.disk import NO_ROOM, SaveProgress, unwritten
 from titanmoe.checkpoint.folder import save
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
-from titanmoe.checkpoint.together import together
+from titanmoe.checkpoint.on_all_ranks import on_all_ranks
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint as Options
 
@@ -63,9 +63,9 @@ class Saver:
         self.saved_step = -1
         self._target = folder
         self._thread: threading.Thread | None = None
-        self._doing, self._deadline, self._failed = Doing(), 0.0, ""
+        self._doing, self._deadline, self._failed = SaveProgress(), 0.0, ""
         self._staged = torch.empty(0, dtype=torch.uint8)
-        together(self.group, lambda: self._prepare() if self.first else None)
+        on_all_ranks(self.group, lambda: self._prepare() if self.first else None)
 
     def _prepare(self) -> None:
         try:
@@ -116,7 +116,7 @@ class Saver:
             return
         self._thread.join(max(0.0, self._deadline - time.monotonic()))
         at = self._doing.what if self._thread.is_alive() else ""
-        states = together(self.world, lambda: (at, self._failed))
+        states = on_all_ranks(self.world, lambda: (at, self._failed))
         if stuck := {rank: at for rank, (at, _) in enumerate(states) if at}:
             raise CheckpointError(self._late(stuck))
         self._thread = None
@@ -124,7 +124,7 @@ class Saver:
             raise CheckpointError("; ".join(reasons))
 
     def _late(self, stuck: dict[int, str]) -> str:
-        busy = {rank: at for rank, at in stuck.items() if at != Doing.WAITING} or stuck
+        busy = {rank: at for rank, at in stuck.items() if at != SaveProgress.WAITING} or stuck
         named = ", ".join(f"rank {rank} is still {at}" for rank, at in list(busy.items())[:NAMED])
         more = f" (and {len(busy) - NAMED} more ranks)" if len(busy) > NAMED else ""
         return (
@@ -174,7 +174,7 @@ class Saver:
             finite=True,
         )
         settling = f"writing {self.folder / layout.LATEST} or removing old checkpoints"
-        together(self.group, lambda: self._doing(settling, self._settle) if self.first else None)
+        on_all_ranks(self.group, lambda: self._doing(settling, self._settle) if self.first else None)
 
     def _manifest(self, step: int, sums: dict[str, Sum], record: dict[str, Any]) -> Manifest:
         number = layout.next_number(self.folder)
@@ -200,7 +200,7 @@ class Saver:
                         raise CheckpointError(unwritten(home / name, error, file.stat().st_size)) from None
                     raise
 
-        together(self.group, lambda: copy() if self.first else None)
+        on_all_ranks(self.group, lambda: copy() if self.first else None)
 
     def _settle(self) -> None:
         layout.point(self.folder, self._target.name)

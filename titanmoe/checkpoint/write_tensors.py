@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from titanmoe.checkpoint import inside, layout
-from titanmoe.checkpoint.disk import Doing, unwritten
+from titanmoe.checkpoint.disk import SaveProgress, unwritten
 from titanmoe.checkpoint.finite import first_nonfinite
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Sum
@@ -154,7 +154,7 @@ class _Summing(io.RawIOBase):
 class Writer(StorageWriter):
     """Writes tensors one by one with torch.save, then tensors.json, and keeps the checksum of every file."""
 
-    def __init__(self, folder: Path, doing: Doing, finite: bool):
+    def __init__(self, folder: Path, doing: SaveProgress, finite: bool):
         """finite: refuse NaN and infinity."""
         self.folder, self.doing, self.finite = folder, doing, finite
         self.sums: dict[str, Sum] = {}
@@ -196,7 +196,7 @@ class Writer(StorageWriter):
                 raise CheckpointError(f"{self.opened}: {error}") from None
             raise CheckpointError(unwritten(self.opened, failure, self._missing(plan))) from None
         finally:
-            self.doing.what = Doing.WAITING
+            self.doing.what = SaveProgress.WAITING
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
@@ -256,7 +256,7 @@ class Writer(StorageWriter):
         except OSError as error:
             raise CheckpointError(unwritten(self.opened, error, len(data))) from None
         self.sums[name] = stream.sum
-        self.doing.what = Doing.WAITING
+        self.doing.what = SaveProgress.WAITING
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

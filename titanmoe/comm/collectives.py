@@ -32,14 +32,14 @@ class Group:
 
     @staticmethod
     def of(group: dist.ProcessGroup) -> Group:
-        return Group(group.group_name, group.size(), group.rank()) if group.size() > 1 else ALONE
+        return Group(group.group_name, group.size(), group.rank()) if group.size() > 1 else NO_GROUP
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         return _resolve_process_group(self.name)
 
 
-ALONE = Group("", 1, 0)
+NO_GROUP = Group("", 1, 0)
 
 
 def local(parameter: nn.Parameter) -> Tensor:

@@ -78,8 +78,8 @@ class ShardUnit:
         """progress(bytes, tokens) as they are done."""
         for batch, size in self._batches(spans):
             tokens = 0
-            for entry, tokens_T, counted_T in self._encoded(batch):
-                tokens += self._take(entry, tokens_T, counted_T)
+            for entry, tokens_T, has_label_T in self._encoded(batch):
+                tokens += self._take(entry, tokens_T, has_label_T)
             progress(size, tokens)
         self._close(last=True)
 
@@ -129,14 +129,14 @@ class ShardUnit:
             tokens_T, said_T = np.concatenate([tokens_T, self.eos_N]), np.concatenate([said_T, [False]])
         return tokens_T, said_T
 
-    def _take(self, entry: Record | Bad, tokens_T: np.ndarray | None, counted_T: np.ndarray | None) -> int:
+    def _take(self, entry: Record | Bad, tokens_T: np.ndarray | None, has_label_T: np.ndarray | None) -> int:
         if tokens_T is not None:
             if self.writer is not None and self.writer.tokens + len(tokens_T) > self.job.shard_tokens:
                 self._close(last=False)
             if self.writer is None:
                 name, dtype = record_name(self.number, self.shard), DTYPES[dtype_name(self.tokenizer)]
                 self.writer = ShardWriter(Path(self.job.out), name, dtype, self.chat is not None)
-            self.writer.add(tokens_T, counted_T)
+            self.writer.add(tokens_T, has_label_T)
         elif isinstance(entry, Record) and entry.value == "":
             self.made.empty += 1
         else:

@@ -16,7 +16,7 @@ from titanmoe.fold.degrees import Fold
 View = Literal["attention", "experts"]
 TOGETHER = {"dp": ("dp_replicate", "dp_shard")}
 LANES: dict[str, tuple[tuple[View, tuple[str, ...]], ...]] = {
-    "waited": (
+    "blocking": (
         ("attention", ("tp",)),
         ("attention", ("cp",)),
         ("attention", ("dp",)),
@@ -64,7 +64,7 @@ def axes_of(fold: Fold, lane: str, ranks: tuple[int, ...]) -> str:
     )
     if lane == "rows" and not names:
         names = ["within a node" if ranks[-1] - ranks[0] == len(ranks) - 1 else "across nodes"]
-    if lane == "waited" and len(ranks) == fold.world:
+    if lane == "blocking" and len(ranks) == fold.world:
         names.append("world")
     return " = ".join(names) or "ends of the pipeline"
 

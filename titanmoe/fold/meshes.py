@@ -19,14 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 # Registers the backend of `Lanes.alone`; nothing else of torch does.
 from torch.testing._internal.distributed import fake_pg as _fake_pg  # noqa: F401
 
-from titanmoe.comm.collectives import ALONE, Group
+from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import View, coordinates, group_of, groups
 
-Lane = Literal["waited", "rows", "shards", "replicas", "stages"]
+Lane = Literal["blocking", "rows", "shards", "replicas", "stages"]
 """Who sends: docs/parallelism.md has the table.
 
-    waited    what computation waits for: tp, cp, sums of counts, losses and norms; the world's own group too
+    blocking  what computation waits for: tp, cp, sums of counts, losses and norms; the world's own group too
     rows      the dispatchers, whose rows travel while the device computes
     shards    FSDP's all-gathers and reduce-scatters, of either view
     replicas  HSDP's all-reduces, of either view
@@ -46,7 +46,7 @@ class Lanes:
         self.timeout = timeout
         everyone = tuple(range(dist.get_world_size()))
         self.made: dict[tuple[Lane, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {
-            ("waited", (everyone,)): dist.group.WORLD
+            ("blocking", (everyone,)): dist.group.WORLD
         }
 
     def group(self, lane: Lane, parts: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
@@ -111,7 +111,7 @@ def build_meshes(
         sizes = [len(group_of(fold, view, parts, 0)) for _, parts in axes.values()]
         stage = coordinates(fold, view, dist.get_rank())["pp"] * fold.stage
         ranks = torch.arange(stage, stage + fold.stage).view(sizes)
-        sends = [lane is not None and (trains or lane == "waited") for lane, _ in axes.values()]
+        sends = [lane is not None and (trains or lane == "blocking") for lane, _ in axes.values()]
         made = DeviceMesh.from_group(
             [
                 over(lane, view, *parts) if sent else lanes.alone
@@ -131,7 +131,7 @@ def build_meshes(
         "attention",
         dp_replicate=("replicas", ("dp_replicate",)),
         fsdp=("shards", ("dp_shard", "cp")),
-        tp=("waited", ("tp",)),
+        tp=("blocking", ("tp",)),
     )
     experts = mesh(
         "experts",
@@ -148,10 +148,10 @@ def build_meshes(
         dense_data=dense["fsdp"] if fold.dp_replicate == 1 else dense["dp_replicate", "fsdp"],
         expert_data=experts["edp"] if fold.edp_replicate == 1 else experts["edp_replicate", "edp"],
         pp=Group.of(over("stages", "attention", "pp")),
-        cp=Group.of(over("waited", "attention", "cp")),
-        tp=Group.of(over("waited", "attention", "tp")),
-        data=Group.of(over("waited", "attention", "dp")),
-        sequence=Group.of(over("waited", "attention", "cp", "tp")),
+        cp=Group.of(over("blocking", "attention", "cp")),
+        tp=Group.of(over("blocking", "attention", "tp")),
+        data=Group.of(over("blocking", "attention", "dp")),
+        sequence=Group.of(over("blocking", "attention", "cp", "tp")),
         dispatch=dispatch,
         world=Group.of(dist.group.WORLD),
         within=within,
@@ -164,7 +164,7 @@ def _dispatch(fold: Fold, lanes: Lanes, node: int) -> tuple[Group, Group, Group]
     axes, rank = ("ep", "etp"), dist.get_rank()
     if node == -1 or fold.nodes(node) == 1:
         whole = Group.of(lanes.group("rows", groups(fold, "experts", axes)))
-        return whole, whole, ALONE
+        return whole, whole, NO_GROUP
     members = group_of(fold, "experts", axes, rank)
     size = len(members)
     within = [range(first, first + node) for first in range(0, fold.world, node)]

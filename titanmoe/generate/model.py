@@ -39,7 +39,7 @@ class Trained:
         """The folder's, or the one that was copied along from a Hugging Face model."""
         name = FILE if self.step is None else f"{layout.CARRIED}/{FILE}"
         try:
-            inside.located(self.path, name)
+            inside.safe_path(self.path, name)
         except inside.ABSENT:
             return None
         return self.path / name

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import ALONE, gather, local, scatter_sum
+from titanmoe.comm.collectives import NO_GROUP, gather, local, scatter_sum
 from titanmoe.config.blocks import window
 from titanmoe.config.schema import Model
 from titanmoe.models.layers import Linear, RMSNorm, SplitRMSNorm, promote, rotate_both
@@ -71,7 +71,7 @@ class Attention(nn.Module):
         elif model.qk_norm == "full":
             self.q_norm, self.k_norm = (SplitRMSNorm(w, model.norm_eps, dtype) for w in (width, kv_width))
         self.head_dim, self.kernels = model.head_dim, kernels
-        self.tp = ALONE
+        self.tp = NO_GROUP
         self.attend = causal_attention
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:

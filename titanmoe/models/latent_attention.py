@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import ALONE, gather, scatter_sum
+from titanmoe.comm.collectives import NO_GROUP, gather, scatter_sum
 from titanmoe.config.schema import Model
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import Linear, RMSNorm, rotate, yarn_mscale
@@ -51,7 +51,7 @@ class LatentAttention(nn.Module):
         self.key_value = [model.qk_nope_head_dim, model.v_head_dim]
         # On queries alone: every attention kernel divides by sqrt(h) itself.
         self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim) ** 2
-        self.kernels, self.tp = kernels, ALONE
+        self.kernels, self.tp = kernels, NO_GROUP
         self.attend = causal_attention
 
     def forward(self, x_BsD: Tensor, rope: tuple[Tensor, Tensor], document_BL: Tensor | None) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import ALONE, gather, local, scatter_sum, sum_over
+from titanmoe.comm.collectives import NO_GROUP, gather, local, scatter_sum, sum_over
 from titanmoe.config.schema import Model
 from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.kernels import fused
@@ -61,7 +61,7 @@ class SplitRMSNorm(RMSNorm):
 
     def __init__(self, dim: int, eps: float, dtype: torch.dtype | None = None):
         super().__init__(dim, eps, dtype)
-        self.tp = ALONE
+        self.tp = NO_GROUP
 
     def forward(self, x: Tensor) -> Tensor:
         return self.plain(x)
@@ -78,7 +78,7 @@ class FeedForward(nn.Module):
         self.w1 = Linear(dim, hidden, dtype=dtype)
         self.w3 = Linear(dim, hidden, dtype=dtype)
         self.w2 = Linear(hidden, dim, dtype=dtype)
-        self.tp = ALONE
+        self.tp = NO_GROUP
 
     def forward(self, x_BsD: Tensor) -> Tensor:
         x_BSD = gather(x_BsD, 1, self.tp)

@@ -103,8 +103,8 @@ class Transformer(nn.Module):
             x = self.embed(x)
         elif with_mtp:
             next_BsD = self.embed_copy(tokens.next_BS)
-        turned = self.shape.qk_rope_head_dim or self.shape.head_dim
-        rope = rope_angles(tokens.position_BS, self.shape, turned, x.dtype)
+        rotated = self.shape.qk_rope_head_dim or self.shape.head_dim
+        rope = rope_angles(tokens.position_BS, self.shape, rotated, x.dtype)
         for number, block in self.layers.items():
             observe.active.layer(int(number))
             x = block(x, rope, tokens)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import ALONE, Group, all_gather, all_reduce, gather, local, scatter_sum
+from titanmoe.comm.collectives import NO_GROUP, Group, all_gather, all_reduce, gather, local, scatter_sum
 from titanmoe.models.layers import RMSNorm, promote
 from titanmoe.ops import device
 from titanmoe.ops.kernels import fused
@@ -29,7 +29,7 @@ class Embedding(nn.Module):
     def __init__(self, vocab_size: int, dim: int, dtype: torch.dtype | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
-        self.tp = ALONE
+        self.tp = NO_GROUP
 
     def forward(self, ids_BS: Tensor) -> Tensor:
         weight = local(self.weight)
@@ -44,19 +44,19 @@ class _CrossEntropySum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits_TV, label_T, tp):
-        counted_T = label_T != IGNORE
+        has_label_T = label_T != IGNORE
         row_T, mine_T = _own(label_T, logits_TV.shape[1], tp)
         top_T = all_reduce(logits_TV.amax(1), tp, "max")
         exp_TV = torch.exp(logits_TV - top_T.unsqueeze(1))
-        label_logit_T = (logits_TV.gather(1, row_T.unsqueeze(1)).squeeze(1) - top_T) * (mine_T & counted_T)
+        label_logit_T = (logits_TV.gather(1, row_T.unsqueeze(1)).squeeze(1) - top_T) * (mine_T & has_label_T)
         total_T, label_logit_T = all_reduce(torch.stack((exp_TV.sum(1), label_logit_T)), tp)
-        ctx.save_for_backward(exp_TV.div_(total_T.unsqueeze(1)), row_T, mine_T & counted_T, counted_T)
-        return ((total_T.log() - label_logit_T) * counted_T).sum()
+        ctx.save_for_backward(exp_TV.div_(total_T.unsqueeze(1)), row_T, mine_T & has_label_T, has_label_T)
+        return ((total_T.log() - label_logit_T) * has_label_T).sum()
 
     @staticmethod
     def backward(ctx, grad):
-        softmax_TV, row_T, mine_T, counted_T = ctx.saved_tensors
-        grad_TV = softmax_TV * counted_T.unsqueeze(1)
+        softmax_TV, row_T, mine_T, has_label_T = ctx.saved_tensors
+        grad_TV = softmax_TV * has_label_T.unsqueeze(1)
         grad_TV.scatter_add_(1, row_T.unsqueeze(1), -mine_T.unsqueeze(1).to(grad_TV.dtype))
         return grad_TV * grad, None, None
 
@@ -117,7 +117,7 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
         take = _slice
         if fused(kernels, x_TD):
             from titanmoe.ops.kernels.loss import loss_slice as take
-        counted_T = label_T != IGNORE
+        has_label_T = label_T != IGNORE
         row_T, mine_T = _own(label_T, weight_VD.shape[0], tp)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         top_T = x_TD.new_full(label_T.shape, -torch.inf, dtype=wide)
@@ -127,17 +127,17 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
             take(x_TD @ weight_vD.t(), row_T, begin, top_T, total_T, label_logit_T)
             begin += weight_vD.shape[0]
         highest_T = all_reduce(top_T, tp, "max")
-        label_logit_T = (label_logit_T - highest_T) * (mine_T & counted_T)
+        label_logit_T = (label_logit_T - highest_T) * (mine_T & has_label_T)
         total_T, label_logit_T = all_reduce(torch.stack((total_T * torch.exp(top_T - highest_T), label_logit_T)), tp)
-        ctx.save_for_backward(x_TD, weight_VD, row_T.where(mine_T, -1), counted_T, highest_T + total_T.log())
+        ctx.save_for_backward(x_TD, weight_VD, row_T.where(mine_T, -1), has_label_T, highest_T + total_T.log())
         ctx.chunks, ctx.kernels = chunks, kernels
-        return ((total_T.log() - label_logit_T) * counted_T).sum()
+        return ((total_T.log() - label_logit_T) * has_label_T).sum()
 
     @staticmethod
     def backward(ctx, grad):
-        x_TD, weight_VD, row_T, counted_T, log_total_T = ctx.saved_tensors
-        scale_T, turned = counted_T * grad, fused(ctx.kernels, x_TD)
-        if turned:
+        x_TD, weight_VD, row_T, has_label_T, log_total_T = ctx.saved_tensors
+        scale_T, use_kernel = has_label_T * grad, fused(ctx.kernels, x_TD)
+        if use_kernel:
             from titanmoe.ops.kernels.loss import loss_slice_backward
         grad_x_TD = torch.zeros_like(x_TD, dtype=grad.dtype) if gradient_wanted(ctx, 0) else None
         grad_w_VD = torch.empty_like(weight_VD) if gradient_wanted(ctx, 1) else None
@@ -145,7 +145,7 @@ class _ChunkedCrossEntropySum(torch.autograd.Function):
         for weight_vD in _slices(weight_VD, ctx.chunks):
             end = begin + weight_vD.shape[0]
             grad_Tv = x_TD @ weight_vD.t()
-            if turned:
+            if use_kernel:
                 loss_slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
             else:
                 grad_Tv = _slice_backward(grad_Tv, row_T, begin, log_total_T, scale_T)
@@ -185,7 +185,7 @@ class Head(nn.Module):
         self.norm = RMSNorm(dim, eps, dtype)
         self.weight = nn.Parameter(torch.empty(vocab_size, dim, dtype=dtype))
         self.chunks, self.kernels = chunks, kernels
-        self.tp = ALONE
+        self.tp = NO_GROUP
 
     def forward(
         self, x_BsD: Tensor, labels_BS: Tensor | None = None, mtp: tuple[Tensor, Tensor] | None = None

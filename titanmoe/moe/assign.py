@@ -34,11 +34,11 @@ def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]
     return keys.argsort(stable=True), count[:num_experts]
 
 
-def split_into_chunks(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_into_chunks(chosen_TK: Tensor, num_experts: int, chunks: int, bin_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """The choices sorted by expert, or by chunk and expert: expert i's rows in chunk c get the number c * E + i.
 
     Returns the choices with these numbers ("no expert" is chunks * E), their order, and the count of each number. An
-    expert's rows are split evenly, or after every `bin` rows.
+    expert's rows are split evenly, or after every `bin_rows` rows.
     """
     order, count_E = sort_by_expert(chosen_TK, num_experts)
     if chunks == 1:
@@ -46,7 +46,7 @@ def split_into_chunks(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int
     expert = chosen_TK.flatten()[order]
     count, before = F.pad(count_E, (0, 1), value=1), F.pad(count_E.cumsum(0), (1, 0))
     place = torch.arange(expert.numel(), device=order.device) - before[expert]
-    chunk = place // bin if bin else place * chunks // count[expert]
+    chunk = place // bin_rows if bin_rows else place * chunks // count[expert]
     number = torch.empty_like(expert)
     number[order] = (chunk * num_experts + expert).where(expert < num_experts, chunks * num_experts)
     number_TK = number.view_as(chosen_TK)
@@ -55,20 +55,20 @@ def split_into_chunks(chosen_TK: Tensor, num_experts: int, chunks: int, bin: int
 
 @named("permute")
 def assign_rows(
-    chosen_TK: Tensor, order: Tensor, count_E: Tensor, ep: int, etp: int, bin: int, rows: int
+    chosen_TK: Tensor, order: Tensor, count_E: Tensor, ep: int, etp: int, bin_rows: int, rows: int
 ) -> tuple[Tensor, Tensor]:
     """Assign every entry's etp copies to rows of a buffer: one block per rank (ep outer, etp inner), sorted by
-    expert within a block and by token within an expert; experts start right after each other, or every `bin` rows.
+    expert within a block and by token within an expert; experts start right after each other, or every `bin_rows` rows.
 
     Returns the entry of each row (T*K for an empty row) and the rows of each entry, (T*K, etp) (`rows` for no expert).
     """
     expert = chosen_TK.flatten()[order]
     place = torch.arange(expert.numel(), device=order.device)
-    if bin:
+    if bin_rows:
         # From a place in the sorted order to a place in the bins.
         start_E = F.pad(count_E.cumsum(0), (1, 0))
-        place = place - start_E[expert] + expert * bin
-        length_P = count_E.new_full((ep,), count_E.numel() // ep * bin)
+        place = place - start_E[expert] + expert * bin_rows
+        length_P = count_E.new_full((ep,), count_E.numel() // ep * bin_rows)
     else:
         length_P = count_E.view(ep, -1).sum(1)
     block = (expert // (count_E.numel() // ep)).clamp(max=ep - 1)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from titanmoe.comm.collectives import ALONE, Group, all_reduce
+from titanmoe.comm.collectives import NO_GROUP, Group, all_reduce
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.ops.kernels import fused
@@ -48,10 +48,10 @@ def shares(scores_TE: Tensor, normalise: bool) -> Tensor:
     return scores_TE / scores_TE.sum(-1, keepdim=True) if normalise else scores_TE
 
 
-def spread(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
+def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
     """(1, 2): the entropy of the tokens that are not padding, and their number."""
     if fused(kernels, scores_TE) and not torch.compiler.is_compiling():
-        from titanmoe.ops.kernels.balance import spread as sums
+        from titanmoe.ops.kernels.balance import entropy_and_count as sums
 
         return sums(scores_TE, valid_T, normalise).sum(0, keepdim=True)
     valid_T = valid_T.to(scores_TE.dtype)
@@ -65,8 +65,8 @@ class Balance(nn.Module):
         self.model, self.kernels = model, options.kernels
         self.normalises = model.score_function == "sigmoid"
         self.coefficients = {name: getattr(options, name) for name in AUX if getattr(options, name)}
-        self.sequence: Group = ALONE  # cp x tp: ranks that own tokens of the same samples
-        self.data: Group = ALONE  # dp_replicate x dp_shard
+        self.sequence: Group = NO_GROUP  # cp x tp: ranks that own tokens of the same samples
+        self.data: Group = NO_GROUP  # dp_replicate x dp_shard
 
         def buffer(name: str, *shape: int, dtype: torch.dtype = torch.float64) -> None:
             self.register_buffer(name, torch.zeros(shape, dtype=dtype), persistent=False)
@@ -91,7 +91,7 @@ class Balance(nn.Module):
         with torch.no_grad():
             m = tokens.microbatch.view(1)
             self.count_ME.index_copy_(0, m, count_BE.sum(0, keepdim=True, dtype=torch.float64))
-            row_1X = spread(scores_TE, tokens.valid_T, self.normalises, self.kernels)
+            row_1X = entropy_and_count(scores_TE, tokens.valid_T, self.normalises, self.kernels)
             self.statistics_MX[:, len(AUX) : -1].index_copy_(0, m, row_1X)
             for name, term in terms.items():
                 self.statistics_MX[:, AUX.index(name)].index_copy_(0, m, term.view(1).to(torch.float64))

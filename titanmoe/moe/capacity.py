@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from titanmoe.comm.collectives import ALONE, Group, all_gather
+from titanmoe.comm.collectives import NO_GROUP, Group, all_gather
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.tokens import Tokens
@@ -22,14 +22,14 @@ from titanmoe.tokens import Tokens
 class Capacity:
     def __init__(self, model: Model, options: MoEOptions):
         self.model, self.options = model, options
-        self.sequence: Group = ALONE  # cp x tp, set when the model is placed on the meshes
+        self.sequence: Group = NO_GROUP  # cp x tp, set when the model is placed on the meshes
         self.full = options.capacity_scope == "full_sequence"
 
     def limit(self, positions: int) -> int:
         """C for a scope of this many token positions."""
         return math.ceil(self.options.capacity_factor * self.model.top_k * positions / self.model.num_experts)
 
-    def bin(self, samples: int, owned: int) -> int:
+    def bin_rows(self, samples: int, owned: int) -> int:
         """The most rows that this rank can send to one expert: the size of a padded bin."""
         if not self.full:
             return self.limit(owned)
@@ -40,7 +40,7 @@ class Capacity:
         """chosen_TK, with the choices over capacity set to E (no expert)."""
         owned = chosen_TK.shape[0]
         scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)
-        group = self.sequence if self.full else ALONE
+        group = self.sequence if self.full else NO_GROUP
         positions = owned // samples * group.size if self.full else owned
         chosen_NK, order_N, scope_N = (all_gather(x, 0, group) for x in (chosen_TK, tokens.index_T, scope_T))
         weight_NK = None

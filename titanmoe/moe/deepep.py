@@ -91,10 +91,10 @@ class DeepEP(Dispatcher):
 
     @named("dispatch")
     def dispatch(
-        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int
+        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int
     ) -> tuple[Tensor, Tensor, Tensor, Route]:
         if self.memory is None:
-            return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin)
+            return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
         weights_TJ = weights_TK.repeat_interleave(self.etp, 1)
         chosen_TJ = self.for_each_rank(chosen_TK)
         x_ND, weights_NJ, chosen_NJ, counts, handle = _Dispatch.apply(

@@ -1,11 +1,11 @@
 """Rows to the ranks of their experts, and back. A dispatcher knows tokens and ranks, not what experts do.
 
-    rows, weights, counts, route = dispatcher.dispatch(x, weights, chosen, bin)
+    rows, weights, counts, route = dispatcher.dispatch(x, weights, chosen, bin_rows)
     y = dispatcher.combine(experts(rows, weights, counts), route)
 
 or in pieces, so that other work can be done while rows are on their way:
 
-    sent = dispatcher.start(x, weights, chosen, bin)
+    sent = dispatcher.start(x, weights, chosen, bin_rows)
     ...                                                 for example here
     parts, route = dispatcher.parts(sent)
     for part in parts:                                  while the next parts are on their way
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanmoe.comm import collectives
-from titanmoe.comm.collectives import ALONE, Group, InFlight, all_gather, all_to_all, gather, scatter_sum
+from titanmoe.comm.collectives import NO_GROUP, Group, InFlight, all_gather, all_to_all, gather, scatter_sum
 from titanmoe.comm.host import ToHost
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config
@@ -89,7 +89,7 @@ class Dispatcher:
 
     def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
         self.num_experts, self.chunks, self.kernels = num_experts, chunks, kernels
-        self.set_groups(ALONE, 1, 1)
+        self.set_groups(NO_GROUP, 1, 1)
 
     def set_groups(self, group: Group, ep: int, etp: int) -> None:
         """The ranks that have the experts; called when the model is placed on the meshes."""
@@ -110,8 +110,8 @@ class Dispatcher:
         return None
 
     @named("dispatch")
-    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
-        return self.dispatch(x_TD, weights_TK, chosen_TK, bin)
+    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Any:
+        return self.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
 
     def parts(self, sent: Any) -> tuple[list, Any]:
         return [sent], None
@@ -132,10 +132,10 @@ class _InPieces(Dispatcher):
     """A dispatcher that defines the pieces. Its dispatch and combine, in one call each, are for a single chunk."""
 
     def dispatch(
-        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int
+        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int
     ) -> tuple[Tensor, Tensor, Tensor, Route]:
-        """bin: rows per expert and sender if bins are padded to a static size, else 0."""
-        (part,), route = self.parts(self.start(x_TD, weights_TK, chosen_TK, bin))
+        """bin_rows: rows per expert and sender if bins are padded to a static size, else 0."""
+        (part,), route = self.parts(self.start(x_TD, weights_TK, chosen_TK, bin_rows))
         x_RD, weights_R1, count_e, splits = self.arrive(part)
         return x_RD, weights_R1, count_e, route._replace(back=(route.back, splits))
 
@@ -156,16 +156,16 @@ class AllToAll(_InPieces):
     """
 
     @named("dispatch")
-    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple[list[Part], Route]:
+    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> tuple[list[Part], Route]:
         C, G, e = self.chunks, self.group.size, self.local_experts
-        if C == 1 and not bin:
+        if C == 1 and not bin_rows:
             return self.start_whole(x_TD, weights_TK, chosen_TK)
-        bin = -(-bin // C)
-        chosen_TK, order, count_CE = split_into_chunks(chosen_TK, self.num_experts, C, bin)
-        if bin:
+        bin_rows = -(-bin_rows // C)
+        chosen_TK, order, count_CE = split_into_chunks(chosen_TK, self.num_experts, C, bin_rows)
+        if bin_rows:
             send = receive = [None] * C
-            sizes = [self.num_experts * self.etp * bin] * C
-            count_GCe = count_CE.new_full((G, C, e), bin)
+            sizes = [self.num_experts * self.etp * bin_rows] * C
+            count_GCe = count_CE.new_full((G, C, e), bin_rows)
         else:
             send_CGe = count_CE.view(C, self.ep, 1, e).expand(-1, -1, self.etp, -1).reshape(C, G, e)
             send_GCe = send_CGe.transpose(0, 1).contiguous()
@@ -173,7 +173,7 @@ class AllToAll(_InPieces):
             # The layer's only host sync: how many rows go where.
             send, receive = torch.stack((send_GCe.sum(2).t(), count_GCe.sum(2).t())).tolist()
             sizes = [sum(to) for to in send]
-        entry_R, slot = assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin, sum(sizes))
+        entry_R, slot = assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin_rows, sum(sizes))
         x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
         in_flight = [
             (collectives.start(x, self.group, *split), collectives.start(weights, self.group, *split))
@@ -185,7 +185,7 @@ class AllToAll(_InPieces):
         for c, (x, weights) in enumerate(in_flight):
             count_Ge, regroup = count_GCe[:, c], None
             if G > 1 and e > 1:
-                regroup = by_expert(count_Ge, G * e * bin if bin else sum(receive[c]), self.kernels)
+                regroup = by_expert(count_Ge, G * e * bin_rows if bin_rows else sum(receive[c]), self.kernels)
             parts.append(Part(x, weights, count_Ge.sum(0), Splits(regroup, send[c], receive[c])))
         return parts, route
 
@@ -237,7 +237,7 @@ class Relay(NamedTuple):
     x_VD: InFlight
     weights_VK: InFlight
     chosen_VK: InFlight
-    bin: int
+    bin_rows: int
     route: Route
 
 
@@ -252,7 +252,7 @@ class Hierarchical(_InPieces):
 
     def set_groups(self, group: Group, ep: int, etp: int) -> None:
         super().set_groups(group, ep, etp)
-        self.set_nodes(group, ALONE)
+        self.set_nodes(group, NO_GROUP)
 
     def set_nodes(self, within: Group, across: Group) -> None:
         self.across = across
@@ -261,20 +261,20 @@ class Hierarchical(_InPieces):
         self.inner.set_groups(within, self.ep // across.size, self.etp)
 
     @named("dispatch")
-    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> Any:
+    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Any:
         T, N, across = x_TD.shape[0], self.across.size, self.across
         if N == 1:
-            return self.inner.start(x_TD, weights_TK, chosen_TK, bin)
+            return self.inner.start(x_TD, weights_TK, chosen_TK, bin_rows)
         # Each node of a token once; "no expert" is on node N, which does not exist.
         visits_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=x_TD.device)
         visits_TN = visits_TN.scatter_(1, chosen_TK // self.node_experts, True)[:, :N]
         node_TN = torch.arange(N, device=x_TD.device).where(visits_TN, N)
         order, count_N = sort_by_expert(node_TN, N)
-        if bin:  # a static size: a token may visit every node
+        if bin_rows:  # a static size: a token may visit every node
             send = receive = [T] * N
         else:
             send, receive = torch.stack((count_N, all_to_all(count_N, across))).tolist()  # the first of two host syncs
-        entry_R, slot = assign_rows(node_TN, order, count_N, N, 1, T if bin else 0, sum(send))
+        entry_R, slot = assign_rows(node_TN, order, count_N, N, 1, T if bin_rows else 0, sum(send))
         route = Route(entry_R // N, slot.view(T, N), (send, receive))
         choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
         rows = (
@@ -282,7 +282,7 @@ class Hierarchical(_InPieces):
             to_rows(weights_TK, route.source_R, route.slot_TJ, self.kernels),
             choices_RK.to(torch.int32),
         )
-        return Relay(*(collectives.start(row, across, send, receive) for row in rows), bin * N, route)
+        return Relay(*(collectives.start(row, across, send, receive) for row in rows), bin_rows * N, route)
 
     @named("dispatch")
     def parts(self, sent: Any) -> tuple[list[Part], Route]:
@@ -292,7 +292,7 @@ class Hierarchical(_InPieces):
         chosen_VK = collectives.arrive(sent.chosen_VK).long() - self.across.rank * self.node_experts
         here = (chosen_VK >= 0) & (chosen_VK < self.node_experts)
         chosen_VK = chosen_VK.where(here, self.node_experts)
-        parts, inside = self.inner.parts(self.inner.start(x_VD, weights_VK, chosen_VK, sent.bin))
+        parts, inside = self.inner.parts(self.inner.start(x_VD, weights_VK, chosen_VK, sent.bin_rows))
         return parts, sent.route._replace(back=(*sent.route.back, inside))
 
     def arrive(self, part: Part) -> tuple[Tensor, Tensor, Tensor, Splits]:
@@ -318,7 +318,7 @@ class AllGather(Dispatcher):
     """
 
     def dispatch(
-        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int
+        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int
     ) -> tuple[Tensor, Tensor, Tensor, Route]:
         x_ND, weights_NK = gather(x_TD, 0, self.group), gather(weights_TK, 0, self.group)
         # Numbered from this rank's first expert; all other experts become "no expert".
@@ -326,11 +326,11 @@ class AllGather(Dispatcher):
         mine = (chosen_NK >= 0) & (chosen_NK < self.local_experts)
         chosen_NK = chosen_NK.where(mine, self.local_experts)
         order, count_e = sort_by_expert(chosen_NK, self.local_experts)
-        bin *= self.group.size
-        rows = self.local_experts * bin if bin else int(count_e.sum())  # the layer's only host sync
-        entry_R, slot = assign_rows(chosen_NK, order, count_e, 1, 1, bin, rows)
+        bin_rows *= self.group.size
+        rows = self.local_experts * bin_rows if bin_rows else int(count_e.sum())  # the layer's only host sync
+        entry_R, slot = assign_rows(chosen_NK, order, count_e, 1, 1, bin_rows, rows)
         x, weights, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
-        return x, weights, torch.full_like(count_e, bin) if bin else count_e, route
+        return x, weights, torch.full_like(count_e, bin_rows) if bin_rows else count_e, route
 
     def combine(self, y_RD: Tensor, route: Route) -> Tensor:
         return scatter_sum(to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels), 0, self.group)

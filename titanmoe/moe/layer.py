@@ -51,8 +51,8 @@ class MoE(nn.Module):
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         x_TD = x_BsD.flatten(0, 1)
-        weights_TK, chosen_TK, bin = self.choose_experts(x_TD, tokens)
-        sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin)
+        weights_TK, chosen_TK, bin_rows = self.choose_experts(x_TD, tokens)
+        sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin_rows)
         shared_BsD = self.run_shared(x_BsD)  # while the rows are in flight
         parts, route = self.dispatcher.parts(sent)
         y_BsD = self.dispatcher.land(self.experts(parts, self.dispatcher), route).view_as(x_BsD)
@@ -67,7 +67,7 @@ class MoE(nn.Module):
         samples = count_BE.shape[0]
         kept_TK = self.capacity.drop(chosen_TK, weights_TK, tokens, samples)
         self.balance.dropped((kept_TK != chosen_TK).sum(), tokens.microbatch)
-        return weights_TK, kept_TK, self.capacity.bin(samples, x_TD.shape[0]) if self.pad else 0
+        return weights_TK, kept_TK, self.capacity.bin_rows(samples, x_TD.shape[0]) if self.pad else 0
 
     def run_shared(self, x_BsD: Tensor) -> Tensor | None:
         if self.shared is None:

@@ -178,11 +178,11 @@ class Symmetric(AllToAll):
         return SymmetricBuffers(config, fold, group, device)
 
     @named("dispatch")
-    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin: int) -> tuple[list[Part], Route]:
+    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> tuple[list[Part], Route]:
         """Rows after the last expert's are zero here, and may be anything in the experts' output."""
         memory = self.memory
         if memory is None:
-            return super().start(x_TD, weights_TK, chosen_TK, bin)
+            return super().start(x_TD, weights_TK, chosen_TK, bin_rows)
         rows = chosen_TK.numel() * self.etp
         entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
         if self.group.size == 1:

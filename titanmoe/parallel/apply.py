@@ -19,7 +19,7 @@ from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
 from titanmoe.parallel.materialize import materialize
-from titanmoe.parallel.pipeline import Alone, Pipeline
+from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.parallel.recompute import recompute
 from titanmoe.parallel.sharded import reshard, shard_data
 from titanmoe.parallel.tensor import tensor_parallel
@@ -34,7 +34,7 @@ def make_meshes(
 
 
 def build(config: Config, meshes: Meshes, microbatches: int, device: torch.device) -> list[Transformer]:
-    """This rank's parts of the model, ready to train: one transformer for each of its pipeline stages.
+    """This rank's stages of the model, ready to train: a transformer each.
 
     Tensor, context and expert parallelism come first, because FSDP shards the pieces that they leave; recomputation
     goes inside compilation, and both inside FSDP, so that the hooks that gather weights stay outside; memory is
@@ -43,11 +43,11 @@ def build(config: Config, meshes: Meshes, microbatches: int, device: torch.devic
     ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
     layers = split_layers(config.model, config.training.seq_len, len(ranks), config.pipeline.layers_per_stage)
     stored, compute = (getattr(torch, n) for n in (config.training.dtype, config.training.mixed_precision_param))
-    parts = []
-    for stage in (stage for stage, rank in enumerate(ranks) if rank == meshes.pp.rank):
+    stages = []
+    for number in (number for number, rank in enumerate(ranks) if rank == meshes.pp.rank):
         with torch.device("meta"):
-            first, last = stage == 0, stage == len(ranks) - 1
-            model = Transformer(config, microbatches, stored, layers[stage], first, last)
+            first, last = number == 0, number == len(ranks) - 1
+            model = Transformer(config, microbatches, stored, layers[number], first, last)
         tensor_parallel(model, meshes.dense["tp"], meshes.tp)
         context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp)
         expert_parallel(model, meshes)
@@ -55,15 +55,15 @@ def build(config: Config, meshes: Meshes, microbatches: int, device: torch.devic
         compile_parts(model, config.compile, config.moe, compute, splits)
         shard_data(model, config.training, config.parallelism, meshes)
         materialize(model, config.training.seed, device)
-        parts.append(model)
-    return parts
+        stages.append(model)
+    return stages
 
 
 def make_engine(
-    parts: list[Transformer], config: Config, meshes: Meshes, microbatches: int, device: torch.device
-) -> Alone | Pipeline:
-    """Runs forward and backward through the parts; the training step need not know whether there is a pipeline."""
+    stages: list[Transformer], config: Config, meshes: Meshes, microbatches: int, device: torch.device
+) -> WithoutPipeline | Pipeline:
+    """Runs forward and backward through the stages; the training step need not know whether there is a pipeline."""
     if meshes.pp.size == 1:
-        return Alone(parts, config.parallelism.reduce_once)
+        return WithoutPipeline(stages, config.parallelism.reduce_once)
     kept = not reshard(config.parallelism)
-    return Pipeline(parts, config.pipeline, config.training, meshes, microbatches, device, kept)
+    return Pipeline(stages, config.pipeline, config.training, meshes, microbatches, device, kept)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm.collectives import ALONE, Group, all_to_all, gather, send_rows, wait
+from titanmoe.comm.collectives import NO_GROUP, Group, all_to_all, gather, send_rows, wait
 from titanmoe.config.schema import Parallelism
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
@@ -370,7 +370,7 @@ def ulysses_attention(
     return _swap(placement.by_rank(out, 1), 1, 2, group)
 
 
-alone = partial(allgather_attention, placement=Placement(1, zigzag=False), group=ALONE)
+alone = partial(allgather_attention, placement=Placement(1, zigzag=False), group=NO_GROUP)
 """Attention over the whole sequence on this rank, chunk by chunk."""
 
 

@@ -159,14 +159,14 @@ def add_weight_gradients(weights: Iterable[nn.Parameter], groups: list[dict[str,
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
 
 
-class Alone:
+class WithoutPipeline:
     """No pipeline: forward and backward of each microbatch in turn."""
 
     bubble = 0.0
     pairs = None
 
-    def __init__(self, parts: list[Transformer], reduce_once: bool):
-        (self.model,), self.reduce_once = parts, reduce_once
+    def __init__(self, models: list[Transformer], reduce_once: bool):
+        (self.model,), self.reduce_once = models, reduce_once
 
     def run(self, slices: list[Slice], divisor: Tensor, backward: bool = True) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=divisor.device)
@@ -188,7 +188,7 @@ class Pipeline:
 
     def __init__(
         self,
-        parts: list[Transformer],
+        models: list[Transformer],
         options: Options,
         training: Training,
         meshes: Meshes,
@@ -204,19 +204,19 @@ class Pipeline:
         compute = getattr(torch, training.mixed_precision_param)
         # Static shapes: without them the first step runs an extra, real forward and backward.
         ids = torch.empty(B, length, dtype=torch.int64, device="meta")
-        hidden = torch.empty(B, length // fold.tp, parts[0].shape.dim, dtype=compute, device="meta")
+        hidden = torch.empty(B, length // fold.tp, models[0].shape.dim, dtype=compute, device="meta")
         loss = torch.empty((), dtype=torch.promote_types(compute, torch.float32), device="meta")
         self.stages = [
             Stage(
-                part,
+                model,
                 stage,
                 len(ranks),
                 device,
-                input_args=(ids if part.embed is not None else hidden.requires_grad_(),),
-                output_args=(hidden.requires_grad_() if part.head is None else loss.requires_grad_(),),
+                input_args=(ids if model.embed is not None else hidden.requires_grad_(),),
+                output_args=(hidden.requires_grad_() if model.head is None else loss.requires_grad_(),),
                 group=pp.process_group,
             )
-            for part, stage in zip(parts, mine, strict=True)
+            for model, stage in zip(models, mine, strict=True)
         ]
         self.device, self.chunks = device, Chunks(pp)
         for stage in self.stages:

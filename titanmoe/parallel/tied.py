@@ -18,7 +18,7 @@ from titanmoe.parallel.norm import local_grad
 
 
 class TiedEnds:
-    def __init__(self, parts: list[Transformer], model: Model, ranks: list[int], meshes: Meshes):
+    def __init__(self, stages: list[Transformer], model: Model, ranks: list[int], meshes: Meshes):
         """ranks: the pipeline rank of each stage. Collective over the world if the first and last stage have different
         ones.
         """
@@ -29,10 +29,10 @@ class TiedEnds:
             self.names = ("embed.weight", *copies)
         if not self.names:
             return
-        self.ends = [p for part in parts for name, p in part.named_parameters() if name in self.names]
+        self.ends = [p for stage in stages for name, p in stage.named_parameters() if name in self.names]
         if ranks[0] != ranks[-1]:
             pairs = [(group[ranks[0]], group[ranks[-1]]) for group in groups(meshes.fold, "attention", "pp")]
-            self.group = meshes.lanes.group("waited", pairs)
+            self.group = meshes.lanes.group("blocking", pairs)
 
     @torch.no_grad()
     def add_gradients(self) -> None:

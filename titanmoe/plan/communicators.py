@@ -15,11 +15,11 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
     """A rank's, as lane and group. Axes of a lane over the same ranks share one."""
     sequence, inner = fold.tp * fold.cp, fold.ep * fold.etp
     found = {
-        ("waited", LinkGroup(fold.world, 1)),
-        ("waited", LinkGroup(fold.tp, 1)),
-        ("waited", LinkGroup(fold.cp, fold.tp)),
-        ("waited", LinkGroup(sequence, 1)),
-        ("waited", LinkGroup(fold.dp, sequence)),
+        ("blocking", LinkGroup(fold.world, 1)),
+        ("blocking", LinkGroup(fold.tp, 1)),
+        ("blocking", LinkGroup(fold.cp, fold.tp)),
+        ("blocking", LinkGroup(sequence, 1)),
+        ("blocking", LinkGroup(fold.dp, sequence)),
         ("shards", LinkGroup(fold.dp_shard * fold.cp, fold.tp)),
         ("shards", LinkGroup(fold.edp, inner)),
         ("replicas", LinkGroup(fold.dp_replicate, fold.stage // fold.dp_replicate)),
@@ -31,7 +31,7 @@ def communicators(config: Config, fold: Fold, domain: int) -> set[tuple[str, Lin
     else:
         found.add(("rows", LinkGroup(inner, 1)))
     if config.model.tie_embeddings and fold.pp > 1:
-        found.add(("waited", LinkGroup(2, fold.world - fold.stage)))
+        found.add(("blocking", LinkGroup(2, fold.world - fold.stage)))
     return {(lane, group) for lane, group in found if group.size > 1}
 
 
@@ -40,7 +40,7 @@ def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
     found = communicators(config, fold, device.domain)
     peers = 0
     for lane, group in found:
-        ring = lane == "waited" and fold.cp > 1 and group == LinkGroup(fold.cp, fold.tp)
+        ring = lane == "blocking" and fold.cp > 1 and group == LinkGroup(fold.cp, fold.tp)
         near = group.near(device.domain) - 1
         if lane == "rows" or (ring and config.parallelism.cp_kind == "ulysses"):
             peers += near

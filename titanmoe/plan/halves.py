@@ -168,12 +168,12 @@ class Halves:
         """Bytes per position between the projections and attention: norms of heads, rotation, joining of parts."""
         model, normed = self.model, self.model.qk_norm != "none"
         if self.stack.fused:
-            turned = 4 * query if model.kv_lora_rank else query + key
-            return turned * ROPE[part] * (1 + 2 * normed)
+            rotated = 4 * query if model.kv_lora_rank else query + key
+            return rotated * ROPE[part] * (1 + 2 * normed)
         if model.kv_lora_rank:
             joined = 2 * query
-            turned = (query / model.head_dim + 1) * model.qk_rope_head_dim
-            return turned * ROPE[part] + joined * RESIDUAL[part]
+            rotated = (query / model.head_dim + 1) * model.qk_rope_head_dim
+            return rotated * ROPE[part] + joined * RESIDUAL[part]
         return (query + key) * (ROPE[part] + normed * OUR_NORM[part])
 
     # ---- halves: forward and backward of one microbatch

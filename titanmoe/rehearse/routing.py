@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanmoe.comm.collectives import ALONE, Group
+from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import group_of
@@ -120,7 +120,7 @@ class Routing:
 
 def group_at(fold: Fold, view: Any, axes: tuple[str, ...], rank: int) -> Group:
     members = group_of(fold, view, axes, rank)
-    return Group("", len(members), members.index(rank)) if len(members) > 1 else ALONE
+    return Group("", len(members), members.index(rank)) if len(members) > 1 else NO_GROUP
 
 
 class _Stop(Exception):

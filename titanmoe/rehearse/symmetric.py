@@ -101,7 +101,7 @@ def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
         sums = real(work, memory)
         if memory is not None:
             with outside():
-                sums.found.overflowed = float(_overflows(lent, memory, layers, stage))
+                sums.scalars.overflowed = float(_overflows(lent, memory, layers, stage))
         return sums
 
     trainer.gradients = gradients

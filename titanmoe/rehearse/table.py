@@ -37,7 +37,7 @@ def rows(rehearsal: Rehearsal, sent: list[Message]) -> Iterator[dict[str, Any]]:
             "count": len(messages),
             "sent_bytes": sum(message.sent for message in messages),
             "received_bytes": sum(message.received for message in messages),
-            "waited": waited,
+            "blocking": waited,
             "pass": "backward" if backward else "forward",
             "line": f"{line[0]}:{line[1]}",
             "by_layer": dict(layers),
@@ -114,7 +114,7 @@ def _messages(rehearsal: Rehearsal, messages: list[Message]) -> list[str]:
             row["dtype"],
             str(row["count"]),
             format_bytes(row["sent_bytes"]),
-            row["waited"],
+            row["blocking"],
             row["pass"],
             row["line"],
         )

@@ -273,7 +273,7 @@ def rehearse(
         recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
         stack.enter_context(symmetric_memory(recorder, fake))
         trainer = Trainer(config, runtime, loader=Samples, garbage=_NoCollection)
-        layers |= {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}
+        layers |= {id(block): f"layers.{i}" for part in trainer.stages for i, block in part.blocks().items()}
         stack.enter_context(fake)
         exchange = _state_routing(trainer, recorder, Routing(config, fold, Samples, stated))
         _set_modes_in_pair_thread(trainer, [fake, recorder])
@@ -283,14 +283,14 @@ def rehearse(
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.on_gpus())
         trainer.optimizer.moments()  # allocated now, as in every step but the first
-        recorder.ledger.assign((x for part in trainer.parts for x in (*part.parameters(), *part.buffers())), WEIGHTS)
+        recorder.ledger.assign((x for part in trainer.stages for x in (*part.parameters(), *part.buffers())), WEIGHTS)
         recorder.ledger.assign(trainer.optimizer.on_device, MOMENTS)
         recorder.ledger.leave_out(trainer.optimizer.on_host)
         for _ in range(steps):
             recorder.begin_step()
             with recorder.on():
                 trainer.train_step()
-        pieces = trainer.optimizer.pieces.values()
+        pieces = trainer.optimizer.local_shards.values()
         return Rehearsal(
             config,
             fold,

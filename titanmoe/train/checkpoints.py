@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
-from titanmoe.checkpoint.choose_checkpoint import Beginning, checkpoints_of, wanted_checkpoint
+from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, wanted_checkpoint
 from titanmoe.checkpoint.folder import Checkpoint
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import flat_record
+from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
 from titanmoe.checkpoint.saver import Saver
-from titanmoe.checkpoint.together import from_rank, together
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
@@ -119,10 +119,10 @@ class Checkpoints:
             self._carry(lambda: companions(folder))
         return {"begins from": "\n".join([f"weights of {folder}", *source.notes])}
 
-    def _choose(self) -> Beginning:
+    def _choose(self) -> StartPoint:
         """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""
 
-        def choose() -> Beginning:
+        def choose() -> StartPoint:
             return wanted_checkpoint(self.config, self.run, self._damage)
 
         try:
@@ -143,7 +143,7 @@ class Checkpoints:
             return layout.damage(path, files[self.rank :: self.world], contents=self.options.verify)
 
         try:
-            return [line for lines in together(self.group, mine) for line in lines]
+            return [line for lines in on_all_ranks(self.group, mine) for line in lines]
         except CheckpointError as error:  # a rank cannot see the files
             return [str(error)]
 
@@ -170,7 +170,7 @@ class Checkpoints:
         wanted = self._targets(with_moments=not model_only)
         try:
             self._all_there(saved, wanted, model_only)
-            together(self.group, lambda: saved.fill(wanted))
+            on_all_ranks(self.group, lambda: saved.fill(wanted))
         except CheckpointError as error:
             raise ConfigError([str(error)], str(saved.path)) from None
         if model_only:
@@ -184,7 +184,9 @@ class Checkpoints:
 
     def _all_there(self, saved: Checkpoint, wanted: state.Targets, model_only: bool) -> None:
         """Checks over all ranks that every stored tensor is used and that none is missing."""
-        names = {name for theirs in together(self.group, lambda: {s for s, _ in wanted.values()}) for name in theirs}
+        names = {
+            name for theirs in on_all_ranks(self.group, lambda: {s for s, _ in wanted.values()}) for name in theirs
+        }
         stored = {name for name in saved.tensors if name.startswith("model.") or not model_only}
         lines = []
         for what, some in (("lacks", names - stored), ("has tensors that this model does not have:", stored - names)):
@@ -236,7 +238,7 @@ class Checkpoints:
             self._save()
             self.saver.wait()
         say(f"saved      {self.saver.folder / layout.name_of(self.trainer.step)}")
-        return max(together(self.group, lambda: self.signals.number))
+        return max(on_all_ranks(self.group, lambda: self.signals.number))
 
     def _save(self) -> float:
         trainer = self.trainer

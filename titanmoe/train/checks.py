@@ -8,11 +8,11 @@ from typing import Any
 from titanmoe.observe import Observer
 
 
-class Unsound(RuntimeError):
+class NumericalFault(RuntimeError):
     """Training cannot go on with these numbers. Raised on all ranks."""
 
 
-class Restore(Unsound):
+class Restore(NumericalFault):
     """Training can go on from the newest checkpoint."""
 
 
@@ -27,7 +27,7 @@ class Checks(Observer):
         """
 
     def after_step(self, saves: bool) -> None:
-        """Called after every step, and before the state is saved if this step saves. May raise Unsound."""
+        """Called after every step, and before the state is saved if this step saves. May raise NumericalFault."""
 
     def report(self) -> dict[str, float]:
         """More numbers for the step's line."""

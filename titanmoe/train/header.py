@@ -8,13 +8,13 @@ from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
 from titanmoe.fold.schedules import splits_backward, stage_ranks
 from titanmoe.parallel.compiled import why_in_parts
-from titanmoe.parallel.pipeline import Alone, Pipeline
+from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 
 TRIED = ("2.11", "2.13")
 """Versions of PyTorch that the tests were run with (README.md)."""
 
 
-def header_notes(config: Config, pp: int, loader: Loader, engine: Alone | Pipeline) -> dict[str, str]:
+def header_notes(config: Config, pp: int, loader: Loader, engine: WithoutPipeline | Pipeline) -> dict[str, str]:
     notes = loader.notes()
     options, recompute = config.pipeline, config.activation_checkpoint.mode
     splits = splits_backward(options, pp)

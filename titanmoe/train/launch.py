@@ -129,7 +129,7 @@ def main(
         failure.refuse(error)
     # Imported only once the config is known to be legal: torch takes seconds to load.
     from titanmoe.train import out_of_memory
-    from titanmoe.train.checks import Unsound
+    from titanmoe.train.checks import NumericalFault
     from titanmoe.train.console import stamp
     from titanmoe.train.trainer import Trainer
 
@@ -145,7 +145,7 @@ def main(
     except ConfigError as error:
         waiting("")
         failure.refuse(error)
-    except (CheckpointError, Unsound) as error:  # raised on all ranks, printed by one
+    except (CheckpointError, NumericalFault) as error:  # raised on all ranks, printed by one
         abandon = isinstance(error, CheckpointError)  # its saving thread may be stuck in a message
         if not failure.leave_note(str(error), alike=True) and runtime.rank == 0:
             print(f"error: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """AdamW's moments in host memory, copied to the device for the update, a few parameters at a time.
 
-While the parameters of one turn are updated, the moments of the next are copied in and those of the one before are
-copied out: the device has buffers for three turns, used in rotation. The operations are those of an optimizer that
+While the parameters of one bucket are updated, the moments of the next are copied in and those of the one before are
+copied out: the device has room for three buckets, used in rotation. The operations are those of an optimizer that
 keeps its moments on the device, on the same numbers, so every result is equal to the last bit.
 """
 
@@ -68,7 +68,7 @@ class CudaCopies(Copies):
 
 
 @dataclass
-class Turn:
+class Bucket:
     shapes: dict[str, torch.Size]
     numbers: int
     """Of one moment, alignment included."""
@@ -90,20 +90,20 @@ def _aligned(numbers: int) -> int:
 
 
 class Offload:
-    def __init__(self, pieces: dict[str, nn.Parameter], copies: Copies | None = None):
+    def __init__(self, local_shards: dict[str, nn.Parameter], copies: Copies | None = None):
         """pieces: this rank's part of every weight, in one dtype."""
-        first = next(iter(pieces.values()))
+        first = next(iter(local_shards.values()))
         self.copies = copies or (CudaCopies(first.device) if first.device.type == "cuda" else Copies())
-        self.turns: list[Turn] = []
+        self.buckets: list[Bucket] = []
         shapes: dict[str, torch.Size] = {}
-        for name, part in pieces.items():
+        for name, part in local_shards.items():
             if shapes and _size((*shapes.values(), part.shape)) * 2 * first.element_size() > TURN:
                 self._add(shapes, first)
                 shapes = {}
             shapes[name] = part.shape
         self._add(shapes, first)
-        most = max(turn.numbers for turn in self.turns)
-        self.buffers = [first.new_empty(2 * most) for _ in range(min(BUFFERS, len(self.turns)))]
+        most = max(bucket.numbers for bucket in self.buckets)
+        self.buffers = [first.new_empty(2 * most) for _ in range(min(BUFFERS, len(self.buckets)))]
         """Where moments are on the device."""
         self.free: list[Any] = [None] * len(self.buffers)
         """The event after which each buffer may be overwritten."""
@@ -111,32 +111,32 @@ class Offload:
     def _add(self, shapes: dict[str, torch.Size], like: Tensor) -> None:
         numbers = _size(shapes.values())
         host = like.new_zeros(2 * numbers, device="cpu", pin_memory=self.copies.page_locked)
-        self.turns.append(Turn(shapes, numbers, host))
+        self.buckets.append(Bucket(shapes, numbers, host))
 
     def moments(self) -> dict[str, Moments]:
         """On the host, once every copy to it is done."""
-        for turn in self.turns:
-            if turn.copied_out is not None:
-                self.copies.wait(turn.copied_out)
-        return {name: both for turn in self.turns for name, both in turn.unpack(turn.host).items()}
+        for bucket in self.buckets:
+            if bucket.copied_out is not None:
+                self.copies.wait(bucket.copied_out)
+        return {name: both for bucket in self.buckets for name, both in bucket.unpack(bucket.host).items()}
 
     def visits(self) -> Iterator[dict[str, Moments]]:
-        """The moments of each turn on the device, to be updated before the next are asked for."""
+        """The moments of each bucket on the device, to be updated before the next are asked for."""
         arrived = self._fetch(0)
-        for number, turn in enumerate(self.turns):
+        for number, bucket in enumerate(self.buckets):
             here = arrived
-            if number + 1 < len(self.turns):
+            if number + 1 < len(self.buckets):
                 arrived = self._fetch(number + 1)
             self.copies.hold(here)
             slot = number % len(self.buffers)
-            both = self.buffers[slot][: 2 * turn.numbers]
-            yield turn.unpack(both)
-            self.free[slot] = turn.copied_out = self.copies.copy("host", turn.host, both, self.copies.mark())
+            both = self.buffers[slot][: 2 * bucket.numbers]
+            yield bucket.unpack(both)
+            self.free[slot] = bucket.copied_out = self.copies.copy("host", bucket.host, both, self.copies.mark())
 
     def _fetch(self, number: int) -> Any:
-        turn, slot = self.turns[number], number % len(self.buffers)
-        target, after = self.buffers[slot][: 2 * turn.numbers], (turn.copied_out, self.free[slot])
-        return self.copies.copy("device", target, turn.host, *after)
+        bucket, slot = self.buckets[number], number % len(self.buffers)
+        target, after = self.buffers[slot][: 2 * bucket.numbers], (bucket.copied_out, self.free[slot])
+        return self.copies.copy("device", target, bucket.host, *after)
 
 
 def _size(shapes: Any) -> int:

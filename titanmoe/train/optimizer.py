@@ -24,11 +24,11 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
 class Optimizer:
     def __init__(self, parameters: dict[str, nn.Parameter], options: Options):
         self.parameters = parameters
-        self.pieces = {name: nn.Parameter(piece(p.detach())[0]) for name, p in parameters.items()}
+        self.local_shards = {name: nn.Parameter(piece(p.detach())[0]) for name, p in parameters.items()}
         decayed = [n for n, p in parameters.items() if options.decay_all or decays(n, p)]
         groups = [
-            {"params": [self.pieces[n] for n in decayed], "weight_decay": options.weight_decay},
-            {"params": [p for n, p in self.pieces.items() if n not in set(decayed)], "weight_decay": 0.0},
+            {"params": [self.local_shards[n] for n in decayed], "weight_decay": options.weight_decay},
+            {"params": [p for n, p in self.local_shards.items() if n not in set(decayed)], "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(
             [group for group in groups if group["params"]],
@@ -38,7 +38,7 @@ class Optimizer:
             fused=options.implementation == "fused",
             foreach=options.implementation == "foreach",
         )
-        self.offload = Offload(self.pieces) if options.offload else None
+        self.offload = Offload(self.local_shards) if options.offload else None
 
     def moments(self) -> dict[str, dict[str, torch.Tensor]]:
         """AdamW's running means by parameter, not copied; zeros before the first step."""
@@ -54,11 +54,11 @@ class Optimizer:
 
     @property
     def on_host(self) -> list[torch.Tensor]:
-        return [] if self.offload is None else [turn.host for turn in self.offload.turns]
+        return [] if self.offload is None else [bucket.host for bucket in self.offload.buckets]
 
     def _states(self) -> dict[str, dict[str, torch.Tensor]]:
         out = {}
-        for name, part in self.pieces.items():
+        for name, part in self.local_shards.items():
             state = self.adamw.state[part]
             if not state:
                 fused = self.adamw.defaults["fused"]
@@ -82,18 +82,18 @@ class Optimizer:
             self._update(self.parameters)
             return
         states = self._states()
-        for turn in self.offload.visits():
-            for name, both in turn.items():
+        for bucket in self.offload.visits():
+            for name, both in bucket.items():
                 states[name].update(zip(MOMENTS, both, strict=True))
-            self._update(turn)
-            for name in turn:
+            self._update(bucket)
+            for name in bucket:
                 for key in MOMENTS:
                     del states[name][key]
 
     def _update(self, names: Iterable[str]) -> None:
         """AdamW passes over parameters without a gradient."""
         for name in names:
-            self.pieces[name].grad = local_grad(self.parameters[name])
+            self.local_shards[name].grad = local_grad(self.parameters[name])
         self.adamw.step()
         for name in names:
-            self.pieces[name].grad = self.parameters[name].grad = None
+            self.local_shards[name].grad = self.parameters[name].grad = None

@@ -12,7 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from titanmoe.config.schema import Optimizer as Options
-from titanmoe.train.checks import Unsound
+from titanmoe.train.checks import NumericalFault
 
 USUAL = 6.0
 """How many standard deviations above the mean make a step suspect, if skip_spikes is not set."""
@@ -53,7 +53,7 @@ class Skips:
 
     def check_limit(self, step: int, why: str) -> None:
         if self.in_a_row >= self.options.skip_limit:
-            raise Unsound(
+            raise NumericalFault(
                 f"step {step}: {self.in_a_row} updates in a row were skipped (optimizer.skip_limit), the last because "
                 f"of {why}. The weights are as the last update left them. Lower optimizer.lr, look at these steps' "
                 "samples in events.jsonl, or accept such numbers with a larger optimizer.skip_spikes."

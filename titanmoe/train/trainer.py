@@ -41,7 +41,7 @@ from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
 from titanmoe.tokens import IGNORE
 from titanmoe.train.checkpoints import Checkpoints
-from titanmoe.train.checks import Checks, Restore, Unsound
+from titanmoe.train.checks import Checks, NumericalFault, Restore
 from titanmoe.train.clock import Clock
 from titanmoe.train.folder import claim, command, rewind
 from titanmoe.train.header import header_notes
@@ -57,7 +57,7 @@ RESTORES = 3
 """How often a process goes back to a checkpoint because ranks differ; after that a machine is at fault."""
 
 
-class NonFinite(Unsound):
+class NonFinite(NumericalFault):
     """Loss or gradient norm is not a finite number."""
 
 
@@ -70,7 +70,7 @@ class Totals:
 
 
 @dataclass
-class KnownToHost:
+class StepScalars:
     """What the host learns of a step, between its gradients and its update."""
 
     loss: float
@@ -93,7 +93,7 @@ class StepWork:
 
 
 class Sums(NamedTuple):
-    found: KnownToHost
+    scalars: StepScalars
     norm: Tensor
     experts: dict[int, Tensor]
     """Each MoE layer's row of statistics."""
@@ -127,13 +127,13 @@ class Trainer:
         self.loader = loader(config, self.meshes.data.rank, self.meshes.data.size)
         microbatches = self.loader.microbatches
 
-        self.parts = build(config, self.meshes, microbatches, self.device)
-        self.engine = make_engine(self.parts, config, self.meshes, microbatches, self.device)
+        self.stages = build(config, self.meshes, microbatches, self.device)
+        self.engine = make_engine(self.stages, config, self.meshes, microbatches, self.device)
         self.placement = placement(config.parallelism)
-        self.tied = TiedEnds(self.parts, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
-        self.parameters = {name: p for part in self.parts for name, p in part.named_parameters()}
-        self.buffers = {name: b for part in self.parts for name, b in persistent_buffers(part).items()}
-        self.moe_layers = {i: moe for part in self.parts for i, moe in part.moe_layers().items()}
+        self.tied = TiedEnds(self.stages, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
+        self.parameters = {name: p for stage in self.stages for name, p in stage.named_parameters()}
+        self.buffers = {name: b for stage in self.stages for name, b in persistent_buffers(stage).items()}
+        self.moe_layers = {i: moe for stage in self.stages for i, moe in stage.moe_layers().items()}
         self.shared_buffers = reserve_buffers(config, self.meshes, self.device)
 
         self.optimizer, self.on_gradients = optimizer(self.parameters, config.optimizer), on_gradients
@@ -190,12 +190,12 @@ class Trainer:
                     if self.step == first:
                         self.runtime.steady_timeout(self.config.training.timeout_s, checkpoints.patient)
                 return checkpoints.finish()
-            except Unsound as error:
+            except NumericalFault as error:
                 restores = isinstance(error, Restore) and checkpoints.has_saved
                 observe.active.event(self.step, "restore" if restores else "stop", str(error))
                 checkpoints.wait()
                 if isinstance(error, Restore) and not restores:
-                    raise Unsound(f"{error}. There is no checkpoint to restore") from None
+                    raise NumericalFault(f"{error}. There is no checkpoint to restore") from None
                 raise
             finally:
                 self.loader.close()
@@ -249,33 +249,33 @@ class Trainer:
 
         observe.active.phase("forward_backward", self.step)
         work = StepWork(batches, self.slices(batches), totals)
-        found, norm, experts = self.sums(work)
-        self.stopping = bool(found.stop)
+        scalars, norm, experts = self.sums(work)
+        self.stopping = bool(scalars.stop)
         lr = rate(self.step, self.config)
         sigmas = self.config.optimizer.skip_spikes
-        why = self.skips.why(found.loss, found.norm, sigmas or USUAL)
-        if why and (again := self.checks.suspect(why, work, math.isfinite(found.loss + found.norm))):
-            found, norm, experts = again
-            why = self.skips.why(found.loss, found.norm, sigmas or USUAL)
+        why = self.skips.why(scalars.loss, scalars.norm, sigmas or USUAL)
+        if why and (again := self.checks.suspect(why, work, math.isfinite(scalars.loss + scalars.norm))):
+            scalars, norm, experts = again
+            why = self.skips.why(scalars.loss, scalars.norm, sigmas or USUAL)
         if why and sigmas:
             self.skip(why, batches)
-            return self.report(found, lr)
-        self.check_finite(found.loss, found.norm)
-        self.skips.accept(found.loss, found.norm)
+            return self.report(scalars, lr)
+        self.check_finite(scalars.loss, scalars.norm)
+        self.skips.accept(scalars.loss, scalars.norm)
         if self.on_gradients:
             self.on_gradients(self.step, self.parameters)
         if self.config.optimizer.max_grad_norm > 0:
             clip(self.parameters.values(), norm, self.config.optimizer.max_grad_norm)
         self.optimizer.step(lr)
         move_biases(self.moe_layers, experts, self.config.model.num_experts, self.config.moe.bias_update_rate)
-        self.tokens += found.tokens
+        self.tokens += scalars.tokens
         observe.active.updated(self.step)
-        return self.report(found, lr)
+        return self.report(scalars, lr)
 
     def sums(self, work: StepWork) -> Sums:
         """The gradients of the step, and what is known of it."""
         sums = self.gradients(work, self.shared_buffers)
-        if sums.found.overflowed:  # the receive buffer of some rank was too small, so the pass is void
+        if sums.scalars.overflowed:  # the receive buffer of some rank was too small, so the pass is void
             self.overflow_reruns += 1
             self.drop_gradients()
             sums = self.gradients(work, None)
@@ -325,8 +325,8 @@ class Trainer:
         loss, mtp_loss = loss / self.meshes.tp.size, mtp_loss / self.meshes.tp.size
         width = experts.shape[1]
         layers = {number: rest[i * width : (i + 1) * width] for i, number in enumerate(blocks)}
-        found = KnownToHost(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
-        return Sums(found, norm, dict(zip(blocks, experts, strict=True)))
+        scalars = StepScalars(loss, mtp_loss, stop, overflowed, norm_now, tokens, layers)
+        return Sums(scalars, norm, dict(zip(blocks, experts, strict=True)))
 
     @named("forward backward")
     def forward_backward(
@@ -344,7 +344,9 @@ class Trainer:
         labels = totals.labels.clamp(min=1)
         with symmetric.attach(self.dispatchers) if symmetric else nullcontext():
             loss = self.engine.run(slices, labels)
-        mtp_loss = sum((mtp.loss_M.sum() / labels for part in self.parts for mtp in part.mtp or ()), loss.new_zeros(()))
+        mtp_loss = sum(
+            (mtp.loss_M.sum() / labels for stage in self.stages for mtp in stage.mtp or ()), loss.new_zeros(())
+        )
         stop = torch.full_like(loss, self.wants_to_stop())
         overflowed = symmetric.overflowed.to(loss.dtype) if symmetric else torch.zeros_like(loss)
         mine = torch.stack((loss, mtp_loss, stop, overflowed))
@@ -360,12 +362,12 @@ class Trainer:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         grads = first_nonfinite({name: local_grad(p) for name, p in self.parameters.items()})
-        weights = first_nonfinite(self.optimizer.pieces | self.buffers)
-        found: list[Any] = [None] * self.runtime.world
-        dist.all_gather_object(found, (grads, weights))
-        grads = next((name for name, _ in found if name), "")
+        weights = first_nonfinite(self.optimizer.local_shards | self.buffers)
+        names: list[Any] = [None] * self.runtime.world
+        dist.all_gather_object(names, (grads, weights))
+        grads = next((name for name, _ in names if name), "")
         culprit = f"first parameter with a non-finite gradient: {grads}" if grads else "all gradients are finite"
-        rank, weights = next(((rank, name) for rank, (_, name) in enumerate(found) if name), (0, ""))
+        rank, weights = next(((rank, name) for rank, (_, name) in enumerate(names) if name), (0, ""))
         before = f"The weights are still those of step {self.step - 1}"
         if weights:
             before = f"The weights were already not finite after step {self.step - 1}: on rank {rank} {weights}"
@@ -374,11 +376,11 @@ class Trainer:
             "Lower optimizer.lr or raise lr_schedule.warmup_steps; moe.z_loss keeps router logits small."
         )
 
-    def report(self, found: KnownToHost, lr: float) -> dict[str, Any]:
-        values = {"loss": found.loss, "grad_norm": found.norm, "lr": lr, "tokens": found.tokens}
+    def report(self, scalars: StepScalars, lr: float) -> dict[str, Any]:
+        values = {"loss": scalars.loss, "grad_norm": scalars.norm, "lr": lr, "tokens": scalars.tokens}
         if self.config.model.mtp_depth:
-            values["mtp_loss"] = found.mtp_loss
-        layers = {number: layer_metrics(row, self.config.model.num_experts) for number, row in found.layers.items()}
+            values["mtp_loss"] = scalars.mtp_loss
+        layers = {number: layer_metrics(row, self.config.model.num_experts) for number, row in scalars.layers.items()}
         if self.config.optimizer.skip_spikes:
             values["skipped_steps"] = self.skips.skipped
         if isinstance(self.shared_buffers, SymmetricBuffers):

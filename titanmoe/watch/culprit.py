@@ -77,7 +77,7 @@ class Trace:
     @contextmanager
     def watching(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for part in self.trainer.parts:
+            for part in self.trainer.stages:
                 for name, module in part.named_modules():
                     hook = part.register_forward_pre_hook(self._enter, with_kwargs=True) if not name else None
                     hook = hook or module.register_forward_hook(partial(self._look, name))

@@ -151,7 +151,7 @@ def _apart(seen: Sequence[Seen]) -> list[int]:
 def _writes(one: Seen) -> bool:
     """Whether the saving thread is busy itself, and not waiting for other ranks."""
     lines = one.threads.get("checkpoint", [])
-    return bool(lines) and not any(" in together" in line for line in lines)
+    return bool(lines) and not any(" in on_all_ranks" in line for line in lines)
 
 
 # ---- the report

@@ -9,7 +9,7 @@ import math
 from typing import TYPE_CHECKING, NoReturn
 
 from titanmoe import observe
-from titanmoe.train.checks import Checks, Restore, Unsound
+from titanmoe.train.checks import Checks, NumericalFault, Restore
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,7 +47,7 @@ class NumberChecks(Checks):
             sums, text = repeat(trainer, work, lambda: self.own_losses)
             same = "the data is the cause: a second forward and backward gives the same bits on all ranks"
             self._say(f"{why}: {text or same}")
-            finite = math.isfinite(sums.found.loss + sums.found.norm)
+            finite = math.isfinite(sums.scalars.loss + sums.scalars.norm)
         if not finite and self.options.culprit != "none":
             from titanmoe.watch.culprit import first_not_finite
 
@@ -85,7 +85,7 @@ class NumberChecks(Checks):
         return f"; two more passes over the last batch are {text or 'the same on all ranks'}"
 
     def _stop(self, text: str) -> NoReturn:
-        raise (Restore if self.options.on_difference == "restore" else Unsound)(text)
+        raise (Restore if self.options.on_difference == "restore" else NumericalFault)(text)
 
     def _say(self, text: str) -> None:
         self.said.append(text)

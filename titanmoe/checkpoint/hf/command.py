@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
-    from titanmoe.checkpoint.together import Group
+    from titanmoe.checkpoint.on_all_ranks import Group
 
 EPILOG = """\
 Weights only: optimizer state is neither read nor written. OUT appears once it is complete. Under torchrun

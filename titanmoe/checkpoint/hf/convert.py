@@ -24,7 +24,7 @@ from titanmoe.checkpoint.hf.files import CARRIED, INDEX, SINGLE, Tensors, compan
 from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
 from titanmoe.checkpoint.inside import CheckpointError, error_text
 from titanmoe.checkpoint.manifest import config_of
-from titanmoe.checkpoint.together import Group, together
+from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.checkpoint.write_tensors import Lazy
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
@@ -219,7 +219,9 @@ def to_hf(
     ranks, rank = _place(group)
     whole = agreed(group, lambda: plan_folder(path, out, shard_bytes, tokenizer, dtype, overwrite))
     names = sorted(layout.read_manifest(path).files)
-    if broken := [line for lines in together(group, lambda: layout.damage(path, names[rank::ranks])) for line in lines]:
+    if broken := [
+        line for lines in on_all_ranks(group, lambda: layout.damage(path, names[rank::ranks])) for line in lines
+    ]:
         raise ConfigError(broken, str(path))
     # A run of whole files each: neighbours are often made from the same tensor of ours.
     per_rank = -(-len(whole.files) // ranks)

@@ -60,7 +60,7 @@ class Folder:
         files = []
         for name in self._names():
             try:
-                files.append(inside.located(self.path, name))
+                files.append(inside.safe_path(self.path, name))
             except inside.ABSENT:
                 problems.append(f"{self.path / name} is missing, {INDEX} names it")
             except inside.CheckpointError as error:

@@ -105,7 +105,7 @@ class Map:
 
     def _take(self, place: HfPart, offset: Shape, shape: Shape, read: Read) -> Tensor:
         home = place.home
-        if home.turned is not None:
+        if home.rotated is not None:
             rows = torch.tensor([self._turned(home, row) for row in range(offset[0], offset[0] + shape[0])])
             if not len(rows):
                 return torch.empty(shape)
@@ -121,13 +121,13 @@ class Map:
 
     def _turned(self, home: Home, row: int) -> int:
         """The row in their tensor for a row of ours."""
-        width, turned = home.turned(self.model)
+        width, rotated = home.rotated(self.model)
         head, i = divmod(row, width)
-        i -= width - turned
+        i -= width - rotated
         if i < 0:
             return row
-        half = turned // 2
-        return head * width + width - turned + (2 * i if i < half else 2 * (i - half) + 1)
+        half = rotated // 2
+        return head * width + width - rotated + (2 * i if i < half else 2 * (i - half) + 1)
 
     # ---- ours to theirs
 
@@ -140,7 +140,7 @@ class Map:
                 part = read(place.ours, (0,) * len(whole), whole)
             else:
                 part = read(place.ours, (place.expert,) + (0,) * (len(whole) - 1), (1, *whole[1:]))[0]
-            if place.home.turned is not None:
+            if place.home.rotated is not None:
                 out[torch.tensor([self._turned(place.home, row) for row in range(whole[0])])] = part.to(dtype)
             else:
                 out[..., place.home.phase :: place.home.stride] = (

@@ -54,9 +54,9 @@ def _latents(model: Model) -> tuple[int, int]:
 
 
 def _read(config: hf.Json) -> dict[str, object]:
-    turned = config["qk_rope_head_dim"]
-    if config.get("head_dim", turned) != turned:
-        raise hf.Unrepresentable(f"has head_dim = {config['head_dim']}, which is qk_rope_head_dim here, {turned}")
+    rotated = config["qk_rope_head_dim"]
+    if config.get("head_dim", rotated) != rotated:
+        raise hf.Unrepresentable(f"has head_dim = {config['head_dim']}, which is qk_rope_head_dim here, {rotated}")
     if missing := [key for key in ("q_lora_rank", "n_shared_experts") if key not in config]:
         raise hf.Unrepresentable(f"has no {' and no '.join(missing)}: null stands for none")
     return {
@@ -84,11 +84,11 @@ def _write(model: Model) -> dict[str, object]:
 _BLOCK = (
     hf.NORMS
     | {
-        "attention.wq.weight": hf.Home("self_attn.q_proj.weight", turned=_queries),
+        "attention.wq.weight": hf.Home("self_attn.q_proj.weight", rotated=_queries),
         "attention.wq_a.weight": "self_attn.q_a_proj.weight",
         "attention.q_norm.weight": "self_attn.q_a_layernorm.weight",
-        "attention.wq_b.weight": hf.Home("self_attn.q_b_proj.weight", turned=_queries),
-        "attention.wkv_a.weight": hf.Home("self_attn.kv_a_proj_with_mqa.weight", turned=_latents),
+        "attention.wq_b.weight": hf.Home("self_attn.q_b_proj.weight", rotated=_queries),
+        "attention.wkv_a.weight": hf.Home("self_attn.kv_a_proj_with_mqa.weight", rotated=_latents),
         "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
         "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
         "attention.wo.weight": "self_attn.o_proj.weight",

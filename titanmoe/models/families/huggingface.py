@@ -31,7 +31,7 @@ class Home:
     stride: int = 1
     """Ours is every stride-th entry of the last dim there, from `phase` on; other tensors of ours have the rest."""
     phase: int = 0
-    turned: Callable[[Model], tuple[int, int]] | None = None
+    rotated: Callable[[Model], tuple[int, int]] | None = None
     """Rows that RoPE turns in pairs: pair i is rows 2i and 2i + 1 there, i and half + i in ours. Gives the rows of one
     head and how many of them, the last ones, are turned."""
 
@@ -131,13 +131,13 @@ def _read_rope(config: Json, theta: float, default: Json) -> dict[str, object]:
     given = dict(default if given is None else given)
     base = given.get("rope_theta", config.get("rope_theta", theta))
     kind = given.get("rope_type", given.get("type", "default"))
-    turned = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rotated = given.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     if any(isinstance(value, dict) for value in given.values()):
         raise Unrepresentable(f"has another RoPE for each of {', '.join(given)}, here all blocks have one")
     if not isinstance(base, int | float):
         raise Unrepresentable(f"has rope_theta = {base!r}, which is not a number")
-    if turned not in (None, 1):
-        raise Unrepresentable(f"has partial_rotary_factor = {turned}, here RoPE turns whole heads (1.0)")
+    if rotated not in (None, 1):
+        raise Unrepresentable(f"has partial_rotary_factor = {rotated}, here RoPE turns whole heads (1.0)")
     if kind not in ("default", "yarn"):
         raise Unrepresentable(f"has rope_scaling of type {kind!r}, model.rope_scaling is none or yarn")
     if kind == "default":

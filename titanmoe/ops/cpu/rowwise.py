@@ -83,11 +83,11 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     x_NHh, (cos_N1h, sin_N1h) = x.flatten(0, 1), (y.expand(*x.shape[:2], 1, -1).flatten(0, 1) for y in (cos, sin))
     y_NHh, half = _empty(x_NHh), x.shape[-1] // 2
     before_N1i, after_N1i = sin_N1h[..., :half] * -sign, sin_N1h[..., half:] * sign
-    for rows, block, turned in _blocks(x_NHh, 2):
+    for rows, block, rotated in _blocks(x_NHh, 2):
         block.copy_(x_NHh[rows])
-        torch.mul(block[..., half:], before_N1i[rows], out=turned[..., :half])
-        torch.mul(block[..., :half], after_N1i[rows], out=turned[..., half:])
-        y_NHh[rows] = turned.addcmul_(block, cos_N1h[rows])
+        torch.mul(block[..., half:], before_N1i[rows], out=rotated[..., :half])
+        torch.mul(block[..., :half], after_N1i[rows], out=rotated[..., half:])
+        y_NHh[rows] = rotated.addcmul_(block, cos_N1h[rows])
     return y_NHh.view(x.shape)
 
 

@@ -1,7 +1,7 @@
 """How evenly a router's scores are spread, in one pass over them.
 
-Reference: `titanmoe.moe.balance.spread`. A program has a few tokens and all their experts, and writes its own two sums,
-which are added up afterwards, so no sum depends on the order of execution.
+Reference: `titanmoe.moe.balance.entropy_and_count`. A program has a few tokens and all their experts, and writes its
+own two sums, which are added up afterwards, so no sum depends on the order of execution.
 
 Shapes: T tokens, E experts (P: the power of two above), N programs.
 """
@@ -39,8 +39,8 @@ def tile(experts: int) -> dict[str, int]:
     return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
 
 
-@kernel("titanmoe::spread")
-def spread(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
+@kernel("titanmoe::entropy_and_count")
+def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
     """(N, 2), float64: the entropy of tokens that are not padding, and their number. norm: scores do not sum to 1."""
     T, E = scores_TE.shape
     shape = tile(E)
@@ -53,7 +53,7 @@ def spread(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
     return out
 
 
-@spread.register_fake
+@entropy_and_count.register_fake
 def _(scores_TE, valid_T, norm):
     T, E = scores_TE.shape
     return scores_TE.new_empty(triton.cdiv(T, tile(E)["ROWS"]), 2, dtype=torch.float64)

@@ -15,7 +15,7 @@ Group = Any
 """A process group, or None for a single process."""
 
 
-def together(group: Group, work: Callable[[], T]) -> list[T]:
+def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
     """What work returns on each rank. If it fails on any, all raise CheckpointError with every distinct reason."""
     mine = _result(work)
     everyone: list[Any] = [mine]
