@@ -25,7 +25,7 @@ for compiler in ("TORCHINDUCTOR", "TRITON"):
     folder = Path(tempfile.gettempdir(), f"titanmoe_tests_{os.getuid()}", CPU, compiler.lower())
     os.environ.setdefault(f"{compiler}_CACHE_DIR", str(folder))
 
-from tests import no_garbage  # noqa: E402, F401, I001 - before all that is large
+from tests.support import no_garbage  # noqa: E402, F401, I001 - before all that is large
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402

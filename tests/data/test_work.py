@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.features import MODELS
+from tests.support.case_features import MODELS
 from titanmoe.config.schema import Model
 from titanmoe.data.work import DocumentWork, assign
 from titanmoe.models.count import forward_flops_per_token

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mappings import all_folds, degrees
+from tests.support.covering_mappings import all_folds, degrees
 from titanmoe.cli import main
 from titanmoe.config import load
 from titanmoe.config.schema import Config

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import parity, processes, world
+from tests import parity, world
 from tests.checkpoint import runs
 from tests.checkpoint_hf import models
 from tests.generate import saved
+from tests.support import processes
 from titanmoe.checkpoint.folder import open_checkpoint
 from titanmoe.cli import main
 from titanmoe.data.tokenizer import open_tokenizer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import near
+from tests.support import tolerances
 from titanmoe.comm.collectives import ALONE
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.layers import plain_rotate, rotate, rotate_both
@@ -45,7 +45,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype, terms: int = 300) -> None:
     """The reference rounds after each of some 6 operations; the interpreter rounds towards zero, twice as far."""
-    near.close(got, want, terms, roundings=4 * 6, dtype=dtype)
+    tolerances.close(got, want, terms, roundings=4 * 6, dtype=dtype)
 
 
 def choices(kind: str, tokens: int, top_k: int) -> Tensor:
@@ -335,7 +335,7 @@ def test_the_spread_of_scores(tokens: int, experts: int, normalise: bool, monkey
         scores[:1, 1] = 0
         valid = (torch.arange(tokens) % 5 != 2).to(DEVICE)
         got, want = (balance_spread(scores, valid, normalise, kernels) for kernels in ("triton", "torch"))
-        near.close(got, want, terms=tokens * experts, roundings=16, dtype=dtype)
+        tolerances.close(got, want, terms=tokens * experts, roundings=16, dtype=dtype)
 
 
 @pytest.mark.parametrize("ignored", [slice(None, None, 3), slice(None)], ids=["some", "all"])

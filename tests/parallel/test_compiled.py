@@ -12,7 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests import parity, world
-from tests.features import DISPATCHERS, MODELS
+from tests.support.case_features import DISPATCHERS, MODELS
 from titanmoe.config.ranks import recipe_ranks
 from titanmoe.config.schema import Compile, Config, Model
 from titanmoe.fold.schedules import splits_backward

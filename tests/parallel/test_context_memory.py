@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests import parity, world
-from tests.memory import Live
+from tests.support.live_bytes import Live
 
 LENGTH = 32768
 

@@ -9,9 +9,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests import world
-from tests.features import MODELS
 from tests.rehearse import allocated
 from tests.rehearse.small import config_of
+from tests.support.case_features import MODELS
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.memory import KEPT, Memory
 from titanmoe.rehearse.picture import picture

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests import processes
+from tests.support import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.train.folder import EVENTS, EXPERTS, METRICS, claim, rewind

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tests import near, reference
+from tests import reference
+from tests.support import tolerances
 from titanmoe.config.schema import Config
 
 if TYPE_CHECKING:
@@ -81,5 +82,5 @@ def tolerance(config: Config) -> float:
     """By the narrowest dtype involved; the plain model's own error is negligible."""
     dtypes = {getattr(config.training, key.removeprefix("training.")) for key in NUMERICS}
     if "bfloat16" in dtypes:
-        return near.bound(torch.bfloat16, roundings=ROUNDINGS * (config.model.num_layers + 1)) / 2
+        return tolerances.bound(torch.bfloat16, roundings=ROUNDINGS * (config.model.num_layers + 1)) / 2
     return TOLERANCE["float32" if "float32" in dtypes else "float64"]

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from tests.errors import number
+from tests.support.parity_errors import number
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import View, coordinates
 
@@ -208,7 +208,7 @@ def _in_common(fold: Fold, holders: dict[str, dict[int, Held]], wrong: list[str]
 def of_gradients(
     fold: Fold, pieces: Pieces, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], allowed: float
 ) -> str:
-    """For whole tensors, compared as in `tests.errors.error`."""
+    """For whole tensors, compared as in `tests.support.parity_errors.error`."""
     floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
 
     def errors(name: str, rank: int, one: Held) -> float:

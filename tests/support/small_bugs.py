@@ -1,6 +1,6 @@
-"""Small bugs, each of which some test has to notice. `tests/mutations.py` plants them one by one.
+"""Small bugs, each of which some test has to notice. `tests/support/plant_small_bugs.py` plants them one by one.
 
-Faults between ranks are in tests/faults.py, for the oracle; this is what a single line can get wrong.
+Faults between ranks are in tests/support/planted_faults.py, for the oracle; this is what a single line can get wrong.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from tests import world
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Started:

@@ -1,6 +1,6 @@
 """Who sums a parameter's gradient over which axis: the table in docs/parallelism.md, from steps of small models.
 
-    python -m tests.gradients                      write it into docs/parallelism.md
+    python -m tests.support.gradient_table                      write it into docs/parallelism.md
 
 In such a step rank r's own summand of every gradient is replaced by 8^r right after backward. The digits of the step's
 result show how often each rank was added, and so along which axes; how the parameter is placed on an axis shows by
@@ -23,14 +23,15 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
-from tests import features, parity, world
-from tests.suspects import DATA, adds_up, by_fsdp, cuts, view
+from tests import parity, world
+from tests.support import case_features
+from tests.support.blame import DATA, adds_up, by_fsdp, cuts, view
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import coordinates, group_of
 from titanmoe.moe.router import Router
 
-PAGE = Path(__file__).resolve().parent.parent / "docs/parallelism.md"
-BEGIN, END = "<!-- gradients: written by `python -m tests.gradients` -->", "<!-- end of gradients -->"
+PAGE = Path(__file__).resolve().parents[2] / "docs/parallelism.md"
+BEGIN, END = "<!-- gradients: written by `python -m tests.support.gradient_table` -->", "<!-- end of gradients -->"
 AXES = {
     "attention": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
     "experts": ("pp", "edp_replicate", "edp", "ep", "etp"),
@@ -38,11 +39,11 @@ AXES = {
 
 BASE = 8
 EVERYTHING = (
-    features.MODELS["gpt_oss"]
-    | features.MODELS["qwen2_moe"]
+    case_features.MODELS["gpt_oss"]
+    | case_features.MODELS["qwen2_moe"]
     | {"model.qk_norm": "full", "model.sliding_window": 0, "model.full_attention_every": 1}
 )
-LATENT = features.MODELS["deepseek_v3"] | {"model.mtp_depth": 1}
+LATENT = case_features.MODELS["deepseek_v3"] | {"model.mtp_depth": 1}
 SMALL = {"model.qk_norm": "head", "model.mtp_depth": 1}
 TP_CP = {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
 TP_CP["training.global_batch_size"] = 2

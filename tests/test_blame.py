@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import parity, world
-from tests.suspects import Held, judge, of_gradients, of_replicas
+from tests.support.blame import Held, judge, of_gradients, of_replicas
 from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.groups import coordinates

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.mappings import as_changes
+from tests.support.covering_mappings import as_changes
 from titanmoe.fold.degrees import Fold
 
 MODELS: dict[str, dict[str, Any]] = {

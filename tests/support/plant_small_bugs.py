@@ -1,8 +1,8 @@
-"""Plants the wrong changes of tests/mutants.py, one at a time, in a copy of the tree, and says which test notices.
+"""Plants the bugs of tests/support/small_bugs.py, one at a time, in a copy of the tree, and says which test notices.
 
-    python -m tests.mutations                     run what is missing; then write the table of docs/parity.md
-    python -m tests.mutations --only router       only those whose file or description contains a text
-    python -m tests.mutations --results FILE      one JSON line each; runs/mutations.jsonl if not given
+    python -m tests.support.plant_small_bugs      run what is missing; then write the table of docs/parity.md
+        --only router                             only those whose file or description contains a text
+        --results FILE                            one JSON line each; runs/mutations.jsonl if not given
 
 Run by hand, not part of the tests: each takes a pytest run. It resumes where it stopped, and repeats those that
 survived or could not run. The exit status is 1 if a mutant survived.
@@ -24,9 +24,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import MUTANTS, Mutant
+from tests.support.small_bugs import MUTANTS, Mutant
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "parity.md"
 BEGIN, END = "<!-- mutations -->", "<!-- end of mutations -->"
 SURVIVED = "SURVIVED"
@@ -38,7 +38,8 @@ def planted(mutant: Mutant, root: Path = ROOT) -> str:
     text = (root / "titanmoe" / mutant.file).read_text()
     if text.count(mutant.old) != 1:
         raise ValueError(
-            f"{mutant.file} holds {mutant.old!r} {text.count(mutant.old)} times: tests/mutants.py is out of date"
+            f"{mutant.file} holds {mutant.old!r} {text.count(mutant.old)} times: "
+            "tests/support/small_bugs.py is out of date"
         )
     return text.replace(mutant.old, mutant.new)
 
