@@ -151,7 +151,7 @@ def gathers_of_the_head(chunks: int) -> int:
     """Of its weight, from all data ranks, in one microbatch."""
     from tests import parity
     from titanmoe.comm.fsdp_cpu import StraightToPlace
-    from titanmoe.parallel.batch import take_slice
+    from titanmoe.parallel.batch_slice import take_slice
 
     changes = {"training.loss_chunks": chunks, "parallelism.reshard_after_forward": "always"}
     gather, sizes = StraightToPlace.__call__, []

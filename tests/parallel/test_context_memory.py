@@ -17,7 +17,7 @@ LENGTH = 32768
 
 def activation_bytes(changes: dict[str, Any]) -> int:
     """Peak of live tensors during forward and backward of one microbatch, less the level before forward."""
-    from titanmoe.parallel.batch import take_slice
+    from titanmoe.parallel.batch_slice import take_slice
 
     trainer = parity.make_trainer(changes, loader=parity.samples())
     batches = trainer.loader.next_step()

@@ -273,7 +273,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         ("short gradients are scaled up to the limit", ".clamp(max=1.0)", ""),
     ],
-    ("parallel/batch.py", f"{PAIRS} -k jitter"): [
+    ("parallel/batch_slice.py", f"{PAIRS} -k jitter"): [
         (
             "data ranks give their tokens the same numbers",
             "first = (microbatch * meshes.data.size + meshes.data.rank) * samples",
@@ -318,7 +318,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             'state["step"].fill_(0)',
         ),
     ],
-    ("train/schedule.py", "tests/train/test_schedule.py"): [
+    ("train/learning_rate.py", "tests/train/test_learning_rate.py"): [
         (
             "warm-up counts as decay",
             "progress = (step - options.warmup_steps) / max(1, steps - options.warmup_steps)",

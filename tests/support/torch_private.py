@@ -108,13 +108,13 @@ PRIVATE = (
     Private(
         f"{_SCHEDULES}._PipelineScheduleRuntime",
         ("_stages", "_n_microbatches", "_num_stages"),
-        "plan/schedule.py",
+        "plan/schedule_cost.py",
         "a schedule's table without a pipeline",
     ),
     Private(
         f"{_SCHEDULES}.ScheduleInterleaved1F1B",
         ("_calculate_single_rank_operations",),
-        "plan/schedule.py",
+        "plan/schedule_cost.py",
         "a rank's row of that table",
     ),
     Private(
@@ -167,7 +167,9 @@ PRIVATE = (
         "moe/symmetric.py",
         "buffers that peers write to",
     ),
-    Private("torch.distributed._symmetric_memory", ("empty", "rendezvous"), "rehearse/symmetric.py", "to replace them"),
+    Private(
+        "torch.distributed._symmetric_memory", ("empty", "rendezvous"), "rehearse/fake_symmetric.py", "to replace them"
+    ),
     Private(
         "torch._C", ("_dispatch_has_kernel_for_dispatch_key",), "moe/symmetric.py", "whether an op runs on a device"
     ),
@@ -186,7 +188,7 @@ PRIVATE = (
     Private(
         "torch.utils._python_dispatch",
         ("is_in_torch_dispatch_mode",),
-        "ops/kernels/launch.py",
+        "ops/kernels/kernel_launch.py",
         "whether a mode watches operations, so that a kernel has to be one",
     ),
     # The rehearsal runs a step on fake tensors and records what torch does there.
@@ -233,7 +235,7 @@ PRIVATE = (
     Private(
         "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam",
         ("unsharded_accumulated_grad", "_unsharded_param"),
-        "rehearse/memory.py",
+        "rehearse/memory_over_step.py",
         "gradients of whole weights",
     ),
     Private("torch.autograd.graph", ("_engine_run_backward",), "rehearse", "the frame below which backward runs"),
