@@ -28,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from titanmoe.config.load import load  # noqa: E402
-from titanmoe.config.ranks import recipe_ranks  # noqa: E402
 from titanmoe.config.recipes import find_recipe, names  # noqa: E402
 from titanmoe.config.schema import (  # noqa: E402
     Config,
@@ -39,6 +38,7 @@ from titanmoe.config.schema import (  # noqa: E402
     Pipeline,
     Training,
 )
+from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold, derive  # noqa: E402
 from titanmoe.models.count import flops_per_token  # noqa: E402
 from titanmoe.models.families import preset  # noqa: E402
@@ -46,11 +46,11 @@ from titanmoe.plan.devices import Device, read_device  # noqa: E402
 from titanmoe.plan.halves import Cost, Stack  # noqa: E402
 from titanmoe.plan.links import Factors, Links  # noqa: E402
 from titanmoe.plan.memory import ranks  # noqa: E402
+from titanmoe.plan.plan_table import stages_per_rank  # noqa: E402
 from titanmoe.plan.price import Price, Pricer  # noqa: E402
-from titanmoe.plan.schedule import played  # noqa: E402
+from titanmoe.plan.schedule_cost import played  # noqa: E402
 from titanmoe.plan.search import Found, search  # noqa: E402
 from titanmoe.plan.sizes import Sizes, units_of_stage  # noqa: E402
-from titanmoe.plan.table import stages_per_rank  # noqa: E402
 from titanmoe.rehearse.columns import format_bytes  # noqa: E402
 
 ROWS = ROOT / "tests" / "data" / "published_runs.jsonl"

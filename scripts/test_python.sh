@@ -18,6 +18,6 @@ for version; do
     PYTHONPYCACHEPREFIX=$venv/compiled "$venv/bin/python" -W error -m compileall -q -f titanmoe tests scripts train.py
     "$venv/bin/python" -m pytest -q -n 2 -p no:cacheprovider -k "not torch" tests/fold tests/config \
         --ignore tests/fold/test_meshes.py --ignore tests/config/test_fuzz.py tests/models/test_count.py \
-        tests/models/test_families.py tests/train/test_schedule.py tests/train/test_spikes.py \
-        tests/train/test_outlet.py tests/data/test_documents.py tests/data/test_work.py
+        tests/models/test_families.py tests/train/test_learning_rate.py tests/train/test_spikes.py \
+        tests/train/test_outlet.py tests/data/test_documents.py tests/data/test_balanced_work.py
 done

@@ -25,5 +25,5 @@ fi
 
 "$venv/bin/python" -c 'import sys, torch; print("Python", sys.version.split()[0], "torch", torch.__version__)'
 [[ $# -gt 0 ]] || set -- tests/test_parity.py tests/moe tests/parallel tests/checkpoint tests/ops tests/comm tests/models \
-    tests/train tests/test_gradients.py tests/rehearse tests/watch tests/launcher
+    tests/train tests/test_gradient_table.py tests/rehearse tests/watch tests/launcher
 OMP_NUM_THREADS=1 "$venv/bin/python" -m pytest -n 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -25,7 +25,7 @@ for compiler in ("TORCHINDUCTOR", "TRITON"):
     folder = Path(tempfile.gettempdir(), f"titanmoe_tests_{os.getuid()}", CPU, compiler.lower())
     os.environ.setdefault(f"{compiler}_CACHE_DIR", str(folder))
 
-from tests import no_garbage  # noqa: E402, F401, I001 - before all that is large
+from tests.support import no_garbage  # noqa: E402, F401, I001 - before all that is large
 
 import pytest  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
@@ -43,7 +43,7 @@ providers.is_local_module_file = lambda path: False
 LONG = (
     "test_parity", "rehearse/test_clean", "ops/test_interpreter", "test_extending",
     "test_launch_scripts", "parallel/test_compiled", "checkpoint_hf/test_fields", "moe/test_dispatch",
-    "rehearse/test_memory", "parallel/test_pairs", "data/test_loader", "train/test_validation",
+    "rehearse/test_memory_over_step", "parallel/test_pairs", "data/test_loader", "train/test_validation",
     "ops/test_kernels_compile", "moe/test_compile", "moe/test_symmetric", "train/test_watch", "train/test_skips",
 )  # fmt: skip
 """The files that take longest. They come first: the worker that got one of them last would be waited for."""

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests import deep_ep, reference, suspects, symmetric, world  # noqa: F401 (what is emulated)
-from tests.errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
+from tests import reference, world
+from tests.support import blame, emulated_deep_ep, emulated_symmetric  # noqa: F401 (what is emulated)
+from tests.support.parity_errors import NUMERICS, TOLERANCE, compare, error, number, relative, tolerance
 from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
@@ -175,10 +176,10 @@ class Outcome:
 
 
 def whole(
-    pieces: dict[str, Any], rank: int, fold: Fold, places: dict[str, suspects.Held] | None = None
+    pieces: dict[str, Any], rank: int, fold: Fold, places: dict[str, blame.Held] | None = None
 ) -> dict[str, torch.Tensor]:
     """Logical tensors from every rank's pieces, on rank 0; replicas must be equal, up to rounding."""
-    mine, places = {}, places or suspects.held(pieces)
+    mine, places = {}, places or blame.held(pieces)
     for name, tensor in pieces.items():
         part = tensor.detach()
         part = part.to_local() if isinstance(part, DTensor) else part
@@ -188,7 +189,7 @@ def whole(
     gathered = [None] * dist.get_world_size() if rank == 0 else []
     dist.gather_object(mine, gathered or None)
     parts = [{name: (torch.from_numpy(array), one) for name, (array, one, _) in mine.items()} for mine in gathered]
-    apart = [suspects.of_replicas(fold, parts, 1e-12)]
+    apart = [blame.of_replicas(fold, parts, 1e-12)]
     dist.broadcast_object_list(apart)  # a rank that did not know would wait for those that fail
     assert not apart[0], apart[0]
     if rank:
@@ -256,10 +257,10 @@ def measure(
     train_step: Callable[[Any], dict[str, Any]] = lambda trainer: trainer.train_step(),
 ) -> Outcome | None:
     """prepare: called with the Trainer before its first step. train_step: runs one step of it."""
-    from tests import faults
+    from tests.support import planted_faults
 
     config, rank = read(changes, dist.get_world_size()), dist.get_rank()
-    undo = faults.FAULTS[fault]() if fault else lambda: None
+    undo = planted_faults.FAULTS[fault]() if fault else lambda: None
     grads: list[dict[str, torch.Tensor]] = []
 
     def capture(step: int, parameters: dict[str, Any]) -> None:
@@ -270,7 +271,7 @@ def measure(
 
     try:
         trainer = make_trainer(changes, loader=samples(documents), on_gradients=capture)
-        places = suspects.held(trainer.parameters)
+        places = blame.held(trainer.parameters)
         prepare(trainer)
         with frozen(choices):
             reports = [train_step(trainer) for _ in range(steps)]
@@ -306,9 +307,9 @@ def train(argv: list[str]) -> None:
     Trainer(read(argv, runtime.world), runtime).train()
 
 
-def places(changes: dict[str, Any]) -> dict[str, suspects.Held]:
+def places(changes: dict[str, Any]) -> dict[str, blame.Held]:
     """On a rank: where its pieces of the parameters are."""
-    return suspects.held(make_trainer(changes, loader=samples()).parameters)
+    return blame.held(make_trainer(changes, loader=samples()).parameters)
 
 
 # What may change speed and memory but no number: the reference is computed without it, once.
@@ -386,7 +387,7 @@ def check(
     if not errors[worst] <= allowed:
         raise AssertionError(
             f"{worst} is off by {errors[worst]:.2e}; {errors}; {changes}; of gradients, "
-            + suspects.of_gradients(
+            + blame.of_gradients(
                 derive(size, config.parallelism),
                 world.run(size, places, changes),
                 got.grads,

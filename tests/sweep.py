@@ -4,10 +4,10 @@
     python -m tests.sweep --only pp2        only mappings whose name contains a text
     python -m tests.sweep --minutes 30      stop after a while; the next call goes on from there
 
-517 mappings, each with one family, dispatcher, schedule, ... of those in tests/features.py: dealt out in turn, so each
-choice gets as many mappings as any other of its feature. Also, schedules and context-parallel kinds by a cover of all
-pairs; and 16-rank mappings, including the paper's convergence run. Pools of ranks are renewed along the way
-(tests/world.py), so the number of process groups stays bounded.
+517 mappings, each with one family, dispatcher, schedule, ... of those in tests/support/case_features.py: dealt out in
+turn, so each choice gets as many mappings as any other of its feature. Also, schedules and context-parallel kinds by a
+cover of all pairs; and 16-rank mappings, including the paper's convergence run. Pools of ranks are renewed along the
+way (tests/world.py), so the number of process groups stays bounded.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests import features, parity, world
-from tests.features import CP_KINDS, FEATURES, SCHEDULES, changes
-from tests.mappings import all_folds, cover, named, one_or_more
+from tests import parity, world
+from tests.support import case_features
+from tests.support.case_features import CP_KINDS, FEATURES, SCHEDULES, changes
+from tests.support.covering_mappings import all_folds, cover, named, one_or_more
 from titanmoe.fold.degrees import Fold
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,7 +112,7 @@ def run(rows: Path, only: str = "", minutes: float = math.inf) -> dict[str, Row]
         errors, failure = {}, ""
         try:
             documents = case.choices.get("documents") == "yes"
-            steps = features.steps(case.choices)
+            steps = case_features.steps(case.choices)
             errors = parity.check(case.fold.world, case.changes, documents=documents, timeout=TIMEOUT_S, steps=steps)
         except (AssertionError, world.RankError) as error:
             failure = str(error)

@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-from tests import faults, processes, world
+from tests import world
+from tests.support import planted_faults, processes
 
 SMALL = {"model.num_layers": 1, "training.seq_len": 16}
 
@@ -27,7 +28,7 @@ def checked(expected: list[float], chosen: list[str], fault: str) -> dict[str, A
     from tests.parity import runtime_here
     from titanmoe.launcher import check_cluster
 
-    undo = faults.FAULTS[fault]() if fault else lambda: None
+    undo = planted_faults.FAULTS[fault]() if fault else lambda: None
     known = mock.patch.object(check_cluster, "of_one_rank", lambda world, device: expected)
     try:
         with known, mock.patch.dict(check_cluster.BASE, SMALL):

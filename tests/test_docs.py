@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from titanmoe.config import load, other_names
+from titanmoe.config.field_values import WrongType, fit
 from titanmoe.config.fields import fields, tables
 from titanmoe.config.recipe import toml
-from titanmoe.config.values import WrongType, fit
-from titanmoe.launcher.command import parse_words
+from titanmoe.launcher.train_command import parse_words
 from titanmoe.models.families import preset
 
 ROOT = Path(__file__).resolve().parent.parent

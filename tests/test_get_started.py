@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK = re.compile(r"(?:^`([\w.]+)`:\n\n)?^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests import parity, reference
-from tests.errors import LAYER
 from tests.parity import Outcome
+from tests.support.parity_errors import LAYER
 
 CHANGES = {
     "moe.aux_loss_sequence": 0.02,

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from tests import faults, features, parity, processes, world
-from tests.features import CP_KINDS, DISPATCHERS, FEATURES, MODELS, changes
-from tests.mappings import all_folds, cover, named, one_or_more
+from tests import parity, world
+from tests.support import case_features, planted_faults, processes
+from tests.support.case_features import CP_KINDS, DISPATCHERS, FEATURES, MODELS, changes
+from tests.support.covering_mappings import all_folds, cover, named, one_or_more
 from titanmoe.fold.degrees import Fold
 
 
@@ -42,7 +43,7 @@ def cost(fold: Fold, choice: dict[str, str]) -> float:
     given = parity.TINY | changes(fold, choice)
     microbatches = given["training.global_batch_size"] / (given["training.local_batch_size"] * fold.dp)
     layers = given["model.num_layers"] / fold.pp + given.get("model.mtp_depth", 0)
-    return 3 + features.steps(choice) * layers * microbatches
+    return 3 + case_features.steps(choice) * layers * microbatches
 
 
 def on_4_ranks() -> list[Any]:
@@ -72,7 +73,7 @@ def on_8_ranks() -> list[Any]:
 
     def small(fold: Fold, choice: dict[str, str]) -> bool:
         one_stage = fold.pp == 1 or choice["schedule"] in ("GPipe", "1F1B")
-        return one_stage and choice["batch"] == "1" and choice["mtp"] == "no" and features.steps(choice) == 1
+        return one_stage and choice["batch"] == "1" and choice["mtp"] == "no" and case_features.steps(choice) == 1
 
     pool = [case for case in candidates(8, 1500) if small(*case)]
     # Of 60 seeds, the cheapest.
@@ -82,7 +83,7 @@ def on_8_ranks() -> list[Any]:
 
 def check_choice(fold: Fold, choice: dict[str, str]) -> None:
     documents = choice["documents"] == "yes"
-    parity.check(fold.world, changes(fold, choice), documents=documents, steps=features.steps(choice))
+    parity.check(fold.world, changes(fold, choice), documents=documents, steps=case_features.steps(choice))
 
 
 @pytest.mark.parametrize(("fold", "choice"), on_4_ranks())
@@ -391,7 +392,7 @@ def test_the_oracle_catches(fault: str, case: dict[str, Any]) -> None:
 
 def test_every_fault_is_planted() -> None:
     (planted,) = (mark.args[1] for mark in test_the_oracle_catches.pytestmark)
-    assert {fault for fault, _ in planted} == set(faults.FAULTS)
+    assert {fault for fault, _ in planted} == set(planted_faults.FAULTS)
 
 
 def test_train_py_itself_agrees_under_two_mappings(tmp_path: Path) -> None:

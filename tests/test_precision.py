@@ -1,7 +1,8 @@
 """Code that computes in at least float32, compared with float64: only the input's roundings and one of the result.
 
-`final` allows each number one rounding to its own dtype, and the tensor the error of float32 sums (tests/near.py).
-Numbers that were bfloat16 in between have larger errors, so that even one such step is noticed.
+`final` allows each number one rounding to its own dtype, and the tensor the error of float32 sums
+(tests/support/tolerances.py). Numbers that were bfloat16 in between have larger errors, so that even one such step is
+noticed.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import near, reference
+from tests import reference
+from tests.support import tolerances
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
 from titanmoe.config.schema import Optimizer as Options
@@ -40,8 +42,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 def final(got: Tensor, exact: Tensor, terms: int = 0, roundings: int = 16) -> None:
     got_wide, exact = got.detach().double(), exact.detach().double()
-    rest = near.bound(torch.float32, terms, roundings) * float(exact.abs().max())
-    beyond = (got_wide - exact).abs() - near.unit(got.dtype) * exact.abs() - rest
+    rest = tolerances.bound(torch.float32, terms, roundings) * float(exact.abs().max())
+    beyond = (got_wide - exact).abs() - tolerances.unit(got.dtype) * exact.abs() - rest
     assert not beyond.isnan().any() and float(beyond.max()) <= 0, f"{float(beyond.max()):.2e} beyond one rounding"
 
 
@@ -92,7 +94,7 @@ def test_angles(shape: dict, dtype: torch.dtype) -> None:
     angle = (position[..., None] * torch.tensor(frequency, dtype=torch.float64)).repeat(1, 1, 2).unsqueeze(2)
     for got, exact in zip(rope_angles(position, model, 32, dtype), (angle.cos(), angle.sin()), strict=True):
         assert got.dtype == torch.float32
-        near.close(got, (exact * scale).float(), roundings=512**2)
+        tolerances.close(got, (exact * scale).float(), roundings=512**2)
 
 
 @both
@@ -125,8 +127,8 @@ def test_pieces_of_attention_merge_wide(chunks: int) -> None:
     context._forward_pairs(q, k, v, everything, everything, None, out, lse)
     assert out.dtype == lse.dtype == torch.float32
     exact, exact_lse = context.block_reference(q.double(), k.double(), v.double(), None, True)
-    assert (out - exact).norm() <= near.unit(torch.bfloat16) * exact.norm()
-    assert near.apart(lse, exact_lse) <= near.unit(torch.bfloat16) / 16
+    assert (out - exact).norm() <= tolerances.unit(torch.bfloat16) * exact.norm()
+    assert tolerances.apart(lse, exact_lse) <= tolerances.unit(torch.bfloat16) / 16
 
 
 def test_blocked_attention_is_softmax_of_wide_sums() -> None:
@@ -140,7 +142,7 @@ def test_blocked_attention_is_softmax_of_wide_sums() -> None:
         out = blocked_attention(*leaves)
         results.append([out, *torch.autograd.grad(out, leaves, random(*out.shape, seed=9).bfloat16().to(wide))])
     for got, exact, roundings in zip(*results, (3, 7, 7, 7), strict=True):
-        assert (got - exact).norm() <= (roundings / 3) ** 0.5 * near.unit(torch.bfloat16) * exact.norm()
+        assert (got - exact).norm() <= (roundings / 3) ** 0.5 * tolerances.unit(torch.bfloat16) * exact.norm()
 
 
 # ---- the loss
@@ -206,7 +208,7 @@ def test_gating_and_balance_terms(score: str, dtype: torch.dtype) -> None:
     told_of = dict(zip(STATISTICS, balance.statistics_MX[0].tolist(), strict=True))
     wanted = {name: 0.01 * float(terms[term]) for name, term in zip(AUX, ("seq", "mb", "glob", "z"), strict=True)}
     wanted |= {"entropy": float(torch.special.entr(share).sum()), "tokens": 32.0, "dropped": 0.0}
-    assert told_of == pytest.approx(wanted, rel=near.bound(torch.float32, 40 * 16, 64))
+    assert told_of == pytest.approx(wanted, rel=tolerances.bound(torch.float32, 40 * 16, 64))
     assert balance.statistics_MX.dtype == balance.count_ME.dtype == torch.float64
 
 
@@ -218,7 +220,7 @@ def test_norm_of_gradients(dtype: torch.dtype) -> None:
     grads = [random(3 * 4096 + 7, 5, dtype=dtype), random(300, 50, dtype=dtype, seed=1).t(), random(1, dtype=dtype)]
     for norm, grad in zip(local_norms(grads), grads, strict=True):
         assert norm.dtype == torch.float64
-        assert float(norm) == pytest.approx(float(grad.double().norm()), rel=near.bound(torch.float32, 4096))
+        assert float(norm) == pytest.approx(float(grad.double().norm()), rel=tolerances.bound(torch.float32, 4096))
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "for_loop"])

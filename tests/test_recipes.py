@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanmoe.config.ranks import recipe_ranks
 from titanmoe.config.recipe import read_recipe
+from titanmoe.config.world_size import recipe_ranks
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.models.count import parameters
 from titanmoe.models.families import preset

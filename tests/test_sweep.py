@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
-from tests import features, parity, sweep
-from tests.features import CP_KINDS, FEATURES, SCHEDULES
+from tests import parity, sweep
+from tests.support import case_features
+from tests.support.case_features import CP_KINDS, FEATURES, SCHEDULES
 
 
 def test_every_mapping_of_8_ranks_and_every_choice_meets_many() -> None:
@@ -28,7 +28,7 @@ def test_pairs_of_schedules_and_cp_kinds_all_meet() -> None:
 
 def test_every_case_has_its_number_of_steps() -> None:
     """Also those of 16 ranks, which choose no feature."""
-    assert {features.steps(case.choices) for case in sweep.cases().values()} == {1, 2}
+    assert {case_features.steps(case.choices) for case in sweep.cases().values()} == {1, 2}
     assert any(not case.choices for case in sweep.cases().values())
 
 
@@ -42,37 +42,6 @@ def test_the_page_says_what_the_rows_say_and_each_row_is_a_case() -> None:
     assert max(error for row in rows for error in row["errors"].values()) <= parity.TOLERANCE["float64"]
     table = sweep.PAGE.read_text().partition(sweep.BEGIN)[2].partition(sweep.END)[0]
     assert table.strip() == sweep.page(rows)
-
-
-def test_it_goes_on_where_it_stopped_and_writes_worst_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    ran = []
-
-    def check(size: int, changes: dict, **_: object) -> dict[str, float]:
-        ran.append(changes)
-        if len(ran) == 2:
-            raise AssertionError("off")
-        return {"loss": 1e-15, "grads": len(ran) * 1e-15, "norm": 0.0, "weights": 0.0, "load": 3e-16}
-
-    monkeypatch.setattr(sweep.parity, "check", check)
-    few = {name: case for name, case in sweep.cases().items() if name in ("cp8-ep8", "tp8-ep8", "pp8")}
-    monkeypatch.setattr(sweep, "cases", lambda: few)
-    results = tmp_path / "rows.jsonl"
-    assert [bool(row["failure"]) for row in sweep.run(results).values()] == [False, True, False]
-    done = sweep.run(results)
-    assert len(ran) == 4, "what had failed, alone"
-    few["pp8"] = few["pp8"]._replace(choices=few["pp8"].choices | {"mtp": "another"})
-    monkeypatch.setattr(sweep.Case, "changes", {})
-    sweep.run(results)
-    assert len(ran) == 5, "other choices than those of the row"
-    assert [row["name"] for row in sweep.read(results)] == list(done), "each once, in the order of the cases"
-    text = tmp_path / "parity.md"
-    text.write_text(f"before\n{sweep.BEGIN}\nold\n{sweep.END}\nafter\n")
-    sweep.write(list(done.values()), text)
-    before, *table, after = text.read_text().splitlines()
-    assert (before, after) == ("before", "after")
-    assert "| set | all of 8 ranks | 3 | 1.0e-15 | 4.0e-15 | 0.0e+00 | 0.0e+00 | 3.0e-16 |" in table
 
 
 @pytest.mark.sweep

@@ -11,8 +11,8 @@ import torch
 from torch.distributed import distributed_c10d
 
 import titanmoe
-from tests import torch_private
-from tests.torch_private import PRIVATE, removed
+from tests.support import torch_private
+from tests.support.torch_private import PRIVATE, removed
 
 ROOT = Path(titanmoe.__file__).parent
 OTHERS = {
@@ -59,7 +59,7 @@ def test_every_use_is_in_the_table() -> None:
             known = name in names or any(whole == name or whole.startswith(f"{name}.") for whole in dotted)
             if not known and name not in OTHERS:
                 unknown.append(f"{path}: {name}")
-    assert not unknown, "add them to tests/torch_private.py"
+    assert not unknown, "add them to tests/support/torch_private.py"
 
 
 def test_the_table_has_nothing_that_is_not_used() -> None:

@@ -1,4 +1,4 @@
-"""The faults, the judgement and the table of scripts/torture; the trials themselves take minutes and are not tests."""
+"""The faults and the judgement of scripts/torture, and the page's table; trials take minutes and are not tests."""
 
 import contextlib
 import errno
@@ -13,12 +13,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from scripts.torture import __main__ as command
 from scripts.torture import judge, trials
-from scripts.torture.judge import Outcome, read, table
-from scripts.torture.runs import INTERVAL, RANKS, TIMEOUT_S, Missed, Run, Wrong
-from scripts.torture.trials import GROUPS, KINDS
-from tests import processes
+from scripts.torture.judge import read, table
+from scripts.torture.runs import INTERVAL, TIMEOUT_S, Missed, Run, Wrong
+from scripts.torture.trials import GROUPS
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parent.parent
 FAULTS = ROOT / "scripts/torture/faults"
@@ -168,30 +167,6 @@ def test_at_a_signal_calls_become_slow_or_one_is_skipped(do, third, fourth):
     assert done.stdout.splitlines() == ["0 str False", "1 str False", f"2 {third}", f"3 {fourth}"]
 
 
-ONE, TWO, *_ = KINDS
-TRIED = [
-    Outcome(ONE, 0, figures={"steps repeated": 2, "seconds to resume": 5.0}),
-    Outcome(TWO, 1, figures={"steps repeated": 9, "seconds to resume": 6.0}, failure="4 saved steps lost"),
-    Outcome(ONE, 2, figures={"steps repeated": 1, "seconds to resume": 30.0}),
-    Outcome(TWO, 3, failure="torchrun ended with 1"),
-]
-
-
-def test_the_table_adds_up_and_says_how_to_repeat_a_failure():
-    lines = table(TRIED).splitlines()
-    assert [line.strip("| ").split(" | ") for line in lines[:1] + lines[2:5]] == [
-        ["what happened", "trials", "as it should be", "steps repeated", "seconds to resume"],
-        [ONE, "2", "2", "1.5, at most 2", "17.5, at most 30"],
-        [TWO, "2", "0", "9, at most 9", "6, at most 6"],
-        ["all", "4", "2", "2, at most 9", "6, at most 30"],
-    ]
-    assert lines[6:] == [
-        "2 failures",
-        f'* "{TWO}" --first 1 --trials 1: 4 saved steps lost',
-        f'* "{TWO}" --first 3 --trials 1: torchrun ended with 1',
-    ]
-
-
 @pytest.mark.parametrize("launcher", ["torchrun", "titanmoe train"])
 def test_a_hang_that_names_another_rank_or_ends_late_has_failed(tmp_path, monkeypatch, launcher):
     run = Run(tmp_path, 5, launcher)
@@ -263,67 +238,6 @@ def test_whom_a_slow_run_must_name(tmp_path):
     events(run, first)
     with pytest.raises(Wrong, match="named without a fault: rank 2"):
         judge.straggles(run, lambda: ([2], "data"))
-
-
-def test_a_trials_mapping_comes_from_its_seed_and_its_calm_run_has_the_same(tmp_path, monkeypatch):
-    runs = [Run(tmp_path / str(seed), seed) for seed in range(40)]
-    assert {run.mapping for run in runs} == set(range(5)) and {run.rank for run in runs} == set(range(RANKS))
-    monkeypatch.setattr(Run, "start", lambda run: None)
-    monkeypatch.setattr(Run, "finish", lambda run: None)
-    run = next(run for run in runs if "parallelism.tp" in run.options)
-    run.rank, run.skips = 3, 5
-    calm = judge.calm_of(run)
-    assert calm.options == run.options | judge.SKIPS | {"data.skip_steps": '["5"]'}
-    assert calm.folder.parent == tmp_path and calm.folder != judge.calm_of(runs[0]).folder
-    assert trials.data_ranks(run) == 2 and trials.sample(run, 1) == 19  # the last of the fifth four
-
-
-def test_launchers_alternate_by_rounds_and_a_missed_moment_is_tried_again(tmp_path, monkeypatch):
-    seen = []
-
-    def kind(run):
-        seen.append(run.launcher)
-        if len(seen) == 1:
-            raise Missed("the run ended")
-        run.figures["steps repeated"] = 1 / 3
-
-    group = trials.Group(dict.fromkeys("abcde", kind))
-    monkeypatch.setattr(trials, "KINDS", dict.fromkeys("abcde", group))
-    outcomes = [trials.trial("abcde"[seed % 5], seed, tmp_path) for seed in range(11)]
-    assert seen == [*["torchrun"] * 6, *["titanmoe train"] * 5, "torchrun"]
-    assert not any(outcome.failure for outcome in outcomes) and outcomes[0].figures == {"steps repeated": 0.33}
-    assert trials.trial("a", 0, tmp_path, "titanmoe train").under.startswith("titanmoe train, ")
-
-    def wrong(run):
-        raise Wrong("torchrun ended with 1")
-
-    monkeypatch.setattr(trials, "KINDS", {"a": trials.Group({"a": kind}, (wrong,))})
-    assert trials.trial("a", 0, tmp_path).failure == "torchrun ended with 1"
-
-
-def test_trials_resume_where_they_stopped(tmp_path, monkeypatch, capsys):
-    made = []
-
-    def trial(kind, seed, folder, launcher):
-        if len(made) == stop:
-            raise KeyboardInterrupt
-        made.append((kind, seed))
-        return Outcome(kind, seed)
-
-    results = tmp_path / "results.jsonl"
-    monkeypatch.setattr(command, "trial", trial)
-    monkeypatch.setattr(command.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(sys, "argv", ["torture", "hangs", "--trials", "7", "--results", str(results)])
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    stop = 3
-    with pytest.raises(KeyboardInterrupt):
-        command.main()
-    assert [(each.kind, each.seed) for each in read(results)] == made
-    stop = 99
-    assert command.main() == 0 and command.main() == 0
-    hangs = list(GROUPS["hangs"].kinds)
-    assert made == [(hangs[seed % 5], seed) for seed in range(7)] and len(read(results)) == 7
-    assert "| all | 7 | 7 |\n\n0 failures\n" in capsys.readouterr().out
 
 
 def test_a_bit_is_flipped_only_where_a_checkpoint_before_it_can_be_taken(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ PR_SET_PDEATHSIG = 1
 ROOT = Path(__file__).resolve().parent.parent
 # Each takes a fraction of a second to import, and 8 ranks on 2 cores would otherwise import it 8 times.
 PRELOAD = (
-    "tests.no_garbage",
+    "tests.support.no_garbage",
     "torch._dynamo",
     "torch.distributed.tensor",
     "torch.distributed.fsdp",

@@ -16,25 +16,25 @@ from typing import NoReturn
 from rich.console import Console
 from rich.text import Text
 
-from titanmoe.checkpoint.command import add_checkpoint
-from titanmoe.checkpoint.hf.command import add_convert
+from titanmoe.checkpoint.checkpoint_command import add_checkpoint
+from titanmoe.checkpoint.hf.convert_command import add_convert
 from titanmoe.config.load import ConfigError, format_problems, load
-from titanmoe.config.ranks import add_ranks, world_of
 from titanmoe.config.schema import Config, Parallelism
+from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.data.tokenizer_command import add_tokenizer
 from titanmoe.data.verify_command import add_data
 from titanmoe.fold.degrees import DERIVED, KEYS, Fold, derive, resolve
 from titanmoe.fold.groups import View, groups
+from titanmoe.fold.legal_mappings import changes, legal_stages, nearest
 from titanmoe.fold.legality import violations
 from titanmoe.fold.picture import draw, listing
-from titanmoe.fold.search import changes, legal_stages, nearest
-from titanmoe.generate.command import add_generate
-from titanmoe.launcher.command import add_train
+from titanmoe.generate.generate_command import add_generate
 from titanmoe.launcher.slurm import add_slurm
-from titanmoe.plan.command import add_plan
-from titanmoe.rehearse.command import add_rehearse
-from titanmoe.report.command import add_report
+from titanmoe.launcher.train_command import add_train
+from titanmoe.plan.plan_command import add_plan
+from titanmoe.rehearse.rehearse_command import add_rehearse
+from titanmoe.report.report_command import add_report
 from titanmoe.train.runtime import leave
 
 ASCII = str.maketrans("─├┤", "-[]")

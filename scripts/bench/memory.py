@@ -4,8 +4,9 @@
 
 Kept bytes are those of the storages made in a forward pass that outlive it, and the rows that enter; the peak is that
 of a forward and a backward pass on top of the operands, including the head's gradient (128 MiB). Both are counted
-tensor by tensor (tests/memory.py), without parameters. Times are CPU seconds of forward and backward on one thread; the
-variants alternate within one process, and the ratio's median over the rounds is printed. All in float32.
+tensor by tensor (tests/support/live_bytes.py), without parameters. Times are CPU seconds of forward and backward on
+one thread; the variants alternate within one process, and the ratio's median over the rounds is printed. All in
+float32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from tests.memory import Live
+from tests.support.live_bytes import Live
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model, MoE
 from titanmoe.models.latent_attention import LatentAttention

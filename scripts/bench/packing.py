@@ -16,9 +16,9 @@ import argparse
 import numpy as np
 
 from titanmoe.config.schema import Model
+from titanmoe.data.balanced_work import DocumentWork, assign
 from titanmoe.data.documents import MemoryDocuments
 from titanmoe.data.pack import BestFit, Stream
-from titanmoe.data.work import DocumentWork, assign
 from titanmoe.models.families import preset
 
 STEPS = 20

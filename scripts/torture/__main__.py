@@ -28,7 +28,7 @@ from scripts.torture.runs import LAUNCHERS
 from scripts.torture.trials import GROUPS, KINDS, trial
 
 PRELOADED = (
-    "torch.distributed.run", "torch.distributed.fsdp", "titanmoe.checkpoint.folder", "titanmoe.cli",
+    "torch.distributed.run", "torch.distributed.fsdp", "titanmoe.checkpoint.checkpoint_folder", "titanmoe.cli",
     "titanmoe.train.trainer", "titanmoe.watch.numbers", "titanmoe.watch.watch",
 )  # fmt: skip
 """Before the first fork, so that no rank has to."""

@@ -141,7 +141,7 @@ def is_flat(run: Run, rows: list[list[float]]) -> None:
 
 def as_if_nothing_had_happened(run: Run) -> None:
     """Losses, norms, weights and moments are those of an undisturbed run, to the last bit."""
-    from titanmoe.checkpoint.folder import open_checkpoint
+    from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 
     calm = calm_of(run)
     if (ours := losses(run)) != (theirs := losses(calm)):

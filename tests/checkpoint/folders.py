@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.folder import write_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.manifest import sealed
 from titanmoe.checkpoint.write_tensors import Lazy
 

@@ -17,8 +17,8 @@ from tests import world
 from tests.checkpoint.folders import make
 from tests.checkpoint.test_layout import config
 from titanmoe.checkpoint import choose_checkpoint, inside, layout
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, save
 from titanmoe.checkpoint.choose_checkpoint import wanted_checkpoint
-from titanmoe.checkpoint.folder import open_checkpoint, save
 from titanmoe.checkpoint.inside import CheckpointError, Unreadable
 from titanmoe.checkpoint.manifest import Manifest
 from titanmoe.checkpoint.saver import Saver

@@ -20,8 +20,8 @@ from tests import parity, world
 from tests.checkpoint import runs
 from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint import saver as saver_module
+from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.finite import first_nonfinite
-from titanmoe.checkpoint.folder import write_checkpoint
 from titanmoe.checkpoint.layout import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import Piece

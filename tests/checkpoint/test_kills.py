@@ -13,7 +13,7 @@ import torch
 
 from tests.checkpoint import victims
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 
 NOBODY = -1
 

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests import processes
+from tests.support import processes
 from titanmoe.checkpoint import layout
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ import torch
 
 from tests.checkpoint.folders import flip_a_bit, make, rewrite
 from titanmoe.checkpoint import layout, manifest
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, wanted_checkpoint
-from titanmoe.checkpoint.folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.write_tensors import Lazy, _Summing
 from titanmoe.config.schema import Config

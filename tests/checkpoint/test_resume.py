@@ -11,7 +11,7 @@ import torch
 from tests import parity, world
 from tests.checkpoint import runs
 from tests.checkpoint.runs import LAST, SAVED
-from tests.features import MODELS
+from tests.support.case_features import MODELS
 
 PP = {"parallelism.pp": 4, "model.num_layers": 4, "training.global_batch_size": 8}
 FOUR = {"model.num_layers": 4}

@@ -10,7 +10,7 @@ import pytest
 
 from tests import world
 from tests.checkpoint import runs
-from tests.generate.test_command import ask
+from tests.generate.test_generate_command import ask
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Data

@@ -15,7 +15,7 @@ import torch
 
 from tests.checkpoint import folders
 from titanmoe.checkpoint import inside, layout, tensors
-from titanmoe.checkpoint.folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Sum
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests import near
+from tests.support import tolerances
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -140,7 +140,7 @@ def logits(model: Any, ids_BL: torch.Tensor) -> torch.Tensor:
 
 def close(got: torch.Tensor, want: torch.Tensor) -> None:
     """In each of 3 layers at most: angles of up to 32, products of up to 64 terms, some 40 roundings."""
-    near.close(got, want, terms=3 * 8 * 64, roundings=3 * (32**2 + 40))
+    tolerances.close(got, want, terms=3 * 8 * 64, roundings=3 * (32**2 + 40))
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

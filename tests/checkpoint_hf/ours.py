@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanmoe.checkpoint.folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.hf.config import describe
 from titanmoe.checkpoint.hf.source import open_hf
 from titanmoe.checkpoint.state import persistent_buffers
@@ -51,7 +51,7 @@ def logits(folder: str, ids_BL: torch.Tensor, degrees: dict[str, Any], experts: 
     """For every rank of a mapping: which samples and positions it has, and their logits. Runs on ranks."""
     from titanmoe.fold.meshes import build_meshes
     from titanmoe.parallel.apply import build
-    from titanmoe.parallel.batch import take_slice
+    from titanmoe.parallel.batch_slice import take_slice
     from titanmoe.parallel.context import placement
 
     source = open_any(folder)

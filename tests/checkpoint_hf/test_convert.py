@@ -117,10 +117,10 @@ def test_many_ranks_make_what_one_makes(qwen, tmp_path):
 
 
 def _on_ranks(folder, tmp):
-    from titanmoe.checkpoint.hf import command
+    from titanmoe.checkpoint.hf import convert_command
 
-    join, destroy = command._join, torch.distributed.destroy_process_group
-    command._join = lambda: torch.distributed.group.WORLD  # the pool's own, which outlives the call
+    join, destroy = convert_command._join, torch.distributed.destroy_process_group
+    convert_command._join = lambda: torch.distributed.group.WORLD  # the pool's own, which outlives the call
     torch.distributed.destroy_process_group = lambda: None
     try:
         return [
@@ -128,7 +128,7 @@ def _on_ranks(folder, tmp):
             convert("--to-hf", f"{tmp}/two", f"{tmp}/together", "--max-shard-gb", 16e-6),
         ]
     finally:
-        command._join, torch.distributed.destroy_process_group = join, destroy
+        convert_command._join, torch.distributed.destroy_process_group = join, destroy
 
 
 @pytest.mark.parametrize("part", ["plan_folder", "write_file"])
@@ -142,10 +142,10 @@ def test_a_failing_rank_ends_all_and_leaves_nothing(qwen, tmp_path, part):
 
 def _failing(tmp, part):
     """Only rank 1 fails, as if its own machine had a full disk."""
-    from titanmoe.checkpoint.hf import command, convert
+    from titanmoe.checkpoint.hf import convert, convert_command
 
-    healthy, join, destroy = getattr(convert, part), command._join, torch.distributed.destroy_process_group
-    command._join = lambda: torch.distributed.group.WORLD
+    healthy, join, destroy = getattr(convert, part), convert_command._join, torch.distributed.destroy_process_group
+    convert_command._join = lambda: torch.distributed.group.WORLD
     torch.distributed.destroy_process_group = lambda: None
 
     def full(*args):
@@ -160,7 +160,7 @@ def _failing(tmp, part):
         return code, stderr.getvalue()
     finally:
         setattr(convert, part, healthy)
-        command._join, torch.distributed.destroy_process_group = join, destroy
+        convert_command._join, torch.distributed.destroy_process_group = join, destroy
 
 
 MEASURE = """

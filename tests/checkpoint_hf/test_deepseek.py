@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tests import world
 from tests.checkpoint_hf import models, ours
 from tests.checkpoint_hf.test_convert import convert, equal
-from titanmoe.checkpoint.folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.hf.config import describe
 from titanmoe.checkpoint.hf.source import open_hf
 from titanmoe.config import ConfigError

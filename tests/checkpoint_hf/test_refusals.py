@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint import folders
 from tests.checkpoint_hf import models
-from titanmoe.checkpoint.folder import open_checkpoint, write_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf.config import describe, to_config_json
 from titanmoe.checkpoint.hf.source import compressed, open_hf
 from titanmoe.checkpoint.write_tensors import Lazy

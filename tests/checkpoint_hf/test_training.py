@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes, world
+from tests import world
 from tests.checkpoint_hf import models
 from tests.checkpoint_hf.test_convert import convert, equal
+from tests.support import processes
 from titanmoe.checkpoint.hf import config as configs
 
 ROOT = Path(__file__).parents[2]

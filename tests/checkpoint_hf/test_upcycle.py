@@ -5,7 +5,7 @@ import torch
 
 from tests import world
 from tests.checkpoint_hf import models, ours
-from titanmoe.checkpoint.folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.cli import main
 
 # experts, top_k, granularity: copies; pieces of several copies; a small version of the paper's E8G8T8

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests import near, world
+from tests import world
+from tests.support import tolerances
 from titanmoe.comm import fsdp_cpu
 from titanmoe.comm.fsdp_cpu import NarrowOnTheWire, ReusedMemory, StraightToPlace
 
@@ -53,10 +54,10 @@ def test_sixteen_bits_are_summed_in_thirty_two() -> None:
     for ranks in (2, 4):
         for got, want in world.run(ranks, gradients, True):
             assert got.dtype == torch.float32
-            near.close(got, want, terms=4 * ROUNDS)
+            tolerances.close(got, want, terms=4 * ROUNDS)
     for replicas in (2, 4):
         for got, want in world.run(4, gradients, True, replicas):
-            near.close(got, want, terms=4 * ROUNDS)
+            tolerances.close(got, want, terms=4 * ROUNDS)
     got, want = world.run(4, gradients, False)[0]  # torch's own sums in 16 bits: the difference shows
     assert (got - want).abs().max() > 1e-3 * want.abs().max()
 

@@ -10,10 +10,10 @@ import pytest
 import zstandard
 
 from titanmoe.config import Config, ConfigError
-from titanmoe.data import read as reading
+from titanmoe.data import read_files as reading
 from titanmoe.data import unpack
 from titanmoe.data.open import open_documents
-from titanmoe.data.read import Bad, Reader, find_files, spans
+from titanmoe.data.read_files import Bad, Reader, find_files, spans
 from titanmoe.data.unpack import opened
 
 PACK = {"": bytes, ".gz": gzip.compress, ".zst": lambda data: zstandard.ZstdCompressor().compress(data)}

@@ -4,11 +4,11 @@ import re
 import shlex
 from pathlib import Path
 
-from tests.data.test_read import lines
+from tests.data.test_read_files import lines
 from titanmoe.cli import main
 from titanmoe.config import load
 from titanmoe.data.open import open_documents
-from titanmoe.launcher.command import parse_words
+from titanmoe.launcher.train_command import parse_words
 from titanmoe.models.families import preset
 
 ROOT = Path(__file__).resolve().parents[2]

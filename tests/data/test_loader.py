@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.test_read import lines
+from tests.data.test_read_files import lines
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data import loader as module

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import processes
 from tests.data.shard_folders import make
-from tests.data.test_read import lines
+from tests.data.test_read_files import lines
+from tests.support import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data import open as open_module

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.data.test_read import lines
+from tests.data.test_read_files import lines
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.data import tokenize as tokenize_module
@@ -333,7 +333,7 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_units_depend_on_sizes_alone(monkeypatch):
-    from titanmoe.data.read import InputFile
+    from titanmoe.data.read_files import InputFile
 
     def shape(sizes, shard_tokens=1 << 27):
         sources = [InputFile(f"{n}.jsonl", "jsonl", size, 0) for n, size in enumerate(sizes)]

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from tests import parity, world
-from tests.mappings import all_folds, named
+from tests.support.covering_mappings import all_folds, named
 from titanmoe.config.schema import Checkpoint, Experts, Parallelism
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import group_of

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.mappings import all_folds, degrees
+from tests.support.covering_mappings import all_folds, degrees
 from titanmoe.cli import main
 from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.schedules import single_order
-from titanmoe.fold.search import legal_folds, nearest
+from titanmoe.fold.legal_mappings import legal_folds, nearest
+from titanmoe.fold.pipeline_schedules import single_order
 from titanmoe.models.families import preset
 from titanmoe.train import legal
 

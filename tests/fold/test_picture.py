@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from tests.fold.test_groups import folds
 from titanmoe.config.schema import Experts, Model, Parallelism
 from titanmoe.fold.degrees import derive
+from titanmoe.fold.legal_mappings import legal_stages
 from titanmoe.fold.picture import WIDTH, draw, listing, span
-from titanmoe.fold.search import legal_stages
 
 
 def plain(world: int, node: int = 8, model: Model | None = None, **degrees) -> str:

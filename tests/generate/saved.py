@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests import parity, reference
-from titanmoe.checkpoint.folder import write_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.write_tensors import Lazy
 from titanmoe.config.schema import Config
 from titanmoe.ops import counted

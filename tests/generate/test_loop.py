@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests import world
-from tests.features import MODELS
 from tests.generate import saved
+from tests.support.case_features import MODELS
 from titanmoe.ops import counted
 
 MOST = 6

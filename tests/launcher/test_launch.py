@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests import parity, processes
+from tests import parity
+from tests.support import processes
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG = {"training.steps": 4000, "lr_schedule.decay": "none"}

@@ -11,8 +11,8 @@ import pytest
 
 from titanmoe.config import ConfigError
 from titanmoe.launcher.agent import Ended, Logs
-from titanmoe.launcher.command import verdict
 from titanmoe.launcher.message import Failure, first, following, message, oom_kills, parts_of_step
+from titanmoe.launcher.train_command import verdict
 from titanmoe.train import failure
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests import near
+from tests.support import tolerances
 from titanmoe.config.schema import Config, Model
 from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
@@ -61,7 +61,7 @@ def random_weights(theirs: nn.Module) -> None:
 
 def close(got: Tensor, want: Tensor, model: Model) -> None:
     """Their angles, norms and softmax are in float32: in each layer two of up to S, and some 20 roundings."""
-    near.close(got, want, roundings=model.num_layers * (2 * S**2 + 20), dtype=torch.float32)
+    tolerances.close(got, want, roundings=model.num_layers * (2 * S**2 + 20), dtype=torch.float32)
 
 
 def test_olmoe() -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from tests import near, world
-from tests.memory import Live
+from tests import world
+from tests.support import tolerances
+from tests.support.live_bytes import Live
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.models import vocabulary as vocabulary_room
 from titanmoe.models.vocabulary import (
@@ -47,7 +48,7 @@ def test_slices_give_the_loss_and_gradients_of_the_whole(dtype: torch.dtype, ign
     got = results(chunked_cross_entropy_sum(x_TD, weight_VD, label_T, NO_GROUP, chunks), x_TD, weight_VD)
     for a, b in zip(got, want, strict=True):
         assert a.dtype == b.dtype
-        near.close(a, b, terms=D + V + T, roundings=4 * 8, dtype=dtype)  # logits of up to 8 shift an exponent
+        tolerances.close(a, b, terms=D + V + T, roundings=4 * 8, dtype=dtype)  # logits of up to 8 shift an exponent
 
 
 def test_huge_logits_in_a_late_slice_are_finite() -> None:
@@ -150,7 +151,7 @@ def gathers_of_the_head(chunks: int) -> int:
     """Of its weight, from all data ranks, in one microbatch."""
     from tests import parity
     from titanmoe.comm.fsdp_cpu import StraightToPlace
-    from titanmoe.parallel.batch import take_slice
+    from titanmoe.parallel.batch_slice import take_slice
 
     changes = {"training.loss_chunks": chunks, "parallelism.reshard_after_forward": "always"}
     gather, sizes = StraightToPlace.__call__, []

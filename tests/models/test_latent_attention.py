@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import near
+from tests.support import tolerances
 from titanmoe.config.schema import Model
 from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
@@ -82,4 +82,4 @@ def test_equals_transformers(model: Model) -> None:
     mask = torch.full((24, 24), -torch.inf, dtype=torch.float64).triu(1)[None, None]
     want, _ = theirs(x_BSD, turn(x_BSD, position_BS), mask)
     got = ours(x_BSD, rope_angles(position_BS, model, model.qk_rope_head_dim, torch.float64), None)
-    near.close(got, want, roundings=24**2, dtype=torch.float32)  # their angles, of up to 24, are in float32
+    tolerances.close(got, want, roundings=24**2, dtype=torch.float32)  # their angles, of up to 24, are in float32

@@ -11,9 +11,9 @@ import torch._inductor.config
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from tests import near
-from tests.features import MODELS
 from tests.parity import TINY
+from tests.support import tolerances
+from tests.support.case_features import MODELS
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import Attention
 from titanmoe.models.latent_attention import LatentAttention
@@ -52,7 +52,7 @@ def graphs() -> int:
 def same(results: list[list[Tensor]], dtype: torch.dtype) -> None:
     """Forward and backward: a rounding after each of some 6 steps, twice as many in backward, each a sum of 40."""
     for got, want in zip(*results, strict=True):
-        near.close(got, want, terms=18 * 40, roundings=18, dtype=dtype)
+        tolerances.close(got, want, terms=18 * 40, roundings=18, dtype=dtype)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,10 @@ from unittest import mock
 import pytest
 import torch
 
-from tests import deep_ep, parity, world
+from tests import parity, world
 from tests.moe.test_dispatch import CASES, LAYOUTS, E, arriving, inputs, plain, whole_world
 from tests.moe.test_symmetric import check_round_trip, round_trip
+from tests.support import emulated_deep_ep
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.config.dispatchers import DISPATCHERS
@@ -39,7 +40,7 @@ def cases_on_ranks(ep: int, etp: int) -> None:
     dispatcher = make(whole_world(), ep, etp)
     group, local = dispatcher.group, dispatcher.local_experts
     for case in CASES:
-        before = len(deep_ep.calls)
+        before = len(emulated_deep_ep.calls)
         x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
         rows, weights, count_e, _ = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
         first = group.rank // etp * local
@@ -48,7 +49,7 @@ def cases_on_ranks(ep: int, etp: int) -> None:
         assert list(zip(rows[:, 0].tolist(), weights[:, 0].tolist(), strict=True)) == want
         check_round_trip(dispatcher, case)
         twice = ["layout", "dispatch", "layout", "dispatch", "combine", "dispatch again", "combine"]
-        assert deep_ep.calls[before:] == twice
+        assert emulated_deep_ep.calls[before:] == twice
 
 
 @pytest.mark.parametrize(("ep", "etp"), [*LAYOUTS, (2, 1)])
@@ -61,10 +62,10 @@ def test_tokens_arrive_once_and_come_back(ep: int, etp: int) -> None:
 def test_without_a_loan_or_alone_it_is_alltoall(memory: bool) -> None:
     dispatcher = make(NO_GROUP, 1, 1) if memory else DeepEP(E)
     assert dispatcher.memory is None
-    before = len(deep_ep.calls)
+    before = len(emulated_deep_ep.calls)
     y_TD, *_ = round_trip(dispatcher, "some_dropped")
     torch.testing.assert_close(y_TD, plain(*inputs("some_dropped", 0)))
-    assert len(deep_ep.calls) == before
+    assert len(emulated_deep_ep.calls) == before
 
 
 def any_dtype() -> Any:
@@ -73,9 +74,9 @@ def any_dtype() -> Any:
 
 
 def measured(changes: dict[str, Any]) -> Any:
-    before = len(deep_ep.calls)
+    before = len(emulated_deep_ep.calls)
     with any_dtype():
-        return parity.measure(changes, steps=1), len(deep_ep.calls) - before
+        return parity.measure(changes, steps=1), len(emulated_deep_ep.calls) - before
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils.checkpoint import checkpoint
 
-from tests import near
-from tests.memory import saved_bytes
 from tests.moe.test_experts import COUNTS, HIDDEN, STEPS, D, experts, random
+from tests.support import tolerances
+from tests.support.live_bytes import saved_bytes
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.experts import Experts, down, grouped_loop, plain_down
 
@@ -49,7 +49,7 @@ def test_the_down_half_equals_plain_autograd(
         if dtype == torch.bfloat16:
             assert (got - exact).norm() <= max(1.05 * (plain - exact).norm(), 2**-8 * exact.norm())
         else:
-            near.close(got, plain, terms=2 * HIDDEN, roundings=2 * STEPS)
+            tolerances.close(got, plain, terms=2 * HIDDEN, roundings=2 * STEPS)
     idle = torch.tensor(counts) == 0
     assert torch.equal(results[0][4][idle], torch.zeros_like(results[0][4][idle]))
 
@@ -110,4 +110,4 @@ def test_kept_bytes_per_row_at_a_qwen_shape() -> None:
     assert 0 <= kept - rows * (2 * (768 + 2 * 256) + 4) <= slack
     z_RD, plain = saved_bytes(lambda: weighted_after(made, x_RD, weight_R1, count_e), known)
     assert kept <= 0.6 * plain, f"{kept} of {plain} bytes"
-    near.close(y_RD, z_RD, terms=768 + 256, roundings=STEPS)
+    tolerances.close(y_RD, z_RD, terms=768 + 256, roundings=STEPS)

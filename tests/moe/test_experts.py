@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests import near
+from tests.support import tolerances
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.experts import (
     Experts,
@@ -52,7 +52,7 @@ def with_gradients(product: Product, counts: list[int], dtype: torch.dtype) -> l
 def test_grouped_product_equals_the_loop(dtype: torch.dtype, counts: list[int]) -> None:
     wants = with_gradients(grouped_loop, counts, dtype)
     for got, want in zip(with_gradients(grouped_product, counts, dtype), wants, strict=True):
-        near.close(got, want, terms=HIDDEN)
+        tolerances.close(got, want, terms=HIDDEN)
     idle = torch.tensor(counts) == 0
     assert torch.equal(wants[2][idle], torch.zeros_like(wants[2][idle]))
 
@@ -107,10 +107,10 @@ def test_experts_are_weighted_swiglus_and_idle_ones_have_zero_gradients(
     for grad in grads[2:]:
         assert all(torch.equal(grad[e], torch.zeros_like(grad[e])) for e, n in enumerate(counts) if n == 0)
     if rows:
-        near.close(y_RD, torch.stack(rows), terms=D + HIDDEN, roundings=STEPS)
+        tolerances.close(y_RD, torch.stack(rows), terms=D + HIDDEN, roundings=STEPS)
         wants = torch.autograd.grad(torch.stack(rows), inputs, cotangent)
         for grad, want in zip(grads, wants, strict=True):
-            near.close(grad, want, terms=2 * (D + HIDDEN), roundings=3 * STEPS)
+            tolerances.close(grad, want, terms=2 * (D + HIDDEN), roundings=3 * STEPS)
 
 
 def test_widths_that_cannot_be_grouped_take_the_loop() -> None:
@@ -179,9 +179,9 @@ def test_biases_and_the_clamp_row_by_row(kind: str, dtype: torch.dtype, counts: 
     if len(of) > 10:
         up_RF = torch.stack([made.w3[e] @ x for e, x in zip(of, x_RD, strict=True)])
         assert (up_RF > 9).any() and (up_RF < -9).any(), "the clamp is not met"
-    near.close(y_RD, rows, terms=D + HIDDEN, roundings=STEPS)
+    tolerances.close(y_RD, rows, terms=D + HIDDEN, roundings=STEPS)
     for grad, want in zip(grads, torch.autograd.grad(rows, inputs, cotangent), strict=True):
-        near.close(grad, want, terms=2 * (D + HIDDEN), roundings=3 * STEPS)
+        tolerances.close(grad, want, terms=2 * (D + HIDDEN), roundings=3 * STEPS)
 
 
 def test_the_etp_ranks_of_a_biased_expert_add_up() -> None:
@@ -238,7 +238,7 @@ def test_rows_in_whole_units_change_no_number(counts: list[int], biases: bool) -
         y_RD.backward(random(512, D, dtype=torch.bfloat16, seed=12).detach())
         results.append([y_RD.detach(), x_RD.grad, weight_R1.grad, *(p.grad for p in experts.parameters())])
     for got, want in zip(*results, strict=True):
-        near.close(got, want, terms=2 * 512, roundings=3 * STEPS, dtype=torch.bfloat16)
+        tolerances.close(got, want, terms=2 * 512, roundings=3 * STEPS, dtype=torch.bfloat16)
 
 
 def test_units_are_filled_up_expert_by_expert() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests import parity, world
-from tests.events import Events
+from tests.support.event_order import Events
 from titanmoe.comm import collectives
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.moe.experts import Experts

@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tests import parity, reference, symmetric, world
-from tests.features import MODELS
+from tests import parity, reference, world
 from tests.moe.test_dispatch import CASES, LAYOUTS, RANKS, D, E, K, T, arriving, inputs, plain, whole_world
+from tests.support import emulated_symmetric
+from tests.support.case_features import MODELS
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
@@ -107,12 +108,12 @@ def check_case(dispatcher: Symmetric, case: str) -> None:
 
 def cases_on_ranks(ep: int, etp: int) -> None:
     dispatcher = make(whole_world(), ep, etp)
-    before = len(symmetric.calls)
+    before = len(emulated_symmetric.calls)
     for case in CASES:
         check_case(dispatcher, case)
     # twice: rows and weights there, rows back, and the gradients there, back and back
     once = ["there", "there", "there", "there", "back", "there", "back", "back"]
-    assert symmetric.calls[before:] == once * len(CASES)
+    assert emulated_symmetric.calls[before:] == once * len(CASES)
 
 
 @pytest.mark.parametrize("ep, etp", LAYOUTS)
@@ -122,9 +123,9 @@ def test_rows_arrive_in_aligned_bins_and_come_back(ep: int, etp: int) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_rank_alone_sends_nothing(case: str) -> None:
-    before = len(symmetric.calls)
+    before = len(emulated_symmetric.calls)
     check_case(make(NO_GROUP, 1, 1), case)
-    assert len(symmetric.calls) == before
+    assert len(emulated_symmetric.calls) == before
 
 
 class HostMustNotWait(TorchFunctionMode):
@@ -184,7 +185,7 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
     """parity.measure, with one layer's choice forced in the first step; also the flags by step and how many operations
     ran.
     """
-    flags, before = [], len(symmetric.calls)
+    flags, before = [], len(emulated_symmetric.calls)
 
     def forced(trainer: Any) -> dict[str, float]:
         layers = trainer.moe_layers
@@ -195,7 +196,7 @@ def overflowing(changes: dict[str, Any], layer: int, bias: list[float]) -> Any:
         assert all(moe.dispatcher.memory is None for moe in layers.values()), "not exact outside of a step"
         return report
 
-    return parity.measure(changes, train_step=forced), flags, len(symmetric.calls) - before
+    return parity.measure(changes, train_step=forced), flags, len(emulated_symmetric.calls) - before
 
 
 FORCED = [1e6, 1e6] + [0.0] * 6

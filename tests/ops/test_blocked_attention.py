@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests import near
+from tests.support import tolerances
 from titanmoe.ops.cpu import blocked_attention as blocked
 from titanmoe.ops.cpu.blocked_attention import QUERIES, blocked_attention
 
@@ -94,4 +94,4 @@ def test_bfloat16_is_as_near_as_its_rounding():
     for got, want in both(torch.bfloat16, 2 * QUERIES, 4, 2, 64, 64, False):
         assert got.dtype == torch.bfloat16
         # Scores, weights, sums; and the same number again for gradients.
-        assert (got.double() - want).norm() <= near.bound(torch.bfloat16, roundings=6) / 2 * want.norm()
+        assert (got.double() - want).norm() <= tolerances.bound(torch.bfloat16, roundings=6) / 2 * want.norm()

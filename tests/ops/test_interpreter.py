@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests import parity, processes, world
-from tests.features import MODELS
+from tests import parity, world
 from tests.ops.interpret import interpret
+from tests.support import processes
+from tests.support.case_features import MODELS
 from titanmoe.ops.kernels import installed
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import near
+from tests.support import tolerances
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.layers import plain_rotate, rotate, rotate_both
@@ -33,7 +33,7 @@ pytestmark = [
 ]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 if installed():
-    from titanmoe.ops.kernels import assign, balance
+    from titanmoe.ops.kernels import choice_rows, score_spread
     from titanmoe.ops.kernels.rows import fetch_rows
 E = 4
 
@@ -45,7 +45,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype, terms: int = 300) -> None:
     """The reference rounds after each of some 6 operations; the interpreter rounds towards zero, twice as far."""
-    near.close(got, want, terms, roundings=4 * 6, dtype=dtype)
+    tolerances.close(got, want, terms, roundings=4 * 6, dtype=dtype)
 
 
 def choices(kind: str, tokens: int, top_k: int) -> Tensor:
@@ -156,7 +156,7 @@ def test_activation_with_the_routing_weight(hidden: int, counts: list[int], clam
     "tokens, top_k, ep, etp", [(37, 2, 2, 1), (70, 3, 4, 1), (37, 2, 1, 2), (5, 3, 2, 3), (0, 2, 1, 1)]
 )
 def test_the_place_of_every_choice(kind: str, tokens: int, top_k: int, ep: int, etp: int, monkeypatch: Any) -> None:
-    monkeypatch.setattr(assign, "TILE", 256)  # blocks of 64 choices
+    monkeypatch.setattr(choice_rows, "TILE", 256)  # blocks of 64 choices
     chosen = choices(kind, tokens, top_k)
     for got, want in zip(
         *(assign_all_rows(chosen, E, ep, etp, kernels) for kernels in ("triton", "torch")), strict=True
@@ -329,13 +329,13 @@ def test_rows_in_8_bits(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("tokens, experts", [(70, 8), (3, 300), (0, 8)])
 def test_the_spread_of_scores(tokens: int, experts: int, normalise: bool, monkeypatch: Any) -> None:
-    monkeypatch.setattr(balance, "TILE", 64)
+    monkeypatch.setattr(score_spread, "TILE", 64)
     for dtype in (torch.float64, torch.float32):
         scores = random(tokens, experts, dtype=dtype).detach().softmax(-1) * (3 if normalise else 1)
         scores[:1, 1] = 0
         valid = (torch.arange(tokens) % 5 != 2).to(DEVICE)
         got, want = (balance_spread(scores, valid, normalise, kernels) for kernels in ("triton", "torch"))
-        near.close(got, want, terms=tokens * experts, roundings=16, dtype=dtype)
+        tolerances.close(got, want, terms=tokens * experts, roundings=16, dtype=dtype)
 
 
 @pytest.mark.parametrize("ignored", [slice(None, None, 3), slice(None)], ids=["some", "all"])

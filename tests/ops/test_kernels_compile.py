@@ -36,7 +36,7 @@ def no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_rows(dtype: torch.dtype) -> None:
     from titanmoe.ops.kernels import rows
-    from titanmoe.ops.kernels.launch import tile, wide
+    from titanmoe.ops.kernels.kernel_launch import tile, wide
 
     own, heavy = POINTERS[dtype], POINTERS[torch.promote_types(dtype, torch.float32)]
     for width, weighted in ((2048, True), (7168, False)):
@@ -51,7 +51,7 @@ def test_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_swiglu(dtype: torch.dtype) -> None:
     from titanmoe.ops.kernels import swiglu
-    from titanmoe.ops.kernels.launch import tile, wide
+    from titanmoe.ops.kernels.kernel_launch import tile, wide
 
     names = ("grad", "gate", "up", "out", "grad_gate", "grad_up")
     heavy = POINTERS[torch.promote_types(dtype, torch.float32)]
@@ -91,7 +91,7 @@ def test_route(score: str, experts: int, top_k: int, groups: int, forced: bool, 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_loss(dtype: torch.dtype) -> None:
     from titanmoe.ops.kernels import loss
-    from titanmoe.ops.kernels.launch import wide
+    from titanmoe.ops.kernels.kernel_launch import wide
 
     heavy = POINTERS[torch.promote_types(dtype, torch.float32)]
     pointers = dict.fromkeys(("top", "total", "label_logit", "log_total", "scale"), heavy)
@@ -103,7 +103,7 @@ def test_loss(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float64, marks=pytest.mark.slow)])
 def test_rotate(dtype: torch.dtype) -> None:
     from titanmoe.ops.kernels import rotate
-    from titanmoe.ops.kernels.launch import wide
+    from titanmoe.ops.kernels.kernel_launch import wide
 
     heavy = POINTERS[torch.promote_types(dtype, torch.float32)]
     pointers = dict.fromkeys(("q", "k", "q_out", "k_out"), POINTERS[dtype]) | {"cos": heavy, "sin": heavy}
@@ -116,17 +116,17 @@ def test_rotate(dtype: torch.dtype) -> None:
 def test_layout_and_balance(experts: int, ep: int, etp: int) -> None:
     from triton import next_power_of_2
 
-    from titanmoe.ops.kernels import assign, balance
+    from titanmoe.ops.kernels import choice_rows, score_spread
 
     pointers = dict(chosen="*i64", ends="*i32", entry="*i64", slot="*i64", inverse="*i64", order="*i64")
-    shape = assign.tile(experts)
-    assert size_of_machine_code(assign._count, pointers | {"count": "*i32"}, 8, **shape) > 0
+    shape = choice_rows.tile(experts)
+    assert size_of_machine_code(choice_rows._count, pointers | {"count": "*i32"}, 8, **shape) > 0
     pointers["count"] = "*i64"
-    assert size_of_machine_code(assign._assign, pointers, 8, **shape, HELD=experts // ep, ETP=etp) > 0
+    assert size_of_machine_code(choice_rows._assign, pointers, 8, **shape, HELD=experts // ep, ETP=etp) > 0
     table = {"scores": "*fp32", "valid": "*i1", "out": "*fp64"}
-    assert size_of_machine_code(balance._spread, table, 4, **balance.tile(experts), NORM=True) > 0
-    pieces = dict(J=experts, EXPERTS=experts // ep, P=next_power_of_2(experts), PIECE=assign.PIECE)
-    assert size_of_machine_code(assign._regroup, pointers, 4, **pieces) > 0
+    assert size_of_machine_code(score_spread._spread, table, 4, **score_spread.tile(experts), NORM=True) > 0
+    pieces = dict(J=experts, EXPERTS=experts // ep, P=next_power_of_2(experts), PIECE=choice_rows.PIECE)
+    assert size_of_machine_code(choice_rows._regroup, pointers, 4, **pieces) > 0
 
 
 @pytest.mark.parametrize("contiguous", [True, False])

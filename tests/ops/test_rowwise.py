@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.memory import saved_bytes
+from tests.support.live_bytes import saved_bytes
 from titanmoe.models.layers import RMSNorm, SplitRMSNorm, plain_rotate, rotate, swiglu
 from titanmoe.moe.experts import plain_swiglu, plain_swiglu_backward
 from titanmoe.ops.cpu import rowwise

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import parity
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
-from titanmoe.fold.attention import pick_backend
+from titanmoe.fold.attention_backend import pick_backend
 from titanmoe.parallel import attend as room
 from titanmoe.parallel import torch_ring
 from titanmoe.parallel.attend import attend

@@ -12,10 +12,10 @@ import torch
 from torch._dynamo.utils import counters
 
 from tests import parity, world
-from tests.features import DISPATCHERS, MODELS
-from titanmoe.config.ranks import recipe_ranks
+from tests.support.case_features import DISPATCHERS, MODELS
 from titanmoe.config.schema import Compile, Config, Model
-from titanmoe.fold.schedules import splits_backward
+from titanmoe.config.world_size import recipe_ranks
+from titanmoe.fold.pipeline_schedules import splits_backward
 from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.compiled import compile_parts

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests import near, world
+from tests import world
+from tests.support import tolerances
 from titanmoe.comm.collectives import Group
 from titanmoe.models.attention import causal_attention
 from titanmoe.parallel.context import (
@@ -56,7 +57,7 @@ def masked(dtype: torch.dtype, lonely: bool) -> Tensor:
 
 def close(got: Tensor, want: Tensor, scale: float = 0.0) -> None:
     """Scores of up to 4 shift an exponent by 4 roundings each; forward and backward sum over the width and the keys."""
-    near.close(got, want, terms=4 * (WIDTH + 4 * C), roundings=4 * 16, scale=scale)
+    tolerances.close(got, want, terms=4 * (WIDTH + 4 * C), roundings=4 * 16, scale=scale)
 
 
 def before_cancelling(cotangent: Tensor, v: Tensor, other: Tensor) -> float:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from tests import parity, world
-from tests.memory import Live
+from tests.support.live_bytes import Live
 
 LENGTH = 32768
 
 
 def activation_bytes(changes: dict[str, Any]) -> int:
     """Peak of live tensors during forward and backward of one microbatch, less the level before forward."""
-    from titanmoe.parallel.batch import take_slice
+    from titanmoe.parallel.batch_slice import take_slice
 
     trainer = parity.make_trainer(changes, loader=parity.samples())
     batches = trainer.loader.next_step()

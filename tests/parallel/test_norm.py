@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests import near, parity, world
+from tests import parity, world
+from tests.support import tolerances
 from titanmoe.models.count import parameters
 
 MAPPINGS: dict[str, dict[str, Any]] = {
@@ -60,7 +61,7 @@ def test_the_norm_of_narrow_numbers_is_that_of_wide_ones() -> None:
     grads += [torch.randn(300, 500, generator=generator).t(), torch.randn(5000, generator=generator).bfloat16()]
     for norm, grad in zip(local_norms(grads), grads, strict=True):
         assert norm.dtype == torch.float64
-        assert norm.item() == pytest.approx(grad.double().norm().item(), rel=near.bound(torch.float32, ROW))
+        assert norm.item() == pytest.approx(grad.double().norm().item(), rel=tolerances.bound(torch.float32, ROW))
     in_double = [grad.double() for grad in grads]
     for norm, grad in zip(local_norms(in_double), in_double, strict=True):
         assert norm.item() == pytest.approx(grad.norm().item(), rel=1e-12)

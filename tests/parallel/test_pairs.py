@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests import parity, world
-from tests.fold.test_schedules import table, write
+from tests.fold.test_pipeline_schedules import table, write
 from tests.parallel.test_pipeline import forward_alone
 from tests.train.test_watch import named
 from titanmoe.comm import collectives, turns
 from titanmoe.comm.turns import Turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
-from titanmoe.fold.schedules import pair_violations, schedule_violations
+from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
 from titanmoe.train.header import header_notes
 
 PP = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8}

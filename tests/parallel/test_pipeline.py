@@ -16,7 +16,7 @@ from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._backward import stage_backward_input
 
 from tests import parity, world
-from tests.fold.test_schedules import table, write
+from tests.fold.test_pipeline_schedules import table, write
 from tests.rehearse.small import config_of
 from titanmoe.config.schema import Model
 from titanmoe.models.count import layer_flops

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.memory import Live
+from tests.support.live_bytes import Live
 from titanmoe.config.schema import ActivationCheckpoint, Config, Model
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer

@@ -7,7 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import near, world
+from tests import world
+from tests.support import tolerances
 from titanmoe.comm.collectives import Group
 from titanmoe.parallel import torch_ring
 from titanmoe.parallel.context import Placement, ring_attention
@@ -39,7 +40,7 @@ def compared(zigzag: bool, dtype: torch.dtype, key_heads: int, value_width: int,
     for mine, wanted in zip((got, *grads[0]), (want, *grads[1]), strict=True):
         assert mine.dtype == dtype
         # Scores of up to 4 shift an exponent by 4 roundings each; forward and backward sum over the width and the keys.
-        near.close(mine, wanted, terms=4 * (WIDTH + S * size), roundings=4 * 16)
+        tolerances.close(mine, wanted, terms=4 * (WIDTH + S * size), roundings=4 * 16)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titanmoe.plan.links import Factors
-from titanmoe.plan.table import ERROR
+from titanmoe.plan.plan_table import ERROR
 
 ROOT = Path(__file__).resolve().parents[2]
 

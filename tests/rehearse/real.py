@@ -11,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests import parity, symmetric  # noqa: F401 - gives symmetric memory's operations a CPU kernel
+from tests import parity
 from tests.parity import Choices
 from tests.rehearse.small import Comparable, comparable, config_of
+from tests.support import emulated_symmetric  # noqa: F401 - gives symmetric memory's operations a CPU kernel
 from titanmoe.data.batch import Batch
 from titanmoe.moe.router import Router
 from titanmoe.ops.device import as_on

@@ -10,9 +10,9 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from tests.features import DISPATCHERS, RECOMPUTE, SCHEDULES
 from tests.parity import arguments
 from tests.rehearse.small import config_of
+from tests.support.case_features import DISPATCHERS, RECOMPUTE, SCHEDULES
 from tests.test_recipes import RECIPES
 from tests.test_recipes import world as ranks
 from titanmoe.config.schema import Config

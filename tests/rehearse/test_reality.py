@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests import features, world
-from tests.mappings import all_folds, as_changes, cover, named, one_or_more
+from tests import world
 from tests.rehearse.real import measured, rehearsed
 from tests.rehearse.small import comparable
+from tests.support import case_features
+from tests.support.covering_mappings import all_folds, as_changes, cover, named, one_or_more
 
 ONE = {"model.num_layers": 1, "training.global_batch_size": 4}
 LEARNED = {"moe.force_balance": False, "model.top_k": 3}
@@ -67,23 +68,27 @@ def test_every_message_is_the_real_one(name: str) -> None:
 WIDE = {"model.num_layers": 2, "training.global_batch_size": 8}
 FEATURES = {
     **{f"second step, {name}": case for name, case in CASES.items()},
-    **{f"cp {name}": (4, "cpu", WIDE | of | {"parallelism.cp": 2}) for name, of in features.CP_KINDS.items()},
-    **{f"recompute {name}": (4, "h100", EP4 | of) for name, of in features.RECOMPUTE.items()},
-    **{f"balance {name}": (4, "cpu", EP4 | of | LEARNED) for name, of in features.BALANCE.items() if name != "forced"},
-    **{f"model {name}": (4, "cpu", WIDE | of | {"parallelism.tp": 2}) for name, of in features.MODELS.items()},
+    **{f"cp {name}": (4, "cpu", WIDE | of | {"parallelism.cp": 2}) for name, of in case_features.CP_KINDS.items()},
+    **{f"recompute {name}": (4, "h100", EP4 | of) for name, of in case_features.RECOMPUTE.items()},
+    **{
+        f"balance {name}": (4, "cpu", EP4 | of | LEARNED)
+        for name, of in case_features.BALANCE.items()
+        if name != "forced"
+    },
+    **{f"model {name}": (4, "cpu", WIDE | of | {"parallelism.tp": 2}) for name, of in case_features.MODELS.items()},
     **{
         f"schedule {name}": (4, "h100", PP2 | of | {"model.num_layers": 4, "training.global_batch_size": 8})
-        for name, of in features.SCHEDULES.items()
+        for name, of in case_features.SCHEDULES.items()
     },
     **{
         f"dispatcher {name}": (4, "h100", EP4 | of | {"parallelism.node": 2})
-        for name, of in features.DISPATCHERS.items()
+        for name, of in case_features.DISPATCHERS.items()
     },
     "pairs": (
         4,
         "h100",
         PP2
-        | features.SCHEDULES["DualPipeV"]
+        | case_features.SCHEDULES["DualPipeV"]
         | {"pipeline.overlap_pairs": True, "model.num_layers": 4, "training.global_batch_size": 8},
     ),
 }

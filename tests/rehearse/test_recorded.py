@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.rehearse.small import config_of
-from tests.rehearse.test_command import SMALL, refused, rehearse
+from tests.rehearse.test_rehearse_command import SMALL, refused, rehearse
 from titanmoe.config import ConfigError
 from titanmoe.fold.degrees import derive
 from titanmoe.rehearse.recorded import draw_experts, recorded_routing

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from tests.features import DISPATCHERS
 from tests.rehearse.small import config_of
+from tests.support.case_features import DISPATCHERS
 from titanmoe.comm.collectives import start
 from titanmoe.moe.dispatch import AllToAll
 from titanmoe.rehearse.order import HOST_ORDER

@@ -30,7 +30,7 @@ from titanmoe.report.charts import (
 )
 from titanmoe.report.draw import Area, Picture, Sheet, Stroke, Words, svg
 from titanmoe.report.page import marks_of, sheets
-from titanmoe.report.read import read_runs
+from titanmoe.report.read_run import read_runs
 
 ENVIRONMENT = {"ranks": 4, "device": "CPU", "torch": "2.13.0", "command": "titanmoe train <debug>"}
 

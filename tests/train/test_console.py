@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tests import processes
+from tests.support import processes
 from titanmoe.config.schema import Config
 from titanmoe.train.console import Lines, LivePanel, Stamped, curve, duration, open_console, shares
 from titanmoe.train.sink import Report

@@ -16,7 +16,7 @@ from tests import parity
 from tests.rehearse.small import config_of
 from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.moe.symmetric import SymmetricBuffers
-from titanmoe.parallel.batch import take_slice
+from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import Placement
 from titanmoe.parallel.norm import grad_norm
 from titanmoe.rehearse.world import rehearse

@@ -1,6 +1,6 @@
 """titanmoe itself is quick to import: a start only waits for torch."""
 
-from tests import processes
+from tests.support import processes
 
 NAMES = "import sys, titanmoe.train.launch, titanmoe.train.trainer; print(*sys.modules)"
 

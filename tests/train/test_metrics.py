@@ -17,8 +17,8 @@ from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.models.families import preset
 from titanmoe.train import board, console, metrics, runtime
 from titanmoe.train.collapse import Collapse, unbalanced
-from titanmoe.train.folder import claim, rewind
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
+from titanmoe.train.run_folder import claim, rewind
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.sink import Report
 

@@ -8,8 +8,8 @@ import os
 import pytest
 
 from titanmoe.train import outlet
-from titanmoe.train.folder import rewind
 from titanmoe.train.outlet import LineFile, Outlet
+from titanmoe.train.run_folder import rewind
 
 
 def test_a_pause_grows_to_ten_minutes_and_starts_short_again(monkeypatch):

@@ -20,9 +20,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests import parity, processes, world
+from tests import parity, world
+from tests.support import processes
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.folder import open_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
 from titanmoe.checkpoint.layout import name_of
 from titanmoe.config import ConfigError
 from titanmoe.train import runtime

@@ -11,7 +11,7 @@ from datetime import timedelta
 import pytest
 import torch
 
-from tests import processes
+from tests.support import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.ops.cpu import process as cpu_process

@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import parity, processes, world
-from tests.features import MODELS
+from tests import parity, world
+from tests.support import processes
+from tests.support.case_features import MODELS
 from titanmoe.replace import replaced
 from titanmoe.train.header import header_notes
 

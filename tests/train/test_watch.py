@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 
 from tests import parity, world
-from tests.events import Clock
-from tests.features import MODELS
+from tests.support.case_features import MODELS
+from tests.support.event_order import Clock
 from titanmoe.config.laws import contradictions
 from titanmoe.train import clock, metrics
 from titanmoe.train.legal import refusals

@@ -17,8 +17,8 @@ from titanmoe.config.schema import Experts, Parallelism
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.groups import groups
 from titanmoe.observe import Observer, listening
-from titanmoe.watch import links
-from titanmoe.watch.groups import LaneGroups
+from titanmoe.watch import slow_links
+from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.step_times import COMPUTE, DATA, WAITS
 from titanmoe.watch.stragglers import WINDOW, Stragglers
 
@@ -102,11 +102,11 @@ class Cluster:
         self.offset_PS += 1e-3 * draw.standard_normal((P, S))  # clocks drift
         return times.reshape(P * S, -1)
 
-    def pairs(self, fault: Fault) -> links.Pairs:
-        found: links.Pairs = {}
-        for number in links.once(self.groups):
+    def pairs(self, fault: Fault) -> slow_links.Pairs:
+        found: slow_links.Pairs = {}
+        for number in slow_links.once(self.groups):
             group = self.groups[number]
-            for distance in links.distances(len(group.parts[0]), group.lane):
+            for distance in slow_links.distances(len(group.parts[0]), group.lane):
                 for part in group.parts:
                     for i, rank in enumerate(part):
                         if i < i ^ distance < len(part):
@@ -130,7 +130,7 @@ class Told(Stragglers, Observer):
     def event(self, step: int, kind: str, text: str, **more: Any) -> None:
         self.said.append(more | {"text": text})
 
-    def _pairs(self) -> links.Pairs:
+    def _pairs(self) -> slow_links.Pairs:
         self.messages = {"world": 1, "ep": 2 * MICROBATCHES, "dp_shard": 1, "pp": 2 * MICROBATCHES}
         return self.cluster.pairs(self.fault)
 

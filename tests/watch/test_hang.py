@@ -13,7 +13,8 @@ import pytest
 
 from scripts.torture.runs import LAUNCHERS
 from scripts.torture.trials import GROUPS, trial
-from tests import parity, processes
+from tests import parity
+from tests.support import processes
 
 TIMEOUT_S = 3
 RUN = parity.TINY | {

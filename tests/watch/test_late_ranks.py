@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from titanmoe.watch.flight_recorder import Collective, Recorded
-from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.heartbeat import Position
 from titanmoe.watch.late_ranks import LateRanks, Seen, judge
+from titanmoe.watch.process_groups import LaneGroups
 
 GROUPS = [
     LaneGroups("blocking", ((0, 1, 2, 3),), "world"),
@@ -68,11 +68,11 @@ def test_a_rank_that_does_not_answer(state: str, why: str) -> None:
 
 
 def test_a_rank_that_others_wait_for_while_it_waits_for_nobody() -> None:
-    late = seen(1, STEP[:1], phase="data", stack=["titanmoe/data/read.py:5 in fetch"])
+    late = seen(1, STEP[:1], phase="data", stack=["titanmoe/data/read_files.py:5 in fetch"])
     found = of([seen(0, STEP[:2]), late, seen(2, STEP[:3]), seen(3, STEP[:3])])
     assert list(found.late) == [1], "ranks 2 and 3 wait for rank 0 too, which waits for rank 1"
     assert "step 7, data; no progress for 8 s" in found.text
-    assert "it is at titanmoe/data/read.py:5 in fetch" in found.text
+    assert "it is at titanmoe/data/read_files.py:5 in fetch" in found.text
 
 
 def test_a_rank_that_skipped_a_message() -> None:
@@ -127,12 +127,12 @@ def test_a_cycle_names_its_ranks() -> None:
 
 def test_a_disk_that_does_not_answer() -> None:
     """All the others have already written their part."""
-    waits = {"checkpoint": ["torch/c10d.py:1 in wait", "titanmoe/checkpoint/folder.py:428 in on_all_ranks"]}
-    writes = {"checkpoint": ["titanmoe/checkpoint/folder.py:90 in write"]}
+    waits = {"checkpoint": ["torch/c10d.py:1 in wait", "titanmoe/checkpoint/checkpoint_folder.py:428 in on_all_ranks"]}
+    writes = {"checkpoint": ["titanmoe/checkpoint/checkpoint_folder.py:90 in write"]}
     some = [seen(rank, STEP, phase="between steps", threads=writes if rank == 3 else waits) for rank in range(4)]
     found = of(some)
     assert list(found.late) == [3]
-    assert "its thread that saves is at titanmoe/checkpoint/folder.py:90 in write" in found.text
+    assert "its thread that saves is at titanmoe/checkpoint/checkpoint_folder.py:90 in write" in found.text
 
 
 def test_a_rank_that_others_wait_for_between_steps() -> None:

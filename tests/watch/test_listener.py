@@ -10,9 +10,9 @@ import torch
 from tests import parity, world
 from titanmoe.observe import Observer, listening
 from titanmoe.watch.flight_recorder import Collective, Recorded, first_difference, recorded
-from titanmoe.watch.groups import name_groups, own_groups
 from titanmoe.watch.heartbeat import BEFORE, BEGUN, Position
 from titanmoe.watch.listener import HeartbeatListener
+from titanmoe.watch.process_groups import name_groups, own_groups
 from titanmoe.watch.watch import Watch
 
 CHANGES = {"data.source": "synthetic", "training.global_batch_size": 4}

@@ -16,9 +16,9 @@ import torch
 from tests import parity, world
 from tests.watch import simulated
 from tests.watch.simulated import Cluster, Fault, Told
-from titanmoe.watch import links, stragglers
-from titanmoe.watch.groups import LaneGroups
-from titanmoe.watch.links import Link, distances, once, slow_link
+from titanmoe.watch import slow_links, stragglers
+from titanmoe.watch.process_groups import LaneGroups
+from titanmoe.watch.slow_links import Link, distances, once, slow_link
 from titanmoe.watch.slowest import of_peers
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
 from titanmoe.watch.stragglers import ON_ONE_HOST
@@ -94,7 +94,7 @@ def test_links_are_probed_on_suspicion_only() -> None:
     probes = 0
 
     class Counted(Told):
-        def _pairs(self) -> links.Pairs:
+        def _pairs(self) -> slow_links.Pairs:
             nonlocal probes
             probes += 1
             return super()._pairs()

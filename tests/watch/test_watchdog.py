@@ -17,9 +17,9 @@ import torch.distributed as dist
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch import watchdog
 from titanmoe.watch.flight_recorder import Collective, Recorded
-from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.heartbeat import Heartbeat, Position
 from titanmoe.watch.hosts import Between, Machines
+from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.watchdog import Limits, Watchdog
 
 RANKS = [[0, 1], [2, 3]]

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.config.field_values import WrongType, fit, shown
 from titanmoe.config.fields import fields
 from titanmoe.config.parse_json import parse_json
-from titanmoe.config.values import WrongType, fit, shown
 
 FORMAT = 2
 """Format 1 described tensors by torch's .metadata, a pickle, and its manifest had no checksum: it is no longer read."""

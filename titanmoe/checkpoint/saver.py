@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanmoe.checkpoint import layout
+from titanmoe.checkpoint.checkpoint_folder import save
 from titanmoe.checkpoint.disk import NO_ROOM, SaveProgress, unwritten
-from titanmoe.checkpoint.folder import save
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import on_all_ranks

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanmoe.config import laws, other_names, ranges
+from titanmoe.config.field_values import WrongType, fit, fit_texts, nearest_field, shortened, shown
 from titanmoe.config.fields import build, fields, flat, help_page, tables, to_toml, toml_value
 from titanmoe.config.recipe import Recipe, RecipeError, read_recipe
 from titanmoe.config.recipes import find_recipe, names
 from titanmoe.config.schema import Config
-from titanmoe.config.values import WrongType, fit, fit_texts, nearest_field, shortened, shown
 
 Preset = Callable[[str, str], dict[str, object]]
 _OPTION = re.compile(r"--|-[A-Za-z]")

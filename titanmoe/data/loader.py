@@ -27,12 +27,12 @@ import torch
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.ahead import Ahead
+from titanmoe.data.balanced_work import DocumentWork, assign
 from titanmoe.data.batch import Batch
 from titanmoe.data.documents import Documents
 from titanmoe.data.mix import Mix, Sample
 from titanmoe.data.pack import Arrays
 from titanmoe.data.sources import apart, training_sources, validation_sources
-from titanmoe.data.work import DocumentWork, assign
 
 Tensors = tuple[torch.Tensor | None, ...]
 """A Batch's fields, with all microbatches concatenated."""

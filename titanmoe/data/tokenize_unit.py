@@ -19,7 +19,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import Chat, ChatError, open_chat
-from titanmoe.data.read import Bad, Reader, Record, Span, named
+from titanmoe.data.read_files import Bad, Reader, Record, Span, named
 from titanmoe.data.shards import DTYPES, WORK
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
 from titanmoe.data.write_shards import ShardWriter, write_json

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanmoe.config.load import ConfigError, format_problems
-from titanmoe.data.read import Bad, Reader, find_files, spans
+from titanmoe.data.read_files import Bad, Reader, find_files, spans
 from titanmoe.data.tokenize_unit import texts_only
 from titanmoe.data.tokenizer import FILE, SETTINGS
 

@@ -15,9 +15,9 @@ from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.divisors import choices, divisors
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config, Model
-from titanmoe.fold.attention import attention_violations
+from titanmoe.fold.attention_backend import attention_violations
 from titanmoe.fold.degrees import KEYS, nodes_of_a_group, resolve
-from titanmoe.fold.schedules import pair_violations, schedule_violations
+from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
 
 ROW_BYTES = 16
 """Rows of a grouped product are whole units of this many bytes, or this many 8-bit numbers."""

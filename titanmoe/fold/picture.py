@@ -16,7 +16,7 @@ from titanmoe.config.divisors import divisors
 from titanmoe.config.schema import Model
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import View, coordinates, crossing, group_of, iter_groups
-from titanmoe.fold.search import StageViews
+from titanmoe.fold.legal_mappings import StageViews
 
 WIDTH = 100
 CELL = 8  # columns of a rank, at least

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.checkpoint import inside, layout
-from titanmoe.checkpoint.command import the_latest
+from titanmoe.checkpoint.checkpoint_command import the_latest
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import config_of
 from titanmoe.config import ConfigError
@@ -169,6 +169,6 @@ def _fill(model: Any, found: Trained, config: Config) -> None:
         for name, (_, piece) in wanted.items():
             piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
         return
-    from titanmoe.checkpoint.folder import Checkpoint
+    from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 
     Checkpoint(found.path).fill(wanted)

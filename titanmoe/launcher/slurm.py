@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from titanmoe.config import ConfigError, load
 from titanmoe.config.load import format_problems
-from titanmoe.config.ranks import add_ranks, world_of
 from titanmoe.config.schema import Config
+from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.fold.legality import violations
 from titanmoe.models.families import preset
 

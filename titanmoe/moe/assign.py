@@ -100,9 +100,9 @@ def assign_all_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`assign_rows` with room for all T * K * etp rows that there can be, unused ones last; and each expert's count."""
     if fused(kernels, chosen_TK):
-        from titanmoe.ops.kernels import assign
+        from titanmoe.ops.kernels import choice_rows
 
-        return assign.assign_all_rows(chosen_TK, num_experts, ep, etp)
+        return choice_rows.assign_all_rows(chosen_TK, num_experts, ep, etp)
     order, count_E = sort_by_expert(chosen_TK, num_experts)
     return *assign_rows(chosen_TK, order, count_E, ep, etp, 0, chosen_TK.numel() * etp), count_E
 
@@ -111,9 +111,9 @@ def assign_all_rows(
 def by_expert(count_Ge: Tensor, rows: int, kernels: str = "auto") -> tuple[Tensor, Tensor]:
     """The order (and its inverse) that turns rows sorted by (sender, expert) into rows sorted by (expert, sender)."""
     if fused(kernels, count_Ge):
-        from titanmoe.ops.kernels import assign
+        from titanmoe.ops.kernels import choice_rows
 
-        return assign.regroup(count_Ge, rows)
+        return choice_rows.regroup(count_Ge, rows)
     start_Ge = (count_Ge.flatten().cumsum(0) - count_Ge.flatten()).view_as(count_Ge)
     length = count_Ge.t().flatten()
     shift = start_Ge.t().flatten() - (length.cumsum(0) - length)

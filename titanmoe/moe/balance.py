@@ -51,7 +51,7 @@ def shares(scores_TE: Tensor, normalise: bool) -> Tensor:
 def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, normalise: bool, kernels: str = "auto") -> Tensor:
     """(1, 2): the entropy of the tokens that are not padding, and their number."""
     if fused(kernels, scores_TE) and not torch.compiler.is_compiling():
-        from titanmoe.ops.kernels.balance import entropy_and_count as sums
+        from titanmoe.ops.kernels.score_spread import entropy_and_count as sums
 
         return sums(scores_TE, valid_T, normalise).sum(0, keepdim=True)
     valid_T = valid_T.to(scores_TE.dtype)

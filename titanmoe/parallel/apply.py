@@ -11,7 +11,7 @@ from titanmoe.config.schema import Config, Parallelism, Training
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.meshes import Meshes, build_meshes
-from titanmoe.fold.schedules import splits_backward, stage_ranks
+from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel.attend import context_parallel

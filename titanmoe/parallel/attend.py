@@ -1,4 +1,4 @@
-"""Every block's attention, in the implementation that `titanmoe.fold.attention.pick_backend` picks for it."""
+"""Every block's attention, in the implementation that `titanmoe.fold.attention_backend.pick_backend` picks for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Parallelism
-from titanmoe.fold.attention import pick_backend
+from titanmoe.fold.attention_backend import pick_backend
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops import device as hardware
 from titanmoe.parallel.context import OVER_CP, Placement, on_one_rank, ulysses_attention

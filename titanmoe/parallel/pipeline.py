@@ -22,10 +22,10 @@ from titanmoe.comm.collectives import Group
 from titanmoe.config.schema import Pipeline as Options
 from titanmoe.config.schema import Training
 from titanmoe.fold.meshes import Meshes
-from titanmoe.fold.schedules import COST, SINGLE, Action, Cell, bubble, single_order, stage_ranks
+from titanmoe.fold.pipeline_schedules import COST, SINGLE, Action, Cell, bubble, single_order, stage_ranks
 from titanmoe.models.transformer import Transformer
 from titanmoe.parallel import pairs
-from titanmoe.parallel.batch import Slice
+from titanmoe.parallel.batch_slice import Slice
 
 
 def _cell(action: torch_schedules._Action | None) -> Cell:

@@ -17,9 +17,9 @@ from titanmoe.config.blocks import has_experts
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.schedules import stage_ranks
+from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.stages import split_layers
-from titanmoe.plan.schedule import held
+from titanmoe.plan.schedule_cost import held
 from titanmoe.plan.sizes import Key, Sizes, WeightUnit, fsdp, units_of_stage
 
 SLICE = 2**30

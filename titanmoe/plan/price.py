@@ -10,13 +10,13 @@ from titanmoe.config.blocks import has_experts, window
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
-from titanmoe.fold.schedules import stage_ranks
+from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token
 from titanmoe.plan.devices import Device
 from titanmoe.plan.halves import OURS, Cost, Halves, Stack
 from titanmoe.plan.links import Factors, LinkGroup, exposed
 from titanmoe.plan.memory import stages_of
-from titanmoe.plan.schedule import played
+from titanmoe.plan.schedule_cost import played
 from titanmoe.plan.sizes import Sizes, fsdp
 
 OPTIMIZER = 44

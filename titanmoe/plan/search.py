@@ -22,7 +22,7 @@ from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import ActivationCheckpoint, Config
 from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
 from titanmoe.fold.legality import divided_fields, violations
-from titanmoe.fold.schedules import SCHEDULES
+from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.models.count import parameters
 from titanmoe.plan.communicators import room
 from titanmoe.plan.devices import Device
@@ -30,7 +30,7 @@ from titanmoe.plan.halves import MODES
 from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import Rank, Widths, kept, ranks
 from titanmoe.plan.price import Price, Pricer
-from titanmoe.plan.schedule import played
+from titanmoe.plan.schedule_cost import played
 
 MICROBATCHES = (1, 2, 4, 8)
 MOST_SPLIT, MOST_STAGES = 16, 10

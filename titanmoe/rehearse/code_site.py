@@ -26,7 +26,7 @@ from titanmoe.replace import replaced
 OURS = os.path.dirname(titanmoe.__file__) + os.sep
 HERE = os.path.dirname(__file__) + os.sep
 COMM = os.path.join(OURS, "comm") + os.sep
-LAUNCH = os.path.join(OURS, "ops", "kernels", "launch.py")
+LAUNCH = os.path.join(OURS, "ops", "kernels", "kernel_launch.py")
 """Where every kernel is called."""
 SENDERS = (SymmetricBuffers.dispatch.__code__, SymmetricBuffers.combine.__code__)
 """These send for their callers, as the functions of titanmoe.comm do."""

@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
 from titanmoe.rehearse import stand_ins, values
-from titanmoe.rehearse.memory import Ledger
+from titanmoe.rehearse.memory_over_step import Ledger
 from titanmoe.rehearse.record import Log, Message, Recorder
 from titanmoe.rehearse.routing import Exchange
-from titanmoe.rehearse.rows import Rows
+from titanmoe.rehearse.sent_rows import Rows
 from titanmoe.rehearse.shapes import Shapes
 from titanmoe.rehearse.work import Operations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from titanmoe.rehearse.columns import columns, format_bytes
-from titanmoe.rehearse.memory import Memory
+from titanmoe.rehearse.memory_over_step import Memory
 
 SHOWN = 10
 

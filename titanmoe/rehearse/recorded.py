@@ -20,7 +20,7 @@ from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config
 from titanmoe.rehearse.routing import StatedRouting
-from titanmoe.train.folder import EXPERTS
+from titanmoe.train.run_folder import EXPERTS
 
 GOLDEN = (5**0.5 - 1) / 2
 ESTIMATES = "loads are summed over all ranks: rows between two ranks, and all that follows from them, are estimates"

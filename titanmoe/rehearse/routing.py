@@ -24,9 +24,9 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import group_of
 from titanmoe.moe.dispatch import Dispatcher, Hierarchical
-from titanmoe.parallel.batch import take_slice
+from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import placement
-from titanmoe.rehearse.rows import Counting, Rows, rows_sent
+from titanmoe.rehearse.sent_rows import Counting, Rows, rows_sent
 
 
 def balanced(index_T: Tensor, top_k: int, num_experts: int) -> Tensor:

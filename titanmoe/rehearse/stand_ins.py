@@ -102,10 +102,10 @@ def grouped_product(
 
 
 def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
-    from titanmoe.ops.kernels import assign
+    from titanmoe.ops.kernels import choice_rows
 
-    blocks = assign.blocks(len(chosen_N), experts)
-    block_N = torch.arange(len(chosen_N)) // assign.tile(experts)["ROWS"]
+    blocks = choice_rows.blocks(len(chosen_N), experts)
+    block_N = torch.arange(len(chosen_N)) // choice_rows.tile(experts)["ROWS"]
     count = torch.bincount(chosen_N * blocks + block_N, minlength=(experts + 1) * blocks)
     return count.view(experts + 1, blocks)[:experts].to(torch.int32)
 

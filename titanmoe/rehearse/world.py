@@ -33,12 +33,12 @@ from titanmoe.ops.kernels import installed
 from titanmoe.parallel import apply
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
+from titanmoe.rehearse.fake_symmetric import as_if_supported, notes, repeat_if_too_small, symmetric_memory
 from titanmoe.rehearse.hardware import HARDWARE
-from titanmoe.rehearse.memory import MOMENTS, WEIGHTS, Memory
+from titanmoe.rehearse.memory_over_step import MOMENTS, WEIGHTS, Memory
 from titanmoe.rehearse.record import Log, Message
 from titanmoe.rehearse.routing import Exchange, Routing, StatedRouting, with_imbalance
 from titanmoe.rehearse.samples import Samples
-from titanmoe.rehearse.symmetric import as_if_supported, notes, repeat_if_too_small, symmetric_memory
 from titanmoe.rehearse.work import Operations
 from titanmoe.replace import replaced
 from titanmoe.train.launch import resolve

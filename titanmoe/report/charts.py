@@ -11,7 +11,7 @@ import numpy as np
 
 from titanmoe.load_colours import colour_share_clear
 from titanmoe.report.draw import Area, Picture, Point, Sheet, Stroke, Words
-from titanmoe.report.read import Run
+from titanmoe.report.read_run import Run
 
 LEFT, RIGHT, TOP, BOTTOM, LEGEND = 50, 12, 34, 26, 16
 SIZE = (420.0, 230.0)

@@ -24,7 +24,7 @@ from titanmoe.report.charts import (
     times_chart,
 )
 from titanmoe.report.draw import DARK, LIGHT, Sheet, svg
-from titanmoe.report.read import Run
+from titanmoe.report.read_run import Run
 from titanmoe.train.console import duration
 
 WIDE = (854.0, 488.0)

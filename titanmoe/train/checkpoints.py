@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, wanted_checkpoint
-from titanmoe.checkpoint.folder import Checkpoint
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
@@ -23,9 +23,9 @@ from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
 from titanmoe.data.shards import KeptTokenizer
 from titanmoe.fold.degrees import Fold
+from titanmoe.train.learning_rate import changed_rate
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.runtime import Runtime, say
-from titanmoe.train.schedule import changed_rate
 from titanmoe.train.signals import Signals
 from titanmoe.train.skips import Skips
 from titanmoe.train.validation import Validation

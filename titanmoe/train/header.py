@@ -6,7 +6,7 @@ import torch
 
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
-from titanmoe.fold.schedules import splits_backward, stage_ranks
+from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
 from titanmoe.parallel.compiled import why_in_parts
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 

@@ -15,8 +15,8 @@ from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.config import ConfigError, load
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.load import prints, recipe_of
-from titanmoe.config.ranks import recipe_ranks
 from titanmoe.config.schema import Config
+from titanmoe.config.world_size import recipe_ranks
 from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
 from titanmoe.models.families import preset

@@ -29,8 +29,8 @@ from titanmoe.train import console
 from titanmoe.train.clock import Clock
 from titanmoe.train.collapse import Collapse, unbalanced
 from titanmoe.train.divergence import Divergence
-from titanmoe.train.folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS, command
 from titanmoe.train.outlet import LineFile, Outlet
+from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS, command
 from titanmoe.train.runtime import Runtime
 from titanmoe.train.sink import Report, Sink
 from titanmoe.train.spikes import Spikes

@@ -25,7 +25,7 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import derive
-from titanmoe.fold.schedules import stage_ranks
+from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher, SharedBuffers
@@ -33,7 +33,7 @@ from titanmoe.moe.layer import layer_metrics, move_biases, sum_statistics
 from titanmoe.moe.symmetric import SymmetricBuffers
 from titanmoe.observe import named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
-from titanmoe.parallel.batch import Slice, check_alike, take_slice, to_device
+from titanmoe.parallel.batch_slice import Slice, check_alike, take_slice, to_device
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
@@ -43,13 +43,13 @@ from titanmoe.tokens import IGNORE
 from titanmoe.train.checkpoints import Checkpoints
 from titanmoe.train.checks import Checks, NumericalFault, Restore
 from titanmoe.train.clock import Clock
-from titanmoe.train.folder import claim, command, rewind
 from titanmoe.train.header import header_notes
+from titanmoe.train.learning_rate import rate
 from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.profile import Profiler
+from titanmoe.train.run_folder import claim, command, rewind
 from titanmoe.train.runtime import GarbageCollection, Runtime, say
-from titanmoe.train.schedule import rate
 from titanmoe.train.skips import USUAL, Skips
 from titanmoe.train.validation import Validation
 

@@ -17,7 +17,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader, ValidationSet
 from titanmoe.fold.meshes import Meshes
 from titanmoe.moe.layer import MoE
-from titanmoe.parallel.batch import take_slice
+from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import Placement
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titanmoe.watch.flight_recorder import Kind, Recorded
-from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.heartbeat import Position
+from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.stacks import in_message, line_in
 
 LINES = 8

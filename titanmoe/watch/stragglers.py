@@ -16,11 +16,11 @@ import torch
 from titanmoe import observe
 from titanmoe.comm.collectives import all_gather
 from titanmoe.comm.host import ToHost
-from titanmoe.parallel.batch import to_device
-from titanmoe.watch import links
-from titanmoe.watch.groups import LaneGroups
+from titanmoe.parallel.batch_slice import to_device
+from titanmoe.watch import slow_links
 from titanmoe.watch.hosts import Machines
-from titanmoe.watch.links import Link
+from titanmoe.watch.process_groups import LaneGroups
+from titanmoe.watch.slow_links import Link
 from titanmoe.watch.slowest import CAUSES, SLOW, Cause, Slowest, slowest
 from titanmoe.watch.step_times import COMPUTE, StepTimes
 
@@ -75,7 +75,7 @@ class Stragglers:
         self.link: Link | None = None
         self.messages: dict[str, int] = {}
         """Messages in a step when the links were last probed, by the names of axes; the most of any rank."""
-        self.best: links.Pairs = {}
+        self.best: slow_links.Pairs = {}
         """The fastest probe of each pair."""
 
     def after_step(self) -> None:
@@ -132,7 +132,7 @@ class Stragglers:
         self.link = None
         for _ in range(RUNNING):  # slow only once: an interruption
             pairs = self._pairs()
-            link = links.slow_link(pairs, self.host_of, self.best)
+            link = slow_links.slow_link(pairs, self.host_of, self.best)
             for pair, seconds in pairs.items():
                 self.best[pair] = min(seconds, self.best.get(pair, seconds))
             if link is None or self._excess(link) <= SLOW * found.step_s:
@@ -140,17 +140,17 @@ class Stragglers:
         else:
             self.link = link
 
-    def _pairs(self) -> links.Pairs:
+    def _pairs(self) -> slow_links.Pairs:
         trainer = self.trainer
-        mine = links.probe(self.groups, list(trainer.meshes.lanes.made.values()), trainer.device)
+        mine = slow_links.probe(self.groups, list(trainer.meshes.lanes.made.values()), trainer.device)
         row = to_device(torch.tensor([mine + self.times.messages], dtype=torch.float32), trainer.device)
         table = ToHost(all_gather(row, 0, trainer.meshes.world)).tensor().numpy()
         self.messages = dict(zip(self.times.axes, table[:, len(mine) :].max(0).tolist(), strict=True))
-        return links.pairs(table, self.groups)
+        return slow_links.pairs(table, self.groups)
 
     def _excess(self, link: Link) -> float:
         """What it costs a step: half the round trip for each message, at most what everybody waits."""
-        count = links.messages_over(link, self.groups, self.messages)
+        count = slow_links.messages_over(link, self.groups, self.messages)
         return min(count * (link.seconds - link.usual_s) / 2, self.latest.wait_s)
 
     # ---- reporting

@@ -16,10 +16,10 @@ from titanmoe.ops import device
 from titanmoe.train import failure
 from titanmoe.watch import flight_recorder
 from titanmoe.watch import heartbeat as at
-from titanmoe.watch.groups import name_groups, own_groups
 from titanmoe.watch.hosts import Machines
 from titanmoe.watch.listener import HeartbeatListener
 from titanmoe.watch.numbers import NumberChecks
+from titanmoe.watch.process_groups import name_groups, own_groups
 from titanmoe.watch.stacks import ROOT
 from titanmoe.watch.step_times import HostMarks, StepTimes, StreamMarks
 from titanmoe.watch.stragglers import Stragglers

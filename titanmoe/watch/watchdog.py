@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any
 
 from titanmoe.train import failure
-from titanmoe.train.folder import EVENTS
 from titanmoe.train.outlet import LineFile
+from titanmoe.train.run_folder import EVENTS
 from titanmoe.watch import heartbeat as at
 from titanmoe.watch.flight_recorder import Recorded
-from titanmoe.watch.groups import LaneGroups
 from titanmoe.watch.heartbeat import Heartbeat
 from titanmoe.watch.hosts import Between, Machines
 from titanmoe.watch.late_ranks import LateRanks, Seen, judge
+from titanmoe.watch.process_groups import LaneGroups
 from titanmoe.watch.stacks import in_message, main_stack, other_stacks
 
 TICK_S = 0.5

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from titanmoe.checkpoint import inside
 from titanmoe.config import laws, ranges
 from titanmoe.config.blocks import has_experts
+from titanmoe.config.field_values import closest
 from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config, Model
-from titanmoe.config.values import closest
 from titanmoe.models.families import FAMILIES, HUGGING_FACE, preset
 from titanmoe.models.families.dense import DENSE
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import titanmoe
 from titanmoe.checkpoint import layout
-from titanmoe.checkpoint.folder import Checkpoint, open_checkpoint, write_checkpoint
+from titanmoe.checkpoint.checkpoint_folder import Checkpoint, open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf import config as configs
 from titanmoe.checkpoint.hf.files import CARRIED, INDEX, SINGLE, Tensors, companions, index, nbytes, shards, write_file
 from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape

@@ -1,13 +1,13 @@
 """Triton kernels, each with its plain reference elsewhere. Nothing here is imported without Triton.
 
-assign   which row each choice gets          titanmoe.moe.assign
-rows     tokens to routed rows and back      titanmoe.moe.permute
-rotate   rotary positions                    titanmoe.models.layers
-swiglu   the experts' activation             titanmoe.moe.experts.plain_swiglu
-balance  how evenly scores are spread        titanmoe.moe.balance.entropy_and_count
-route    scores, choice, weights, counts     titanmoe.moe.router
-quantise rows to 8 bits                      titanmoe.moe.fp8
-loss     slices of the logits                titanmoe.models.vocabulary
+choice_rows   which row each choice gets          titanmoe.moe.assign
+rows          tokens to routed rows and back      titanmoe.moe.permute
+rotate        rotary positions                    titanmoe.models.layers
+swiglu        the experts' activation             titanmoe.moe.experts.plain_swiglu
+score_spread  how evenly scores are spread        titanmoe.moe.balance.entropy_and_count
+route         scores, choice, weights, counts     titanmoe.moe.router
+quantise      rows to 8 bits                      titanmoe.moe.fp8
+loss          slices of the logits                titanmoe.models.vocabulary
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.launch import kernel, tile
+from titanmoe.ops.kernels.kernel_launch import kernel, tile
 
 TILE = 4096
 ACROSS = 64

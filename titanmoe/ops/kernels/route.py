@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.launch import kernel
+from titanmoe.ops.kernels.kernel_launch import kernel
 
 TILE = 512
 """Scores per program. It is one warp, so that no sum or choice over the experts has to wait for another warp."""

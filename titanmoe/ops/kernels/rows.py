@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.launch import kernel, tile, wide
+from titanmoe.ops.kernels.kernel_launch import kernel, tile, wide
 
 TILE = 4096
 """Numbers per program: 8 KiB in bfloat16, two loads of 16 bytes for each of 256 threads."""

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanmoe.ops.kernels.launch import kernel, tile, wide
+from titanmoe.ops.kernels.kernel_launch import kernel, tile, wide
 
 TILE = 2048
 

@@ -1,0 +1,119 @@
+"""The check of memory before a start: what is refused, what is offered, and that what is offered does fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from titanmoe.config import ConfigError
+from titanmoe.config.load import peek
+from titanmoe.launcher import fit_ranks, memory_check
+from titanmoe.launcher.fit_ranks import Machine
+from titanmoe.launcher.train_command import parse_words, prepare
+from titanmoe.models.families import preset
+from titanmoe.plan.devices import read_device
+from titanmoe.plan.links import Factors
+from titanmoe.plan.search import search
+
+CPUS, GPUS = Machine(0, 2, 24 << 30), Machine(8, 64, 80 << 30)
+LONG = ("debug", "--training.seq_len", "16384", "--training.local_batch_size", "64", "--training.global_batch_size=-1")
+
+
+@pytest.fixture
+def on(monkeypatch):
+    def use(machine: Machine) -> None:
+        monkeypatch.setattr(fit_ranks, "this_machine", lambda device: machine)
+
+    use(CPUS)
+    return use
+
+
+def refused(*words: str) -> ConfigError:
+    with pytest.raises(ConfigError) as refusal:
+        prepare(parse_words(words))
+    return refusal.value
+
+
+def test_a_recipe_that_does_not_fit_is_refused_with_what_would_do(on):
+    (problem,) = refused("olmoe_7b_a1b").problems
+    found = re.fullmatch(
+        r"8 ranks need at least (\d+) GB of memory here, and this machine has 25.8 GB \(weights, gradients and "
+        r"optimizer state alone are (\d+.\d) GB a rank\): (\d) H100 GPUs are enough, as titanmoe plan olmoe_7b_a1b "
+        r"--ranks \3 --hardware h100 shows; --memory ignore starts it all the same",
+        problem,
+    )
+    assert found, problem
+    whole, state, count = map(float, found.groups())
+    assert state == pytest.approx(16 * 6.92 / 8, rel=0.01) and whole > 8 * state, "6.92 billion weights in float32"
+    config, _ = peek(["--config", "olmoe_7b_a1b"], preset)
+    h100 = read_device("h100")
+    enough = [bool(search(config, n, h100, Factors(), 1).best) for n in (int(count) // 2, int(count))]
+    assert enough == [False, True], "and half of them are not"
+
+
+def test_it_can_be_started_all_the_same(on):
+    found = prepare(parse_words(["olmoe_7b_a1b", "--memory", "ignore"]))
+    assert found.nproc == 8 and "memory" not in " ".join(found.request.words)
+    assert "--memory 'no' is not ignore" in refused("debug", "--memory", "no").problems[0]
+    on(Machine(0, 2))  # a system that does not say how much it has
+    assert prepare(parse_words(["olmoe_7b_a1b"])).nproc == 8
+
+
+def test_small_recipes_start(on):
+    for recipe in ("debug", "debug_pp", "debug_5d"):
+        assert prepare(parse_words([recipe])).config.job.name == recipe
+
+
+def test_the_smallest_change_that_fits_is_offered(on):
+    (problem,) = refused(*LONG).problems
+    (change,) = re.findall(r"a rank\): (.*) fits; --memory ignore", problem)
+    assert change == "--training.local_batch_size 16 --training.global_batch_size 128", "the same batch, in more pieces"
+    assert prepare(parse_words([*LONG, *change.split()])).config.training.global_batch_size == 128
+    assert " 32 --training.global_batch_size" not in change and refused(
+        *LONG, "--training.local_batch_size=32", "--training.global_batch_size=128"
+    )
+
+
+def test_neither_a_mapping_nor_ranks_are_offered_that_do_not_fit(on):
+    (problem,) = refused("deepseek_671b").problems
+    assert "is for 512 ranks (job.ranks)" in problem and "to run it here" not in problem
+    assert "with --ranks auto --fit, 2 ranks need at least 10.9 TB of memory here, and this machine has" in problem
+    assert problem.endswith(
+        "256 H100 GPUs are enough, as titanmoe plan deepseek_671b --ranks 256 --hardware h100 shows"
+    )
+    fit = refused("deepseek_671b", "--ranks", "auto", "--fit").problems[0]
+    assert fit.startswith("2 ranks need at least 10.9 TB") and "plan deepseek_671b --ranks 256" in fit
+    offer = refused("deepseek_671b", "--ranks", "auto").offer
+    assert offer.startswith("The nearest mapping that fits 2 ranks: ") and "--fit takes it" not in offer
+    assert "2 ranks need at least 10.9 TB" in offer
+    many = refused("debug", "--job.ranks", "64").problems[0]
+    assert many.endswith("or --ranks auto --fit to run it here")
+
+
+def test_a_gpu_is_of_one_rank(on):
+    on(GPUS)
+    words = ["mixtral_8x7b", "--training.local_batch_size", "4", "--training.global_batch_size", "1024"]
+    (problem,) = refused(*words, "--activation_checkpoint.mode", "none").problems
+    assert re.match(r"a rank needs at least \d+(\.\d)? GB of memory, and a GPU of this machine has 85.9 GB \(", problem)
+    (change,) = re.findall(r"a rank\): (.*) fits; ", problem)
+    assert prepare(parse_words([*words, "--activation_checkpoint.mode", "none", *change.split()])).nproc == 8
+    on(Machine(8, 64, 24 << 30))
+    (problem,) = refused("mixtral_8x7b").problems
+    assert re.search(r"\): (\d+) GPUs of 25.8 GB are enough, as titanmoe plan mixtral_8x7b --ranks \1 --hard", problem)
+    on(Machine(128, 64, 26 << 30))
+    (problem,) = refused("mixtral_8x22b").problems
+    assert "): 128 GPUs of 27.9 GB are enough with another mapping, as titanmoe plan" in problem
+
+
+def test_moments_in_the_hosts_memory_are_not_on_the_gpu_and_machines_hold_their_own_ranks():
+    config, _ = peek(["--config", "debug_pp"], preset)
+    held = memory_check.need(config, 4, 4, GPUS)
+    config.optimizer.offload = True
+    away = memory_check.need(config, 4, 4, GPUS)
+    assert away.rank < held.rank and away.state * 2 == pytest.approx(held.state, rel=0.01)
+    assert memory_check.need(config, 4, 4, CPUS) == held, "without GPUs it is the same memory"
+    alone, two = memory_check.need(config, 4, 1, CPUS), memory_check.need(config, 4, 2, CPUS)
+    assert alone.machine == alone.rank and two.machine == 2 * alone.rank > held.machine / 2, (
+        "the first stage holds most"
+    )

@@ -1,0 +1,255 @@
+"""titanmoe train before any rank exists: its command line, how many ranks, the mapping that fits, what is refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titanmoe.cli import main
+from titanmoe.config import ConfigError
+from titanmoe.launcher import fit_ranks, train_command
+from titanmoe.launcher.fit_ranks import Machine
+from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
+from titanmoe.train import launch
+
+DEBUG = "train_configs/debug.toml"
+CPUS, GPUS = Machine(0, 2), Machine(8, 64)
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch):
+    monkeypatch.setattr(fit_ranks, "this_machine", lambda device: CPUS)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+
+
+def refused(*words: str) -> ConfigError:
+    with pytest.raises(ConfigError) as refusal:
+        prepare(parse_words(words))
+    return refusal.value
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "recipe", "options", "rest"),
+    [
+        ("a.toml --training.steps 5", "a.toml", {}, "--training.steps 5"),
+        ("--ranks 2 a.toml --data.paths x y", "a.toml", {"ranks": "2"}, "--data.paths x y"),
+        ("a.toml --data.paths x y --ranks=2 --fit", "a.toml", {"ranks": "2", "fit": "yes"}, "--data.paths x y"),
+        ("--config a.toml --compile.enable --ranks 3", "a.toml", {"ranks": "3"}, "--compile.enable"),
+        ("--fit a.toml --max_restarts 3", "a.toml", {"fit": "yes", "max-restarts": "3"}, ""),
+        ("debug --ranks auto", "debug", {"ranks": "auto"}, ""),
+        ("--training.steps 5 a.toml", "", {}, "--training.steps 5 a.toml"),  # a value, as far as can be known
+    ],
+)
+def test_the_launchers_options_are_separated_from_the_runs(words, recipe, options, rest):
+    found = parse_words(words.split())
+    assert (found.recipe, found.options, found.rest, found.problems) == (recipe, options, rest.split(), [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("", "which recipe? For example: titanmoe train train_configs/debug.toml"),
+        ("debug --ranks many", "--ranks 'many' is not N|auto"),
+        ("debug --ranks 0", "--ranks '0' is not N|auto"),
+        ("debug --logs --fit", "--logs '--fit' is not FOLDER"),
+        ("debug --nnodes some", "--nnodes 'some' is not N or MIN"),
+        ("debug --nnodes 2 --ranks 2", "--nnodes 2: where do the nodes meet? --master-addr HOST --node-rank K"),
+        ("nowhere.toml", "nowhere.toml: there is no such file"),
+        ("debug --nproc 2", "--nproc is now --ranks 2, the ranks of all nodes together"),
+        ("debug --nproc-per-node=4 --nnodes 2", "--nproc-per-node is now --ranks 8, the ranks of all nodes together"),
+        ("debug --world 4 --nnodes 2", "--world is now --ranks 4,"),
+        ("--gpus auto debug", "--gpus is now --ranks auto,"),
+        ("deepseek_671b --training.stps 5", "unknown option --training.stps"),
+        (
+            "deepseek_671b --training.stps 5",
+            "deepseek_671b is for 512 ranks (job.ranks) and this machine has 2 CPU cores",
+        ),
+    ],
+)
+def test_mistakes_on_the_command_line(words, said):
+    assert any(said in problem for problem in refused(*words.split()).problems)
+
+
+def test_help_has_the_launchers_options_and_every_field(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["train", "--help"])
+    printed = capsys.readouterr().out
+    assert end.value.code == 0
+    for name in (*train_command.OWN, *train_command.TORCHRUN, "training.steps"):
+        assert f"  --{name}" in printed
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "train a recipe here" in capsys.readouterr().out
+
+
+def test_torchrun_gets_its_own_options():
+    def words(text: str) -> set[str]:
+        return set(train_command._as_for_torchrun(parse_words(text.split())))
+
+    alone = words("debug --max-restarts 2")
+    assert {"--max-restarts=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--local-addr=127.0.0.1"} <= alone
+    nodes = words("debug --nnodes 2 --node-rank 1 --master-addr a --master-port 7")
+    assert nodes == {"--nnodes=2", "--node-rank=1", "--master-addr=a", "--master-port=7"}
+    elastic = words("debug --nnodes 1:2 --rdzv-endpoint a:7")
+    assert elastic == {"--nnodes=1:2", "--rdzv-endpoint=a:7", "--rdzv-backend=c10d", "--master-port=29500"}
+
+
+def test_the_environment_of_the_ranks(monkeypatch):
+    monkeypatch.setattr(os, "environ", {})
+    train_command._environment(train_command.Prepared(Request(options={"nnodes": "2"}), None, 4, Machine(0, 8)))
+    assert os.environ["OMP_NUM_THREADS"] == "2" and os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
+    train_command._environment(train_command.Prepared(Request(), None, 4, Machine(0, 8)))
+    assert os.environ["OMP_NUM_THREADS"] == "7" and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
+
+
+# ---- how many ranks
+
+
+@pytest.mark.parametrize(
+    ("given", "nodes", "own", "machine", "count"),
+    [
+        ("", 1, 4, CPUS, 4),  # the recipe's own
+        ("", 2, 8, GPUS, 8),
+        ("3", 1, 4, CPUS, 3),
+        ("auto", 1, 4, CPUS, 2),
+        ("auto", 2, 4, GPUS, 16),
+        ("", 1, 0, GPUS, 8),
+    ],
+)
+def test_how_many_ranks(given, nodes, own, machine, count):
+    assert fit_ranks.choose_ranks(given, nodes, own, machine) == count
+    assert fit_ranks.too_many(count, nodes, machine, "" if given else "r.toml") == ""
+
+
+@pytest.mark.parametrize(
+    ("world", "nodes", "machine", "recipe", "said"),
+    [
+        (128, 1, GPUS, "r.toml", "r.toml is for 128 ranks (job.ranks) and this machine has 8 GPUs: use --nnodes 16"),
+        (64, 1, CPUS, "r.toml", "this machine has 2 CPU cores and no GPU in use"),
+        (8, 3, GPUS, "r.toml", "which 3 nodes cannot share evenly: give --ranks 6 or 9"),
+        (9, 1, GPUS, "", "--ranks = 9 and this machine has 8 GPUs: give 8 or fewer"),
+        (18, 2, GPUS, "", "--ranks = 18, 9 of them here, and this machine has 8 GPUs: give 16 or fewer"),
+    ],
+)
+def test_ranks_that_this_machine_does_not_have(world, nodes, machine, recipe, said):
+    assert said in fit_ranks.too_many(world, nodes, machine, recipe)
+
+
+# ---- a mapping that fits
+
+
+def test_the_recipes_own_number_needs_no_option():
+    found = prepare(parse_words(["debug"]))
+    assert found.nproc == 4 and found.config.parallelism.experts.ep == 4 and found.config.parallelism.dp_shard == 2
+
+
+def test_the_nearest_mapping_is_offered_and_taken(capsys):
+    refusal = refused("debug", "--ranks", "auto")
+    assert "parallelism.experts.ep = 4 does not divide the stage of 2 ranks" in refusal.problems[0]
+    assert refusal.offer == ("The nearest mapping that fits 2 ranks: parallelism.experts.ep 4 -> 2; --fit takes it.")
+    found = prepare(parse_words(["debug", "--ranks", "auto", "--fit"]))
+    assert found.config.parallelism.experts.ep == 2 and found.request.words[-1] == "--parallelism.experts.ep=2"
+    assert "fitted to 2 ranks: parallelism.experts.ep 4 -> 2" in capsys.readouterr().err
+    assert launch.read(found.request.words, 2).parallelism.experts.ep == 2, "the ranks agree"
+    assert main(["train", "debug", "--ranks", "auto"]) == 2
+    assert capsys.readouterr().err.endswith("--fit takes it.\n")
+
+
+def test_a_number_of_ranks_without_any_mapping_offers_one_that_has_one():
+    refusal = refused("debug", "--ranks", "7", "--fit")
+    assert "No mapping of 7 ranks fits this model and batch; one of 6 does: --ranks 6 --fit (" in refusal.offer
+
+
+def test_other_mistakes_get_no_offer():
+    refusal = refused("debug", "--metrics.wandb", "x", "--training.steps", "0")
+    assert not getattr(refusal, "offer", "")
+
+
+def test_ctrl_c_before_there_are_ranks_is_quiet(monkeypatch, capsys):
+    def interrupted(request: Request) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_command, "prepare", interrupted)
+    assert main(["train", "debug"]) == 130
+    assert capsys.readouterr() == ("", "")
+
+
+# ---- one process
+
+
+def test_one_process_gets_the_command_and_not_another_mapping(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError) as refusal:
+        launch.read(["--config", DEBUG, "--training.steps", "5"], 1)
+    (problem,) = refusal.value.problems
+    assert problem == (
+        "this recipe is for 4 ranks, and this is one process without a launcher: "
+        f"titanmoe train {DEBUG} --training.steps 5"
+    )
+    with pytest.raises(ConfigError) as refusal:
+        launch.read([f"--config={DEBUG}", "--parallelism.tp=3"], 1)
+    assert "does not divide the stage of 4 ranks" in refusal.value.problems[0]
+    alone = ["--config", DEBUG, "--parallelism.tp", "1", "--parallelism.experts.ep", "1"]
+    assert launch.read(alone, 1).parallelism.dp_shard == 1
+
+
+# ---- this machine
+
+
+def test_a_port_in_use_is_one_line(capfd):
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"--master-port {port} is in use by another program on here: give anoth"):
+            check_port("here", port)
+    check_port("here", port)
+    assert capfd.readouterr().err == ""
+
+
+def test_logs_that_cannot_be_written_are_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    (tmp_path / "file").touch()
+    assert main(["train", "debug", "--logs", str(tmp_path / "file" / "logs")]) == 2
+    assert capsys.readouterr().err == (
+        f"error: cannot write the ranks' logs to {tmp_path}/file/logs: Not a directory: "
+        "give --logs FOLDER, or another job.dump_folder\n"
+    )
+
+
+HOLDS = """
+import sys
+from titanmoe.config.schema import Config
+from titanmoe.train.run_folder import claim
+config = Config()
+config.job.dump_folder, config.job.name, config.checkpoint.enable = sys.argv[1], "debug", True
+lock = claim(config)
+print("locked", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_second_start_next_to_a_live_run_is_refused_before_any_rank(tmp_path: Path):
+    words = ["debug", "--job.dump_folder", str(tmp_path), "--checkpoint.enable"]
+    live = subprocess.Popen(
+        [sys.executable, "-c", HOLDS, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert live.stdout.readline() == "locked\n"
+        (problem,) = refused(*words).problems
+        assert f"a run is alive in {tmp_path}/debug (process {live.pid} on {socket.gethostname()}, since 2" in problem
+        assert "start this one as a separate run with another --job.name" in problem
+        assert prepare(parse_words([*words, "--job.name", "other"])).nproc == 4
+    finally:
+        live.communicate("")
+    assert prepare(parse_words(words)).nproc == 4

@@ -1,0 +1,50 @@
+"""What multi-token prediction sees of a sample: the next token of each position, and the label of the one after. And
+the numbers of tokens, of which random numbers are functions.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import torch
+
+from titanmoe.data.batch import Batch
+from titanmoe.parallel.batch_slice import shifted, take_slice
+from titanmoe.parallel.context import Placement
+from titanmoe.tokens import IGNORE
+
+
+def batch(labels: list[int], document: list[int] | None = None) -> Batch:
+    """A batch of the ids 10, 11, 12, 13, 14."""
+    whole = [torch.arange(10, 15), torch.tensor(labels), torch.ones(5, dtype=torch.bool)]
+    whole.append(None if document is None else torch.tensor(document))
+    return Batch(*(x if x is None else x.unsqueeze(0) for x in whole))
+
+
+def test_the_next_token_and_the_label_after_it() -> None:
+    next_BL, later_BL = shifted(batch([11, 12, 13, 14, 15]))
+    assert next_BL.tolist() == [[11, 12, 13, 14, 15]]
+    assert later_BL.tolist() == [[12, 13, 14, 15, IGNORE]]
+
+
+def test_a_position_whose_next_label_is_ignored_has_none() -> None:
+    next_BL, later_BL = shifted(batch([IGNORE, 12, IGNORE, 14, IGNORE]))
+    assert next_BL.tolist() == [[11, 12, 13, 14, 14]]  # the last position has no next token and no label
+    assert later_BL.tolist() == [[12, IGNORE, 14, IGNORE, IGNORE]]
+
+
+def test_no_prediction_crosses_the_start_of_a_document() -> None:
+    _, later_BL = shifted(batch([11, 12, 13, 14, 15], document=[0, 0, 1, 1, 2]))
+    # Position 1 would see the embedding of the next document's first token, so it has no label.
+    assert later_BL.tolist() == [[12, IGNORE, 14, IGNORE, IGNORE]]
+
+
+def test_a_token_has_its_samples_number_in_the_step_and_its_place() -> None:
+    """Rank 1 of 3 has samples 14 and 15 in microbatch 2, unless they were distributed by their work."""
+    one, two = batch([11, 12, 13, 14, 15]), batch([21, 22, 23, 24, 25])
+    both = Batch(*(x if x is None else torch.cat((x, y)) for x, y in zip(one, two, strict=True)))
+    alone = SimpleNamespace(size=1, rank=0)
+    meshes = SimpleNamespace(data=SimpleNamespace(size=3, rank=1), cp=alone, tp=alone)
+    for numbers, given in ([14, 15], None), ([9, 4], torch.tensor([9, 4])):
+        part = take_slice(both._replace(number_B=given), 2, meshes, Placement(1, True), torch.device("cpu"))
+        assert part.tokens.index_T.tolist() == [number * 5 + place for number in numbers for place in range(5)]

@@ -1,0 +1,169 @@
+"""`titanmoe plan` as a user runs it: tables, a recipe to go on with, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from titanmoe.cli import main
+from titanmoe.config import load
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import derive
+from titanmoe.fold.legal_mappings import legal_folds
+from titanmoe.fold.legality import violations
+from titanmoe.models.families import preset
+from titanmoe.plan.communicators import communicators, nccl_bytes
+from titanmoe.plan.devices import read_device
+from titanmoe.plan.links import Factors
+from titanmoe.plan.plan_table import ERROR
+from titanmoe.plan.price import Pricer
+from titanmoe.plan.search import MODES, _candidates, evaluate, search, unfolded
+from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+
+RECIPE = "train_configs/debug.toml"
+SMALL = ["--training.global_batch_size", "8"]
+
+
+def plan(*words: str) -> int:
+    return main(["plan", "--config", RECIPE, *words])
+
+
+def test_a_written_recipe_passes_a_rehearsal(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file, data = tmp_path / "best.toml", tmp_path / "plan.json"
+    assert plan("--ranks", "4", "--write", str(file), "--json", str(data), "--tokens", "1e9", *SMALL) == 0
+    said = capsys.readouterr().out
+    assert "mappings on 4 h100" in said and "best unfolded" in said and "US dollars" in said
+    best = json.loads(data.read_text())["best"]
+    assert [one["step_s"] for one in best] == sorted(one["step_s"] for one in best)
+    config = recipe_to_rehearse(["--config", str(file)], 4, "h100")
+    assert rehearse(config, 4, 0, "h100").optimizer_bytes == best[0]["memory"][0]["moments"]
+
+
+def test_explanation_adds_up(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = tmp_path / "plan.json"
+    assert plan("--ranks", "4", "--explain", "--json", str(data), "--compile.enable", *SMALL) == 0
+    said = capsys.readouterr().out
+    assert "left out: compilation" in said and "matrix work" in said
+    assert "which fits into 77.7 GB (85 GB less 2.3 GB for CUDA and fragmentation and 5.01 GB for NCCL" in said
+    assert "mapping on 4 h100: dp_shard 2, tp 2, ep 4;" in said and "What helps: a larger microbatch" in said
+    found = json.loads(data.read_text())["plan"]
+    assert sum(found["time"].values()) == pytest.approx(found["step_s"])
+    assert all(sum(rank["components"].values()) == rank["peak"] for rank in found["memory"])
+
+
+def test_explaining_what_does_not_fit_exits_1(capsys: pytest.CaptureFixture) -> None:
+    words = ["--ranks", "8", "--explain", "--hardware", "a100", "--training.dtype", "float32"]
+    assert main(["plan", "--config", "train_configs/mixtral_8x7b.toml", *words]) == 1
+    assert "does not fit, by " in capsys.readouterr().out
+
+
+def test_what_if(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    file = tmp_path / "seq.svg"
+    assert plan("--ranks", "2", "--what-if", "seq_len=128,256", "--picture", str(file), *SMALL) == 0
+    assert "for each seq_len" in capsys.readouterr().out and file.read_text().count("<circle") == 2
+    assert plan("--ranks", "2", "--what-if", "top_k=2,64", *SMALL) == 0
+    assert "top_k = 64: model.top_k = 64 exceeds model.num_experts" in capsys.readouterr().out
+    data = tmp_path / "ranks.json"
+    assert plan("--ranks", "2", "--what-if", "ranks=1,4", "--json", str(data), *SMALL) == 0
+    mappings = [best["mapping"] for best in json.loads(data.read_text())["what_if"]]
+    assert [math.prod(m[axis] for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp")) for m in mappings] == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--ranks", "0"], "--ranks = 0 is not a number of ranks"),
+        (["--ranks", "4", "--hardware", "h900"], "h900 is not known"),
+        (["--ranks", "4", "--what-if", "depth=3"], "is not one of ranks, seq_len"),
+        (["--ranks", "4", "--imbalance", "0.5"], "is below 1"),
+        (["--ranks", "4", "--imbalance", "1e30", *SMALL], "the busiest rank has 4 times the mean: use at most that"),
+        (["--ranks", "4", "--imbalance", "5", "--explain", *SMALL], "takes the same 2 of 8 experts"),
+        (["--ranks", "4", "--explain", "--write", "x"], "leave out --what-if and --write"),
+        (["--ranks", "11", "--training.global_batch_size", "8"], "no mapping of 11 ranks is legal"),
+        (["--ranks", "4", "--explain", "--parallelism.tp", "3"], "parallelism.tp = 3"),
+    ],
+)
+def test_refusals(words: list[str], says: str, capsys: pytest.CaptureFixture) -> None:
+    assert plan(*words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture) -> None:
+    words = ["--ranks", "2", "--training.global_batch_size", "8", "--hardware", "a100"]
+    assert main(["plan", "--config", "train_configs/mixtral_8x7b.toml", *words]) == 2
+    said = capsys.readouterr().err
+    assert "no mapping of 2 a100 fits" in said and "on pipeline rank" in said and "too much" in said
+    assert "of single changes --ranks 4 helps most" in said and "GPUs are enough" in said
+
+
+def test_the_table_lists_different_mappings() -> None:
+    config = load(["--config", RECIPE, *SMALL], preset, lambda config: [])
+    found = search(config, 4, read_device("h100"), Factors(), 5).best
+    assert len({(fold.pp, fold.tp, fold.ep, fold.etp) for fold in (one.fold for one in found)}) == len(found) == 5
+    assert [one.price.step for one in found] == sorted(one.price.step for one in found)
+
+
+def test_differences_within_the_models_error_are_ties(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    data = tmp_path / "plan.json"
+    assert plan("--ranks", "4", "--json", str(data), *SMALL) == 0
+    best = json.loads(data.read_text())["best"]
+    ties = [one["step_s"] / best[0]["step_s"] <= 1 + ERROR for one in best]
+    assert [one["within_error"] for one in best] == ties and 1 < sum(ties) < len(ties)
+    assert f"The first {sum(ties)} are within the model's error of 6%: take the simplest" in capsys.readouterr().out
+
+
+def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys: pytest.CaptureFixture) -> None:
+    """DeepSeek-V3 under DualPipeV, pp 16 and full recomputation: planned 69.5 GB, rehearsed 108."""
+    argv = ["--config", RECIPE, *SMALL]
+    pricer = Pricer(load(argv, preset, lambda config: []), read_device("h100"), Factors())
+    found = {(one.schedule, one.mode) for one in _candidates(pricer.config, 4, pricer, math.inf) if one.fold.pp == 2}
+    assert ("DualPipeV", "none") in found and ("1F1B", "full") in found
+    assert not {("DualPipeV", mode) for mode in MODES[1:]} & found
+    split = "--parallelism.pp 2 --parallelism.experts.ep 2 --pipeline.schedule DualPipeV --model.num_layers 4"
+    more = "--activation_checkpoint.mode full --training.global_batch_size 16"
+    assert plan("--ranks", "4", "--explain", *split.split(), *more.split()) == 0
+    assert "left out: what recomputation keeps between both halves" in capsys.readouterr().out
+
+
+def test_what_nccl_takes_follows_the_mapping() -> None:
+    """A communicator for each axis, and rows go to every rank of the node directly."""
+    argv = ["--config", "train_configs/mixtral_8x22b.toml"]
+    device, found = read_device("h100"), []
+    for more in ([], ["--parallelism.experts.ep", "1"], ["--parallelism.dp_replicate", "2"], ["--parallelism.cp", "2"]):
+        config = load([*argv, *more], preset, lambda config: [])
+        fold = derive(128, config.parallelism)
+        found.append((len(communicators(config, fold, 8)), nccl_bytes(config, fold, device)))
+    (plain, held), (without, none), (replicas, shared), (ring, around) = found
+    # the world, tp, dp, dp_shard x cp, edp, ep, pp; then edp and ep are not, the edp is of replicas, cp and cp x tp too
+    assert (plain, without, replicas, ring) == (7, 6, 7, 9)
+    assert held == 7 * device.communicator + 7 * device.peer and none == 6 * device.communicator
+    assert shared == held and around == held + 2 * device.communicator + device.peer
+
+
+def test_the_search_finds_the_fastest() -> None:
+    """Of all mappings that it may choose among, each evaluated by itself."""
+    argv = ["--config", RECIPE, *SMALL, "--pipeline.schedule", "GPipe"]
+    config, world, device = load(argv, preset, lambda config: []), 4, read_device("h100")
+
+    def with_mapping(fold: object, mode: str, samples: int) -> Config | None:
+        names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        degrees = [f"--parallelism.{name}={getattr(fold, name)}" for name in names]
+        degrees += [f"--parallelism.experts.{name}={getattr(fold, name)}" for name in ("ep", "etp")]
+        more = [f"--activation_checkpoint.mode={mode}", f"--training.local_batch_size={samples}"]
+        found = load([*argv, *degrees, *more], preset, lambda config: [])
+        return None if violations(found, world) else found
+
+    every = [
+        evaluate(found, world, device, Factors())
+        for fold, mode, samples in product(legal_folds(world), MODES[::3], (1, 4))
+        if fold.pp == 1 and fold.dp_replicate == fold.edp_replicate == 1
+        if (found := with_mapping(fold, mode, samples)) is not None
+    ]
+    assert len(every) > 20
+    fastest, plain = search(config, world, device, Factors(), 1), [one for one in every if unfolded(one.fold)]
+    assert fastest.best[0].price.step <= min(one.price.step for one in every) * (1 + 1e-9)
+    assert fastest.best_unfolded.price.step <= min(one.price.step for one in plain) * (1 + 1e-9)

@@ -1,0 +1,185 @@
+"""Who sums a parameter's gradient over which axis: the table in docs/parallelism.md, from steps of small models.
+
+    python -m tests.support.gradient_table                      write it into docs/parallelism.md
+
+In such a step rank r's own summand of every gradient is replaced by 8^r right after backward. The digits of the step's
+result show how often each rank was added, and so along which axes; how the parameter is placed on an axis shows by
+what.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import DTensor
+
+from tests import parity, world
+from tests.support import case_features
+from tests.support.blame import DATA, adds_up, by_fsdp, cuts, view
+from titanmoe.fold.degrees import Fold
+from titanmoe.fold.groups import coordinates, group_of
+from titanmoe.moe.router import Router
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/parallelism.md"
+BEGIN, END = "<!-- gradients: written by `python -m tests.support.gradient_table` -->", "<!-- end of gradients -->"
+AXES = {
+    "attention": ("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    "experts": ("pp", "edp_replicate", "edp", "ep", "etp"),
+}
+
+BASE = 8
+EVERYTHING = (
+    case_features.MODELS["gpt_oss"]
+    | case_features.MODELS["qwen2_moe"]
+    | {"model.qk_norm": "full", "model.sliding_window": 0, "model.full_attention_every": 1}
+)
+LATENT = case_features.MODELS["deepseek_v3"] | {"model.mtp_depth": 1}
+SMALL = {"model.qk_norm": "head", "model.mtp_depth": 1}
+TP_CP = {"parallelism.tp": 2, "parallelism.cp": 2, "parallelism.experts.ep": 2, "parallelism.experts.etp": 2}
+TP_CP["training.global_batch_size"] = 2
+DP = {"parallelism.dp_replicate": 2, "training.global_batch_size": 4}
+PP = {"parallelism.pp": 2, "training.global_batch_size": 4}
+TIED = {"parallelism.tp": 2, "model.tie_embeddings": True, "model.mtp_depth": 1}
+CASES: tuple[dict[str, Any], ...] = (
+    *(model | mapping for model in (EVERYTHING, LATENT) for mapping in (TP_CP, DP, PP | TIED)),
+    *(SMALL | mapping for mapping in (TP_CP, PP, PP | {"parallelism.cp": 2}, PP | {"parallelism.dp_replicate": 2})),
+)
+"""On 4 ranks. Together they have every kind of parameter, each with every axis of several ranks."""
+
+
+@contextmanager
+def probed(modules: Iterable[nn.Module], value: float) -> Iterator[None]:
+    """Here every parameter's own gradient on this rank is `value`. FSDP makes the tensors of whole weights here."""
+
+    def replaced(grad: torch.Tensor) -> torch.Tensor:
+        if not isinstance(grad, DTensor):
+            return torch.full_like(grad, value)
+        local = torch.full_like(grad.to_local(), value)
+        return DTensor.from_local(local, grad.device_mesh, grad.placements, shape=grad.shape, stride=grad.stride())
+
+    def made(managed: FSDPParam) -> None:
+        is_new = not hasattr(managed, "_unsharded_param")
+        make(managed)
+        if is_new:
+            managed._unsharded_param.register_hook(replaced)
+
+    make = FSDPParam.init_unsharded_param
+    for module in modules:
+        if isinstance(module, Router):
+            for parameter in module.parameters():
+                parameter.register_hook(replaced)
+    with mock.patch.object(FSDPParam, "init_unsharded_param", made):
+        yield
+
+
+def summed(parameters: dict[str, nn.Parameter], microbatches: int) -> dict[str, tuple[int, ...]]:
+    """For each gradient of which this rank has an element, the ranks that were added."""
+    found = {}
+    for name, parameter in parameters.items():
+        grad = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+        values = (grad / microbatches).unique().tolist()
+        assert len(values) <= 1, f"{name}: its gradient has several values: {values}"
+        if values:
+            times = [int(values[0] / BASE**rank) % BASE for rank in range(dist.get_world_size())]
+            assert sum(n * BASE**rank for rank, n in enumerate(times)) == values[0] > 0, f"{name}: {values[0]}"
+            # A stage may hold two copies of the embedding.
+            most = 2 if name in ("embed.weight", "embed_copy.weight", "head.weight") else 1
+            assert max(times) <= most, f"{name}: times that each rank was added: {times}"
+            found[name] = tuple(rank for rank, n in enumerate(times) if n)
+    return found
+
+
+def along(fold: Fold, seen: str, ranks: tuple[int, ...], rank: int) -> set[str]:
+    """The axes along which these ranks differ; checks that they form a whole group."""
+    here = coordinates(fold, seen, rank)
+    axes = {a for other in ranks for a, at in coordinates(fold, seen, other).items() if at != here[a]}
+    assert ranks == (group_of(fold, seen, tuple(axes), rank) if axes else (rank,)), f"{ranks} are not a group of {axes}"
+    return axes
+
+
+def of_a_step(changes: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """On a rank: for each of its parameters and each axis of several ranks, who adds up."""
+    trainer = parity.make_trainer(changes, loader=parity.samples())
+    fold, rank, batches = trainer.fold, dist.get_rank(), trainer.loader.next_step()
+    with probed((module for part in trainer.stages for module in part.modules()), float(BASE**rank)):
+        trainer.forward_backward(trainer.slices(batches), trainer.count(batches), None)
+    microbatches = trainer.loader.microbatches
+    in_backward = summed(trainer.parameters, microbatches)
+    trainer.finish_gradients()
+    in_all = summed(trainer.parameters, microbatches)
+
+    table = {}
+    for name in in_all:
+        parameter, seen = trainer.parameters[name], view(trainer.parameters[name])
+        sizes = fold.attention_axes if seen == "attention" else fold.expert_axes
+        during, after = (along(fold, seen, found[name], rank) for found in (in_backward, in_all))
+        cut = cuts(parameter)
+        row = {}
+        for axis in AXES[seen]:
+            if sizes[axis] == 1:
+                continue
+            if axis == "pp":
+                row[axis] = "`TiedEnds`" if axis in after else "one stage"
+                continue
+            row[axis] = adds_up(axis, cut)
+            summed_there = axis in during, axis in after
+            want = by_fsdp(axis, cut), axis in DATA or not cut[axis]
+            assert summed_there == want, (name, axis, row[axis], summed_there)
+        table[name] = row
+    return table
+
+
+def kind(name: str) -> str:
+    """A parameter's name without its layer."""
+    return re.sub(r"^(layers\.\d+|mtp\.\d+\.block)\.", "", name).replace("mtp.0.", "mtp.")
+
+
+def collect() -> dict[str, dict[str, dict[str, set[str]]]]:
+    """What was found, by view, kind of parameter and axis; one entry if all mappings and models agree."""
+    found: dict[str, dict[str, dict[str, set[str]]]] = {"attention": {}, "experts": {}}
+    for case in CASES:
+        for rows in world.run(4, of_a_step, {"training.global_batch_size": 1} | case):
+            for name, row in rows.items():
+                cells = found["experts" if ".experts." in name else "attention"].setdefault(kind(name), {})
+                for axis, who in row.items():
+                    cells.setdefault(axis, set()).add(who)
+    return found
+
+
+def table() -> str:
+    """The table for the page: a row for each set of parameters that are treated alike."""
+    lines = []
+    for seen, rows in collect().items():
+        axes = AXES[seen]
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for name, cells in rows.items():
+            row = tuple(" or ".join(sorted(cells.get(axis, {"?"}))) for axis in axes)
+            alike.setdefault(row, []).append(f"`{name}`")
+        lines += [f"| {seen} | {' | '.join(axes)} |", "|---" * (len(axes) + 1) + "|"]
+        lines += [f"| {', '.join(sorted(names))} | {' | '.join(row)} |" for row, names in sorted(alike.items())]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def renew(page: str) -> str:
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    try:
+        PAGE.write_text(renew(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    finally:
+        world.shutdown()
+    sys.exit()

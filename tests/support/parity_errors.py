@@ -1,0 +1,86 @@
+"""How far what a run reports is from the plain model, and how far it may be."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from tests import reference
+from tests.support import tolerances
+from titanmoe.config.schema import Config
+
+if TYPE_CHECKING:
+    from tests.parity import Outcome
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-4}
+NUMERICS = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
+LAYER = ("load", "dropped_fraction", "imbalance", "router_entropy")
+"""What a report says about each layer, and the plain model too."""
+
+
+def number(error: float) -> float:
+    """An error that can be compared: a NaN becomes infinite. With floats, `max` skips a NaN that is not the first."""
+    return math.inf if math.isnan(error) else error
+
+
+def relative(got: float, want: float, scale: float | None = None) -> float:
+    return number(abs(got - want) / max(abs(want) if scale is None else scale, 1e-300))
+
+
+def error(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> tuple[float, str]:
+    """The worst over logical tensors of max|a-b| / max(max|ref|, 1e-8 * max over all ref), and where."""
+    assert got.keys() == want.keys(), sorted(got.keys() ^ want.keys())
+    floor = 1e-8 * max(float(w.abs().max()) for w in want.values())
+    errors = {}
+    for name, w in want.items():
+        scale = max(float(w.abs().max()), floor, 1e-300)
+        errors[name] = number(float((got[name].double() - w.double()).abs().max()) / scale)
+    worst = max(errors, key=errors.__getitem__)
+    return errors[worst], worst
+
+
+def compare(got: Outcome, want: reference.Run, config: Config) -> dict[str, float]:
+    """Worst relative errors of everything that a step reports, and of gradients and updated weights."""
+    errors: dict[str, float] = {}
+
+    def note(name: str, off: float) -> None:
+        errors[name] = max(errors.get(name, 0.0), off)
+
+    terms = {"aux_loss_sequence": "seq", "aux_loss": "mb", "aux_loss_global": "glob", "z_loss": "z"}
+    for loss, norm, report, step in zip(got.loss, got.norm, got.reports, want.steps, strict=True):
+        note("loss", relative(loss, step.loss))
+        note("norm", relative(norm, step.grad_norm))
+        for name, term in terms.items():
+            if coefficient := getattr(config.moe, name):
+                note(name, relative(report[name], coefficient * step.aux[term]))
+        if config.model.mtp_depth:
+            note("mtp_loss", relative(report["mtp_loss"], step.mtp))
+        for layer, count in step.counts.items():
+            reported = {key: report[f"layers.{layer}.{key}"] for key in LAYER}
+            note("dropped", relative(reported["dropped_fraction"], step.dropped[layer], scale=1.0))
+            note("imbalance", relative(reported["imbalance"], step.imbalance[layer]))
+            note("entropy", relative(reported["router_entropy"], step.entropy[layer]))
+            for a, b in zip(reported["load"], count.tolist(), strict=True):
+                note("load", relative(a, b, scale=float(count.sum())))
+    note("grads", error(got.grads, want.steps[0].grads)[0])
+    note("weights", error(got.weights, want.weights)[0])
+    if config.moe.bias_update_rate:
+        note("bias", error(got.bias, want.bias)[0])
+    return errors
+
+
+ROUNDINGS = 3 * 20 + 4
+"""Roundings to bfloat16 in a block, forward and twice backward: a norm's result and weight, queries, keys, values, two
+of each rotation, scores, shares, their sum and its projection, a sum; a norm, gate, up, activation, product, the sum of
+several experts' and two all-to-alls, a sum; and weights that were narrowed. The ends of the model count as two more
+blocks."""
+
+
+def tolerance(config: Config) -> float:
+    """By the narrowest dtype involved; the plain model's own error is negligible."""
+    dtypes = {getattr(config.training, key.removeprefix("training.")) for key in NUMERICS}
+    if "bfloat16" in dtypes:
+        return tolerances.bound(torch.bfloat16, roundings=ROUNDINGS * (config.model.num_layers + 1)) / 2
+    return TOLERANCE["float32" if "float32" in dtypes else "float64"]

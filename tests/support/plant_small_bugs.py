@@ -1,0 +1,150 @@
+"""Plants the bugs of tests/support/small_bugs.py, one at a time, in a copy of the tree, and says which test notices.
+
+    python -m tests.support.plant_small_bugs      run what is missing; then write the table of docs/parity.md
+        --only router                             only those whose file or description contains a text
+        --results FILE                            one JSON line each; runs/mutations.jsonl if not given
+
+Run by hand, not part of the tests: each takes a pytest run. It resumes where it stopped, and repeats those that
+survived or could not run. The exit status is 1 if a mutant survived.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.small_bugs import MUTANTS, Mutant
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "parity.md"
+BEGIN, END = "<!-- mutations -->", "<!-- end of mutations -->"
+SURVIVED = "SURVIVED"
+TIMEOUT_S = 900
+
+
+def planted(mutant: Mutant, root: Path = ROOT) -> str:
+    """The file's text with the change in it."""
+    text = (root / "titanmoe" / mutant.file).read_text()
+    if text.count(mutant.old) != 1:
+        raise ValueError(
+            f"{mutant.file} holds {mutant.old!r} {text.count(mutant.old)} times: "
+            "tests/support/small_bugs.py is out of date"
+        )
+    return text.replace(mutant.old, mutant.new)
+
+
+def copied(to: Path) -> Path:
+    """The files that git tracks, and new ones."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in filter(None, listed.stdout.splitlines()):
+        if (ROOT / name).is_file():
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, to / name)
+    return to
+
+
+def verdict(status: int, output: str) -> str:
+    """The first test that failed. Raises where no test has run."""
+    if status == 0:
+        return SURVIVED
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/\S+?::\S+?)(?:\[.*)?(?: - .*)?$", output, re.MULTILINE)
+    if status != 1 or not failed:
+        raise RuntimeError(f"pytest ended with {status}:\n{output[-2000:]}")
+    return failed[1]
+
+
+def judge(mutant: Mutant, tree: Path, number: int) -> str:
+    file, output = tree / "titanmoe" / mutant.file, tree / "output"
+    right = file.read_text()
+    try:
+        file.write_text(planted(mutant, tree))
+        os.utime(file, (number, number))  # Python finds its own compiled files by time and size
+        process = multiprocessing.get_context("fork").Process(target=_pytest, args=(mutant.tests.split(), tree, output))
+        process.start()
+        process.join(TIMEOUT_S)
+        process.kill()
+        process.join()
+        return verdict(process.exitcode, output.read_text())
+    finally:
+        file.write_text(right)
+        os.utime(file, (0, 0))
+
+
+def _pytest(words: list[str], tree: Path, output: Path) -> None:
+    """In a fork of a process that has imported torch, and none of our modules that it will use."""
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC * (stream == 1) | os.O_APPEND), stream)
+    for module in list(sys.modules):
+        if module.partition(".")[0] in ("tests", "titanmoe"):
+            del sys.modules[module]
+    sys.path[:] = [str(tree), *(path for path in sys.path if path not in ("", str(ROOT)))]
+    os.chdir(tree)
+    os.environ["PYTHONPATH"] = str(tree)
+    code = pytest.main(["-x", "-q", "--tb=short", "-p", "no:cacheprovider", *words])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def run(results: Path, only: str = "") -> dict[Mutant, str]:
+    results.parent.mkdir(parents=True, exist_ok=True)
+    lines = map(json.loads, results.read_text().splitlines() if results.exists() else [])
+    found = {Mutant(*line["mutant"]): line["noticed"] for line in lines}
+    done = {mutant: found[mutant] for mutant in MUTANTS if found.get(mutant, SURVIVED) != SURVIVED}
+    todo = [m for m in MUTANTS if m not in done and only in f"{m.file} {m.breaks}"]
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        tree = copied(Path(folder)) if todo else Path(folder)
+        for number, mutant in enumerate(todo, 1):
+            done[mutant] = judge(mutant, tree, number)
+            print(f"{number}/{len(todo)}  {mutant.file}: {mutant.breaks}: {done[mutant]}", flush=True)
+            with results.open("a") as file:
+                file.write(json.dumps({"mutant": mutant, "noticed": done[mutant]}) + "\n")
+    return {mutant: done[mutant] for mutant in MUTANTS if mutant in done}
+
+
+def row(mutant: Mutant) -> str:
+    """The cells of its row, up to the test."""
+    return f"| `{mutant.file}` | {mutant.breaks} |"
+
+
+def table(done: dict[Mutant, str]) -> str:
+    head = ["| in | what it breaks | noticed by |", "|---|---|---|"]
+    return "\n".join([*head, *(f"{row(mutant)} `{test}` |" for mutant, test in done.items())])
+
+
+def main() -> int:
+    os.environ["OMP_NUM_THREADS"] = "1"  # before torch
+    for module in ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "hypothesis"):
+        importlib.import_module(module)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=ROOT / "runs" / "mutations.jsonl")
+    parser.add_argument("--only", default="", metavar="TEXT")
+    options = parser.parse_args()
+    done = run(options.results, options.only)
+    survived = [mutant for mutant, test in done.items() if test == SURVIVED]
+    for mutant in survived:
+        print(f"survived: {mutant.file}: {mutant.breaks}")
+    if not survived and len(done) == len(MUTANTS):
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table(done)}\n\n{END}{rest.partition(END)[2]}")
+    return bool(survived)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,401 @@
+"""Small bugs, each of which some test has to notice. `tests/support/plant_small_bugs.py` plants them one by one.
+
+Faults between ranks are in tests/support/planted_faults.py, for the oracle; this is what a single line can get wrong.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    file: str
+    """Below titanmoe/."""
+    tests: str
+    """What to run, as arguments of pytest: the cheapest test that should notice it."""
+    breaks: str
+    old: str
+    """Occurs exactly once in the file."""
+    new: str
+
+
+PARITY, PAIRS = "tests/test_parity.py", "tests/test_parity.py::test_every_pair_of_choices_on_4_ranks"
+NO_GROUP = f"{PARITY}::test_smaller_worlds[1]"
+
+# By file and tests to run: what it breaks, the code as it is, and the code with the bug.
+TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
+    ("moe/router.py", "tests/moe/test_router.py"): [
+        (
+            "of equal scores the higher expert number wins",
+            "scores_TE.sort(dim=-1, descending=True, stable=True).indices",
+            "(model.num_experts - 1 - scores_TE.flip(-1).sort(dim=-1, descending=True, stable=True).indices)",
+        ),
+        (
+            "the selection bias leaks into the weights",
+            "weights_TK = scores_TE.gather(1, chosen_TK)",
+            "weights_TK = (scores_TE + self.expert_bias).gather(1, chosen_TK)",
+        ),
+        (
+            "a group of sigmoid experts counts only its best score",
+            'best = 2 if model.score_function == "sigmoid"',
+            'best = 1 if model.score_function == "sigmoid"',
+        ),
+        (
+            "no route_scale",
+            "return scores_TE, weights_TK * model.route_scale, chosen_TK, count_BE",
+            "return scores_TE, weights_TK, chosen_TK, count_BE",
+        ),
+        (
+            "gating in the dtype of the activations",
+            "wide = torch.promote_types(x_TD.dtype, self.wide)",
+            "wide = x_TD.dtype",
+        ),
+        (
+            "the same jitter in every layer",
+            'counted.key("jitter", self.seed, step, self.layer)',
+            'counted.key("jitter", self.seed, step)',
+        ),
+    ],
+    ("moe/router.py", f"tests/moe/test_router.py {NO_GROUP}"): [
+        (
+            "no gradient through the sum that normalises the weights",
+            "(weights_TK.sum(-1, keepdim=True) + 1e-20)",
+            "(weights_TK.sum(-1, keepdim=True).detach() + 1e-20)",
+        ),
+    ],
+    ("moe/router.py", "tests/moe/test_router.py tests/train/test_validation.py"): [
+        ("jitter in validation too", "if self.options.jitter and torch.is_grad_enabled():", "if self.options.jitter:"),
+    ],
+    ("moe/balance.py", "tests/moe/test_balance.py"): [
+        (
+            "sigmoid scores are not normalised",
+            "scores_TE.sum(-1) if self.normalises else valid_T",
+            "scores_TE.sum(-1) if False else valid_T",
+        ),
+        (
+            "the global term leaves its own microbatch out",
+            "self.global_ME.cumsum(0)",
+            "(self.global_ME.cumsum(0) - self.global_ME)",
+        ),
+        (
+            "padding has a z term",
+            "logits_TE.logsumexp(-1).square() * valid_T).sum()",
+            "logits_TE.logsumexp(-1).square()).sum()",
+        ),
+        (
+            "auxiliary losses have no gradient",
+            "return grad, torch.ones_like(aux)",
+            "return grad, torch.zeros_like(aux)",
+        ),
+        (
+            "a recomputed forward counts again",
+            "self.statistics_MX[:, len(AUX) : -1].index_copy_(0, m, row_1X)",
+            "self.statistics_MX[:, len(AUX) : -1].index_add_(0, m, row_1X)",
+        ),
+    ],
+    (
+        "moe/balance.py",
+        f"{PARITY}::test_smaller_worlds {PARITY}::test_every_pair_of_choices_on_4_ranks -k sequence+z",
+    ): [
+        (
+            "a rank's own counts are used instead of its whole sample's",
+            "            count_BE = all_reduce(count_BE.to(torch.float64), self.sequence)\n",
+            "            count_BE = count_BE.to(torch.float64)\n",
+        ),
+    ],
+    ("moe/layer.py", f"{PAIRS} -k global+bias"): [
+        (
+            "selection biases move towards the busy experts",
+            "torch.sign(count_E.mean() - count_E)",
+            "torch.sign(count_E - count_E.mean())",
+        ),
+    ],
+    ("moe/capacity.py", "tests/moe/test_capacity.py"): [
+        (
+            "capacity rounds down",
+            "return math.ceil(self.options.capacity_factor",
+            "return math.floor(self.options.capacity_factor",
+        ),
+        (
+            "an expert takes one token more than its capacity",
+            "over[entry] = place >= capacity",
+            "over[entry] = place > capacity",
+        ),
+        (
+            "samples share one capacity",
+            "scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)",
+            "scope_T = torch.zeros_like(tokens.sample_T)",
+        ),
+    ],
+    ("moe/dispatch.py", "tests/moe/test_dispatch.py"): [
+        ("chunks of padded bins are too short by a row", "bin_rows = -(-bin_rows // C)", "bin_rows = bin_rows // C"),
+        (
+            "the all-gather takes etp ranks for ep ranks",
+            "all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts",
+            "all_gather(chosen_TK, 0, self.group) - self.group.rank * self.local_experts",
+        ),
+        (
+            "bins inside a node have room for only one node's rows",
+            "for row in rows), bin_rows * N, route)",
+            "for row in rows), bin_rows, route)",
+        ),
+    ],
+    ("moe/permute.py", f"tests/moe/test_permute.py {NO_GROUP}"): [
+        (
+            "routers have no gradient through their weights",
+            "return to_rows(x_TD, entry_R // K, slot_TJ, kernels), weights_R1",
+            "return to_rows(x_TD, entry_R // K, slot_TJ, kernels), weights_R1.detach()",
+        ),
+    ],
+    ("moe/experts.py", "tests/moe/test_experts.py"): [
+        (
+            "an expert's last bias is not weighted",
+            "torch.addmm(y_RD, (member_Re * weight_R1).to(y_RD.dtype), bias_eD)",
+            "torch.addmm(y_RD, member_Re.to(y_RD.dtype), bias_eD)",
+        ),
+        (
+            "gates are clamped from below as well",
+            "gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)",
+            "gate, up = gate.clamp(-7.0, 7.0), up.clamp(-7.0, 7.0)",
+        ),
+        (
+            "every etp rank adds its bias to the first columns",
+            "before = self.etp_rank * bias_ed.shape[1]",
+            "before = 0",
+        ),
+    ],
+    ("models/layers.py", "tests/models/test_rope.py"): [
+        (
+            "RoPE's angles in the dtype of the activations",
+            "wide = torch.promote_types(dtype, torch.float32)\n    angle",
+            "wide = dtype\n    angle",
+        ),
+        ("YaRN rounds its pairs where it should not", "if model.rope_truncate:", "if True:"),
+    ],
+    ("models/layers.py", "tests/models/test_rope.py tests/models/test_latent_attention.py"): [
+        (
+            "no factor on cos and sin if both mscales are given",
+            "return yarn_mscale(model, model.rope_mscale) / yarn_mscale(model, model.rope_mscale_all_dim)",
+            "return 1.0",
+        ),
+    ],
+    ("models/layers.py", "tests/ops/test_rowwise.py tests/models/test_transformer.py"): [
+        ("norms in the dtype of the activations", "wide = promote(x)\n        normed", "wide = x\n        normed"),
+    ],
+    ("ops/cpu/rowwise.py", "tests/ops/test_rowwise.py"): [
+        ("a norm's epsilon comes after the root", ".add_(eps).rsqrt_()", ".rsqrt_().add_(eps)"),
+        (
+            "a rotation's gradient is rotated forward instead of back",
+            "return _turned(grad_BSHh, *ctx.saved_tensors, -1), None, None",
+            "return _turned(grad_BSHh, *ctx.saved_tensors, 1), None, None",
+        ),
+    ],
+    ("models/families/huggingface.py", "tests/checkpoint_hf/test_fields.py -k rope"): [
+        (
+            "YaRN's original context is that of the rope dict if a config.json has two",
+            'config.get("original_max_position_embeddings", given.get("original_max_position_embeddings", context))',
+            'given.get("original_max_position_embeddings", config.get("original_max_position_embeddings", context))',
+        ),
+    ],
+    ("models/families/olmoe.py", "tests/checkpoint_hf/test_fields.py -k left_out"): [
+        ("another epsilon where config.json has none", '"rms_norm_eps": 1e-5', '"rms_norm_eps": 1e-6'),
+    ],
+    ("models/attention.py", "tests/parallel/test_context.py"): [
+        ("a window is one position longer", ".tril().triu(1 - window)", ".tril().triu(-window)"),
+    ],
+    ("models/attention.py", f"{PAIRS} -k qwen3_moe"): [
+        (
+            "keys are normalised with the queries' norm",
+            'if self.qk_norm == "head":\n            q, k = self.q_norm(q), self.k_norm(k)',
+            'if self.qk_norm == "head":\n            q, k = self.q_norm(q), self.q_norm(k)',
+        ),
+    ],
+    ("models/latent_attention.py", "tests/models/test_latent_attention.py"): [
+        (
+            "YaRN sharpens latent attention once, not twice",
+            "self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim) ** 2",
+            "self.sharpen = yarn_mscale(model, model.rope_mscale_all_dim)",
+        ),
+    ],
+    ("models/multi_token.py", f"{PAIRS} -k yes-whole-mtp"): [
+        (
+            "no weight on the loss of further tokens",
+            "return _AddGradient.apply(loss, self.weight * own)",
+            "return _AddGradient.apply(loss, own)",
+        ),
+    ],
+    ("models/vocabulary.py", "tests/models/test_transformer.py"): [
+        (
+            "labels without loss have a gradient",
+            "grad_TV = softmax_TV * has_label_T.unsqueeze(1)",
+            "grad_TV = softmax_TV.clone()",
+        ),
+    ],
+    ("parallel/context.py", "tests/parallel/test_context.py"): [
+        (
+            "a window's mask is one position longer",
+            "allowed = (apart >= 0) & (apart < window)",
+            "allowed = (apart >= 0) & (apart <= window)",
+        ),
+        (
+            "a pair of chunks at the window's edge is skipped",
+            "(i - j - 1) * size + 1 >= window)",
+            "(i - j - 1) * size + 2 >= window)",
+        ),
+        (
+            "zigzag gives a rank evenly spaced chunks",
+            "return [rank, 2 * self.size - 1 - rank] if",
+            "return [rank, self.size + rank] if",
+        ),
+    ],
+    ("parallel/context.py", f"{PARITY}::test_windows_and_sinks_across_the_pieces_of_a_sequence"): [
+        (
+            "under ulysses every rank has the first ranks' sinks",
+            "sinks_H = sinks_H.chunk(group.size)[group.rank]",
+            "sinks_H = sinks_H.chunk(group.size)[0]",
+        ),
+    ],
+    ("parallel/context.py", "tests/parallel/test_context.py -k ring_adds"): [
+        ("the ring adds up the gradients of keys in bfloat16", "dkv = _wide_zeros(kv)", "dkv = torch.zeros_like(kv)"),
+    ],
+    ("parallel/recompute.py", "tests/parallel/test_recompute.py"): [
+        (
+            "selective recomputation forgets documents where queries have no latent",
+            "lambda k, v: attention.attend(q_BSHh, k, v, document_BL),",
+            "lambda k, v: attention.attend(q_BSHh, k, v, None),",
+        ),
+    ],
+    ("parallel/norm.py", "tests/parallel/test_norm.py"): [
+        (
+            "replicas count several times in the gradient's norm",
+            "share = [1 / (replicas(p) * (len(copies)",
+            "share = [1 / ((len(copies)",
+        ),
+        ("short gradients are scaled up to the limit", ".clamp(max=1.0)", ""),
+    ],
+    ("parallel/batch_slice.py", f"{PAIRS} -k jitter"): [
+        (
+            "data ranks give their tokens the same numbers",
+            "first = (microbatch * meshes.data.size + meshes.data.rank) * samples",
+            "first = microbatch * meshes.data.size * samples",
+        ),
+    ],
+    ("models/stages.py", "tests/parallel/test_pipeline.py -k stage"): [
+        (
+            "the cost of the head counts for the first stage",
+            "(head if stage == stages - 1 else 0)",
+            "(head if stage == 0 else 0)",
+        ),
+    ],
+    ("parallel/tied.py", f"{PARITY}::test_nasty_cases -k three_copies"): [
+        ("a stage's second copy of the embedding keeps its own gradient", "other.copy_(grads[0])", "pass"),
+    ],
+    ("parallel/materialize.py", NO_GROUP): [
+        (
+            "projections into the residual stream are not scaled down with depth",
+            "std /= math.sqrt(2 * model.shape.num_layers)",
+            "std *= 1",
+        ),
+    ],
+    ("train/trainer.py", NO_GROUP): [
+        (
+            "the loss is divided by tokens, with a label or not",
+            "torch.stack(((b.labels_BS != IGNORE).sum(), b.valid_BS.sum()))",
+            "torch.stack((b.valid_BS.sum(), b.valid_BS.sum()))",
+        ),
+    ],
+    ("train/optimizer.py", NO_GROUP): [
+        (
+            "weight decay on routers",
+            'name.endswith(("router.weight", "gate.weight", "bias"))',
+            'name.endswith(("gate.weight", "bias"))',
+        ),
+    ],
+    ("train/optimizer.py", "tests/checkpoint/test_resume.py"): [
+        (
+            "a resumed AdamW corrects its bias as at the first step",
+            'state["step"].fill_(updates)',
+            'state["step"].fill_(0)',
+        ),
+    ],
+    ("train/learning_rate.py", "tests/train/test_learning_rate.py"): [
+        (
+            "warm-up counts as decay",
+            "progress = (step - options.warmup_steps) / max(1, steps - options.warmup_steps)",
+            "progress = step / max(1, steps)",
+        ),
+    ],
+    ("train/validation.py", "tests/train/test_validation.py"): [
+        (
+            "the loss of tp ranks is added up",
+            "(all_reduce(total, trainer.meshes.world) / trainer.meshes.tp.size / labels",
+            "(all_reduce(total, trainer.meshes.world) / labels",
+        ),
+        (
+            "no validation after the last step",
+            "if self.trainer.step % self.interval and self.trainer.step != self.last:",
+            "if self.trainer.step % self.interval:",
+        ),
+    ],
+    ("checkpoint/layout.py", "tests/checkpoint/test_layout.py"): [
+        (
+            "what `latest` names hides a checkpoint that was made after it",
+            "return number(path), path.name == named, path.name",
+            "return path.name == named, number(path), path.name",
+        ),
+        (
+            "a checksum covers only a file's first block",
+            "while size > 0 and (block := stream.read(min(size, _BLOCK))):",
+            "if size > 0 and (block := stream.read(min(size, _BLOCK))):",
+        ),
+    ],
+    ("checkpoint/state.py", "tests/checkpoint/test_resume.py"): [
+        (
+            "both moments are the first",
+            'optimizer.{moment}.{stored}", Piece(tensor,',
+            'optimizer.{moment}.{stored}", Piece(moments[name]["exp_avg"],',
+        ),
+        (
+            "selection biases are saved and never restored",
+            'f"model.{name}", Piece(buffer, (0,)',
+            'f"model.{name}", Piece(buffer.clone(), (0,)',
+        ),
+    ],
+    ("data/shuffle.py", "tests/data/test_shuffle.py"): [
+        (
+            "a permutation reaches one number too far",
+            "left = left[out_N[left] >= size]",
+            "left = left[out_N[left] > size]",
+        ),
+    ],
+    ("data/mix.py", "tests/data/test_loader.py"): [
+        (
+            "the rotation of sources restarts with every step",
+            "torch.arange(first, first + count)",
+            "torch.arange(count)",
+        ),
+    ],
+    ("data/pack.py", "tests/data/test_loader.py"): [
+        ("every epoch cuts the row at the same places", "* self.seq_len + order % (slack + 1)", "* self.seq_len"),
+        (
+            "a document's end has the next one's first token as its label",
+            "out.labels_NS[n, begins - 1] = IGNORE  #",
+            "#",
+        ),
+        (
+            "a window's last label may belong to the next document",
+            "labels_NS[n, begins - 1]",
+            "labels_NS[n, begins[begins < self.seq_len] - 1]",
+        ),
+        (
+            "positions run on through documents",
+            "np.arange(self.seq_len) - begins[document_S]",
+            "np.arange(self.seq_len)",
+        ),
+    ],
+    ("data/loader.py", "tests/data/test_loader.py"): [
+        ("samples distributed by work are numbered in turn", "number_N if self.work else None, after)", "None, after)"),
+    ],
+}
+
+MUTANTS = [Mutant(*where, *change) for where, changes in TABLE.items() for change in changes]

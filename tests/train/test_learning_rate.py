@@ -1,0 +1,65 @@
+"""The learning rate at chosen steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+
+from titanmoe.config.fields import flat
+from titanmoe.config.schema import Config, LRSchedule
+from titanmoe.train.learning_rate import changed_rate, lr_factor
+
+
+@pytest.mark.parametrize(
+    "decay, wanted",
+    [
+        ("none", {11: 1, 60: 1, 110: 1}),
+        ("linear", {10: 1, 11: 1 - 0.8 / 100, 60: 0.6, 110: 0.2}),
+        ("cosine", {10: 1, 35: 0.2 + 0.4 * (1 + math.sqrt(0.5)), 60: 0.6, 110: 0.2}),
+        # the last fifth of 110 steps is 22 long: 1 until step 88
+        ("wsd", {11: 1, 88: 1, 89: 1 - 0.8 / 22, 99: 0.6, 110: 0.2}),
+    ],
+)
+def test_each_decay_at_chosen_steps(decay: str, wanted: dict[int, float]) -> None:
+    options = LRSchedule(warmup_steps=10, decay=decay, decay_fraction=0.2, min_ratio=0.2)
+    for step, factor in (wanted | {1: 0.1, 5: 0.5, 10: 1}).items():
+        assert lr_factor(step, 110, options) == pytest.approx(factor, rel=1e-12), step
+
+
+@pytest.mark.parametrize("decay", ["none", "linear", "cosine", "wsd"])
+@pytest.mark.parametrize("warmup, steps", [(0, 1), (0, 7), (3, 20), (20, 20), (30, 20)])
+def test_the_factor_stays_within_bounds_and_never_rises_after_warm_up(decay: str, warmup: int, steps: int) -> None:
+    options = LRSchedule(warmup_steps=warmup, decay=decay, min_ratio=0.1)
+    factors = [lr_factor(step, steps, options) for step in range(1, steps + 1)]
+    assert all(0 < factor <= 1 for factor in factors)
+    after = factors[warmup:]
+    assert all(a >= b for a, b in itertools.pairwise(after))
+    if after and decay != "none":
+        assert after[-1] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("decay_fraction", [0.0, 1.0])
+def test_wsd_without_and_with_nothing_but_decay(decay_fraction: float) -> None:
+    options = LRSchedule(warmup_steps=0, decay="wsd", decay_fraction=decay_fraction, min_ratio=0.0)
+    wanted = [1, 1, 1, 1] if decay_fraction == 0 else [0.75, 0.5, 0.25, 0]
+    assert [lr_factor(step, 4, options) for step in range(1, 5)] == pytest.approx(wanted)
+
+
+def test_a_longer_run_says_that_its_rate_rises_and_from_what() -> None:
+    config = Config()
+    config.optimizer.lr, config.training.steps, config.lr_schedule.warmup_steps = 5e-3, 60, 0
+    before = flat(config)
+    assert changed_rate(60, before, config) == []
+    config.training.steps = 120
+    assert changed_rate(60, before, config) == [
+        "note: the learning rate, which had come to 0.0005, rises to 0.00275 here, and the loss perhaps too; to "
+        'keep it, set optimizer.lr = 0.0005 and lr_schedule.decay = "none"'
+    ]
+    assert changed_rate(0, before, config) == [], "nothing has been made yet"
+    config.optimizer.lr, config.lr_schedule.decay = 5e-4, "none"
+    assert changed_rate(60, before, config) == []
+    config.optimizer.lr = 1e-4
+    assert changed_rate(60, before, config) == ["note: the learning rate falls from 0.0005 to 0.0001 here"]
+    assert changed_rate(60, {}, config) == []

@@ -1,0 +1,209 @@
+"""`titanmoe checkpoint`: looking at a run's checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import math
+import sys
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint.inside import CheckpointError
+
+WHERE = "a run's folder, its checkpoints' folder, or one checkpoint"
+
+
+def add_checkpoint(commands: argparse._SubParsersAction) -> None:
+    parser = commands.add_parser(
+        "checkpoint",
+        help="list, inspect, verify or compare checkpoints",
+        description="Look at a run's checkpoints.",
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION")
+
+    def add(name: str, run: Any, text: str, paths: dict[str, str]) -> argparse.ArgumentParser:
+        action = actions.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        for path, what in paths.items():
+            action.add_argument(path, type=Path, help=what)
+        action.set_defaults(run=lambda args: _answer(run, args))
+        return action
+
+    add("ls", _list, "steps, sizes and mappings of a run's checkpoints", {"RUN": WHERE})
+    inspect = add(
+        "inspect", _inspect, "the run that made a checkpoint, and its tensors", {"RUN": f"{WHERE}: the latest"}
+    )
+    inspect.add_argument(
+        "--match", metavar="GLOB", default="*", help='only tensors with matching names, e.g. "model.*router*"'
+    )
+    inspect.add_argument("--no-norms", action="store_true", help="do not read the tensors to show their norms")
+    verify = add("verify", _verify, "read every file and compare its checksum", {"RUN": f"{WHERE}: all of them"})
+    verify.add_argument("--latest", action="store_true", help="only the one that a run would start from")
+    diff = add("diff", _diff, "what differs between two checkpoints", {"A": f"{WHERE}: the latest", "B": "the same"})
+    diff.add_argument("--match", metavar="GLOB", default="*", help="only tensors with matching names")
+    diff.add_argument("--all", action="store_true", help="also name tensors that are equal")
+
+
+def _answer(run: Any, args: argparse.Namespace) -> int:
+    try:
+        return run(args)
+    except CheckpointError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def every(path: Path) -> list[Path]:
+    """The checkpoints that a path names: itself, or those in it."""
+    if inside.exists(path / layout.MANIFEST):
+        return [path]
+    for folder in (path, path / "checkpoints"):
+        if found := layout.steps(folder):
+            return list(found.values())
+    layout.read_manifest(path)  # says what it is instead
+    return []
+
+
+def the_latest(path: Path) -> Path:
+    found = every(path)
+    if found == [path]:
+        return path
+    made = layout.candidates(found[0].parent)
+    return next((path for path in made if layout.number(path) < math.inf), made[0])
+
+
+def _list(args: argparse.Namespace) -> int:
+    found = every(args.RUN)
+    newest = the_latest(args.RUN)
+    rows = [("step", "made", "size", "tokens", "attention", "experts", "")]
+    for path in found:
+        try:
+            manifest = layout.read_manifest(path)
+        except CheckpointError as error:
+            rows.append((path.name, "", "", "", "", "", str(error)))
+            continue
+        made = datetime.fromtimestamp((path / layout.MANIFEST).stat().st_mtime)
+        record, mapping = manifest.record, manifest.record.get("mapping", {})
+        rows.append(
+            (
+                str(manifest.step),
+                f"{made:%Y-%m-%d %H:%M:%S}",
+                size(sum(s.bytes for s in manifest.files.values())),
+                f"{record['tokens']:,.0f}" if "tokens" in record else "",
+                _axes(mapping.get("attention", {})),
+                _axes(mapping.get("experts", {})),
+                "latest" if path == newest else "",
+            )
+        )
+    _print(rows)
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+
+    path = the_latest(args.RUN)
+    checkpoint = open_checkpoint(path)
+    record, files = checkpoint.record, checkpoint.manifest.files
+    model, mapping = record.get("config", {}).get("model", {}), record.get("mapping", {})
+    rows = [
+        ("checkpoint", str(path)),
+        ("step", str(checkpoint.manifest.step)),
+        ("tokens", f"{record['tokens']:,.0f}" if "tokens" in record else ""),
+        ("model", f"{model.get('family', '')} {model.get('size', '')}".strip()),
+        ("attention", _axes(mapping.get("attention", {}))),
+        ("experts", _axes(mapping.get("experts", {}))),
+        ("loader", ", ".join(f"{name} {value}" for name, value in record.get("loader", {}).items())),
+        ("versions", ", ".join(f"{name} {value}" for name, value in record.get("versions", {}).items())),
+        ("size", f"{size(sum(s.bytes for s in files.values()))} in {len(files)} files"),
+    ]
+    _print([row for row in rows if row[1]])
+    print()
+    rows, count = [("tensor", "shape", "dtype", "" if args.no_norms else "norm")], 0
+    for name, (shape, dtype) in sorted(checkpoint.tensors.items(), key=lambda item: _natural(item[0])):
+        if fnmatch.fnmatch(name, args.match):
+            count += 1
+            norm = "" if args.no_norms else f"{checkpoint.read(name).double().norm().item():.6g}"
+            rows.append((name, " x ".join(map(str, shape)) or "1", str(dtype).removeprefix("torch."), norm))
+    _print(rows)
+    print(f"{count} of {len(checkpoint.tensors)} tensors")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    damaged = 0
+    for path in [the_latest(args.RUN)] if args.latest else every(args.RUN):
+        try:
+            broken = layout.damage(path)
+            read = size(sum(s.bytes for s in layout.read_manifest(path).files.values()))
+        except CheckpointError as error:
+            broken, read = [str(error)], ""
+        print(f"{path}  {'; '.join(broken) if broken else f'intact, {read} read'}")
+        damaged += bool(broken)
+    return 1 if damaged else 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
+    from titanmoe.checkpoint.manifest import flat_record
+
+    a, b = (open_checkpoint(the_latest(path)) for path in (args.A, args.B))
+    before, after = flat_record(a.record), flat_record(b.record)
+    differ = False
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            differ = True
+            print(f"{key}: {before.get(key, 'absent')} -> {after.get(key, 'absent')}")
+    rows = [("tensor", "largest difference", "relative to the largest value")]
+    names = {name for name in a.tensors.keys() | b.tensors.keys() if fnmatch.fnmatch(name, args.match)}
+    equal = 0
+    for name in sorted(names, key=_natural):
+        here, other = a.tensors.get(name), b.tensors.get(name)
+        if here is None or other is None:
+            rows.append((name, f"only in {'B' if here is None else 'A'}", ""))
+        elif here != other:
+            rows.append((name, f"{_kind(here)} -> {_kind(other)}", ""))
+        else:
+            x, y = a.read(name).double(), b.read(name).double()
+            apart = (x - y).abs().max().item() if x.numel() else 0.0
+            equal += apart == 0
+            if apart or args.all:
+                rows.append((name, f"{apart:.3g}", f"{apart / max(x.abs().max().item(), 1e-300):.3g}"))
+    if len(rows) > 1:
+        _print(rows)
+    print(f"{equal} of {len(names)} tensors are equal")
+    return 1 if differ or equal < len(names) else 0
+
+
+def _kind(tensor: tuple[tuple[int, ...], Any]) -> str:
+    return f"{tuple(tensor[0])} {str(tensor[1]).removeprefix('torch.')}"
+
+
+def _axes(axes: dict[str, int]) -> str:
+    return " x ".join(f"{name} {n}" for name, n in axes.items() if n > 1) or ("one rank" if axes else "")
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts layers.2 before layers.10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split(".")]
+
+
+def size(count: int) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.3g} GB"
+
+
+def _print(rows: Iterable[tuple[str, ...]]) -> None:
+    table = Table.grid(padding=(0, 2))
+    for row in rows:
+        table.add_row(*row)
+    # Not truncated to the terminal: names are there to be copied, and a pipe has no width.
+    Console(highlight=False, markup=False, soft_wrap=True, width=400).print(table)

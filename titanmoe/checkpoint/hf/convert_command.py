@@ -1,0 +1,154 @@
+"""`titanmoe convert`: what the user asks for, checked, and what was done."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanmoe.config.load import ConfigError, format_problems
+
+if TYPE_CHECKING:
+    from titanmoe.checkpoint.on_all_ranks import Group
+
+EPILOG = """\
+Weights only: optimizer state is neither read nor written. OUT appears once it is complete. Under torchrun
+(torchrun --no-python --nproc-per-node 8 titanmoe convert ...) the ranks share the work. docs/huggingface.md says more.
+"""
+
+
+def add_convert(commands: argparse._SubParsersAction) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="Hugging Face checkpoints in and out, and dense ones upcycled to experts",
+        description="Converts between Hugging Face folders (config.json, *.safetensors) and titanmoe checkpoints.",
+        epilog=EPILOG,
+    )
+    convert.set_defaults(run=run_convert)
+    what = convert.add_mutually_exclusive_group(required=True)
+    what.add_argument("--from-hf", action="store_true", help="IN is a Hugging Face folder, OUT a checkpoint to train")
+    what.add_argument("--to-hf", action="store_true", help="IN is a run or one of its checkpoints, OUT a folder")
+    what.add_argument("--upcycle", action="store_true", help="IN is a dense Llama, Qwen2 or Qwen3, OUT has experts")
+    convert.add_argument("source", metavar="IN", type=Path, help="what to convert")
+    convert.add_argument("out", metavar="OUT", type=Path, help="the folder to make")
+    convert.add_argument("--overwrite", action="store_true", help="replace OUT if it is already such a folder")
+    reading = convert.add_argument_group("with --from-hf")
+    reading.add_argument(
+        "--drop", choices=["mtp"], action="append", default=[], help="leave out multi-token prediction"
+    )
+    writing = convert.add_argument_group("with --to-hf")
+    writing.add_argument("--max-shard-gb", type=float, metavar="GB", help="size of a file (default 5)")
+    writing.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, if the checkpoint has none")
+    writing.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="dtype of the files (default: the checkpoint's)"
+    )
+    making = convert.add_argument_group("with --upcycle")
+    making.add_argument("--experts", type=int, metavar="N", help="experts per block, counting all pieces (default 8)")
+    making.add_argument("--top-k", type=int, metavar="N", help="experts a token visits (default 2)")
+    making.add_argument(
+        "--granularity", type=int, metavar="G", help="pieces each copy of the FFN is split into (default 1)"
+    )
+    making.add_argument("--seed", type=int, metavar="N", help="seed of the routers' random weights (default 0)")
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    from titanmoe.checkpoint.inside import CheckpointError
+
+    first = os.environ.get("RANK", "0") == "0"
+    group = None
+    try:
+        _check(args)
+        group = _join()
+        lines = _convert(args, group)
+        if first:
+            print("\n".join(lines))
+        return 0
+    except ConfigError as error:
+        text = format_problems(error.problems, error.source)
+    except CheckpointError as error:
+        text = format_problems([str(error)])
+    finally:
+        if group is not None:
+            import torch.distributed as dist
+
+            dist.destroy_process_group()
+    if first:
+        print(text, file=sys.stderr)
+    return 2
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Options that do not belong to what was asked for."""
+    of = dict.fromkeys(("--max-shard-gb", "--tokenizer", "--dtype"), "to_hf") | {"--drop": "from_hf"}
+    of |= dict.fromkeys(("--experts", "--top-k", "--granularity", "--seed"), "upcycle")
+    problems = [
+        f"{option} is an option of --{kind.replace('_', '-')}: leave it out"
+        for option, kind in of.items()
+        if getattr(args, option[2:].replace("-", "_")) not in (None, []) and not getattr(args, kind)
+    ]
+    if args.max_shard_gb is not None and not args.max_shard_gb > 0:
+        problems.append(f"--max-shard-gb = {args.max_shard_gb} is not a size: give more than 0")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _join() -> Group:
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return None
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    return dist.group.WORLD
+
+
+def _convert(args: argparse.Namespace, group: Group) -> list[str]:
+    import torch
+
+    from titanmoe.checkpoint.checkpoint_command import the_latest
+    from titanmoe.checkpoint.hf import config, convert
+    from titanmoe.checkpoint.hf.source import HuggingFaceSource
+    from titanmoe.checkpoint.hf.upcycle import Upcycled
+
+    if args.to_hf:
+        dtype = getattr(torch, args.dtype) if args.dtype else None
+        limit = int((args.max_shard_gb or 5) * 10**9)
+        source = convert.agreed(group, lambda: the_latest(args.source))
+        made = convert.to_hf(source, args.out, limit, args.tokenizer, dtype, args.overwrite, group)
+        count, size = sum(len(f.sizes) for f in made.files.values()), sum(f.bytes for f in made.files.values())
+        files = f"{len(made.files)} file{'s' * (len(made.files) != 1)}"
+        lines = [f"{args.out}: {made.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
+        if not any(name.startswith(("tokenizer", "tokenization")) for name in made.others):
+            lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
+        return lines
+
+    def weights() -> HuggingFaceSource | Upcycled:
+        if args.upcycle:
+            options = {"experts": 8, "top_k": 2, "granularity": 1, "seed": 0}
+            given = {name: getattr(args, name) for name in options if getattr(args, name) is not None}
+            return Upcycled(args.source, **options | given)
+        described = config.describe(args.source)
+        source = HuggingFaceSource(args.source, described, described.model, tuple(args.drop))
+        if source.has_mtp and "mtp" not in args.drop:
+            source = HuggingFaceSource(args.source, described, replace(described.model, mtp_depth=1))
+        source.check()
+        return source
+
+    found, how = convert.agreed(group, weights), "upcycled from" if args.upcycle else "converted from"
+    size = convert.write_ours(args.out, found, args.source, how, args.overwrite, group)
+    lines = [f"{args.out}: {len(found.tensors)} tensors, {_size(size)}", *(f"note: {note}" for note in found.notes)]
+    return [*lines, *_recipe(args.out, found.model)]
+
+
+def _recipe(out: Path, model: object) -> list[str]:
+    from titanmoe.checkpoint.hf.config import table
+    from titanmoe.config.fields import toml_value
+
+    begin = ["[checkpoint]", f"load = {toml_value(str(out))}", "model_only = true"]
+    return ["", "# to train from it:", table(model), "", *begin]
+
+
+def _size(size: int) -> str:
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

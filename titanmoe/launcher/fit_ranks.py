@@ -1,0 +1,118 @@
+"""How many ranks a recipe runs on here, and the mapping nearest to its own that fits them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import KEYS
+from titanmoe.fold.legal_mappings import changes, nearest
+from titanmoe.train import host_memory
+
+MOST_PER_CORE = 4
+"""On CPUs, ranks per core that a recipe may start by default: one written for 128 GPUs would only fill memory."""
+SMALLER_WORLDS = 64
+"""How many to try if this one has no legal mapping."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    gpus: int
+    """0 if the run does not use them."""
+    cores: int
+    memory: int = 0
+    """Bytes: of the smallest of its GPUs, or of the machine without them; 0 if unknown."""
+
+    @property
+    def ranks(self) -> int:
+        """What `--ranks auto` means."""
+        return self.gpus or self.cores
+
+    def __str__(self) -> str:
+        if self.gpus:
+            return f"{self.gpus} GPU{'s' * (self.gpus > 1)}"
+        return f"{self.cores} CPU core{'s' * (self.cores > 1)} and no GPU in use"
+
+
+def this_machine(device: str) -> Machine:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    of_gpus = [torch.cuda.get_device_properties(gpu).total_memory for gpu in range(gpus)]
+    return Machine(gpus, cores, min(of_gpus, default=host_memory.whole()))
+
+
+def choose_ranks(given: str, nodes: int, own: int, machine: Machine) -> int:
+    """Ranks on all nodes. given: --ranks, "" if absent; own: the recipe's number, 0 if it has none."""
+    if given == "auto" or not (given or own):
+        return machine.ranks * nodes
+    return int(given or own)
+
+
+def too_many(world: int, nodes: int, machine: Machine, recipe: str, here: Callable[[], str] = lambda: "") -> str:
+    """Why these nodes cannot take so many ranks, "" if they can. recipe: whose own number it is, "" for --ranks. here:
+    what --ranks auto --fit lacks on this machine, "" if nothing."""
+    who = f"{recipe} is for {world} ranks (job.ranks)" if recipe else f"--ranks = {world}"
+    if world % nodes:
+        even = " or ".join(str(n) for n in (world // nodes * nodes, -(-world // nodes) * nodes) if n)
+        return f"{who}, which {nodes} nodes cannot share evenly: give --ranks {even}"
+    each = world // nodes
+    # A number on the command line is meant, also on CPUs.
+    most = machine.gpus or (max(8, MOST_PER_CORE * machine.cores) if recipe else each)
+    if each <= most:
+        return ""
+    on_node = machine.gpus or 8
+    said = (
+        f"{who}, {each} of them here, and this machine has {machine}"
+        if nodes > 1
+        else f"{who} and this machine has {machine}"
+    )
+    if not recipe:
+        return f"{said}: give {most * nodes} or fewer, --ranks auto, or --training.device cpu"
+    count = -(-world // on_node)
+    several = f"--nnodes {count} on each of {count} nodes (docs/multi_node.md)"
+    if lack := here():
+        return f"{said}: use {several}; with --ranks auto --fit, {lack}"
+    return f"{said}: use {several}, or --ranks auto --fit to run it here"
+
+
+def fitting(config: Config, world: int) -> dict[str, tuple[int, int]]:
+    """The degrees that the nearest legal mapping changes, by path: from, to. {} if there is none."""
+    found = nearest(world, config.parallelism, config, count=1)
+    return {KEYS[name]: change for name, change in changes(config.parallelism, found[0]).items()} if found else {}
+
+
+def offer(config: Config, world: int, nodes: int, lack: Callable[[Config, int], str] = lambda *_: "") -> str:
+    """What to do if the mapping does not fit the world. lack: what a mapping that does lacks on this
+    machine, "" if nothing."""
+    if change := fitting(config, world):
+        said = f"The nearest mapping that fits {world} rank{'s' * (world > 1)}: {text(change)}"
+        return f"{said}; {lack(with_values(config, new(change)), world) or '--fit takes it'}."
+    if nodes == 1:
+        for smaller in range(world - 1, max(0, world - SMALLER_WORLDS), -1):
+            if change := fitting(config, smaller):
+                said = f"No mapping of {world} ranks fits this model and batch; one of {smaller} does"
+                if why := lack(with_values(config, new(change)), smaller):
+                    return f"{said}, but {why}."
+                return f"{said}: --ranks {smaller} --fit ({text(change)})."
+    return f"No mapping of {world} ranks fits this model and batch: change training.global_batch_size, or the ranks."
+
+
+def new(change: dict[str, tuple[int, int]]) -> dict[str, int]:
+    return {path: value for path, (_, value) in change.items()}
+
+
+def with_values(config: Any, values: dict[str, Any]) -> Any:
+    """values: by path."""
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        config = replace(config, **{name: with_values(getattr(config, name), {rest: value}) if rest else value})
+    return config
+
+
+def text(change: dict[str, tuple[int, int]]) -> str:
+    return ", ".join(f"{path} {'derived' if old == -1 else old} -> {new}" for path, (old, new) in change.items())

@@ -1,0 +1,355 @@
+"""`titanmoe train`: from a recipe and this machine to running ranks, or one message that says why not."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import shlex
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titanmoe.config import ConfigError, load, other_names
+from titanmoe.config.load import format_problems, peek, prints
+from titanmoe.config.schema import Config
+from titanmoe.config.world_size import recipe_ranks
+from titanmoe.fold.degrees import FoldError
+from titanmoe.fold.legality import violations
+from titanmoe.launcher import fit_ranks, memory_check
+from titanmoe.launcher.message import first, message, oom_kills
+from titanmoe.models.families import preset
+from titanmoe.train.run_folder import COMMAND
+from titanmoe.train.runtime import why_not_listen
+from titanmoe.train.waiting import waiting
+
+if TYPE_CHECKING:
+    from titanmoe.launcher.agent import Ended
+
+MEET = "where do the nodes meet? --master-addr HOST --node-rank K, or --rdzv-endpoint HOST:PORT (docs/multi_node.md)"
+
+OWN = {
+    "ranks": "N|auto: ranks of all nodes together. Default: the recipe's own number, job.ranks; auto: one per GPU, or "
+    "per core without GPUs",
+    "fit": "if the mapping does not fit that many ranks, take the nearest one that does",
+    "memory": "ignore: start even if the planner finds that the run needs more memory than there is",
+    "logs": "FOLDER: where the ranks' logs go. Default: {job.dump_folder}/launch/NAME-DATE-TIME",
+}
+TORCHRUN = {
+    "nnodes": "N or MIN:MAX: machines; give the same command on each",
+    "node-rank": "N: this machine's number, with --master-addr",
+    "master-addr": "HOST: the machine of node rank 0",
+    "master-port": "PORT: a free port there (default 29500)",
+    "rdzv-backend": "NAME: c10d lets nodes come and go, and needs no node ranks",
+    "rdzv-endpoint": "HOST:PORT: where they meet",
+    "rdzv-id": "NAME: the same on all nodes, different for each run",
+    "rdzv-conf": "KEY=VALUE,...: see torchrun",
+    "local-addr": "HOST: this machine's address, if it cannot be found",
+    "max-restarts": "N: restart all ranks when one fails, at most N times (default 0)",
+}
+"""Options that mean what they mean for torchrun."""
+SHAPES = {"nnodes": r"[1-9]\d{0,6}(:[1-9]\d{0,6})?", "ranks": r"[1-9]\d{0,6}|auto", "max-restarts": r"\d{1,6}"}
+SHAPES |= {"memory": "ignore", "node-rank": r"\d{1,6}", "master-port": r"\d{1,5}"}
+
+
+@dataclass
+class Request:
+    recipe: str = ""
+    options: dict[str, str] = field(default_factory=dict)
+    """Ours and torchrun's, by name."""
+    rest: list[str] = field(default_factory=list)
+    """Overrides, and anything else left to the config's loader."""
+    fitted: list[str] = field(default_factory=list)
+    """Overrides that --fit adds."""
+    problems: list[str] = field(default_factory=list)
+    typed: list[str] = field(default_factory=list)
+    """The whole command line, as typed."""
+
+    def get(self, name: str, default: str = "") -> str:
+        return self.options.get(name, default)
+
+    @property
+    def words(self) -> list[str]:
+        """The ranks' command line."""
+        return [*(["--config", self.recipe] if self.recipe else []), *self.rest, *self.fitted]
+
+    @property
+    def command(self) -> str:
+        """The recipe and its overrides, for another command of titanmoe."""
+        return shlex.join([*([self.recipe] if self.recipe else []), *self.rest])
+
+    @property
+    def checks_memory(self) -> bool:
+        return "memory" not in self.options and not prints(self.words)
+
+    @property
+    def nodes(self) -> int:
+        """At most: the number may vary."""
+        return int(self.get("nnodes", "1").rpartition(":")[2])
+
+
+def add_train(commands: argparse._SubParsersAction) -> None:
+    train = commands.add_parser("train", add_help=False, help="train a recipe here, or on several machines")
+    train.set_defaults(run=lambda args: run_train(args.overrides), overrides=[])
+
+
+def run_train(words: Sequence[str]) -> int:
+    request = parse_words(words)
+    if request.get("help"):
+        print(usage(), end="", flush=True)
+        load([*request.words, "--help"], preset, lambda config: [])  # prints every field, and exits
+    try:
+        return start(prepare(request))
+    except KeyboardInterrupt:  # before there are ranks
+        waiting("")
+        return 130
+    except ConfigError as error:
+        offer = f"\n\n{error.offer}" if isinstance(error, Misfit) and error.offer else ""
+        waiting("")
+        print(f"{format_problems(error.problems, error.source)}{offer}", file=sys.stderr, flush=True)
+        return 2
+
+
+def parse_words(words: Sequence[str]) -> Request:
+    """The recipe comes first, or after an option of the launcher; after an override it would be read as its value."""
+    request, rest, override = Request(typed=list(words)), list(words), False
+    old: dict[str, int | str] = {}
+    known = OWN | TORCHRUN
+    while rest:
+        word = rest.pop(0)
+        name, attached, value = word.removeprefix("--").replace("_", "-").partition("=")
+        if word in ("--help", "-h"):
+            request.options["help"] = "yes"
+        elif name == "config" and word.startswith("--"):
+            request.recipe = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
+        elif word.startswith("--") and name in known:
+            override = False
+            value = word.partition("=")[2] if attached else "yes" if name == "fit" else rest.pop(0) if rest else ""
+            if not re.fullmatch(SHAPES.get(name, r"[^-].*"), value):
+                request.problems.append(f"command line: --{name} {value!r} is not {known[name].partition(':')[0]}")
+            request.options[name] = value
+        elif word.startswith("--") and name in other_names.RANKS:
+            count = word.partition("=")[2] if attached else rest.pop(0) if rest else ""
+            old[name] = int(count) if count.isdecimal() else count
+        elif override or request.recipe or word.startswith("-"):
+            request.rest.append(word)
+            override = True
+        else:
+            request.recipe = word
+    for name, count in old.items():
+        ranks = count if name in ("world", "world-size") or isinstance(count, str) else count * request.nodes
+        request.problems.append(f"command line: --{name} is now --ranks {ranks}, the ranks of all nodes together")
+    return request
+
+
+class Misfit(ConfigError):
+    """Refused because the mapping does not fit."""
+
+    config: Config
+    offer: str = ""
+    """A mapping that does."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    request: Request
+    config: Config
+    """As the ranks will have it."""
+    nproc: int
+    machine: fit_ranks.Machine
+
+
+def prepare(request: Request) -> Prepared:
+    """What to start; raises ConfigError with everything that is wrong."""
+    if not request.recipe and not request.rest:
+        request.problems.append("command line: which recipe? For example: titanmoe train train_configs/debug.toml")
+    several = request.get("nnodes", "1") not in ("1", "1:1")
+    if several and not (request.get("rdzv-endpoint") or request.get("master-addr")):
+        request.problems.append(f"command line: --nnodes {request.get('nnodes')}: {MEET}")
+    if request.problems:
+        raise ConfigError(request.problems)
+    waiting("reading the recipe")
+    config, problem = peek(request.words, preset)
+    machine = fit_ranks.this_machine(config.training.device if config else "auto")
+    ranks_given = request.get("ranks")
+    own = recipe_ranks(request.words, preset) if not ranks_given else 0
+    if prints(request.words) and not own and not ranks_given.isdecimal():
+        load(request.words, preset, lambda config: [])  # and exits: what follows from the number of ranks stays open
+    world = fit_ranks.choose_ranks(ranks_given, request.nodes, own, machine)
+    nproc = -(-world // request.nodes)
+
+    def lack(config: Config, world: int) -> str:
+        each = -(-world // request.nodes)
+        return memory_check.lack(config, world, each, machine, request.command) if request.checks_memory else ""
+
+    def here() -> str:
+        smaller = machine.ranks * request.nodes
+        if config is None:
+            return ""
+        changed = fit_ranks.with_values(config, fit_ranks.new(fit_ranks.fitting(config, smaller)))
+        return "" if violations(changed, smaller) else lack(changed, smaller)
+
+    if prints(request.words):
+        nproc = min(nproc, machine.gpus or 8)
+    elif wrong := fit_ranks.too_many(world, request.nodes, machine, request.recipe if own else "", here):
+        raise ConfigError([*(problem.problems if problem else []), wrong], problem.source if problem else "")
+    try:
+        return Prepared(request, final_config(request, world, nproc, machine), nproc, machine)
+    except Misfit as misfit:
+        change = fit_ranks.fitting(misfit.config, world) if request.get("fit") else {}
+        if not change:
+            misfit.offer = fit_ranks.offer(misfit.config, world, request.nodes, lack)
+            raise
+    request = replace(request, fitted=[f"--{path}={value}" for path, value in fit_ranks.new(change).items()])
+    config = final_config(request, world, nproc, machine)
+    waiting("")
+    print(f"fitted to {world} rank{'s' * (world > 1)}: {fit_ranks.text(change)}", file=sys.stderr, flush=True)
+    return Prepared(request, config, nproc, machine)
+
+
+def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Machine) -> Config:
+    """The config that the ranks will have; refuses what they would refuse."""
+    from titanmoe.train.launch import fitted, on_nodes, resolve
+    from titanmoe.train.legal import refusals
+    from titanmoe.train.run_folder import check_free
+
+    misfits: list[Config] = []
+
+    def here(config: Config) -> Config:
+        return fitted(on_nodes(config, nproc), world)[0]
+
+    def check(config: Config) -> list[str]:
+        try:
+            config = here(config)
+            found = refusals(config, world)
+            if found and violations(config, world):
+                misfits.append(config)
+            if not found and request.checks_memory:
+                lack = memory_check.lack(config, world, nproc, machine, request.command)
+                found = [f"{lack}; --memory ignore starts it all the same"] if lack else []
+            return found
+        except FoldError as error:
+            return error.problems
+
+    def finish(config: Config) -> Config:
+        if request.nodes == 1:  # with several, a node may join a run that is going
+            check_free(config)
+        return resolve(here(config), world)
+
+    try:
+        return load(request.words, preset, check, finish)
+    except ConfigError as error:
+        if misfits:
+            misfit = Misfit(error.problems, error.source)
+            misfit.config = misfits[0]
+            raise misfit from None
+        raise
+
+
+# ---- the run
+
+
+def start(prepared: Prepared) -> int:
+    from torch.distributed.run import parse_args
+
+    from titanmoe.launcher.agent import Logs, launch
+
+    request = prepared.request
+    _environment(prepared)
+    options = parse_args([*_as_for_torchrun(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.rank"])
+    if options.rdzv_backend == "static" and options.node_rank == 0:
+        check_port(options.master_addr, options.master_port)
+    logs, before = Logs(_folder(prepared)), oom_kills()
+    try:
+        logs.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fix = "give --logs FOLDER, or another job.dump_folder"
+        raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
+    here = f"{prepared.nproc} rank{'s' * (prepared.nproc > 1)}"
+    print(f"{here}{f' on each of {request.nodes} nodes' * (request.nodes > 1)}; logs in {logs.folder}", flush=True)
+    waiting(f"starting {here}")
+    try:
+        ended = launch(options, request.words, logs)
+    except Exception as error:  # a rendezvous raises many kinds
+        logging.getLogger("torch.distributed").exception("titanmoe train")
+        what = "the nodes did not meet, or lost each other" if request.nodes > 1 else "the launcher failed"
+        why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        print(f"error: {what}: {why}\nits log: {logs.folder}/agent.log", file=sys.stderr, flush=True)
+        return 1
+    code, text = verdict(ended, request.nodes, prepared.config.checkpoint.enable, oom_kills() > before)
+    if text:
+        # The panel of rank 0 may have left the cursor in the middle of the screen.
+        print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
+    if code == 0 or not ended.failures or ended.signal:
+        logs.tidy()
+    return code
+
+
+def verdict(ended: Ended, nodes: int, saves: bool, out_of_memory: bool) -> tuple[int, str]:
+    """The exit code and the last message."""
+    if not ended.failures and not ended.signal:
+        return 0, ""
+    culprit = first(ended.failures) if ended.failures else None
+    if culprit is None or (ended.signal and not culprit.own_fault):
+        if ended.killed:
+            return 128 + ended.signal, "ended at once; checkpoints that were complete are there"
+        return 128 + ended.signal, "" if saves else "stopped; nothing was saved, because checkpoint.enable = false"
+    text = message(culprit, ended.world, out_of_memory)
+    if nodes > 1 and culprit.consequence:
+        text += "\nthis rank only lost its connection to another: look for the cause in the logs of the other nodes"
+    return culprit.code, text
+
+
+def _environment(prepared: Prepared) -> None:
+    os.environ["PYTHONUNBUFFERED"] = "1"
+    os.environ[COMMAND] = shlex.join(["titanmoe", "train", *prepared.request.typed])
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    if not prepared.machine.gpus:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, prepared.machine.cores // prepared.nproc)))
+    if prepared.request.nodes > 1:
+        # Otherwise a node that joins later never learns where the ranks meet (torch 2.13).
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+def _as_for_torchrun(request: Request) -> list[str]:
+    given = {name: request.options[name] for name in TORCHRUN if name in request.options}
+    if "rdzv-endpoint" in given and "node-rank" not in given:
+        given.setdefault("rdzv-backend", "c10d")
+    elif request.nodes == 1 and "master-port" not in given:
+        # Like torchrun --standalone; the address keeps it from looking up this machine's name.
+        given |= {"rdzv-backend": "c10d", "rdzv-endpoint": "localhost:0", "local-addr": "127.0.0.1"}
+        given["rdzv-id"] = uuid.uuid4().hex
+    given.setdefault("master-port", "29500")
+    return [f"--{name}={value}" for name, value in given.items()]
+
+
+def check_port(host: str, port: int) -> None:
+    """Node 0 listens there."""
+    if why := why_not_listen(port):
+        raise ConfigError([f"--master-port {port} {why} on {host}: give another one, the same on every node"])
+
+
+def _folder(prepared: Prepared) -> Path:
+    if given := prepared.request.get("logs"):
+        return Path(given)
+    name = f"{prepared.config.job.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, n = Path(prepared.config.job.dump_folder, "launch", name), 1
+    while folder.exists():
+        n += 1
+        folder = folder.with_name(f"{name}-{n}")
+    return folder
+
+
+def usage() -> str:
+    lines = ["usage: titanmoe train RECIPE.toml [options] [--TABLE.FIELD VALUE ...]", ""]
+    lines += ["RECIPE.toml is a file, or the name of a recipe that comes with titanmoe, such as debug.", ""]
+    for name, text in (OWN | TORCHRUN).items():
+        kind, _, what = text.partition(": ")
+        lines += [f"  --{name} {kind}".rstrip() if what else f"  --{name}", f"      {what or text}"]
+    end = "Ctrl-C once: the ranks save, if the run saves, and end. Twice: they are killed."
+    return "\n".join([*lines, "", end, "", ""])

@@ -1,0 +1,149 @@
+"""Which row of the send buffer each choice gets, and the order that groups arriving rows by expert.
+
+References: `titanmoe.moe.assign.assign_all_rows` and `by_expert`. Choices are sorted by expert and, within one, by
+token. They are counted in blocks of consecutive choices; cumulative sums of the counts, by expert and then by block,
+say where a block's choices for an expert begin. No sort and no atomics: each number is written once.
+
+Shapes: N choices (tokens times top-k), E experts (P: the power of two above), G ranks, e local experts, J = G * e.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanmoe.ops.kernels.kernel_launch import kernel
+
+TILE = 8192
+"""Pairs of a choice and an expert that a program compares."""
+PIECE = 1024
+"""Rows of a piece that a program writes at a time."""
+
+
+@triton.jit(do_not_specialize=["N", "BLOCKS"])
+def _count(chosen, count, N, BLOCKS, E: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr):
+    block = tl.program_id(0)
+    n, e = block * ROWS + tl.arange(0, ROWS), tl.arange(0, P)
+    expert = tl.load(chosen + n, mask=n < N, other=E)
+    total = tl.sum((expert[:, None] == e[None, :]).to(tl.int32), 0)
+    tl.store(count + e * BLOCKS + block, total, mask=e < E)
+
+
+@triton.jit(do_not_specialize=["N", "BLOCKS"])
+def _assign(chosen, ends, entry, slot, count, N, BLOCKS, E: tl.constexpr, P: tl.constexpr, HELD: tl.constexpr,
+           ETP: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    block = tl.program_id(0)
+    n, e = block * ROWS + tl.arange(0, ROWS), tl.arange(0, P)
+    there = n < N
+    expert = tl.load(chosen + n, mask=there, other=E)
+    real = expert < E
+    known = tl.where(real, expert, 0).to(tl.int32)
+    here = (expert[:, None] == e[None, :]).to(tl.int32)
+    within = tl.sum(here * (tl.cumsum(here, 0) - here), 1)
+    # In the order of (expert, block), the entry before says where this one begins.
+    before = known * BLOCKS + block - 1
+    place = within + tl.load(ends + before, mask=real & (before >= 0), other=0)
+    first = known // HELD * HELD * BLOCKS - 1  # the last entry before the experts of the same rank
+    begin = tl.load(ends + first, mask=real & (first >= 0), other=0)
+    length = tl.load(ends + first + HELD * BLOCKS, mask=real, other=0) - begin
+    # Choices of no expert come last, in their own order.
+    upto = e * BLOCKS + block - 1
+    start = tl.load(ends + e * BLOCKS - 1, mask=(e > 0) & (e < E), other=0)
+    earlier = tl.sum(tl.load(ends + upto, mask=(e < E) & (upto >= 0), other=0) - start, 0)
+    none = (there & (expert >= E)).to(tl.int32)
+    unused = tl.load(ends + E * BLOCKS - 1) + block * ROWS - earlier + tl.cumsum(none, 0) - none
+    for copy in tl.static_range(ETP):
+        row = tl.where(real, place + (ETP - 1) * begin + copy * length, unused * ETP + copy)
+        tl.store(entry + row, tl.where(real, n, N).to(tl.int64), mask=there)
+        tl.store(slot + n.to(tl.int64) * ETP + copy, tl.where(real, row, N * ETP).to(tl.int64), mask=there)
+    if block == 0:
+        total = tl.load(ends + (e + 1) * BLOCKS - 1, mask=e < E, other=0)
+        tl.store(count + e, (total - start).to(tl.int64), mask=e < E)
+
+
+@triton.jit
+def _regroup(count, order, inverse, J: tl.constexpr, EXPERTS: tl.constexpr, P: tl.constexpr, PIECE: tl.constexpr):
+    piece = tl.program_id(0)
+    expert, sender = piece % EXPERTS, piece // EXPERTS
+    j = tl.arange(0, P)
+    size = tl.load(count + j, mask=j < J, other=0)
+    source = tl.sum(tl.where(j < piece, size, 0), 0)
+    earlier = (j % EXPERTS < expert) | ((j % EXPERTS == expert) & (j // EXPERTS < sender))
+    target = tl.sum(tl.where(earlier, size, 0), 0)
+    mine = tl.load(count + piece)
+    for first in range(0, mine, PIECE):
+        r = first + tl.arange(0, PIECE)
+        tl.store(order + target + r, source + r, mask=r < mine)
+        tl.store(inverse + source + r, target + r, mask=r < mine)
+
+
+def tile(experts: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(experts)
+    return {"E": experts, "P": padded, "ROWS": max(16, TILE // padded)}
+
+
+def blocks(choices: int, experts: int) -> int:
+    return triton.cdiv(choices, tile(experts)["ROWS"])
+
+
+@kernel("titanmoe::count_choices")
+def count_choices(chosen_N: Tensor, experts: int) -> Tensor:
+    """(E, blocks): how many choices of each block are of each expert."""
+    N = len(chosen_N)
+    made = blocks(N, experts)
+    count = torch.empty(experts, made, dtype=torch.int32, device=chosen_N.device)
+    if N:
+        _count[(made,)](chosen_N.contiguous(), count, N, made, **tile(experts), num_warps=8)
+    return count
+
+
+@count_choices.register_fake
+def _(chosen_N, experts):
+    return chosen_N.new_empty(experts, blocks(len(chosen_N), experts), dtype=torch.int32)
+
+
+@kernel("titanmoe::assign_choices")
+def assign_choices(chosen_N: Tensor, ends: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `assign_all_rows`, from the cumulative sums of `count_choices`."""
+    N, long = len(chosen_N), {"dtype": torch.int64, "device": chosen_N.device}
+    entry, slot = torch.empty(N * etp, **long), torch.empty(N, etp, **long)
+    count = torch.empty(experts, **long) if N else torch.zeros(experts, **long)
+    made = blocks(N, experts)
+    if N:
+        _assign[(made,)](
+            chosen_N.contiguous(), ends, entry, slot, count, N, made, **tile(experts), HELD=experts // ep, ETP=etp,
+            num_warps=8,
+        )  # fmt: skip
+    return entry, slot, count
+
+
+@assign_choices.register_fake
+def _(chosen_N, ends, experts, ep, etp):
+    N = len(chosen_N)
+    return tuple(chosen_N.new_empty(shape, dtype=torch.int64) for shape in ((N * etp,), (N, etp), (experts,)))
+
+
+@kernel("titanmoe::regroup")
+def regroup(count_Ge: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """As `by_expert`."""
+    order, inverse = (torch.empty(rows, dtype=torch.int64, device=count_Ge.device) for _ in range(2))
+    J = count_Ge.numel()
+    if rows:
+        _regroup[(J,)](
+            count_Ge.contiguous(), order, inverse, J=J, EXPERTS=count_Ge.shape[1], P=triton.next_power_of_2(J),
+            PIECE=PIECE, num_warps=4,
+        )  # fmt: skip
+    return order, inverse
+
+
+@regroup.register_fake
+def _(count_Ge, rows):
+    return tuple(count_Ge.new_empty(rows, dtype=torch.int64) for _ in range(2))
+
+
+def assign_all_rows(chosen_TK: Tensor, experts: int, ep: int, etp: int) -> tuple[Tensor, Tensor, Tensor]:
+    chosen_N = chosen_TK.flatten()
+    ends = count_choices(chosen_N, experts).flatten().cumsum(0, dtype=torch.int32)
+    return assign_choices(chosen_N, ends, experts, ep, etp)

@@ -1,0 +1,59 @@
+"""How evenly a router's scores are spread, in one pass over them.
+
+Reference: `titanmoe.moe.balance.entropy_and_count`. A program has a few tokens and all their experts, and writes its
+own two sums, which are added up afterwards, so no sum depends on the order of execution.
+
+Shapes: T tokens, E experts (P: the power of two above), N programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titanmoe.ops.kernels.kernel_launch import kernel
+
+TILE = 4096
+"""Scores per program."""
+
+
+@triton.jit(do_not_specialize=["T"])
+def _spread(scores, valid, out, T, E: tl.constexpr, P: tl.constexpr, NORM: tl.constexpr, ROWS: tl.constexpr):
+    t, e = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, P)[None, :]
+    there = t < T
+    s = tl.load(scores + t[:, None] * E + e, mask=there[:, None] & (e < E), other=0.0)
+    if NORM:
+        total = tl.sum(s, 1)[:, None]
+        s = s / tl.where(there[:, None], total, 1.0)
+    real = there & (tl.load(valid + t, mask=there, other=0) != 0)
+    entropy = -tl.sum(tl.where(s > 0, s * tl.log(tl.where(s > 0, s, 1.0)), tl.where(s == s, 0.0, s)), 1)
+    mine = out + tl.program_id(0) * 2
+    tl.store(mine, tl.sum(tl.where(real, entropy, 0.0), 0).to(tl.float64))
+    tl.store(mine + 1, tl.sum(real.to(tl.float64), 0))
+
+
+def tile(experts: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(experts)
+    return {"E": experts, "P": padded, "ROWS": max(1, TILE // padded)}
+
+
+@kernel("titanmoe::entropy_and_count")
+def entropy_and_count(scores_TE: Tensor, valid_T: Tensor, norm: bool) -> Tensor:
+    """(N, 2), float64: the entropy of tokens that are not padding, and their number. norm: scores do not sum to 1."""
+    T, E = scores_TE.shape
+    shape = tile(E)
+    programs = triton.cdiv(T, shape["ROWS"])
+    out = torch.empty(programs, 2, dtype=torch.float64, device=scores_TE.device)
+    if T:
+        _spread[(programs,)](
+            scores_TE.contiguous(), valid_T.contiguous(), out, T, **shape, NORM=norm, num_warps=4
+        )  # fmt: skip
+    return out
+
+
+@entropy_and_count.register_fake
+def _(scores_TE, valid_T, norm):
+    T, E = scores_TE.shape
+    return scores_TE.new_empty(triton.cdiv(T, tile(E)["ROWS"]), 2, dtype=torch.float64)

@@ -1,0 +1,182 @@
+"""A plan as tables for people, and as JSON for programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import KEYS
+from titanmoe.plan.communicators import communicators, nccl_bytes, room
+from titanmoe.plan.devices import Device
+from titanmoe.plan.search import Found, Search
+from titanmoe.rehearse.columns import columns, format_bytes
+
+HEAD = (
+    *("step", "tokens/s/GPU", "MFU", "memory", "pp", "stages", "dp_replicate", "dp_shard", "cp", "tp"),
+    *("edp", "ep", "etp", "microbatch", "recompute", "schedule", "dispatcher", "binds"),
+)
+
+ERROR = 0.06
+"""The planner's own median error of step time (docs/planner.md). Mappings that differ by less are ties."""
+HELPS = {
+    "attention": "nothing but fewer tokens a sample, or a device with faster attention",
+    "memory-bound work": "--compile.enable; a larger tp or cp shares it among more ranks",
+    "waiting for the host": "a larger microbatch",
+    "messages of tp": "a smaller tp, with cp or more data ranks instead",
+    "messages of cp": "a smaller cp, or ring rather than allgather",
+    "rows to experts and back": "ep x etp within a node, a smaller etp, or the hierarchical or deepep dispatcher",
+    "messages of pp": "fewer stages per rank, or a smaller pp",
+    "bubble": "more microbatches (a larger batch, fewer data ranks), more stages per rank, or a smaller pp",
+    "weights and gradients": "more tokens a microbatch, a larger ep, or a pipeline, which gathers weights once a step",
+    "optimizer": "more tokens a step",
+}
+"""By what a step spends most time on after matrix work."""
+
+
+def row(found: Found) -> tuple[str, ...]:
+    config, fold, price = found.config, found.fold, found.price
+    per_rank = stages_per_rank(config)
+    return (
+        f"{price.step:.3g} s",
+        f"{price.tokens:,.0f}",
+        f"{price.mfu:.1%}",
+        format_bytes(found.peak),
+        *(str(n) for n in (fold.pp, per_rank, fold.dp_replicate, fold.dp_shard, fold.cp, fold.tp)),
+        *(str(n) for n in (fold.edp * fold.edp_replicate, fold.ep, fold.etp, config.training.local_batch_size)),
+        config.activation_checkpoint.mode,
+        config.pipeline.schedule if fold.pp > 1 else "-",
+        config.moe.dispatcher,
+        price.binds,
+    )
+
+
+def stages_per_rank(config: Config) -> int:
+    from titanmoe.fold.pipeline_schedules import stage_ranks
+
+    return len(stage_ranks(config.pipeline, config.parallelism.pp)) // config.parallelism.pp
+
+
+def is_tie(found: Found, best: Found) -> bool:
+    return found.price.step <= (1 + ERROR) * best.price.step
+
+
+def table(result: Search, device: Device, world: int) -> list[str]:
+    lines = [f"The fastest of {result.considered:,} mappings on {world} {device.name} that may fit:", ""]
+    lines += columns([HEAD, *map(row, result.best)], right=tuple(range(14)))
+    ties = sum(is_tie(found, result.best[0]) for found in result.best)
+    if ties > 1:
+        lines += ["", f"The first {ties} are within the model's error of {ERROR:.0%}: take the simplest of them."]
+    if result.best_unfolded is not None and result.best_unfolded.fold == result.best[0].fold:
+        lines += ["", "It is the best unfolded one too (etp = tp, ep within dp)."]
+    elif result.best_unfolded is not None:
+        gain = result.best_unfolded.price.step / result.best[0].price.step - 1
+        within = ", which is within the model's error" if is_tie(result.best_unfolded, result.best[0]) else ""
+        lines += [
+            "",
+            f"The best unfolded one (etp = tp, ep within dp), {gain:.1%} slower than the best of all{within}:",
+            "",
+        ]
+        lines += columns([HEAD, row(result.best_unfolded)], right=tuple(range(14)))
+    else:
+        lines += ["", "No unfolded one (etp = tp, ep within dp) fits."]
+    return lines
+
+
+def explained(found: Found, device: Device) -> list[str]:
+    price, fold = found.price, found.fold
+    axes = ", ".join(f"{name} {n}" for name in KEYS if (n := getattr(fold, name)) > 1)
+    lines = [
+        f"The recipe's mapping on {fold.world} {device.name}: {axes or 'one rank'}; "
+        f"{price.microbatches} microbatches of {found.config.training.local_batch_size}.",
+        f"A step takes {price.step:.4g} s: {price.tokens:,.0f} tokens/s/GPU, MFU {price.mfu:.1%}.",
+        f"After matrix work most of it goes on {price.binds}. What helps: {HELPS[price.binds]}.",
+        "",
+        "Time of a step:",
+        "",
+    ]
+    parts = sorted(price.components.items(), key=lambda one: -one[1])
+    lines += columns([(name, f"{t:.4g} s", f"{t / price.step:.1%}") for name, t in parts if t > 0], right=(1, 2))
+    rank = found.memory[found.fullest]
+    left, messages = room(found.config, fold, device), nccl_bytes(found.config, fold, device)
+    count = len(communicators(found.config, fold, device.domain))
+    fits = "fits" if rank.peak <= left else f"does not fit, by {format_bytes(rank.peak - left)},"
+    lines += [
+        "",
+        f"Memory of the fullest pipeline rank, {found.fullest} of {len(found.memory)}: {format_bytes(rank.peak)}, "
+        f"which {fits} into {format_bytes(left)} ({format_bytes(device.memory)} less {format_bytes(device.reserved)} "
+        f"for CUDA and fragmentation and {format_bytes(messages)} for NCCL, which has {count} communicators). "
+        f"Most of it during {rank.moment}:",
+        "",
+    ]
+    held = sorted(rank.components.items(), key=lambda one: -one[1])
+    lines += columns([(name, format_bytes(n), f"{n / rank.peak:.1%}") for name, n in held], right=(1, 2))
+    return lines
+
+
+def budget(found: Found, tokens: float, device: Device) -> list[str]:
+    days, cost = days_and_cost(found, tokens, device)
+    return ["", f"{tokens:.3g} tokens: {days:,.1f} days, {cost:,.0f} US dollars at {device.price:g} per GPU and hour."]
+
+
+def days_and_cost(found: Found, tokens: float, device: Device) -> tuple[float, float]:
+    hours = tokens / (found.price.tokens * found.fold.world) / 3600
+    return hours / 24, hours * found.fold.world * device.price
+
+
+def as_json(found: Found) -> dict[str, Any]:
+    config, fold, price = found.config, found.fold, found.price
+    return {
+        "mapping": {name: getattr(fold, name) for name in KEYS},
+        "local_batch_size": config.training.local_batch_size,
+        "recompute": config.activation_checkpoint.mode,
+        "schedule": config.pipeline.schedule if fold.pp > 1 else "",
+        "stages_per_rank": stages_per_rank(config),
+        "dispatcher": config.moe.dispatcher,
+        "unfolded": found.unfolded,
+        "step_s": price.step,
+        "tokens_per_second_per_gpu": price.tokens,
+        "mfu": price.mfu,
+        "binds": price.binds,
+        "time": price.components,
+        "memory": [
+            {
+                "peak": rank.peak,
+                "weights": rank.weights,
+                "gradients": rank.gradients,
+                "moments": rank.moments,
+                "moment": rank.moment,
+                "components": rank.components,
+            }
+            for rank in found.memory
+        ],
+    }
+
+
+def picture(name: str, points: list[tuple[float, float]], device: Device) -> str:
+    """Tokens per second and device over what was varied, as an SVG."""
+    width, height, edge = 640, 360, 60
+    top = 1.1 * max(y for _, y in points)
+    low, high = points[0][0], points[-1][0]
+
+    def point(x: float, y: float) -> tuple[float, float]:
+        along = (x - low) / (high - low) if high > low else 0.5
+        return edge + along * (width - 2 * edge), height - edge - y / top * (height - 2 * edge)
+
+    dots = [point(*pair) for pair in points]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        '<polyline fill="none" stroke="#1f77b4" stroke-width="2" points="'
+        + " ".join(f"{x:.1f},{y:.1f}" for x, y in dots)
+        + '"/>',
+        f'<text x="{edge}" y="{edge / 2}">tokens/s/GPU on {device.name}, the best mapping of each</text>',
+        f'<text x="{width / 2}" y="{height - 15}" text-anchor="middle">{name}</text>',
+    ]
+    for (x, y), (value, rate) in zip(dots, points, strict=True):
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="#1f77b4"/>',
+            f'<text x="{x:.1f}" y="{y - 8:.1f}" text-anchor="middle">{rate:,.0f}</text>',
+            f'<text x="{x:.1f}" y="{height - edge + 18}" text-anchor="middle">{value:g}</text>',
+        ]
+    return "\n".join([*parts, "</svg>"]) + "\n"

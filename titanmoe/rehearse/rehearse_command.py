@@ -1,0 +1,129 @@
+"""`titanmoe rehearse`: what any rank would send and hold in memory, before the job is launched."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from titanmoe.config import ConfigError
+from titanmoe.config.load import format_problems
+from titanmoe.config.world_size import add_ranks, world_of
+
+
+def add_rehearse(commands: argparse._SubParsersAction) -> None:
+    rehearse = commands.add_parser(
+        "rehearse",
+        help="one step of any rank of any world, in one process and without GPUs",
+        description="Runs one step of a recipe as one rank of a world would, on tensors that have shapes but no "
+        "storage, and reports every message, its size and the line of code that sends it. Opens no data, tokenizer or "
+        "checkpoint. --table.field VALUE overrides a field of the recipe.",
+    )
+    add_ranks(rehearse)
+    rehearse.add_argument("--rank", type=int, metavar="N", default=0, help="the rank to rehearse (default 0)")
+    rehearse.add_argument(
+        "--all-roles",
+        action="store_true",
+        help="the first rank of each pipeline stage and the last along each axis, or all of up to 8; and whether all "
+        "messages can complete",
+    )
+    rehearse.add_argument("--all-ranks", action="store_true", help="the same of every rank: nothing is assumed alike")
+    rehearse.add_argument(
+        "--hardware", metavar="NAME", default="h100", help="run the code that this hardware runs (default h100)"
+    )
+    rehearse.add_argument("--node", type=int, metavar="N", default=8, help="ranks per node (default 8)")
+    rehearse.add_argument(
+        "--imbalance",
+        type=float,
+        metavar="X",
+        default=1.0,
+        help="rows of the busiest expert over the mean (default 1: balanced)",
+    )
+    rehearse.add_argument(
+        "--routing",
+        type=Path,
+        metavar="FILE",
+        help="take rows per expert from an experts.jsonl, or the run folder that holds one; the results are estimates",
+    )
+    rehearse.add_argument("--routing-step", type=int, metavar="N", help="the step of that file (default: the last)")
+    rehearse.add_argument("--json", type=Path, metavar="FILE", help="also write the whole report to this file")
+    rehearse.add_argument("--picture", type=Path, metavar="FILE", help="draw memory over the step, as an HTML page")
+    rehearse.set_defaults(run=run_rehearse, overrides=[])
+
+
+def run_rehearse(args: argparse.Namespace) -> int:
+    from titanmoe.rehearse.hardware import HARDWARE
+
+    return print_report(_problems(args, list(HARDWARE)), lambda: _report(args))
+
+
+Report = tuple[list[str], dict[Path | None, str], int]
+"""Lines to print, texts of files (None: not asked for), and the exit code."""
+
+
+def print_report(problems: list[str], report: Callable[[], Report]) -> int:
+    """Print a report and write its files, unless there are problems; returns the exit code."""
+    if problems:
+        print(format_problems(problems), file=sys.stderr)
+        return 2
+    try:
+        lines, files, code = report()
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print("\n".join(lines))
+    for file, text in files.items():
+        try:
+            if file is not None:
+                file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            print(f"error: cannot write {file}: {error.strerror}", file=sys.stderr)
+            return 2
+    return code
+
+
+def _report(args: argparse.Namespace) -> Report:
+    from titanmoe.models.families import preset
+    from titanmoe.rehearse.memory_picture import picture
+    from titanmoe.rehearse.recorded import recorded_routing
+    from titanmoe.rehearse.rehearsal_table import as_json, table, table_of_ranks
+    from titanmoe.rehearse.roles import check_ranks, rehearse_ranks
+    from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
+
+    world = world_of(args.ranks, args.overrides, preset)
+    if not 0 <= args.rank < world:
+        raise ConfigError([f"--rank = {args.rank} is not in a world of {world} ranks: use 0 to {world - 1}"])
+    config = recipe_to_rehearse(args.overrides, world, args.hardware, args.node)
+    routing = args.imbalance if args.routing is None else recorded_routing(config, args.routing, args.routing_step)
+    if not (args.all_roles or args.all_ranks):
+        rehearsed = [rehearse(config, world, args.rank, args.hardware, routing, args.node)]
+        lines, order, code = table(rehearsed[0]), {}, 0
+    else:
+        ranks = range(world) if args.all_ranks else None
+        rehearsed = list(rehearse_ranks(config, world, args.hardware, routing, args.node, ranks))
+        verdict = check_ranks(rehearsed)
+        lines, code = table_of_ranks(rehearsed, verdict), 0 if verdict.safe else 1
+        order = {"order": {"verdict": verdict.text, "safe": verdict.safe, "concerned": verdict.concerned}}
+    data = {"ranks": [as_json(one) for one in rehearsed]} | order
+    page = picture(rehearsed) if args.picture else ""
+    return lines, {args.json: json.dumps(data, indent=1) + "\n", args.picture: page}, code
+
+
+def _problems(args: argparse.Namespace, names: list[str]) -> list[str]:
+    found = []
+    if args.hardware not in names:
+        found.append(f"--hardware = {args.hardware} is unknown: use {', '.join(names)}")
+    if args.node < 1:
+        found.append(f"--node = {args.node} is not a number of ranks: use 1 or more")
+    if not args.imbalance >= 1:
+        found.append(f"--imbalance = {args.imbalance:g} is below 1, which is balanced: use 1 or more")
+    if (args.all_roles or args.all_ranks) and args.hardware == "cpu":
+        option = "--all-ranks" if args.all_ranks else "--all-roles"
+        found.append(f"{option} checks NCCL's rules, and CPUs use gloo: name a GPU with --hardware")
+    if args.routing is not None and args.imbalance != 1:
+        found.append("--imbalance and --routing both say where rows go: use one of them")
+    if args.routing is None and args.routing_step is not None:
+        found.append("--routing-step selects a line of a file: name the file with --routing")
+    return found

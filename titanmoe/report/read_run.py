@@ -1,0 +1,205 @@
+"""What is in a run's folder: metrics, experts' load, events, config."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titanmoe.config import ConfigError, load
+from titanmoe.config.parse_json import MOST_DEPTH, TooDeep, parse_json
+from titanmoe.config.recipe import RecipeError, read_recipe
+from titanmoe.config.schema import Config
+from titanmoe.fold.degrees import Fold, FoldError, derive
+from titanmoe.models.families import preset
+from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS
+
+EVENT_TEXTS = ("kind", "text", "time")
+LARGE = 1e15
+"""Far above anything counted or measured; text may hold a number of any size."""
+
+
+@dataclass
+class Run:
+    name: str
+    folder: Path
+    lines: list[dict[str, Any]]
+    """Lines of metrics.jsonl."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    load_steps: list[int] = field(default_factory=list)
+    load: dict[int, np.ndarray] = field(default_factory=dict)
+    """By layer: tokens of expert e at load_steps[c], (E, C)."""
+    busy_steps: list[int] = field(default_factory=list)
+    busy_RC: np.ndarray | None = None
+    """Seconds that rank r did not wait in, at busy_steps[c]."""
+    config_text: str = ""
+    config: Config | None = None
+    """None if it was written by another version of titanmoe."""
+    table: dict[str, Any] = field(default_factory=dict)
+    """The contents of config.toml, unchecked."""
+    said: list[str] = field(default_factory=list)
+    """What was left out, and why."""
+
+    def series(self, name: str) -> tuple[list[float], list[float]]:
+        """Steps and values, where the value is a number."""
+        pairs = [(line["step"], line[name]) for line in self.lines if line.get(name) is not None]
+        return [float(step) for step, _ in pairs], [float(value) for _, value in pairs]
+
+    def median(self, name: str) -> float | None:
+        """Without the first line, which includes start-up."""
+        _, values = self.series(name)
+        return float(np.median(values[1:] or values)) if values else None
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the steps and validations that the lines are of; not of start-ups, nor of steps that were repeated."""
+        total, before = 0.0, None
+        for line in self.lines:
+            steps = 1 if before is None else max(1, line["step"] - before)
+            total += steps * line.get("step_time_s", 0.0) + line.get("val_s", 0.0)
+            before = line["step"]
+        return total or None
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        return next((event["environment"] for event in reversed(self.events) if "environment" in event), {})
+
+    @property
+    def fold(self) -> Fold | None:
+        if self.config is None or "ranks" not in self.environment:
+            return None
+        try:
+            return derive(self.environment["ranks"], self.config.parallelism)
+        except FoldError:
+            return None
+
+    def settings(self) -> dict[str, Any]:
+        """The config, flat."""
+
+        def flat(table: dict[str, Any], before: str) -> dict[str, Any]:
+            out: dict[str, Any] = {}
+            for name, value in table.items():
+                out |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {before + name: value}
+            return out
+
+        return flat(self.table, "")
+
+
+def read_runs(folders: list[Path]) -> list[Run]:
+    """All of them, or every reason why not."""
+    runs, problems = [], []
+    for folder in folders:
+        if not (folder / METRICS).is_file():
+            problems.append(f"{folder} has no {METRICS}: name the folder of a run, such as runs/debug")
+            continue
+        lines, said = _lines(folder / METRICS, _figures)
+        if lines:
+            runs.append(_read(folder, lines, said))
+        else:
+            problems += said or [f"{folder / METRICS} has no lines yet: wait for the run's first step"]
+    if problems:
+        raise ConfigError(problems)
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:  # runs with the same name in different places
+            run.name = str(run.folder)
+    return runs
+
+
+def _read(folder: Path, lines: list[dict[str, Any]], said: list[str]) -> Run:
+    events, more = _lines(folder / EVENTS, _event)
+    shapes: dict[str, int] = {}
+    loads, even_more = _lines(folder / EXPERTS, lambda line: _load(line, shapes))
+    times, on_ranks = _lines(folder / RANKS, _times)
+    run = Run(folder.resolve().name, folder, lines, events, said=said + more + even_more + on_ranks)
+    if times:
+        busy = {line["step"]: np.add(line["seconds"]["compute"], line["seconds"]["data"]) for line in times}
+        last = len(busy[times[-1]["step"]])
+        busy = {step: row for step, row in busy.items() if len(row) == last}  # it may have resumed on other ranks
+        run.busy_steps, run.busy_RC = list(busy), np.array(list(busy.values()), dtype=np.float64).T
+    run.load_steps = [line["step"] for line in loads]
+    for layer in shapes:
+        run.load[int(layer)] = np.array([line["load"][layer] for line in loads], dtype=np.float64).T
+    file = folder / CONFIG
+    if file.is_file():
+        run.config_text = file.read_text(encoding="utf-8", errors="replace")
+        try:
+            run.table = read_recipe(str(file)).data
+            run.config = load(["--config", str(file)], preset, lambda config: [])
+        except RecipeError as error:
+            run.said.append(str(error))
+        except ConfigError:
+            run.config = None
+    return run
+
+
+# ---- lines
+
+
+def _lines(
+    file: Path, known: Callable[[dict[str, Any]], dict[str, Any] | None]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Those that known() accepts, and messages about the others: a line for each kind."""
+    found, others = [], Counter()
+    *whole, half = file.read_bytes().split(b"\n") if file.is_file() else [b""]
+    for text in [*whole, half]:
+        try:
+            line = parse_json(text)
+            line = known(line) if isinstance(line, dict) and _step(line.get("step")) else None
+            if line is not None:
+                found.append(line)
+            else:
+                others["not what titanmoe writes there"] += 1
+        except TooDeep:
+            others[f"nested more than {MOST_DEPTH} deep"] += 1
+        except ValueError:
+            if text is not half and text.strip():  # the run may still be writing its last line
+                others["not JSON"] += 1
+    said = [f"{file}: {n} line{'s are' if n > 1 else ' is'} {what}: left out" for what, n in others.items()]
+    return found, said
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGE < value < LARGE
+
+
+def _step(value: Any) -> bool:
+    return type(value) is int and 0 <= value < LARGE
+
+
+def _figures(line: dict[str, Any]) -> dict[str, Any] | None:
+    if "loss" not in line or not (line["loss"] is None or _number(line["loss"])):
+        return None
+    return {"loss": line["loss"]} | {name: value for name, value in line.items() if _number(value)}
+
+
+def _event(line: dict[str, Any]) -> dict[str, Any] | None:
+    ranks = line.get("environment", {"ranks": 1})
+    ranks = ranks.get("ranks") if isinstance(ranks, dict) else None
+    fits = type(ranks) is int and 0 < ranks < LARGE and all(isinstance(line.get(key), str) for key in EVENT_TEXTS)
+    return line if fits else None
+
+
+def _load(line: dict[str, Any], shapes: dict[str, int]) -> dict[str, Any] | None:
+    """shapes: experts by layer, those of the first valid line."""
+    load = line.get("load")
+    if not isinstance(load, dict) or not all(
+        layer.isdecimal() and len(layer) < 9 and isinstance(counts, list) and counts and all(map(_number, counts))
+        for layer, counts in load.items()
+    ):
+        return None
+    its = {layer: len(counts) for layer, counts in load.items()}
+    if not shapes:
+        shapes |= its
+    return line if its == shapes else None
+
+
+def _times(line: dict[str, Any]) -> dict[str, Any] | None:
+    seconds = line.get("seconds")
+    mine = [seconds.get(name) for name in ("compute", "data")] if isinstance(seconds, dict) else []
+    fits = mine and all(isinstance(x, list) and x and all(map(_number, x)) for x in mine)
+    return line if fits and len(mine[0]) == len(mine[1]) else None

@@ -1,0 +1,45 @@
+"""`titanmoe report`: a run on a page."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from titanmoe.config import ConfigError
+from titanmoe.report.draw import MOST_RUNS
+
+
+def add_report(commands: argparse._SubParsersAction) -> None:
+    report = commands.add_parser(
+        "report",
+        help="a page of a run, or of several side by side",
+        description="Draws loss, speed, times, experts' load, events, mapping and config of runs into one HTML page "
+        "that needs no network. A run that is still going can be drawn too.",
+    )
+    report.add_argument("RUN", type=Path, nargs="+", help="folder of a run, such as runs/debug")
+    report.add_argument("--out", type=Path, metavar="FOLDER", help="default: report/ in the first run's folder")
+    report.set_defaults(run=run_report)
+
+
+def run_report(args: argparse.Namespace) -> int:
+    from titanmoe.report.page import write_page
+    from titanmoe.report.read_run import read_runs
+
+    if len(args.RUN) > MOST_RUNS:
+        problem = f"{len(args.RUN)} runs are too many for distinct colours: name {MOST_RUNS} or fewer"
+        print(f"error: {problem}", file=sys.stderr)
+        return 2
+    folder = args.out or args.RUN[0] / "report"
+    try:
+        file = write_page(runs := read_runs(args.RUN), folder)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: cannot write to {folder}: {error.strerror}", file=sys.stderr)
+        return 2
+    for line in (line for run in runs for line in run.said):
+        print(f"warning: {line}", file=sys.stderr)
+    print(file)
+    return 0
