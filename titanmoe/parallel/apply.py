@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
+from torch import Tensor
 
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config, Parallelism, Training
@@ -18,6 +20,7 @@ from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
+from titanmoe.parallel.flex import flex
 from titanmoe.parallel.materialize import materialize
 from titanmoe.parallel.pipeline import Alone, Pipeline
 from titanmoe.parallel.recompute import recompute
@@ -33,7 +36,14 @@ def make_meshes(
     return build_meshes(fold, device.type, node, timedelta(seconds=training.first_step_timeout_s))
 
 
-def build(config: Config, meshes: Meshes, microbatches: int, device: torch.device) -> list[Transformer]:
+def build(
+    config: Config,
+    meshes: Meshes,
+    microbatches: int,
+    device: torch.device,
+    materialize: Callable[[Transformer, int, torch.device], None] = materialize,
+    flex: Callable[..., Tensor] = flex,
+) -> list[Transformer]:
     """This rank's parts of the model, ready to train: one transformer for each of its pipeline stages.
 
     Tensor, context and expert parallelism come first, because FSDP shards the pieces that they leave; recomputation
@@ -49,7 +59,7 @@ def build(config: Config, meshes: Meshes, microbatches: int, device: torch.devic
             first, last = stage == 0, stage == len(ranks) - 1
             model = Transformer(config, microbatches, stored, layers[stage], first, last)
         tensor_parallel(model, meshes.dense["tp"], meshes.tp)
-        context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp)
+        context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)
         expert_parallel(model, meshes)
         recompute(model, config.activation_checkpoint)
         compile_parts(model, config.compile, config.moe, compute, splits)
