@@ -6,7 +6,6 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch
-from torch import Tensor
 
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config, Parallelism, Training
@@ -42,13 +41,15 @@ def build(
     microbatches: int,
     device: torch.device,
     materialize: Callable[[Transformer, int, torch.device], None] = materialize,
-    flex: Callable[..., Tensor] = flex,
+    flex: Callable = flex,
 ) -> list[Transformer]:
     """This rank's parts of the model, ready to train: one transformer for each of its pipeline stages.
 
     Tensor, context and expert parallelism come first, because FSDP shards the pieces that they leave; recomputation
     goes inside compilation, and both inside FSDP, so that the hooks that gather weights stay outside; memory is
     allocated last, so that no rank ever allocates more than its shards.
+
+    materialize: allocates and fills a part. flex: as in `titanmoe.parallel.flex`.
     """
     ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
     layers = split_layers(config.model, config.training.seq_len, len(ranks), config.pipeline.layers_per_stage)

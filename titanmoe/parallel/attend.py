@@ -51,9 +51,7 @@ def attend(
     return OVER_CP[kind](*given, **rest) if group.size > 1 else on_one_rank(*given)
 
 
-def _flexed(
-    q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, *, masks: Masks, flex: Callable[..., Tensor]
-) -> Tensor:
+def _flexed(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, *, masks: Masks, flex) -> Tensor:
     return flex(q_BLHh, k_BLGh, v_BLGh, masks(k_BLGh.shape[1], document_BL, window, q_BLHh.device), sinks_H)
 
 

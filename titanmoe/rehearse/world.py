@@ -29,6 +29,7 @@ from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.ops.kernels import installed
+from titanmoe.parallel.apply import build
 from titanmoe.parallel.flex import flex
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
@@ -232,8 +233,11 @@ def rehearse(
             runtime,
             loader=Samples,
             garbage=_NoCollection,
-            materialize=_without_numbers(fake),
-            flex=stand_ins.flex_attention if hardware.kind == "cuda" else flex,
+            build=partial(
+                build,
+                materialize=_without_numbers(fake),
+                flex=stand_ins.flex_attention if hardware.kind == "cuda" else flex,
+            ),
             reserve_buffers=partial(reserve, recorder, fake),
         )
         layers |= {id(block): f"layers.{i}" for part in trainer.parts for i, block in part.blocks().items()}

@@ -38,8 +38,6 @@ from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.batch import Slice, check_alike, take_slice, to_device
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import reserve_buffers
-from titanmoe.parallel.flex import flex
-from titanmoe.parallel.materialize import materialize
 from titanmoe.parallel.norm import clip, grad_norm, local_grad
 from titanmoe.parallel.tensor import sum_replicated
 from titanmoe.parallel.tied import TiedEnds
@@ -113,15 +111,14 @@ class Trainer:
         garbage: Callable[[int], GarbageCollection] = GarbageCollection,
         optimizer: Callable[[dict[str, nn.Parameter], Options], Optimizer] = Optimizer,
         checks: Callable[[Trainer], Checks] = lambda trainer: Checks(),
-        materialize: Callable[[Transformer, int, torch.device], None] = materialize,
-        flex: Callable[..., Tensor] = flex,
+        build: Callable[[Config, Meshes, int, torch.device], list[Transformer]] = build,
         reserve_buffers: Callable[[Config, Meshes, torch.device], SharedBuffers | None] = reserve_buffers,
     ):
         """loader: called with the config, the data rank and the number of data ranks. on_gradients: called with the
         step and the parameters when the gradients are summed and known to be finite, before they are clipped.
         garbage: called with training.gc_every. optimizer: called with the parameters and [optimizer]. checks: called
-        with the Trainer when all else is there. materialize: allocates and fills a part of the model. flex: attention
-        by torch's flex_attention. reserve_buffers: makes what a step attaches to its dispatchers.
+        with the Trainer when all else is there. build: makes this rank's parts of the model. reserve_buffers: makes
+        what a step attaches to its dispatchers.
         """
         self.config, self.runtime, self.device = config, runtime, runtime.device
         self.step, self.tokens, self.overflow_reruns = 0, 0.0, 0
@@ -135,7 +132,7 @@ class Trainer:
         self.loader = loader(config, self.meshes.data.rank, self.meshes.data.size)
         microbatches = self.loader.microbatches
 
-        self.parts = build(config, self.meshes, microbatches, self.device, materialize, flex)
+        self.parts = build(config, self.meshes, microbatches, self.device)
         self.engine = make_engine(self.parts, config, self.meshes, microbatches, self.device)
         self.placement = placement(config.parallelism)
         self.tied = TiedEnds(self.parts, config.model, stage_ranks(config.pipeline, self.fold.pp), self.meshes)
@@ -283,8 +280,7 @@ class Trainer:
     def sums(self, work: StepWork) -> Sums:
         """The gradients of the step, and what is known of it."""
         sums = self.gradients(work, self.shared_buffers)
-        buffers = self.shared_buffers
-        if buffers is not None and buffers.were_too_small(sums.found.overflowed):  # so the pass is void
+        if self.shared_buffers and self.shared_buffers.were_too_small(sums.found.overflowed):  # the pass is void
             self.overflow_reruns += 1
             self.drop_gradients()
             sums = self.gradients(work, None)
