@@ -19,7 +19,6 @@ OTHERS = {
     *("_asdict", "_replace"),  # of named tuples
     *("_exit", "_getframe", "_current_frames", "_SubParsersAction"),  # of Python's library
     *("_Namespace__attrs",),  # of jinja2
-    *("_Exchange", "_here"),  # our own, which a rehearsal replaces
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from titanmoe.comm import turns
@@ -140,6 +141,22 @@ def both_ways(device: str) -> list[str]:
     assert torch.equal(y.grad.cpu(), torch.full((2,), 2.0))
     assert streams == ({torch.cuda.current_stream()} if device == "cuda" else set())
     return log
+
+
+def test_a_mode_sees_the_operations_of_both_sides() -> None:
+    seen = []
+
+    class Sees(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append((op, threading.current_thread().name.partition("_")[0]))
+            return op(*args, **kwargs or {})
+
+    x, pairs = torch.ones(2), Pairs(torch.device("cpu"))
+    with Sees():
+        pairs.turns.take(x.neg, pairs._here(x.abs))
+    assert seen == [(torch.ops.aten.neg.default, "MainThread"), (torch.ops.aten.abs.default, "turns")]
+    pairs.turns.take(x.neg, pairs._here(x.abs))  # and in the thread it ends with its pair
+    assert len(seen) == 2
 
 
 class Broken(RuntimeError):

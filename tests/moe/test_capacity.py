@@ -80,7 +80,7 @@ def test_tokens_that_differ_by_rounding_are_equal_under_any_order_of_rows() -> N
         noise_T = 1e-7 * torch.randn(12, generator=generator, dtype=torch.float64)
         weights_TK = (kind_T * (1 + noise_T))[order_T].unsqueeze(1)
         owned = tokens(1, 12)._replace(index_T=order_T)
-        kept_T = one.drop(torch.zeros(12, 1, dtype=torch.int64), weights_TK, owned, 1).flatten()
+        kept_T = one(torch.zeros(12, 1, dtype=torch.int64), weights_TK, owned, 1).flatten()
         assert sorted(order_T[kept_T == 0].tolist()) == [1, 3, 5, 7]
 
 
@@ -92,7 +92,7 @@ def test_weights_compete_by_8_significant_bits(dtype: torch.dtype) -> None:
     for more, first in ((0.6 / 128, 1), (0.4 / 128, 0), (0.0, 0), (-0.3 / 256, 0)):
         one = capacity(capacity_factor=2.0, top_k=1, drop_policy="probability")  # C = 1
         weights_TK = torch.tensor([[1.0], [1.0 + more]], dtype=torch.float64).to(dtype)
-        kept = one.drop(torch.zeros(2, 1, dtype=torch.int64), weights_TK, tokens(1, 2), 1).flatten().tolist()
+        kept = one(torch.zeros(2, 1, dtype=torch.int64), weights_TK, tokens(1, 2), 1).flatten().tolist()
         assert kept == [0 if i == first else 4 for i in range(2)]
 
 
@@ -133,7 +133,7 @@ def test_the_scope_is_all_owned_tokens_or_one_sample(scope: str) -> None:
     """Two samples of 4; only the second chooses expert 0, and both choose expert 1."""
     one = capacity(capacity_factor=1.0, capacity_scope=scope, drop_policy="position", top_k=1)
     chosen_TK = torch.tensor([[1], [2], [3], [1], [0], [0], [0], [1]])
-    kept = one.drop(chosen_TK, torch.ones(8, 1), tokens(2, 4), 2).flatten().tolist()
+    kept = one(chosen_TK, torch.ones(8, 1), tokens(2, 4), 2).flatten().tolist()
     # C is ceil(8 / 4) = 2 of all owned tokens, and ceil(4 / 4) = 1 of each sample.
     assert kept == ([1, 2, 3, 1, 0, 0, 4, 4] if scope == "sub_sequence" else [1, 2, 3, 4, 0, 4, 4, 1])
 
@@ -143,7 +143,7 @@ def test_the_policies_differ_and_leave_weights_alone() -> None:
     weights_TK = torch.tensor([[0.1], [0.4], [0.2], [0.3]], requires_grad=True)
     for policy, kept in (("position", [0, 0, 4, 4]), ("probability", [4, 0, 4, 0])):
         one = capacity(capacity_factor=2.0, drop_policy=policy, top_k=1)
-        assert one.drop(chosen_TK, weights_TK, tokens(1, 4), 1).flatten().tolist() == kept
+        assert one(chosen_TK, weights_TK, tokens(1, 4), 1).flatten().tolist() == kept
     assert chosen_TK.sum() == 0
 
 
@@ -159,6 +159,6 @@ def test_what_is_kept_fits_the_bin(samples: int, length: int, factor: float, sco
     generator = torch.Generator().manual_seed(seed)
     scores_TE = torch.rand(samples * length, 4, generator=generator) + torch.tensor([1.0, 0, 0, 0])
     weights_TK, chosen_TK = scores_TE.topk(2)
-    kept_TK = one.drop(chosen_TK, weights_TK, tokens(samples, length), samples)
+    kept_TK = one(chosen_TK, weights_TK, tokens(samples, length), samples)
     assert ((kept_TK == chosen_TK) | (kept_TK == 4)).all()
     assert kept_TK.flatten().bincount(minlength=5)[:4].max() <= one.bin_rows(samples, samples * length)

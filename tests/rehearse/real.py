@@ -23,7 +23,7 @@ from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.record import Recorder
 from titanmoe.rehearse.routing import StatedRouting
 from titanmoe.rehearse.samples import Samples
-from titanmoe.rehearse.world import Rehearsal, _set_modes_in_pair_thread, name_groups, rehearse
+from titanmoe.rehearse.world import Rehearsal, name_groups, rehearse
 from titanmoe.train.trainer import Trainer
 
 
@@ -85,7 +85,6 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
             trainer.train_step()
         mine.clear()
         recorder = Recorder(layers, hardware != "cpu")
-        _set_modes_in_pair_thread(trainer, [recorder])
         with recorder.on():
             trainer.train_step()
     state = trainer.optimizer.on_device

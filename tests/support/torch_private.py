@@ -198,6 +198,12 @@ PRIVATE = (
         "ops/kernels/kernel_launch.py",
         "whether a mode watches operations, so that a kernel has to be one",
     ),
+    Private(
+        "torch.utils._python_dispatch",
+        ("_get_current_dispatch_mode_stack", "_pop_mode", "_push_mode"),
+        "parallel/pairs.py",
+        "the same modes in a second thread",
+    ),
     # The rehearsal runs a step on fake tensors and records what torch does there.
     Private(
         "torch._subclasses.fake_tensor",
@@ -210,7 +216,7 @@ PRIVATE = (
     ),
     Private(
         "torch.utils._python_dispatch",
-        ("TorchDispatchMode", "_disable_current_modes", "_pop_mode", "_push_mode"),
+        ("TorchDispatchMode", "_disable_current_modes"),
         "rehearse",
         "to see every operation",
     ),
@@ -228,8 +234,8 @@ PRIVATE = (
     Private("torch._C", ("_current_autograd_node",), "rehearse/code_site.py", "the node that backward has come to"),
     Private(
         "torch._C._distributed_c10d",
-        ("FakeWork", "ProcessGroup", "Work"),
-        "rehearse/record.py",
+        ("FakeProcessGroup", "FakeWork", "ProcessGroup", "Work"),
+        "rehearse",
         "a group that only records its messages",
     ),
     Private("torch.cpu", ("_default_cpu_stream",), "rehearse/record.py", "the stream that FSDP starts from"),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanmoe.comm.collectives import NO_GROUP, Group, all_gather
 from titanmoe.config.schema import Model
@@ -19,8 +19,9 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.tokens import Tokens
 
 
-class Capacity:
+class Capacity(nn.Module):
     def __init__(self, model: Model, options: MoEOptions):
+        super().__init__()
         self.model, self.options = model, options
         self.sequence: Group = NO_GROUP  # cp x tp, set when the model is placed on the meshes
         self.full = options.capacity_scope == "full_sequence"
@@ -36,7 +37,7 @@ class Capacity:
         positions = owned // samples
         return samples * min(self.limit(positions * self.sequence.size), positions)
 
-    def drop(self, chosen_TK: Tensor, weights_TK: Tensor, tokens: Tokens, samples: int) -> Tensor:
+    def forward(self, chosen_TK: Tensor, weights_TK: Tensor, tokens: Tokens, samples: int) -> Tensor:
         """chosen_TK, with the choices over capacity set to E (no expert)."""
         owned = chosen_TK.shape[0]
         scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)

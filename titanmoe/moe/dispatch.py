@@ -72,6 +72,10 @@ class SharedBuffers:
         self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
         """Whether the step is void on this rank and must be repeated without these buffers."""
 
+    def were_too_small(self, flags: float) -> bool:
+        """Whether the step is void on any rank. flags: `overflowed`, summed over the ranks."""
+        return bool(flags)
+
     @contextmanager
     def attach(self, dispatchers: Collection[Dispatcher]) -> Iterator[None]:
         self.overflowed.zero_()

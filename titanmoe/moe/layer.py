@@ -65,7 +65,7 @@ class MoE(nn.Module):
         if self.capacity is None:
             return weights_TK, chosen_TK, 0
         samples = count_BE.shape[0]
-        kept_TK = self.capacity.drop(chosen_TK, weights_TK, tokens, samples)
+        kept_TK = self.capacity(chosen_TK, weights_TK, tokens, samples)
         self.balance.dropped((kept_TK != chosen_TK).sum(), tokens.microbatch)
         return weights_TK, kept_TK, self.capacity.bin_rows(samples, x_TD.shape[0]) if self.pad else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -18,6 +19,7 @@ from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
 from titanmoe.parallel.expert import expert_parallel
+from titanmoe.parallel.flex import flex
 from titanmoe.parallel.materialize import materialize
 from titanmoe.parallel.pipeline import Pipeline, WithoutPipeline
 from titanmoe.parallel.recompute import recompute
@@ -33,12 +35,21 @@ def make_meshes(
     return build_meshes(fold, device.type, node, timedelta(seconds=training.first_step_timeout_s))
 
 
-def build(config: Config, meshes: Meshes, microbatches: int, device: torch.device) -> list[Transformer]:
+def build(
+    config: Config,
+    meshes: Meshes,
+    microbatches: int,
+    device: torch.device,
+    materialize: Callable[[Transformer, int, torch.device], None] = materialize,
+    flex: Callable = flex,
+) -> list[Transformer]:
     """This rank's stages of the model, ready to train: a transformer each.
 
     Tensor, context and expert parallelism come first, because FSDP shards the pieces that they leave; recomputation
     goes inside compilation, and both inside FSDP, so that the hooks that gather weights stay outside; memory is
     allocated last, so that no rank ever allocates more than its shards.
+
+    materialize: allocates and fills a part. flex: as in `titanmoe.parallel.flex`.
     """
     ranks, splits = stage_ranks(config.pipeline, meshes.pp.size), splits_backward(config.pipeline, meshes.pp.size)
     layers = split_layers(config.model, config.training.seq_len, len(ranks), config.pipeline.layers_per_stage)
@@ -49,7 +60,7 @@ def build(config: Config, meshes: Meshes, microbatches: int, device: torch.devic
             first, last = number == 0, number == len(ranks) - 1
             model = Transformer(config, microbatches, stored, layers[number], first, last)
         tensor_parallel(model, meshes.dense["tp"], meshes.tp)
-        context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp)
+        context_parallel(model, config.parallelism, placement(config.parallelism), meshes.cp, flex)
         expert_parallel(model, meshes)
         recompute(model, config.activation_checkpoint)
         compile_parts(model, config.compile, config.moe, compute, splits)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -31,6 +32,7 @@ def attend(
     masks: Masks,
     group: Group,
     ring_lacks: str = "",
+    flex: Callable[..., Tensor] = flex,
 ) -> Tensor:
     masked, sinks = document_BL is not None or window > 0, sinks_H is not None
     device, float64 = hardware.kind(q_BSHh), q_BSHh.dtype == torch.float64
@@ -42,19 +44,20 @@ def attend(
         return torch_ring_attention(q_BSHh, k_BSGh, v_BSGh, sinks_H, **rest)
     given = (q_BSHh, k_BSGh, v_BSGh, document_BL, window, sinks_H)
     if group.size > 1 and kind == "ulysses":
-        return ulysses_attention(
-            *given, **rest, whole=partial(_flexed, masks=masks) if chosen == "flex" else on_one_rank
-        )
+        whole = partial(_flexed, masks=masks, flex=flex) if chosen == "flex" else on_one_rank
+        return ulysses_attention(*given, **rest, whole=whole)
     if chosen == "flex":
-        return flex_attention_over(*given, masks=masks, group=group)
+        return flex_attention_over(*given, masks=masks, group=group, flex=flex)
     return OVER_CP[kind](*given, **rest) if group.size > 1 else on_one_rank(*given)
 
 
-def _flexed(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, *, masks: Masks) -> Tensor:
+def _flexed(q_BLHh, k_BLGh, v_BLGh, document_BL, window, sinks_H, *, masks: Masks, flex) -> Tensor:
     return flex(q_BLHh, k_BLGh, v_BLGh, masks(k_BLGh.shape[1], document_BL, window, q_BLHh.device), sinks_H)
 
 
-def context_parallel(model: Transformer, options: Parallelism, placement: Placement, cp: Group) -> None:
+def context_parallel(
+    model: Transformer, options: Parallelism, placement: Placement, cp: Group, flex: Callable[..., Tensor] = flex
+) -> None:
     """Sets every block's attention, with or without cp."""
     # After the all-to-all of ulysses a rank has the whole sequence.
     split = cp.size > 1 and options.cp_kind != "ulysses"
@@ -68,4 +71,5 @@ def context_parallel(model: Transformer, options: Parallelism, placement: Placem
             masks=masks,
             group=cp,
             ring_lacks=missing(),
+            flex=flex,
         )

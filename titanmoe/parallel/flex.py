@@ -111,7 +111,7 @@ def flex(q_BSHh: Tensor, k_BLGh: Tensor, v_BLGh: Tensor, mask: BlockMask, sinks_
 
 
 def flex_attention_over(
-    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, masks: Masks, group: Group
+    q_BSHh, k_BSGh, v_BSGh, document_BL, window=0, sinks_H=None, *, masks: Masks, group: Group, flex=flex
 ) -> Tensor:
     """This rank's queries against the gathered keys and values of the whole sequence."""
     k, v = (masks.placement.natural(gather(x, 1, group), 1) for x in (k_BSGh, v_BSGh))

@@ -8,11 +8,13 @@ or back, so that the rows of one microbatch travel while the other computes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import torch
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as torch_schedules
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 from titanmoe.comm.turns import Turns
 from titanmoe.observe import OTHERS_TURN, region
@@ -46,13 +48,18 @@ class Pairs:
         return partial(_forward if forward else _backward, context, stage, m, neighbour)
 
     def _here(self, work: Callable[[], None]) -> Callable[[], None]:
-        """The same for another thread, which otherwise has a current stream of its own."""
-        if self.device.type != "cuda":
-            return work
-        stream = torch.cuda.current_stream(self.device)
+        """The same for another thread, which otherwise has a current stream and dispatch modes of its own."""
+        modes = _get_current_dispatch_mode_stack()
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
         def run() -> None:
-            with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            with ExitStack() as stack:
+                if stream is not None:
+                    stack.enter_context(torch.cuda.device(stream.device))
+                    stack.enter_context(torch.cuda.stream(stream))
+                for mode in modes:
+                    _push_mode(mode)
+                    stack.callback(_pop_mode)
                 work()
 
         return run

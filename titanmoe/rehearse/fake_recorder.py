@@ -27,7 +27,6 @@ class _Dispatching(threading.local):
     microbatch = layer = -1
     exchange: Exchange | None = None
     received = 0  # messages of integers, in this layer and microbatch
-    starting = False
     rows: tuple[Rows, Rows] = (), ()  # that the next operation of symmetric memory sends, and receives
 
 

@@ -9,8 +9,7 @@ Shapes as in titanmoe.moe.symmetric.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,91 +19,85 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes as outside
 
 from titanmoe.config.blocks import moe_blocks
+from titanmoe.config.schema import Config
+from titanmoe.fold.meshes import Meshes
+from titanmoe.moe.dispatch import SharedBuffers, dispatcher_class
 from titanmoe.moe.symmetric import Symmetric, SymmetricBuffers, bins
+from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.rehearse import values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.memory_over_step import SYMMETRIC
 from titanmoe.rehearse.routing import Exchange
 from titanmoe.rehearse.sent_rows import Rows, rows_sent
 from titanmoe.replace import replaced
-from titanmoe.train.trainer import StepWork, Sums, Trainer
+from titanmoe.train.trainer import Trainer
 
 
-@contextmanager
-def symmetric_memory(recorder: FakeRecorder, fake: FakeTensorMode) -> Iterator[None]:
-    dispatch, combine = SymmetricBuffers.dispatch, SymmetricBuffers.combine
-    rows: dict[int, tuple[Rows, Rows]] = {}  # sent and received, by the storage of the sizes, which backward uses too
+class RehearsedBuffers(SymmetricBuffers):
+    """exchange: what the other ranks send; None before the first step, in which all send the same."""
 
-    def key(sizes: Tensor) -> int:
-        return sizes.untyped_storage()._cdata
+    exchange: Exchange | None = None
 
-    def send(memory: SymmetricBuffers, buffers: Any, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
-        now, group = recorder.dispatching, memory.group
-        if now.exchange is None:  # the first exchange, in which all ranks send the same
-            sent = rows_sent(values.numbers(send_Ge), group.size)
-            rows[key(send_Ge)] = sent, (sent[group.rank],) * group.size
-        elif now.starting:
-            sent = rows_sent(values.numbers(send_Ge), group.size)
-            with outside():
-                received = now.exchange.rows_received(recorder.rank, now.microbatch, now.layer)
-            rows[key(send_Ge)] = sent, received
-        now.rows = rows[key(send_Ge)]
-        away, sizes = dispatch(memory, buffers, x_HD, send_Ge)
-        rows[key(sizes)] = now.rows[::-1]
-        return away, sizes
+    def __init__(self, recorder: FakeRecorder, fake: FakeTensorMode, config: Config, meshes: Meshes, device: Any):
+        self.recorder, self.fake = recorder, fake
+        self._rows: dict[int, tuple[Rows, Rows]] = {}
+        """Sent and received, by the storage of the sizes, which backward uses too."""
+        with replaced(symm_mem, "empty", self._empty), replaced(symm_mem, "rendezvous", lambda *_: None):
+            super().__init__(config, meshes.fold, meshes.dispatch, device)
 
-    def send_back(memory: SymmetricBuffers, buffers: Any, y_AD: Tensor, sizes: Tensor) -> Tensor:
-        recorder.dispatching.rows = rows[key(sizes)]
-        return combine(memory, buffers, y_AD, sizes)
-
-    def empty(*shape: int, dtype: torch.dtype, device: Any) -> Tensor:
-        with fake:
+    def _empty(self, *shape: int, dtype: torch.dtype, device: Any) -> Tensor:
+        with self.fake:
             buffer = torch.empty(shape, dtype=dtype)
-        recorder.ledger.assign([buffer], SYMMETRIC)
+        self.recorder.ledger.assign([buffer], SYMMETRIC)
         return buffer
 
-    with ExitStack() as stack:
-        for owner, name, replacement in (
-            (SymmetricBuffers, "dispatch", send),
-            (SymmetricBuffers, "combine", send_back),
-            (SymmetricBuffers, "try_once", _before_the_first_step(recorder, fake, SymmetricBuffers.try_once)),
-            (symm_mem, "empty", empty),
-            (symm_mem, "rendezvous", lambda *_: None),
-        ):
-            stack.enter_context(replaced(owner, name, replacement))
-        yield
-
-
-def _before_the_first_step(recorder: FakeRecorder, fake: FakeTensorMode, real: Callable) -> Callable[..., None]:
-    def try_once(memory: SymmetricBuffers, held: int) -> None:
-        with fake, recorder.on():
-            real(memory, held)
+    def try_once(self, held: int) -> None:
+        recorder = self.recorder
+        with self.fake, recorder.on():
+            super().try_once(held)
         recorder.start_up += recorder.log.messages
         recorder.begin_step()
 
-    return try_once
-
-
-@contextmanager
-def as_if_supported() -> Iterator[None]:
-    """The machine that rehearses need not have what the rehearsed one needs."""
-    with replaced(Symmetric, "missing", staticmethod(lambda device: "")):
-        yield
-
-
-def repeat_if_too_small(trainer: Trainer, lent: Exchange) -> None:
-    """Make the step see whether the receive buffers of symmetric memory are too small for the stated routing."""
-    real, first = trainer.gradients, trainer.runtime.rank // trainer.fold.stage * trainer.fold.stage
-    stage, layers = range(first, first + trainer.fold.stage), moe_blocks(trainer.config.model)
-
-    def gradients(work: StepWork, memory: Any) -> Sums:
-        sums = real(work, memory)
-        if memory is not None:
+    def dispatch(self, buffers: Any, x_HD: Tensor, send_Ge: Tensor) -> tuple[Tensor, Tensor]:
+        recorder, now = self.recorder, self.recorder.dispatching
+        if self.exchange is None:
+            sent = rows_sent(values.numbers(send_Ge), self.group.size)
+            self._rows[_key(send_Ge)] = sent, (sent[self.group.rank],) * self.group.size
+        elif recorder.sites.inside("dispatch"):  # not in backward
+            sent = rows_sent(values.numbers(send_Ge), self.group.size)
             with outside():
-                sums.scalars.overflowed = float(_overflows(lent, memory, layers, stage))
-        return sums
+                received = self.exchange.rows_received(recorder.rank, now.microbatch, now.layer)
+            self._rows[_key(send_Ge)] = sent, received
+        now.rows = self._rows[_key(send_Ge)]
+        away, sizes = super().dispatch(buffers, x_HD, send_Ge)
+        self._rows[_key(sizes)] = now.rows[::-1]
+        return away, sizes
 
-    trainer.gradients = gradients
+    def combine(self, buffers: Any, y_AD: Tensor, back: Tensor) -> Tensor:
+        self.recorder.dispatching.rows = self._rows[_key(back)]
+        return super().combine(buffers, y_AD, back)
+
+    def were_too_small(self, flags: float) -> bool:
+        """By the stated routing, as a flag of fake tensors is never set."""
+        if self.exchange is None or self.group.size == 1:
+            return False
+        stage = self.exchange.routing.fold.stage
+        first = self.recorder.rank // stage * stage
+        layers = moe_blocks(self.exchange.routing.config.model)
+        with outside():
+            return _overflows(self.exchange, self, layers, range(first, first + stage))
+
+
+def _key(sizes: Tensor) -> int:
+    return sizes.untyped_storage()._cdata
+
+
+def reserve(
+    recorder: FakeRecorder, fake: FakeTensorMode, config: Config, meshes: Meshes, device: torch.device
+) -> SharedBuffers | None:
+    if dispatcher_class(config.moe.dispatcher) is Symmetric:
+        return RehearsedBuffers(recorder, fake, config, meshes, device)
+    return reserve_buffers(config, meshes, device)
 
 
 def _overflows(exchange: Exchange, memory: SymmetricBuffers, layers: Iterable[int], ranks: Iterable[int]) -> bool:

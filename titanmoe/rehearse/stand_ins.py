@@ -12,7 +12,6 @@ from torch import Tensor
 
 from titanmoe.models.layers import promote
 from titanmoe.moe.assign import assign_all_rows, by_expert
-from titanmoe.parallel import attend, flex
 from titanmoe.replace import replaced
 
 _aten = torch.ops.aten
@@ -84,8 +83,6 @@ def on_gpus() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(replaced(F, "scaled_dot_product_attention", attention))
         stack.enter_context(replaced(F, "rms_norm", rms_norm))
-        for module in attend, flex:
-            stack.enter_context(replaced(module, "flex", flex_attention))
         yield
 
 

@@ -5,22 +5,21 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from copy import copy
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes as outside
-from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from titanmoe.comm import fsdp_cpu
 from titanmoe.config import load
 from titanmoe.config.schema import Config, Profile, Validation
 from titanmoe.fold.degrees import Fold, derive
@@ -30,10 +29,11 @@ from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.ops.kernels import installed
-from titanmoe.parallel import apply
+from titanmoe.parallel.apply import build
+from titanmoe.parallel.flex import flex
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
-from titanmoe.rehearse.fake_symmetric import as_if_supported, notes, repeat_if_too_small, symmetric_memory
+from titanmoe.rehearse.fake_symmetric import notes, reserve
 from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.memory_over_step import MOMENTS, WEIGHTS, Memory
 from titanmoe.rehearse.record import Log, Message
@@ -102,44 +102,31 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
     moe_options = trainer.config.moe
     if moe_options.capacity_factor and moe_options.pad_to_capacity:
         return None  # sizes are those of the bins, whatever is sent
-    template = copy(trainer.dispatchers[0])  # before its methods are replaced
+    template = trainer.dispatchers[0]
     node, memory = trainer.config.parallelism.node, trainer.shared_buffers
     exchange = Exchange(routing, type(template), template, node)
     lent = None if memory is None else Exchange(routing, type(template), template, node, memory.away_rows)
+    if lent is not None:
+        memory.exchange = lent
     for layer, moe in trainer.moe_layers.items():
-        router, dispatcher = moe.router, moe.dispatcher
 
-        def route(x_TD: Tensor, tokens: Any, layer: int = layer, real: Callable = router.forward) -> tuple:
-            out = real(x_TD, tokens)
-            recorder.dispatching.microbatch = values.numbers(tokens.microbatch)
-            with outside():
-                chosen_TK = routing.chosen(recorder.rank, recorder.dispatching.microbatch, layer)
-            values.set_known(out[3], chosen_TK)
-            return out
-
-        def start(*args: Any, layer: int = layer, real: Callable = dispatcher.start) -> Any:
+        def route(_: Any, given: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
             now = recorder.dispatching
-            now.exchange = exchange if getattr(real.__self__, "memory", None) is None else lent
-            now.layer, now.received, now.starting = layer, 0, True
-            try:
-                return real(*args)
-            finally:
-                now.starting = False
+            now.layer, now.microbatch, now.received = layer, values.numbers(given[1].microbatch), 0
+            now.exchange = exchange if getattr(dispatcher, "memory", None) is None else lent
+            with outside():
+                chosen_TK = routing.chosen(recorder.rank, now.microbatch, layer)
+            values.set_known(out[3], chosen_TK)
 
-        router.forward = route
-        dispatcher.start = start
+        moe.router.register_forward_hook(route)
         if moe.capacity is not None:
-            moe.capacity.drop = partial(_count_before_dropping, moe.capacity.drop)
-    if lent is not None and memory.group.size > 1:
-        repeat_if_too_small(trainer, lent)
+            moe.capacity.register_forward_hook(_count_before_dropping)
     return exchange
 
 
-def _count_before_dropping(drop: Callable[..., Tensor], chosen_TK: Tensor, *rest: Any) -> Tensor:
+def _count_before_dropping(_: Any, given: tuple, out: Tensor) -> None:
     """What is dropped depends on scores, so for the sizes of messages nothing is."""
-    out = drop(chosen_TK, *rest)
-    values.set_known(out, values.known(chosen_TK))
-    return out
+    values.set_known(out, values.known(given[0]))
 
 
 class _NoCollection(GarbageCollection):
@@ -183,40 +170,11 @@ def _supported(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
 def fake_world(rank: int, world: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
-        yield
+        # They have none, and whoever waits for a message asks for its time-out.
+        with replaced(FakeProcessGroup, "options", SimpleNamespace(_timeout=dist.default_pg_timeout)):
+            yield
     finally:
         dist.destroy_process_group()
-
-
-def _without_timeout(exchange: fsdp_cpu._Exchange, timeout: Any = None) -> bool:
-    """Fake groups have no time-out."""
-    for work, *_ in exchange.works:
-        work.wait()
-    return True
-
-
-def _set_modes_in_pair_thread(trainer: Trainer, modes: list[Any]) -> None:
-    """The second half of a pair runs in its own thread, in which the modes must be set again."""
-    if trainer.engine.pairs is None:
-        return
-    here = trainer.engine.pairs._here
-
-    def with_modes(work: Callable[[], None]) -> Callable[[], None]:
-        work = here(work)
-
-        @wraps(work)
-        def run() -> None:
-            for mode in modes:
-                _push_mode(mode)
-            try:
-                work()
-            finally:
-                for _ in modes:
-                    _pop_mode()
-
-        return run
-
-    trainer.engine.pairs._here = with_modes
 
 
 def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8) -> Config:
@@ -232,7 +190,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
             validation=Validation(),
         )
 
-    with as_on(HARDWARE[hardware]), as_if_supported() if HARDWARE[hardware].kind == "cuda" else nullcontext():
+    with as_on(HARDWARE[hardware]):
         return load(
             argv,
             preset,
@@ -265,21 +223,28 @@ def rehearse(
         # torch keeps shards' layouts by mesh, and equal meshes of two ranks differ in this rank's place.
         stack.callback(_clear_sharding_prop_cache)
         stack.enter_context(fake_world(rank, world))
-        # Building meshes reads real values, and modules are built on meta: fake tensors start where weights are made.
-        stack.enter_context(replaced(apply, "materialize", _without_numbers(fake)))
         stack.callback(gc.enable)
         runtime = Runtime(rank, rank % node, world, torch.device("cpu"))
         layers: dict[int, str] = {}
         recorder = FakeRecorder(layers, rank, hardware.kind == "cuda", fake)
-        stack.enter_context(symmetric_memory(recorder, fake))
-        trainer = Trainer(config, runtime, loader=Samples, garbage=_NoCollection)
+        # Building meshes reads real values, and modules are built on meta: fake tensors start where weights are made.
+        trainer = Trainer(
+            config,
+            runtime,
+            loader=Samples,
+            garbage=_NoCollection,
+            build=partial(
+                build,
+                materialize=_without_numbers(fake),
+                flex=stand_ins.flex_attention if hardware.kind == "cuda" else flex,
+            ),
+            reserve_buffers=partial(reserve, recorder, fake),
+        )
         layers |= {id(block): f"layers.{i}" for part in trainer.stages for i, block in part.blocks().items()}
         stack.enter_context(fake)
         exchange = _state_routing(trainer, recorder, Routing(config, fold, Samples, stated))
-        _set_modes_in_pair_thread(trainer, [fake, recorder])
         # One wait of the host, where fake tensors would read element by element.
         stack.enter_context(replaced(FakeTensor, "tolist", lambda x: recorder.number(x)))
-        stack.enter_context(replaced(fsdp_cpu._Exchange, "wait", _without_timeout))
         if hardware.kind == "cuda":
             stack.enter_context(stand_ins.on_gpus())
         trainer.optimizer.moments()  # allocated now, as in every step but the first

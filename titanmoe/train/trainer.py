@@ -25,8 +25,10 @@ from titanmoe.config.schema import Optimizer as Options
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import derive
+from titanmoe.fold.meshes import Meshes
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
+from titanmoe.models.transformer import Transformer
 from titanmoe.moe.balance import AUX
 from titanmoe.moe.dispatch import Dispatcher, SharedBuffers
 from titanmoe.moe.layer import layer_metrics, move_biases, sum_statistics
@@ -109,11 +111,14 @@ class Trainer:
         garbage: Callable[[int], GarbageCollection] = GarbageCollection,
         optimizer: Callable[[dict[str, nn.Parameter], Options], Optimizer] = Optimizer,
         checks: Callable[[Trainer], Checks] = lambda trainer: Checks(),
+        build: Callable[[Config, Meshes, int, torch.device], list[Transformer]] = build,
+        reserve_buffers: Callable[[Config, Meshes, torch.device], SharedBuffers | None] = reserve_buffers,
     ):
         """loader: called with the config, the data rank and the number of data ranks. on_gradients: called with the
         step and the parameters when the gradients are summed and known to be finite, before they are clipped.
         garbage: called with training.gc_every. optimizer: called with the parameters and [optimizer]. checks: called
-        with the Trainer when all else is there.
+        with the Trainer when all else is there. build: makes this rank's parts of the model. reserve_buffers: makes
+        what a step attaches to its dispatchers.
         """
         self.config, self.runtime, self.device = config, runtime, runtime.device
         self.step, self.tokens, self.overflow_reruns = 0, 0.0, 0
@@ -275,7 +280,7 @@ class Trainer:
     def sums(self, work: StepWork) -> Sums:
         """The gradients of the step, and what is known of it."""
         sums = self.gradients(work, self.shared_buffers)
-        if sums.scalars.overflowed:  # the receive buffer of some rank was too small, so the pass is void
+        if self.shared_buffers and self.shared_buffers.were_too_small(sums.scalars.overflowed):  # the pass is void
             self.overflow_reruns += 1
             self.drop_gradients()
             sums = self.gradients(work, None)
