@@ -11,9 +11,8 @@ from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
 from titanmoe.models.families import preset
 from titanmoe.plan.devices import read_device
-from titanmoe.plan.halves import RING, RING_KERNELS, Halves, Stack
+from titanmoe.plan.halves import RING, RING_KERNELS, Halves
 from titanmoe.plan.links import Factors, LinkGroup, Links
-from titanmoe.plan.price import Pricer
 from titanmoe.plan.search import Found, evaluate
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
@@ -98,14 +97,6 @@ def test_short_samples_are_split_by_tp_rather_than_cp() -> None:
         assert dearer[0] < cp / tp < dearer[1]
 
 
-def test_a_batch_in_pieces_has_a_bubble_for_each() -> None:
-    plain = found(128)
-    config, fold = plain.config, plain.fold
-    whole, pieces = (Pricer(config, H100, Factors(), Stack(pieces=n)).price(config, fold) for n in (1, 4))
-    assert pieces.components["bubble"] == pytest.approx(4 * whole.components["bubble"])
-    assert pieces.step - whole.step == pytest.approx(3 * whole.components["bubble"])
-
-
 def test_components() -> None:
     plain = found(128)
     full, slow = found(128, "--activation_checkpoint.mode", "full"), found(128, "--parallelism.experts.etp", "2")
@@ -142,8 +133,8 @@ def test_rows_of_one_sided_kernels() -> None:
             preset,
             lambda c: [],
         )
-        priced = Halves(config, H100, Factors(), Stack(fused_exchange=True))
-        taken = priced.exchange("hierarchical", 4096, ranks, 1) / 2
+        priced = Halves(config, H100, Factors())
+        taken = priced.exchange("deepep", 4096, ranks, 1) / 2
         assert taken == pytest.approx(priced.visits(ranks // 8) * row / rate, rel=0.15)
 
 
@@ -152,4 +143,3 @@ def test_tokens_of_few_groups_visit_few_nodes() -> None:
     priced = Halves(config, H100, Factors())
     assert priced.visits(8) == pytest.approx(4 * (1 - (3 / 4) ** 8))  # of 8 groups, on a node each, 4 are chosen
     assert priced.visits(1) == 1 and 2.9 < priced.visits(4) < priced.visits(8) and 7 < priced.visits(64) < 8
-    assert Halves(config, H100, Factors(), Stack(neighbours=True)).visits(8) == 1

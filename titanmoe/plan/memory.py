@@ -157,7 +157,7 @@ def ranks(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = 
     microbatches in flight, and the last, which has the head."""
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
-    layers = stages_of(config, len(owners))
+    layers = stages_of(config, len(owners), tuple(config.pipeline.layers_per_stage))
     found = []
     for rank in sorted({0, fold.pp - 1}) if only_ends else range(fold.pp):
         mine = [stage for stage, owner in enumerate(owners) if owner == rank]
@@ -170,9 +170,8 @@ def _stages(key: Key, seq_len: int, stages: int, explicit: tuple[int, ...]) -> l
     return split_layers(key.model, seq_len, stages, list(explicit))
 
 
-def stages_of(config: Config, stages: int, explicit: tuple[int, ...] | None = None) -> list[range]:
-    """explicit: layers per stage, instead of the recipe's."""
-    explicit = tuple(config.pipeline.layers_per_stage) if explicit is None else explicit
+def stages_of(config: Config, stages: int, explicit: tuple[int, ...]) -> list[range]:
+    """explicit: layers per stage, if they are given."""
     return _stages(Key.of(config.model), config.training.seq_len, stages, explicit)
 
 
