@@ -5,8 +5,8 @@
     python scripts/planner_page.py --folding  write README.md's table of what folding gains: a CPU-minute
     python scripts/planner_page.py --fit      print the factors that the calibration rows give
 
-Rows are tests/data/published_runs.jsonl, each with its source. What they leave out is filled in by one rule, RULE,
-which was written before anything was compared, as were the calibration rows. No row has a parameter of its own.
+What a row's software does, and what is not ours of it, is in published_runs.py. The calibration rows were chosen
+before anything was compared.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache
+from itertools import pairwise
 from math import exp, inf, log
 from pathlib import Path
 from statistics import median
@@ -27,34 +27,36 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from scripts.published_runs import (  # noqa: E402
+    LATER,
+    PAPER,
+    RULE,
+    Prediction,
+    PublishedFactors,
+    device_of,
+    model_of,
+    predict,
+    price_of,
+    published_memory,
+    published_step,
+    read_rows,
+    run_of,
+    why_not,
+)
 from titanmoe.config.load import load  # noqa: E402
 from titanmoe.config.recipes import find_recipe, names  # noqa: E402
-from titanmoe.config.schema import (  # noqa: E402
-    Config,
-    Experts,
-    Model,
-    MoE,
-    Parallelism,
-    Pipeline,
-    Training,
-)
+from titanmoe.config.schema import Config, Training  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold, derive  # noqa: E402
-from titanmoe.models.count import flops_per_token  # noqa: E402
 from titanmoe.models.families import preset  # noqa: E402
-from titanmoe.plan.devices import Device, read_device  # noqa: E402
-from titanmoe.plan.halves import Cost, Stack  # noqa: E402
+from titanmoe.plan.halves import Cost  # noqa: E402
 from titanmoe.plan.links import Factors, Links  # noqa: E402
 from titanmoe.plan.memory import ranks  # noqa: E402
 from titanmoe.plan.plan_table import stages_per_rank  # noqa: E402
-from titanmoe.plan.price import Price, Pricer  # noqa: E402
-from titanmoe.plan.schedule_cost import played  # noqa: E402
+from titanmoe.plan.price import Pricer  # noqa: E402
 from titanmoe.plan.search import Found, search  # noqa: E402
-from titanmoe.plan.sizes import Sizes, units_of_stage  # noqa: E402
 from titanmoe.rehearse.columns import format_bytes  # noqa: E402
 
-ROWS = ROOT / "tests" / "data" / "published_runs.jsonl"
-LATER = ROWS.with_name("published_later.jsonl")
 PAGE = ROOT / "docs" / "planner.md"
 MARK = "<!-- below this line: python scripts/planner_page.py -->\n"
 REHEARSED = "<!-- from here: python scripts/planner_page.py --memory -->\n"
@@ -62,18 +64,6 @@ END = "<!-- to here -->\n"
 README = ROOT / "README.md"
 FOLDING = ROOT / "docs" / "folding_gains.jsonl"
 FOLDING_MARK = "<!-- from here: python scripts/planner_page.py --folding -->\n"
-FAMILIES = {
-    "Mixtral-8x22B": ("mixtral", "8x22b"),
-    "Mixtral-8x22B-G8T8": ("mixtral", "8x22b_g8t8"),
-    "Qwen2-57B-A14B": ("qwen2_moe", "57b_a14b"),
-    "Llama3-8x70B": ("llama3_moe", "8x70b"),
-    "Qwen3-235B-A22B": ("qwen3_moe", "235b_a22b"),
-    "Qwen3-30B-A3B": ("qwen3_moe", "30b_a3b"),
-    "DeepSeek-V3": ("deepseek_v3", "671b"),
-    "Moonlight-16B-A3B": ("deepseek_v3", "16b"),
-    "GPT-OSS-120B": ("gpt_oss", "120b"),
-    "GPT-OSS-20B": ("gpt_oss", "20b"),
-}
 CALIBRATION = (
     "mpf-t3-mixtral-8x22b-mcore-128g-s4096",
     "mpf-t3-mixtral-8x22b-fsdp+ep-128g-s4096",
@@ -86,7 +76,9 @@ CALIBRATION = (
 )
 """One of each kind of strategy and of each thing that a factor stands for; three of the nine models, and all rows of
 AutoModel, have none."""
-START = Factors(matrix=1.0, attention=1.0, memory=0.8, link=0.7, network=0.7, rows=0.85, block=6e-4, busiest=1.2)
+START = PublishedFactors(
+    matrix=1.0, attention=1.0, memory=0.8, link=0.7, network=0.7, rows=0.85, block=6e-4, busiest=1.2
+)
 """What one would guess; the fit is drawn towards it, because eight rows cannot tell eight factors apart alone."""
 DRAWN = {
     "matrix": 0.1,
@@ -100,271 +92,12 @@ DRAWN = {
 }
 """How loosely, as the standard deviation of a factor's logarithm; that of a row's is NOISE."""
 NOISE = 0.05
-RULE = (
-    "microbatch: 1. Virtual stages: one layer each if the layers divide by pp and the microbatches by pp, else 1. "
-    "etp: as tp, Megatron's default, or 1 where ep times that exceeds the stage. Recomputation: none in time; in "
-    "memory that of norms and activations, which costs next to nothing. Dispatcher: all-to-all. Routing: balanced "
-    "where it is forced or where a capacity of 1 drops the rest, else learned. FLOPs behind a stated MFU: with causal "
-    "attention, but in arXiv 2504.14960 with all of it, as Megatron counted then."
-)
-PAPER = "arXiv 2504.14960"
 LONG = {"gpus": 1024, "seq": 131072, "tp": 8, "cp": 8, "pp": 8, "ep": 8, "etp": 1, "tflops_per_gpu": 0.429 * 989.5}
 """Its longest run of Mixtral-8x22B, which says neither batch, pp nor ep: those here are of its runs of 4,096 tokens."""
 BATCHES = (32, 1024)
 """Samples of a step of LONG, at least and at most."""
-READ_AGAIN = {
-    "bridge-skill-qwen30b-final": {"dispatcher": "hybridep + EP overlap"},
-    "bridge-skill-qwen30b": {"recompute": "none"},
-    "bridge-2": {"recompute": "layernorm,moe_act", "vpp": 1},
-    "automodel-dsv3-1024": {"recompute": "activation_checkpointing", "pieces": 4},
-}
-"""By the beginning of a row's name: what its source says and the row does not. Bridge's skill page of the first says
-"EP overlap: enabled", and that a step took 24.7 s without; its recipes say what is computed again
-(recipes/qwen/h100, perf_recipes/gpt_oss/h100), its table of gpt-oss "n/a" for virtual stages. AutoModel's table says
-"LBS 8, GA 4": each data rank runs 32 samples through the pipeline in 4 pieces; the recipe of its 1,024 GPUs, when it
-was added (commit 2c236e0, examples/benchmark/configs/deepseek_v3_te_deepep_1024.yaml), "activation_checkpointing:
-true"."""
-CONTRADICTED = {
-    "bridge-25.11-gpt-oss-120b-h100-64-bf16-l592": "its source contradicts itself: with pp 4, 64 GPUs are 16 data "
-    "ranks, and 16 x microbatch 4 x accumulation 2 is not the batch of 512",
-}
-STATE = {
-    "NeMo AutoModel (PyTorch FSDP2)": (0, 8),
-    "FSDP": (0, 18),
-    "FSDP+EP": (0, 18),
-    "Megatron-Bridge": (4, 12),
-    "Moonlight-16B-A3B": (4, 8),
-}
-"""Bytes per weight, whole and sharded, by framework or model; (6, 12) elsewhere, as Megatron's --bf16: gradients in
-float32. Bridge's performance recipes reduce gradients in bfloat16 (perf_recipes/_common.py), its Moonlight recipe keeps
-moments in it too, AutoModel everything (components/distributed/config.py)."""
-MADE = 2
-"""Bytes per weight while Megatron makes a model. Even under FSDP each rank first has all weights that tp, etp, ep and
-pp leave it, in bfloat16 (megatron/training/training.py, get_model: .cuda() comes before FSDP), unless options say
-otherwise that are off by default and that no source here mentions (--init-model-with-meta-device)."""
-KEPT = 5e9
-"""Bytes that CUDA, NCCL and fragmentation keep from the tensors of software whose communicators are not known."""
 UNDER = (1, 2, 4)
 """Microbatches in the range of a row that states none."""
-
-
-@dataclass(frozen=True)
-class Run:
-    config: Config
-    fold: Fold
-    stack: Stack
-    virtual: int
-    learned: bool
-    cheap: bool
-    """Recomputation unsaid."""
-    whole: int
-    """Bytes per weight that a rank holds of its pieces as tp, etp and ep leave them: the weight, and its gradient."""
-    sharded: int
-    """Bytes per weight that data ranks share: master weights and moments."""
-    waits: bool
-    """Rows wait for their probabilities until they are back, as Megatron's did until 2025."""
-    made_whole: bool
-    """Weights are on the device before they are sharded."""
-
-
-@dataclass(frozen=True)
-class Prediction:
-    price: Price
-    memory: float
-    """Bytes that tensors request, on the fullest rank."""
-    fits: bool
-
-
-def read_rows(path: Path = ROWS) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line]
-    for start, more in READ_AGAIN.items():
-        rows = [row | more if row["id"].startswith(start) else row for row in rows]
-    return rows
-
-
-def why_not(row: dict[str, Any]) -> str:
-    """Why a row is listed and not scored."""
-    if row["id"] in CONTRADICTED:
-        return CONTRADICTED[row["id"]]
-    if row["model"] not in FAMILIES:
-        return "the model cannot be built here"
-    if not row["seq"] or not row["gbs"]:
-        return "no sequence length or batch stated"
-    if not row["comparable"] and row["outcome"] != "oom":
-        return "marked not comparable"
-    return ""
-
-
-@lru_cache(maxsize=16)
-def model_of(name: str) -> Model:
-    family, size = FAMILIES[name]
-    return Model(**preset(family, size))
-
-
-def run_of(row: dict[str, Any], microbatch: int = 0, virtual: int = 0) -> Run | None:
-    """None if that microbatch or number of virtual stages does not fit the row."""
-    model = model_of(row["model"])
-    tp, cp, pp, world = row["tp"], row["cp"], row["pp"], row["gpus"]
-    samples = row["mbs"] or microbatch or 1
-    dp = world // (tp * cp * pp)
-    if row["gbs"] % (samples * dp):
-        return None
-    m = row["gbs"] // (samples * dp)
-    fine = model.num_layers // pp if pp > 1 and model.num_layers % pp == 0 and m % pp == 0 else 1
-    stages = row["vpp"] or virtual or fine
-    if pp == 1:
-        stages = 1
-    if stages > 1 and not row["vpp"] and (m % pp or stages * pp > model.num_layers):
-        stages = 1
-        if virtual > 1:
-            return None
-    etp = tp if row["etp"] is None else row["etp"]
-    if row["etp"] is None and world // pp % (row["ep"] * etp):
-        etp = 1
-    named = frozenset((row["recompute"] or "").replace("selective ", "").replace("none", "").split(",")) - {""}
-    mode = "full" if named & {"activation_checkpointing", "full"} else "moe" if "moe" in named else "none"
-    kind = row["framework"]
-    automodel, bridge = "AutoModel" in kind, "Bridge" in kind
-    gathers = "step" if automodel else "microbatch" if "FSDP" in kind else "none"
-    dispatcher = (row["dispatcher"] or "alltoall").split()[0]
-    routing = row["routing"] or ""
-    learned = not any(word in routing for word in ("capacity", "balance"))
-    config = Config(
-        model=model,
-        training=Training(
-            seq_len=row["seq"],
-            local_batch_size=samples,
-            global_batch_size=row["gbs"],
-            mixed_precision_reduce="bfloat16" if bridge else "float32",
-        ),
-        parallelism=Parallelism(pp=pp, cp=cp, tp=tp, experts=Experts(ep=row["ep"], etp=etp)),
-        pipeline=Pipeline(schedule="Interleaved1F1B" if stages > 1 else "1F1B", virtual_stages=stages),
-        moe=MoE(dispatcher="alltoall" if dispatcher == "alltoall" else "hierarchical"),
-    )
-    stack = Stack(
-        gathers=gathers,
-        neighbours=automodel and "balanced" in routing,
-        etp_gathers=True,
-        fused=True,
-        even_split=True,
-        fused_exchange=dispatcher != "alltoall",
-        hides_rows="overlap" in (row["dispatcher"] or ""),
-        pieces=row.get("pieces", 1),
-        recompute=named if mode != "full" else frozenset({"full"}),
-    )
-    whole, state = STATE.get(row["model"]) or STATE.get(kind, (6, 12))
-    waits = row["source"].startswith(PAPER)
-    fold = derive(world, config.parallelism)
-    made_whole = "FSDP" in kind and not automodel
-    return Run(config, fold, stack, stages, learned, row["recompute"] is None, whole, state, waits, made_whole)
-
-
-def published_memory(row: dict[str, Any]) -> float | None:
-    """GiB. Rows whose note says so give GB, which Megatron Bridge counts as 1e9 (training/utils/train_utils.py)."""
-    peak = row["peak_mem_gib"]
-    return peak * (1e9 / 2**30 if peak and "GB" in (row["note"] or "") else 1) if peak else None
-
-
-def published_step(row: dict[str, Any], causal: bool = False) -> float | None:
-    """Seconds. A rate is converted by the FLOPs that its source counts. causal: take those of PAPER as causal too."""
-    if row["step_s"]:
-        return row["step_s"]
-    tokens = row["gbs"] * row["seq"]
-    if row["tok_s_gpu"]:
-        return tokens / row["tok_s_gpu"] / row["gpus"]
-    if not row["tflops_per_gpu"]:
-        return None
-    model = model_of(row["model"])
-    flops = flops_per_token(model, row["seq"])
-    if row["source"].startswith(PAPER) and not causal:
-        flops += 3 * model.num_layers * model.num_heads * 2 * model.head_dim * row["seq"]
-    return tokens * flops / (row["tflops_per_gpu"] * 1e12) / row["gpus"]
-
-
-@lru_cache(maxsize=8)
-def device_of(gpu: str) -> Device:
-    return read_device(gpu.lower())
-
-
-def price_of(run: Run, device: Device, factors: Factors) -> Price:
-    imbalance = factors.busiest if run.learned else 1.0
-    return Pricer(run.config, device, factors, run.stack, imbalance).price(run.config, run.fold)
-
-
-def predict(row: dict[str, Any], factors: Factors, microbatch: int = 0, virtual: int = 0) -> Prediction | None:
-    run = run_of(row, microbatch, virtual)
-    if run is None:
-        return None
-    device = device_of(row["gpu"])
-    price, held = price_of(run, device, factors), memory(run)
-    return Prediction(price, held, held <= device.memory - KEPT)
-
-
-# ---- memory of the published runs' software, which is not ours
-
-
-def memory(run: Run) -> float:
-    """Weights and gradients whole, master weights and moments sharded over data ranks; or all of it sharded, and some
-    gathered. Activations as fused kernels keep them."""
-    config, fold, stack, model = run.config, run.fold, run.stack, run.config.model
-    sizes = Sizes(model, fold.tp, fold.ep, fold.etp, fold.edp)
-    data = fold.dp * fold.cp
-    stages = fold.pp * run.virtual
-    pricer = Pricer(config, device_of("H100"), START, stack)
-    split = pricer.split(stages)
-    worst = 0.0
-    for rank in range(fold.pp):
-        mine = [i for i in range(stages) if i % fold.pp == rank]
-        dense, experts, kept = 0, 0, 0.0
-        for i in mine:
-            units, moe = units_of_stage(config, sizes, split[i], i == 0, i == stages - 1)
-            dense += sum(unit.whole + sum(unit.replicated) for unit in units)
-            experts += moe * sizes.experts.whole
-            kept += sum(_kept(run, layer) for layer in split[i])
-        static = run.whole * (dense + experts) + run.sharded * (dense / data + experts / fold.edp)
-        if stack.gathers != "none":
-            last = sizes.block(model.num_layers - 1)
-            block = last.whole + sum(last.replicated) + sizes.experts.whole
-            static += 2 * (2 * block if stack.gathers == "microbatch" else dense + experts) + 4 * block
-        flights = 1.0
-        if fold.pp > 1:
-            m = config.training.global_batch_size // (config.training.local_batch_size * fold.dp * stack.pieces)
-            flights = played(config.pipeline.schedule, fold.pp, run.virtual, m).flights[rank] / run.virtual
-        logits = 0.0
-        if rank == fold.pp - 1:
-            X = config.training.local_batch_size * config.training.seq_len / fold.cp
-            logits = X * model.vocab_size / fold.tp * 8
-        made = MADE * (dense + experts) * run.made_whole
-        worst = max(worst, made, static + flights * kept + logits)
-    return worst
-
-
-def _kept(run: Run, layer: int) -> float:
-    """Bytes of a microbatch in a block."""
-    from titanmoe.config.blocks import has_experts
-
-    config, fold, model, named = run.config, run.fold, run.config.model, run.stack.recompute or frozenset()
-    X = config.training.local_batch_size * config.training.seq_len / fold.cp
-    T, D = X / fold.tp, model.dim
-    if named & {"full", "activation_checkpointing"}:
-        return 2 * T * D
-    heads, value = model.num_heads / fold.tp, model.v_head_dim or model.head_dim
-    query = heads * model.head_dim
-    keys = query + heads * value if model.kv_lora_rank else 2 * model.num_kv_heads / fold.tp * model.head_dim
-    latents = T * (model.q_lora_rank + model.kv_lora_rank)
-    attention = T * D + X * heads * value * ("core_attn" not in named) + 2 * latents
-    attention += X * (query + keys) * ("mla_up_proj" not in named or not model.kv_lora_rank)
-    norms = 0 if run.cheap or named & {"norm", "layernorm"} else 2 * T * D
-    acts = 0 if run.cheap or named & {"act", "moe_act"} else 1
-    if not has_experts(model, layer):
-        ffn = T * D + (0 if "mlp" in named else 3 * X * model.dense_hidden / fold.tp)
-    elif "moe" in named:
-        ffn = T * D
-    else:
-        R, F = T * model.top_k * fold.etp, model.expert_hidden / fold.etp
-        ffn = T * D + R * D + T * model.top_k * D * run.waits + (2 + acts) * R * F + 4 * T * model.num_experts
-        ffn += 0 if "shared_expert" in named else 3 * X * model.shared_hidden / fold.tp
-    return 2 * (attention + norms + ffn)
 
 
 # ---- memory of the shipped recipes, planned and rehearsed
@@ -480,15 +213,15 @@ def folding_table(gains: list[dict[str, Any]]) -> str:
 # ---- the fit
 
 
-def fit(rows: list[dict[str, Any]]) -> Factors:
+def fit(rows: list[dict[str, Any]]) -> PublishedFactors:
     """Gauss-Newton on logarithms: the calibration rows' errors, and the factors' distances from START."""
     chosen = [row for row in rows if row["id"] in CALIBRATION]
-    names = [field.name for field in fields(Factors)]
+    names = [field.name for field in fields(PublishedFactors)]
     wanted = [log(published_step(row)) for row in chosen]
     runs = [(run_of(row), device_of(row["gpu"])) for row in chosen]
 
     def errors(at: list[float]) -> list[float]:
-        factors = Factors(**dict(zip(names, map(exp, at), strict=True)))
+        factors = PublishedFactors(**dict(zip(names, map(exp, at), strict=True)))
         steps = [price_of(*run, factors).step for run in runs]
         return [(log(step) - want) / NOISE for step, want in zip(steps, wanted, strict=True)]
 
@@ -508,7 +241,7 @@ def fit(rows: list[dict[str, Any]]) -> Factors:
             right[i] -= (at[i] - start[i]) / s**2
         step = _solved(matrix, right)
         at = [x + max(-0.3, min(0.3, dx)) for x, dx in zip(at, step, strict=True)]
-    return Factors(**{name: float(f"{exp(x):.3g}") for name, x in zip(names, at, strict=True)})
+    return PublishedFactors(**{name: float(f"{exp(x):.3g}") for name, x in zip(names, at, strict=True)})
 
 
 def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
@@ -594,7 +327,7 @@ class Row:
         return self.row["outcome"] == "oom"
 
 
-def judged(rows: list[dict[str, Any]], factors: Factors) -> list[Row]:
+def judged(rows: list[dict[str, Any]], factors: PublishedFactors) -> list[Row]:
     found = []
     for row in rows:
         if why_not(row):
@@ -673,7 +406,7 @@ def correlations(rows: list[Row]) -> list[tuple[str, ...]]:
     return body
 
 
-def conventions(rows: list[dict[str, Any]], factors: Factors) -> list[tuple[str, ...]]:
+def conventions(rows: list[dict[str, Any]], factors: PublishedFactors) -> list[tuple[str, ...]]:
     """Errors of PAPER's rows if its MFU counts whole attention, and if it counts causal attention."""
     short = [
         (row, predict(row, factors).price.step)
@@ -744,7 +477,7 @@ def verdicts(scored: list[Row]) -> list[tuple[str, ...]]:
     return [(*cells, "yes" if fine else "**no**") for *cells, fine in asked]
 
 
-def made(rows: list[dict[str, Any]], factors: Factors) -> str:
+def made(rows: list[dict[str, Any]], factors: PublishedFactors) -> str:
     """The page below its mark."""
     scored = judged(rows, factors)
     lines = ["", *table_of(("held-out rows", "aim", "found", "reached"), verdicts(scored))]
@@ -754,7 +487,7 @@ def made(rows: list[dict[str, Any]], factors: Factors) -> str:
     lines += [*wrap(CONVENTION, 120), "", *table_of(head, conventions(rows, factors))]
     what = [
         (f.name, f"{getattr(START, f.name):g}", f"{getattr(factors, f.name):g}", said)
-        for f, said in zip(fields(Factors), docs_of(Factors), strict=True)
+        for f, said in zip(fields(PublishedFactors), docs_of(Factors) + docs_of(PublishedFactors), strict=True)
     ]
     lines += table_of(("factor", "guessed", "fitted", "what"), what)
     lines += ["## The best mapping", "", "Of titanmoe's own code, 256 samples of 4,096 tokens, balanced, dropless:", ""]
@@ -807,8 +540,8 @@ def docs_of(kind: type) -> list[str]:
     import inspect
 
     body = ast.parse(inspect.getsource(kind)).body[0].body
-    said = [x.value.value for x in body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
-    return [" ".join(text.split()) for text in said[-len(fields(kind)) :]]
+    said = [below.value.value for field, below in pairwise(body) if isinstance(field, ast.AnnAssign)]
+    return [" ".join(text.split()) for text in said]
 
 
 def main() -> None:
@@ -836,7 +569,7 @@ def main() -> None:
         print(json.dumps(asdict(fit(rows))))
         return
     prose = PAGE.read_text(encoding="utf-8").partition(MARK)[0]
-    PAGE.write_text(prose + MARK + made(rows, Factors()), encoding="utf-8")
+    PAGE.write_text(prose + MARK + made(rows, PublishedFactors()), encoding="utf-8")
 
 
 if __name__ == "__main__":

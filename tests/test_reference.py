@@ -149,7 +149,7 @@ def test_attention_is_a_loop_over_positions(qk_norm):
         rows = slice(head * width, (head + 1) * width)
         return weights[f"{name}.{part}.weight"][rows] @ x + weights[f"{name}.{part}.bias"][rows]
 
-    def normed_and_turned(part, x, head, position):
+    def normed_and_rotated(part, x, head, position):
         v = projected(part, x, head)
         norm, rows = weights[f"{name}.{part[1]}_norm.weight"], slice(None)
         squares = [v.square().mean()]
@@ -169,9 +169,9 @@ def test_attention_is_a_loop_over_positions(qk_norm):
             out = []
             for head in range(4):
                 kv_head = head // 2
-                q = normed_and_turned("wq", x_SD[s], head, s)
+                q = normed_and_rotated("wq", x_SD[s], head, s)
                 seen = range(max(0, s - 2) if model.sliding_window else 0, s + 1)
-                keys = [normed_and_turned("wk", x_SD[past], kv_head, past) for past in seen]
+                keys = [normed_and_rotated("wk", x_SD[past], kv_head, past) for past in seen]
                 exps = [math.exp(float(q @ k) / math.sqrt(width)) for k in keys]
                 values = [projected("wv", x_SD[past], kv_head) for past in seen]
                 whole = sum(exps) + (math.exp(weights[f"{name}.sinks"][head]) if model.attention_sinks else 0)

@@ -126,7 +126,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     import torch
     from torch import Tensor
 
-    from titanmoe.models.count import _projections, _scores_and_values
+    from titanmoe.models.count import _scores_and_values, attention_matrices, elements
     from titanmoe.models.layers import rope_angles
     from titanmoe.models.transformer import Block
     from titanmoe.models.vocabulary import Head
@@ -178,7 +178,7 @@ def breakdown(config: Any, device: Any, peak: float | None, times: int) -> list[
     rows, row_weights = (x.detach().requires_grad_() for x in (rows, row_weights))
     experts, attention = list(moe.experts.parameters()), list(block.attention.parameters())
     through = 2 * (T + R) * D * size
-    projections = 3 * 2 * T * _projections(model)
+    projections = 3 * 2 * T * elements(attention_matrices(model))
     fp32 = known(FP32_TFLOPS, device)
     parts: list[tuple[str, Callable[[], Any], float, float, float | None]] = [
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -105,6 +106,15 @@ def test_the_table_lists_different_mappings() -> None:
     found = search(config, 4, read_device("h100"), Factors(), 5).best
     assert len({(fold.pp, fold.tp, fold.ep, fold.etp) for fold in (one.fold for one in found)}) == len(found) == 5
     assert [one.price.step for one in found] == sorted(one.price.step for one in found)
+
+
+def test_other_mappings_are_not_bound_by_the_recipes_own_layers_per_stage() -> None:
+    stages = "--model.num_layers 4 --parallelism.pp 2 --pipeline.layers_per_stage 3 1"
+    given = load(["--config", RECIPE, *SMALL, *stages.split()], preset, lambda config: [])
+    free = replace(given, pipeline=replace(given.pipeline, layers_per_stage=[]))
+    found = [search(config, 4, read_device("h100"), Factors(), 5).best for config in (given, free)]
+    steps = [[one.price.step for one in best] for best in found]
+    assert steps[0] == steps[1] and len(steps[0]) == 5
 
 
 def test_differences_within_the_models_error_are_ties(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

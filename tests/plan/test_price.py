@@ -11,9 +11,8 @@ from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
 from titanmoe.models.families import preset
 from titanmoe.plan.devices import read_device
-from titanmoe.plan.halves import RING, RING_KERNELS, Halves, Stack
+from titanmoe.plan.halves import RING, RING_KERNELS, BlockCosts
 from titanmoe.plan.links import Factors, LinkGroup, Links
-from titanmoe.plan.price import Pricer
 from titanmoe.plan.search import Found, evaluate
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
@@ -93,17 +92,9 @@ def test_short_samples_are_split_by_tp_rather_than_cp() -> None:
     their kernel."""
     for seq, dearer in ((4096, (1.15, 1.4)), (131072, (1.2, 1.5))):
         argv = ["--config", "train_configs/mixtral_8x22b.toml", "--training.seq_len", str(seq)]
-        priced = Halves(load(argv, preset, lambda config: []), H100, Factors())
+        priced = BlockCosts(load(argv, preset, lambda config: []), H100, Factors())
         tp, cp = (sum(sum(part) for part in priced.attention(*split, 1, 0)) for split in ((2, 1), (1, 2)))
         assert dearer[0] < cp / tp < dearer[1]
-
-
-def test_a_batch_in_pieces_has_a_bubble_for_each() -> None:
-    plain = found(128)
-    config, fold = plain.config, plain.fold
-    whole, pieces = (Pricer(config, H100, Factors(), Stack(pieces=n)).price(config, fold) for n in (1, 4))
-    assert pieces.components["bubble"] == pytest.approx(4 * whole.components["bubble"])
-    assert pieces.step - whole.step == pytest.approx(3 * whole.components["bubble"])
 
 
 def test_components() -> None:
@@ -124,7 +115,7 @@ def test_components() -> None:
 def test_memory_bound_work_is_what_is_counted_of_whole_layers(recipe: str, forward: int, backward: int) -> None:
     """KB per token outside products and attention, as docs/benchmarks.md has them."""
     config = load(["--config", f"train_configs/{recipe}.toml"], preset, lambda config: [])
-    priced, last = Halves(config, H100, Factors()), config.model.num_layers - 1
+    priced, last = BlockCosts(config, H100, Factors()), config.model.num_layers - 1
     halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, "alltoall")
     assert f"{forward} + {backward} KB" in Path("docs/benchmarks.md").read_text() and has_experts(config.model, last)
     for part, counted in enumerate((forward, backward)):
@@ -142,14 +133,13 @@ def test_rows_of_one_sided_kernels() -> None:
             preset,
             lambda c: [],
         )
-        priced = Halves(config, H100, Factors(), Stack(fused_exchange=True))
-        taken = priced.exchange("hierarchical", 4096, ranks, 1) / 2
+        priced = BlockCosts(config, H100, Factors())
+        taken = priced.exchange("deepep", 4096, ranks, 1) / 2
         assert taken == pytest.approx(priced.visits(ranks // 8) * row / rate, rel=0.15)
 
 
 def test_tokens_of_few_groups_visit_few_nodes() -> None:
     config = load(["--config", "train_configs/deepseek_671b.toml"], preset, lambda config: [])
-    priced = Halves(config, H100, Factors())
+    priced = BlockCosts(config, H100, Factors())
     assert priced.visits(8) == pytest.approx(4 * (1 - (3 / 4) ** 8))  # of 8 groups, on a node each, 4 are chosen
     assert priced.visits(1) == 1 and 2.9 < priced.visits(4) < priced.visits(8) and 7 < priced.visits(64) < 8
-    assert Halves(config, H100, Factors(), Stack(neighbours=True)).visits(8) == 1

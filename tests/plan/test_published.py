@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from titanmoe.plan.links import Factors
+from scripts.published_runs import PublishedFactors, RunPricer, device_of, run_of
 from titanmoe.plan.plan_table import ERROR
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def steps(script: ModuleType, rows: list[dict[str, Any]], factors: Factors) -> dict[str, float]:
+def steps(script: ModuleType, rows: list[dict[str, Any]], factors: PublishedFactors) -> dict[str, float]:
     return {row["id"]: script.predict(row, factors).price.step for row in rows if not script.why_not(row)}
 
 
@@ -31,13 +31,13 @@ def test_every_row_is_there_with_its_source(script: ModuleType) -> None:
     rows = script.read_rows()
     assert len(rows) == 95 and all(row["source"] for row in rows)
     assert set(script.CALIBRATION) <= {row["id"] for row in rows} and len(script.CALIBRATION) <= 8
-    assert len(asdict(Factors())) <= 8
+    assert len(asdict(PublishedFactors())) <= 8
 
 
 def test_a_row_moves_no_prediction_unless_it_is_one_of_the_fit(script: ModuleType) -> None:
     rows = script.read_rows()
     fitted = script.fit(rows)
-    assert asdict(fitted) == pytest.approx(asdict(Factors()), rel=0.01)
+    assert asdict(fitted) == pytest.approx(asdict(PublishedFactors()), rel=0.01)
     before = steps(script, rows, fitted)
     other = slower(rows, held := "mpf-t3-llama3-8x70b-folding-256g-s4096")
     assert script.published_step(next(r for r in other if r["id"] == held)) > 1.1 * before[held]
@@ -47,15 +47,15 @@ def test_a_row_moves_no_prediction_unless_it_is_one_of_the_fit(script: ModuleTyp
 
 
 def test_the_page_is_what_the_rows_give(script: ModuleType) -> None:
-    scored = script.judged(script.read_rows(), Factors())
+    scored = script.judged(script.read_rows(), PublishedFactors())
     text = (ROOT / "docs" / "planner.md").read_text()
     for table in (
         script.verdicts(scored),
         script.summary(scored),
         script.correlations(scored),
-        script.conventions(script.read_rows(), Factors()),
+        script.conventions(script.read_rows(), PublishedFactors()),
         map(script.cells, scored),
-        map(script.cells, script.judged(script.read_rows(script.LATER), Factors())),
+        map(script.cells, script.judged(script.read_rows(script.LATER), PublishedFactors())),
     ):
         for cells in table:
             assert "| " + " | ".join(cells) + " |" in text
@@ -64,6 +64,24 @@ def test_the_page_is_what_the_rows_give(script: ModuleType) -> None:
 
 
 def test_memory_runs_out_where_it_did_and_nowhere_else(script: ModuleType) -> None:
-    scored = script.judged(script.read_rows(), Factors()) + script.judged(script.read_rows(script.LATER), Factors())
+    scored = script.judged(script.read_rows(), PublishedFactors()) + script.judged(
+        script.read_rows(script.LATER), PublishedFactors()
+    )
     assert [one.row["id"] for one in scored if one.oom] == [one.row["id"] for one in scored if not one.predicted.fits]
     assert sum(one.oom for one in scored) == 2
+
+
+def row_named(script: ModuleType, start: str) -> dict[str, Any]:
+    return next(row for row in script.read_rows() if row["id"].startswith(start))
+
+
+def test_a_batch_in_pieces_has_a_bubble_for_each(script: ModuleType) -> None:
+    row, factors = row_named(script, "automodel-dsv3-1024"), PublishedFactors()
+    whole, pieces = (script.predict(row | {"pieces": n, "vpp": 1}, factors).price for n in (1, 4))
+    assert pieces.components["bubble"] == pytest.approx(4 * whole.components["bubble"])
+    assert pieces.step - whole.step == pytest.approx(3 * whole.components["bubble"])
+
+
+def test_tokens_that_choose_neighbours_visit_one_node(script: ModuleType) -> None:
+    run = run_of(row_named(script, "automodel-dsv3-1024"))
+    assert run.neighbours and RunPricer(run, device_of("H100"), PublishedFactors()).visits(8) == 1

@@ -21,7 +21,7 @@ from titanmoe.ops.device import as_on
 from titanmoe.parallel.norm import local_grad
 from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.record import Recorder
-from titanmoe.rehearse.routing import StatedRouting
+from titanmoe.rehearse.routing import AssumedRouting
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.world import Rehearsal, name_groups, rehearse
 from titanmoe.train.trainer import Trainer
@@ -97,7 +97,7 @@ def measured(changes: dict[str, Any], hardware: str, steps: int = 1) -> Real:
     )
 
 
-def as_chosen(config: Any, ranks: list[Real]) -> StatedRouting:
+def as_chosen(config: Any, ranks: list[Real]) -> AssumedRouting:
     """The routing that these ranks recorded, combined."""
     by_layer: dict[int, Tensor] = {}
     for layer in {layer for real in ranks for layer in real.choices}:
@@ -105,7 +105,7 @@ def as_chosen(config: Any, ranks: list[Real]) -> StatedRouting:
         index, chosen = (torch.cat(x) for x in zip(*parts, strict=True))
         by_layer[layer] = chosen.new_full((int(index.max()) + 1, chosen.shape[1]), -1).index_copy(0, index, chosen)
         assert (by_layer[layer] >= 0).all()
-    return StatedRouting("as recorded", lambda layer, index_T: by_layer[layer][index_T], by_layer=True)
+    return AssumedRouting("as recorded", lambda layer, index_T: by_layer[layer][index_T], by_layer=True)
 
 
 def rehearsed(changes: dict[str, Any], world: int, rank: int, hardware: str, real: list[Real], steps: int) -> Rehearsal:

@@ -14,14 +14,14 @@ from titanmoe.comm.collectives import start
 from titanmoe.moe.dispatch import AllToAll
 from titanmoe.rehearse.order import HOST_ORDER
 from titanmoe.rehearse.roles import check_ranks
-from titanmoe.rehearse.routing import Exchange, StatedRouting, balanced, skewed
+from titanmoe.rehearse.routing import AssumedRouting, Exchange, balanced, skewed
 from titanmoe.rehearse.splits import disagreeing_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 EP4 = {"model.num_layers": 1, "training.global_batch_size": 4, "parallelism.experts.ep": 4, "parallelism.node": 2}
 
 
-def of(changes: dict[str, Any], routing: float | StatedRouting = 1.7) -> Rehearsal:
+def of(changes: dict[str, Any], routing: float | AssumedRouting = 1.7) -> Rehearsal:
     return rehearse(config_of(EP4 | changes, 4, "h100"), 4, 0, "h100", routing)
 
 
@@ -51,7 +51,7 @@ def test_each_layer_is_checked_if_layers_differ() -> None:
     def choose(layer: int, index_T: Tensor) -> Tensor:
         return skewed(index_T, 2, 8, 3.0) if layer else balanced(index_T, 2, 8)
 
-    found = of({"model.num_layers": 2}, StatedRouting("one of each", choose, by_layer=True))
+    found = of({"model.num_layers": 2}, AssumedRouting("one of each", choose, by_layer=True))
     splits = {layer: [s for _, s, _ in found.exchange.all_to_alls(1, 0, layer)] for layer in (0, 1)}
     assert splits[0] != splits[1]
     rows = [m.splits[0] for m in found.log.messages if m.op == "all-to-all" and m.site.layer == "layers.1"]
@@ -74,7 +74,7 @@ def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
             runs.append((rank, microbatch))
             return super().all_to_alls(rank, microbatch, layer)
 
-    found = of({"training.global_batch_size": 8, "parallelism.experts.ep": 2}, StatedRouting("late", choose))
+    found = of({"training.global_batch_size": 8, "parallelism.experts.ep": 2}, AssumedRouting("late", choose))
     found.exchange.__class__ = Watched
     assert not list(disagreeing_splits([found])) and runs == [(0, 0), (1, 0), (2, 1), (3, 1)]
     with mock.patch.object(AllToAll, "leave", leave):

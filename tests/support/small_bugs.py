@@ -186,8 +186,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ("a norm's epsilon comes after the root", ".add_(eps).rsqrt_()", ".rsqrt_().add_(eps)"),
         (
             "a rotation's gradient is rotated forward instead of back",
-            "return _turned(grad_BSHh, *ctx.saved_tensors, -1), None, None",
-            "return _turned(grad_BSHh, *ctx.saved_tensors, 1), None, None",
+            "return _rotated(grad_BSHh, *ctx.saved_tensors, -1), None, None",
+            "return _rotated(grad_BSHh, *ctx.saved_tensors, 1), None, None",
         ),
     ],
     ("models/families/huggingface.py", "tests/checkpoint_hf/test_fields.py -k rope"): [

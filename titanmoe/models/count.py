@@ -21,6 +21,7 @@ counted as if they were computed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from titanmoe.config.blocks import has_experts, moe_blocks, window
 from titanmoe.config.schema import Model
@@ -56,15 +57,42 @@ class Parameters:
         return self.total - self.experts + self.active_experts
 
 
-def _projections(model: Model) -> int:
-    """Entries of the matrices of one block's attention."""
+Shape = tuple[int, ...]
+Split = tuple[Shape, int | None]
+"""A tensor's shape, and the dim that tp divides, if any."""
+
+
+def attention_matrices(model: Model) -> list[Split]:
+    """Of one block."""
     dim, heads = model.dim, model.num_heads
-    query, key_value = heads * model.head_dim, model.num_kv_heads * model.head_dim
+    query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim
     if not model.kv_lora_rank:
-        return 2 * dim * (query + key_value)
-    down, up, out = model.kv_lora_rank, model.qk_nope_head_dim + model.v_head_dim, heads * model.v_head_dim
-    to_query = model.q_lora_rank * (dim + query) if model.q_lora_rank else dim * query
-    return to_query + dim * (down + model.qk_rope_head_dim) + down * heads * up + out * dim
+        return [((query, dim), 0), ((key, dim), 0), ((key, dim), 0), ((dim, query), 1)]
+    latent, up, rank = model.kv_lora_rank, heads * (model.qk_nope_head_dim + model.v_head_dim), model.q_lora_rank
+    to_query: list[Split] = [((rank, dim), None), ((query, rank), 0)] if rank else [((query, dim), 0)]
+    down: Split = ((latent + model.qk_rope_head_dim, dim), None)
+    return [*to_query, down, ((up, latent), 0), ((dim, heads * model.v_head_dim), 1)]
+
+
+def attention_vectors(model: Model) -> list[Split]:
+    """Biases and sinks of one block."""
+    query, key = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    found: list[Split] = [((width,), 0) for width in (query, key, key) if model.qkv_bias]
+    found += [((model.dim,), None)] * model.out_bias
+    return found + [((model.num_heads,), 0)] * model.attention_sinks
+
+
+def attention_norms(model: Model) -> list[Split]:
+    """Those of queries and keys of one block, or of their latents."""
+    if model.qk_norm == "head":
+        return [((model.head_dim,), None)] * 2
+    if model.qk_norm == "full":
+        return [((heads * model.head_dim,), 0) for heads in (model.num_heads, model.num_kv_heads)]
+    return [((rank,), None) for rank in (model.q_lora_rank, model.kv_lora_rank) if rank]
+
+
+def elements(tensors: list[Split]) -> int:
+    return sum(prod(shape) for shape, _ in tensors)
 
 
 def _scores_and_values(model: Model, layer: int, seq_len: int) -> int:
@@ -77,11 +105,6 @@ def _scores_and_values(model: Model, layer: int, seq_len: int) -> int:
 def parameters(model: Model) -> Parameters:
     layers, dim = model.num_layers + model.mtp_depth, model.dim
     moe = len(moe_blocks(model))
-    query, key_value = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    qk_norm = {"none": 0, "head": 2 * model.head_dim, "full": query + key_value}[model.qk_norm]
-    inner_norms = qk_norm + model.q_lora_rank + model.kv_lora_rank
-    biases = model.qkv_bias * (query + 2 * key_value) + model.out_bias * dim
-    sinks = model.attention_sinks * model.num_heads
 
     def swiglu(hidden: int) -> int:
         return 3 * dim * hidden
@@ -90,13 +113,13 @@ def parameters(model: Model) -> Parameters:
 
     return Parameters(
         embedding=(1 if model.tie_embeddings else 2) * model.vocab_size * dim,
-        attention=layers * (_projections(model) + biases + sinks),
+        attention=layers * elements(attention_matrices(model) + attention_vectors(model)),
         dense=(layers - moe) * swiglu(model.dense_hidden),
         router=moe * model.num_experts * (dim + model.router_bias),
         experts=moe * model.num_experts * expert,
         active_experts=moe * model.top_k * expert,
         shared=moe * (swiglu(model.shared_hidden) + (dim if model.shared_hidden and model.shared_gate else 0)),
-        norms=layers * (2 * dim + inner_norms) + (1 + 3 * model.mtp_depth) * dim,
+        norms=layers * (2 * dim + elements(attention_norms(model))) + (1 + 3 * model.mtp_depth) * dim,
         mtp=model.mtp_depth * 2 * dim * dim,
     )
 
@@ -105,8 +128,9 @@ def layer_flops(model: Model, seq_len: int) -> tuple[list[int], int]:
     """Forward FLOPs per token of each block, and of what comes after them: what a pipeline stage costs."""
     dense = 2 * 3 * model.dim * model.dense_hidden
     experts = 2 * model.dim * (model.num_experts + 3 * (model.top_k * model.expert_hidden + model.shared_hidden))
+    projections = 2 * elements(attention_matrices(model))
     blocks = [
-        2 * _projections(model) + _scores_and_values(model, i, seq_len) + (experts if has_experts(model, i) else dense)
+        projections + _scores_and_values(model, i, seq_len) + (experts if has_experts(model, i) else dense)
         for i in range(model.num_layers + model.mtp_depth)
     ]
     layers, mtp = blocks[: model.num_layers], blocks[model.num_layers :]

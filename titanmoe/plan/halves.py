@@ -8,7 +8,6 @@ Shapes: T tokens a rank owns, X positions of its attention slice (T times tp), R
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from functools import cache
 from math import comb
 from operator import add
@@ -25,17 +24,14 @@ BACKWARD = 2.0
 """Products of backward over those of forward."""
 ATTENTION_BACKWARD = 2.5
 """The same of attention, which computes its scores again (arXiv 2205.14135)."""
-NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL = (10, 20), (4, 4), (6, 10), (8, 8), (6, 4)
-"""Bytes that Megatron's kernels move, forward and backward, per element in 16 bits: reads and writes of each."""
-OUR_NORM, OUR_SWIGLU, OUR_PERMUTE, REGROUP = (4, 8), (6, 15), (3, 7), (4, 4)
-"""The same of our kernels, to agree with what is counted of whole layers (docs/benchmarks.md, "Outside"). REGROUP: more
-per row that an all-to-all brings, from the order of senders to that of experts."""
+NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL, REGROUP = (4, 8), (4, 4), (6, 15), (3, 7), (6, 4), (4, 4)
+"""Bytes that kernels move, forward and backward, per element in 16 bits: reads and writes of each, to agree with what
+is counted of whole layers (docs/benchmarks.md, "Outside"). REGROUP: more per row that an all-to-all brings, from the
+order of senders to that of experts."""
 RING = (((16, 27), (4, 4)), ((26, 17), (44, 22)))
 """Bytes that torch's ring of context parallelism moves around its kernels to cut pieces and to merge their results, in
 the same units, forward and backward: per element of queries, and of keys and values; once, and again for each piece
-that comes around. Counted in rehearsals (tests/plan/test_price.py). Megatron's ring, which works on two pieces at a
-time so that short ones fill the device and merging is hidden (cp_stream in TransformerEngine's context_parallel.py),
-is charged neither for this nor for the next three."""
+that comes around. Counted in rehearsals (tests/plan/test_price.py)."""
 RING_KERNELS, BLOCK_KERNELS = ((5, 13), (15, 10)), 96
 """Kernels that the same rehearsals count: of the ring, once and for each piece, and of a whole block without it."""
 RING_RATE = 0.35 * 989.5e12
@@ -48,40 +44,7 @@ causal mask 1 + SHORT / n: cuDNN's 627, 827, 977, 1072 and 1120 TFLOP/s at 1,024
 WIDE, NARROW = 128, 64
 """Widths of heads: from the first on attention reaches its full rate; narrower ones take more exponentials for the same
 FLOPs, and at the second reach two thirds of it (arXiv 2407.08608, figure 5). None narrower was looked at."""
-CLAMP, BIAS = (16, 22), (28, 40)
-"""Bytes again, of what Megatron does to gpt-oss' experts by plain operations: clamping and joining both halves of the
-activation's input, and adding biases times probabilities in float32, joined over experts (its fused_bias_geglu.py and
-experts.py)."""
-OVERLAPPED = 0.37
-"""Of the messages of rows, what Megatron's overlap of expert parallelism hides: 36.55 %, by a profile of Qwen3-30B-A3B
-on 16 H100s (NVIDIA-NeMo/Megatron-Bridge, skills/nemo-mbridge-perf-expert-parallel-overlap)."""
 
-
-@dataclass(frozen=True)
-class Stack:
-    """What the software does: ours, or that of a published run."""
-
-    gathers: str = "auto"
-    """Weights: auto as FSDP2 here, microbatch, step, or none where only the optimizer's state is sharded."""
-    etp_gathers: bool = False
-    """Rows of etp ranks by all-gather and reduce-scatter, rather than as copies in the all-to-all."""
-    fused: bool = False
-    """Norms and rotations in one pass over memory."""
-    even_split: bool = False
-    """Stages have equally many layers, whatever embedding and head cost."""
-    fused_exchange: bool = False
-    """Rows by one-sided kernels (DeepEP, HybridEP), not NCCL."""
-    neighbours: bool = False
-    """Tokens choose experts next to each other, as AutoModel's balanced gate does, and so few ranks."""
-    hides_rows: bool = False
-    """Some of the rows travel while another microbatch computes."""
-    pieces: int = 1
-    """A step's microbatches go through the pipeline in that many pieces, which wait for each other."""
-    recompute: frozenset[str] | None = None
-    """Modules computed again in backward, in Megatron's names; None: as the recipe says."""
-
-
-OURS = Stack()
 MODES = ("none", "selective", "moe", "full")
 Modes = tuple[float, ...]
 """Of MODES."""
@@ -123,11 +86,14 @@ def _slower_in_pieces(seq: int, cp: int) -> float:
     return ((1 + SHORT_CAUSAL * short) + (cp - 1) * (1 + SHORT * short)) / cp / (1 + SHORT_CAUSAL / seq)
 
 
-class Halves:
+class BlockCosts:
     """For one model and batch. A half that several mappings share is priced once."""
 
-    def __init__(self, config: Config, device: Device, factors: Factors, stack: Stack = OURS, imbalance: float = 1.0):
-        self.config, self.model, self.device, self.factors, self.stack = config, config.model, device, factors, stack
+    head_again = 4 / 3
+    """The head multiplies a second time, because it does not keep the logits."""
+
+    def __init__(self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0):
+        self.config, self.model, self.device, self.factors = config, config.model, device, factors
         self.imbalance = imbalance
         self.links = Links(device, factors)
         self.w = WIDTHS[config.training.mixed_precision_param]
@@ -151,30 +117,24 @@ class Halves:
         return count * self.w / 2 / (self.device.bandwidth * self.factors.memory)
 
     def _norms(self, elements: float, part: int) -> float:
-        norm = NORM if self.stack.fused else OUR_NORM
-        return self._moved(elements * (norm[part] + RESIDUAL[part]))
+        return self._moved(elements * (NORM[part] + RESIDUAL[part]))
 
     def _activation(self, elements: float, part: int) -> float:
-        return self._moved(elements * (SWIGLU if self.stack.fused else OUR_SWIGLU)[part])
+        return self._moved(elements * SWIGLU[part])
 
     def _rows(self, left: float, arrived: float, sent: bool, part: int) -> float:
         """Copies of rows on their way to experts and back."""
-        if self.stack.fused:
-            return self._moved((left + arrived) * self.model.dim * PERMUTE[part])
         regrouped = 2 * arrived * REGROUP[part] * sent
-        return self._moved(((left + arrived) * OUR_PERMUTE[part] + regrouped) * self.model.dim)
+        return self._moved(((left + arrived) * PERMUTE[part] + regrouped) * self.model.dim)
 
-    def _turned(self, query: float, key: float, part: int) -> float:
+    def _rotated(self, query: float, key: float, part: int) -> float:
         """Bytes per position between the projections and attention: norms of heads, rotation, joining of parts."""
         model, normed = self.model, self.model.qk_norm != "none"
-        if self.stack.fused:
-            rotated = 4 * query if model.kv_lora_rank else query + key
-            return rotated * ROPE[part] * (1 + 2 * normed)
         if model.kv_lora_rank:
             joined = 2 * query
             rotated = (query / model.head_dim + 1) * model.qk_rope_head_dim
             return rotated * ROPE[part] + joined * RESIDUAL[part]
-        return (query + key) * (ROPE[part] + normed * OUR_NORM[part])
+        return (query + key) * (ROPE[part] + normed * NORM[part])
 
     # ---- halves: forward and backward of one microbatch
 
@@ -201,17 +161,14 @@ class Halves:
         width = min(seen or seq, seq)
         flops = heads * (model.head_dim + value) * (2 * width - width * width / seq) * X
         narrow = min(1.0, 2 / (1 + WIDE / max(model.head_dim, NARROW)))
-        rate = self.peak * self.device.attention * self.factors.attention
         ring = cp > 1 and self.config.parallelism.cp_kind == "ring"
-        if ring and not self.stack.fused:
-            rate = min(rate, RING_RATE) / _slower_in_pieces(seq, cp)
-        core = flops / (rate * narrow)
+        core = flops / (self._attention_rate(cp, ring) * narrow)
         tp_group = LinkGroup(tp, 1)
         tp_time = self.links.gather(tp_group, X * gathered * self.w) + self.links.gather(tp_group, X * D * self.w)
         group, host = LinkGroup(cp, tp), self.factors.block / 9
         parts = []
         for part, factor in enumerate((1.0, BACKWARD)):
-            memory = self._norms(T * D, part) + self._moved(X * self._turned(query, key, part))
+            memory = self._norms(T * D, part) + self._moved(X * self._rotated(query, key, part))
             attention = core * (1.0, ATTENTION_BACKWARD)[part]
             cost = Cost(products * factor, attention, memory, host * factor, tp_time)
             if ring:
@@ -220,6 +177,10 @@ class Halves:
                 cost = cost._replace(cp=self._context(group, X, keys, query) * factor)
             parts.append(cost)
         return parts[0], parts[1]
+
+    def _attention_rate(self, cp: int, ring: bool) -> float:
+        rate = self.peak * self.device.attention * self.factors.attention
+        return min(rate, RING_RATE) / _slower_in_pieces(self.config.training.seq_len, cp) if ring else rate
 
     def _context(self, group: LinkGroup, X: float, keys: float, query: float) -> float:
         """Messages of ulysses or allgather in forward; backward sends twice as much."""
@@ -231,31 +192,30 @@ class Halves:
 
     def _ring(self, group: LinkGroup, query: float, keys: float, attention: float, part: int) -> Cost:
         """What the ring adds. query, keys: elements of a rank. Keys and values pass from rank to rank, and in backward
-        their gradients too, ours in float32 and once more, to come home. Messages hide behind the attention of other
+        their gradients too, in float32 and once more, to come home. Messages hide behind the attention of other
         pieces."""
-        around, fused = group.size - 1, self.stack.fused
+        around = group.size - 1
         sent = around * self.links.pass_on(group, keys * self.w)
         if part:
-            wide = self.w if fused else max(self.w, 4)
-            sent += (around if fused else group.size) * self.links.pass_on(group, keys * wide)
-        cost = Cost(cp=exposed(sent, attention * around / group.size))
-        if fused:
-            return cost
+            sent += group.size * self.links.pass_on(group, keys * max(self.w, 4))
         moved = sum(
             elements * (once + around * again)
             for elements, (once, again) in zip((query, keys), RING[part], strict=True)
         )
         once, again = RING_KERNELS[part]
         kernels = once + around * again
-        return cost._replace(memory=self._moved(moved), host=self.factors.block * kernels / BLOCK_KERNELS)
+        return Cost(
+            memory=self._moved(moved),
+            host=self.factors.block * kernels / BLOCK_KERNELS,
+            cp=exposed(sent, attention * around / group.size),
+        )
 
     def _head(self, tp: int, cp: int, samples: int) -> Cost:
-        """Forward and backward; titanmoe multiplies a second time, because it does not keep the logits."""
+        """Forward and backward."""
         X, D = samples * self.config.training.seq_len / cp, self.model.dim
         V = self.model.vocab_size / tp
-        again = 1.0 if self.stack.fused else 4 / 3
         return Cost(
-            matrix=(1 + BACKWARD) * self.product(X, V, D) * again,
+            matrix=(1 + BACKWARD) * self.product(X, V, D) * self.head_again,
             memory=self._moved(X * V * 16),
             tp=2 * self.links.gather(LinkGroup(tp, 1), X * D * self.w),
         )
@@ -294,15 +254,17 @@ class Halves:
                 + self._activation(R * F, part)
                 + self._rows(T * model.top_k, R, ep * etp > 1, part)
             )
-            if self.stack.fused and model.expert_biases:
-                memory += self._moved(R * F * CLAMP[part] + R * D * BIAS[part])
             cost = Cost((products + router) * factor, 0.0, memory, self.factors.block * 2 / 9 * factor, rows=sent)
             if shared is not None:
                 other = shared[part]
-                hidden = min(sent / 2, other.matrix) if not self.stack.fused else 0.0
-                cost = cost + other._replace(host=0.0, memory=other.memory / 2) + Cost(rows=-hidden)
+                hidden = Cost(rows=-self._behind_shared(sent, other.matrix))
+                cost = cost + other._replace(host=0.0, memory=other.memory / 2) + hidden
             found.append(cost)
         return found[0], found[1]
+
+    def _behind_shared(self, sent: float, matrix: float) -> float:
+        """Seconds of messages that the shared expert's products hide."""
+        return min(sent / 2, matrix)
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
         """There and back, forward; backward sends the same the other way."""
@@ -315,16 +277,13 @@ class Halves:
             return 2 * links.gather(group, T * G * row)
         near = group.near(self.device.domain)
         domains = max(1, G // near)
-        if dispatcher == "deepep" or self.stack.fused_exchange:
+        if dispatcher == "deepep":
             across = T * row * self.visits(domains) * (domains - 1) / domains
             return 2 * links.relay(group, across, T * row * self.visits(ep) * etp)
         if dispatcher == "hierarchical" and domains > 1:
             # First once to each domain, then, of all that came, copies for the experts there.
             there = links.exchange(LinkGroup(domains, near), T * row * self.visits(domains))
             return 2 * (there + links.exchange(LinkGroup(near, 1), T * K * etp * row))
-        if self.stack.etp_gathers and etp > 1:
-            there = links.exchange(LinkGroup(ep, etp), T * K * row) + links.gather(LinkGroup(etp, 1), T * K * etp * row)
-            return 2 * there
         return 2 * links.exchange(group, T * K * etp * row)
 
     @cache  # noqa: B019  (few values, as long as the pricer)
@@ -332,8 +291,6 @@ class Halves:
         """If the experts are split into `parts` equal parts, the average number of parts in which a token has any."""
         model = self.model
         K, groups = model.top_k, model.num_groups
-        if self.stack.neighbours:
-            return max(1.0, K * parts / model.num_experts)
         if groups <= 1:
             return parts * (1 - (1 - 1 / parts) ** K)
         chosen = model.top_groups
@@ -347,24 +304,20 @@ class Halves:
 
     # ---- a block under recomputation
 
-    def block(self, fold: Fold, samples: int, layer: int, dispatcher: str, mode: str) -> Cost:
+    def halves(self, fold: Fold, samples: int, layer: int, dispatcher: str) -> tuple[tuple[Cost, Cost], ...]:
+        """Attention, and the feed-forward network or experts."""
         model = self.model
         attention = self.attention(fold.tp, fold.cp, samples, window(model, layer))
-        experts = has_experts(model, layer)
-        if experts:
-            ffn = self.experts(fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp, dispatcher)
-        else:
-            ffn = self.dense(fold.tp, fold.cp, samples, model.dense_hidden)
+        if has_experts(model, layer):
+            return attention, self.experts(fold.tp * fold.cp, samples, fold.tp, fold.ep, fold.etp, dispatcher)
+        return attention, self.dense(fold.tp, fold.cp, samples, model.dense_hidden)
+
+    def block(self, fold: Fold, samples: int, layer: int, dispatcher: str, mode: str) -> Cost:
+        attention, ffn = self.halves(fold, samples, layer, dispatcher)
         total = attention[0] + attention[1] + ffn[0] + ffn[1]
-        if self.stack.hides_rows:
-            hidden = min(OVERLAPPED * total.rows, total.matrix + total.attention)
-            total = total._replace(rows=total.rows - hidden + exposed(hidden, hidden))
-        named = self.stack.recompute
-        if named is not None:
-            return total + self._again(named, attention[0], ffn[0], experts)
         if mode == "full":
             return total + attention[0] + ffn[0]
-        if mode == "moe" and experts:
+        if mode == "moe" and has_experts(self.model, layer):
             return total + ffn[0]
         if mode == "selective":
             return total + Cost(memory=(attention[0].memory + ffn[0].memory) / 2)
@@ -387,17 +340,3 @@ class Halves:
             return (0.0,) * len(MODES)
         halves = self.experts(share, samples, tp, ep, etp, dispatcher)
         return tuple(_and([0.0] * len(MODES), count, *halves, again="moe full"))
-
-    def _again(self, named: frozenset[str], attention: Cost, ffn: Cost, experts: bool) -> Cost:
-        if named & {"full", "activation_checkpointing"}:
-            return attention + ffn
-        found = Cost()
-        if ("moe" in named and experts) or ("mlp" in named and not experts):
-            found = found + ffn
-        if "core_attn" in named:
-            found = found + Cost(attention=attention.attention)
-        if named & {"norm", "layernorm", "act", "moe_act"}:
-            found = found + Cost(memory=(attention.memory + ffn.memory) / 3)
-        if "mla_up_proj" in named:
-            found = found + Cost(matrix=attention.matrix / 4)
-        return found

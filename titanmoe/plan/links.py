@@ -31,8 +31,6 @@ class Factors:
     """Of what is left of both, in an all-to-all, whose messages are many and small."""
     block: float = 0.00036
     """Seconds in which a block and microbatch, forward and backward, keeps the device waiting for the host."""
-    busiest: float = 1.04
-    """Rows of the busiest rank over the mean under learned routing."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ SLICE = 2**30
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankMemory:
     """Memory of a pipeline rank's first data rank, which has the most."""
 
     weights: int
@@ -152,12 +152,12 @@ def kept(s: Widths, layer: int, mode: str = "") -> KeptBytes:
     return KeptBytes(attention, ffn, rows, 0)
 
 
-def ranks(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[Rank]:
+def ranks(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[RankMemory]:
     """Every pipeline rank. imbalance: rows of the busiest rank over the mean. only_ends: the first, which has most
     microbatches in flight, and the last, which has the head."""
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
-    layers = stages_of(config, len(owners))
+    layers = stages_of(config, len(owners), tuple(config.pipeline.layers_per_stage))
     found = []
     for rank in sorted({0, fold.pp - 1}) if only_ends else range(fold.pp):
         mine = [stage for stage, owner in enumerate(owners) if owner == rank]
@@ -170,13 +170,12 @@ def _stages(key: Key, seq_len: int, stages: int, explicit: tuple[int, ...]) -> l
     return split_layers(key.model, seq_len, stages, list(explicit))
 
 
-def stages_of(config: Config, stages: int, explicit: tuple[int, ...] | None = None) -> list[range]:
-    """explicit: layers per stage, instead of the recipe's."""
-    explicit = tuple(config.pipeline.layers_per_stage) if explicit is None else explicit
+def stages_of(config: Config, stages: int, explicit: tuple[int, ...]) -> list[range]:
+    """explicit: layers per stage, if they are given."""
     return _stages(Key.of(config.model), config.training.seq_len, stages, explicit)
 
 
-def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> Rank:
+def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankMemory:
     config, fold, model, sizes = s.config, s.fold, s.model, s.sizes
     stored, w = WIDTHS[config.training.dtype], s.w
     reduced = max(w, WIDTHS[config.training.mixed_precision_reduce])
@@ -287,7 +286,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> Rank:
         largest = max([unit.whole for unit in units] + [expert.whole * bool(moe)])
         moment("reducing gradients after the last microbatch", gradients=largest * reduced)
     name, components = max(moments_of_step, key=lambda one: sum(one[1].values()))
-    return Rank(weights, weights, moments, {k: v for k, v in components.items() if v}, name)
+    return RankMemory(weights, weights, moments, {k: v for k, v in components.items() if v}, name)
 
 
 def _stored(unit: WeightUnit, parts: int, width: int) -> int:

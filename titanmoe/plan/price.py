@@ -13,7 +13,7 @@ from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token
 from titanmoe.plan.devices import Device
-from titanmoe.plan.halves import OURS, Cost, Halves, Stack
+from titanmoe.plan.halves import BlockCosts, Cost
 from titanmoe.plan.links import Factors, LinkGroup, exposed
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.schedule_cost import played
@@ -69,26 +69,22 @@ def held(stages: list[dict[BlockKind, tuple[int, int]]], owners: list[int], rank
     return found
 
 
-class Pricer(Halves):
+class Pricer(BlockCosts):
     """Prices mappings of one model, batch and world."""
 
-    def __init__(self, config: Config, device: Device, factors: Factors, stack: Stack = OURS, imbalance: float = 1.0):
-        super().__init__(config, device, factors, stack, imbalance)
+    def __init__(self, config: Config, device: Device, factors: Factors, imbalance: float = 1.0):
+        super().__init__(config, device, factors, imbalance)
         self.flops = flops_per_token(self.model, config.training.seq_len)
         self.counts = cache(self._counts)
 
-    def split(self, stages: int) -> list[range]:
-        n = self.model.num_layers
-        if self.stack.even_split:
-            each, more = divmod(n, stages)
-            ends = [each * (i + 1) + min(i + 1, more) for i in range(stages)]
-            return [range(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-        return stages_of(self.config, stages)
+    def split(self, stages: int, uneven: tuple[int, ...]) -> list[range]:
+        """The layers of each stage. uneven: how many each has, where the recipe says so."""
+        return stages_of(self.config, stages, uneven)
 
     def _counts(self, stages: int, every: int, uneven: tuple[int, ...]) -> list[dict[BlockKind, tuple[int, int]]]:
         """Of each stage, how many blocks of each kind it has, and the number of one of them."""
         found = []
-        for layers in stages_of(self.config, stages, uneven) if uneven else self.split(stages):
+        for layers in self.split(stages, uneven):
             stage: dict[BlockKind, tuple[int, int]] = {}
             for layer in layers:
                 kind = BlockKind(has_experts(self.model, layer), window(self.model, layer), layer % every == 0)
@@ -146,8 +142,7 @@ class Pricer(Halves):
             slowest = slowest + blocks[kind].times(count)
         messages = 2 * hop * owners.count(worst)
         busy = m * (slowest.seconds + messages)
-        pieces = self.stack.pieces
-        bubble = sum(ranks) / fold.pp * pieces * self._idle(config, fold, len(owners) // fold.pp, m // pieces)
+        bubble = sum(ranks) / fold.pp * self.idle(config, fold, len(owners) // fold.pp, m)
 
         mine = {}  # blocks of the first rank, with experts and without
         for kind, count in held(stages, owners, 0).items():
@@ -176,16 +171,20 @@ class Pricer(Halves):
         size = samples * self.config.training.seq_len / share * self.model.dim * self.w
         return self.links.send(stage, size) if pp > 1 else 0.0
 
-    def _idle(self, config: Config, fold: Fold, per_rank: int, m: int) -> float:
+    def idle(self, config: Config, fold: Fold, per_rank: int, m: int) -> float:
         if fold.pp == 1:
             return 0.0
         if config.pipeline.schedule_csv:
             return float(fold.pp - 1)
         return played(config.pipeline.schedule, fold.pp, per_rank, m).idle
 
+    def gathers(self, config: Config, fold: Fold) -> str:
+        """How often weights are gathered: for each microbatch, or once a step."""
+        freed = config.parallelism.reshard_after_forward
+        return "microbatch" if freed == "always" or (freed == "auto" and fold.pp == 1) else "step"
+
     def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, mine: dict, m: int, busy: Cost) -> float:
         """Seconds that a step takes longer because weights and gradients are under way."""
-        stack = self.stack
         gather = reduce = 0.0
         for count, layer in mine.values():
             one = self.weights(fold, sizes, layer)
@@ -194,10 +193,7 @@ class Pricer(Halves):
         group = LinkGroup(fsdp(fold), fold.tp)
         gather += self.links.gather(group, ends * self.w)
         reduce += self.links.gather(group, ends * max(self.w, WIDTHS[config.training.mixed_precision_reduce]))
-        how = stack.gathers
-        if how == "auto":
-            freed = config.parallelism.reshard_after_forward
-            how = "microbatch" if freed == "always" or (freed == "auto" and fold.pp == 1) else "step"
+        how = self.gathers(config, fold)
         behind = busy.matrix + busy.attention + busy.memory
         if fold.tp * fold.cp <= self.device.domain < group.size * fold.tp:
             behind += busy.tp + busy.cp  # those are on the other link

@@ -28,7 +28,7 @@ from titanmoe.plan.communicators import room
 from titanmoe.plan.devices import Device
 from titanmoe.plan.halves import MODES
 from titanmoe.plan.links import Factors
-from titanmoe.plan.memory import Rank, Widths, kept, ranks
+from titanmoe.plan.memory import RankMemory, Widths, kept, ranks
 from titanmoe.plan.price import Price, Pricer
 from titanmoe.plan.schedule_cost import played
 
@@ -44,7 +44,7 @@ class Found:
     config: Config
     fold: Fold
     price: Price
-    memory: list[Rank]
+    memory: list[RankMemory]
 
     @property
     def peak(self) -> int:

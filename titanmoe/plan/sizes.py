@@ -12,8 +12,7 @@ from math import prod
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.degrees import Fold
-
-Shape = tuple[int, ...]
+from titanmoe.models.count import Shape, Split, attention_matrices, attention_norms, attention_vectors
 
 
 @dataclass(frozen=True)
@@ -52,38 +51,14 @@ class WeightUnit:
         return len(self.shapes) + len(self.replicated)
 
 
-def _unit(split: int, parts: list[tuple[Shape, int | None]], replicated: tuple[int, ...] = ()) -> WeightUnit:
+def _unit(split: int, parts: list[Split], replicated: tuple[int, ...] = ()) -> WeightUnit:
     """parts: shape of each tensor, and the dim that `split` ranks divide among them, if any."""
     shapes = tuple(tuple(n // split if dim == i else n for i, n in enumerate(shape)) for shape, dim in parts)
     return WeightUnit(shapes, (0,) * len(shapes), replicated)
 
 
-def _swiglu(dim: int, hidden: int) -> list[tuple[Shape, int | None]]:
+def _swiglu(dim: int, hidden: int) -> list[Split]:
     return [((hidden, dim), 0), ((hidden, dim), 0), ((dim, hidden), 1)]
-
-
-def _attention(model: Model) -> list[tuple[Shape, int | None]]:
-    dim, heads = model.dim, model.num_heads
-    query, key = heads * model.head_dim, model.num_kv_heads * model.head_dim
-    if model.kv_lora_rank:
-        latent, up = model.kv_lora_rank, heads * (model.qk_nope_head_dim + model.v_head_dim)
-        of_query: list[tuple[Shape, int | None]] = [((query, dim), 0)]
-        if rank := model.q_lora_rank:
-            of_query = [((rank, dim), None), ((rank,), None), ((query, rank), 0)]
-        down: list[tuple[Shape, int | None]] = [((latent + model.qk_rope_head_dim, dim), None), ((latent,), None)]
-        return [*of_query, *down, ((up, latent), 0), ((dim, heads * model.v_head_dim), 1)]
-    found: list[tuple[Shape, int | None]] = [((query, dim), 0), ((key, dim), 0), ((key, dim), 0), ((dim, query), 1)]
-    if model.qkv_bias:
-        found += [((query,), 0), ((key,), 0), ((key,), 0)]
-    if model.out_bias:
-        found += [((dim,), None)]
-    if model.attention_sinks:
-        found += [((heads,), 0)]
-    if model.qk_norm == "head":
-        found += [((model.head_dim,), None)] * 2
-    elif model.qk_norm == "full":
-        found += [((query,), 0), ((key,), 0)]
-    return found
 
 
 class Key:
@@ -102,7 +77,8 @@ class Key:
 @lru_cache(maxsize=4096)
 def _block(key: Key, tp: int, experts: bool) -> WeightUnit:
     model = key.model
-    parts = [((model.dim,), None), ((model.dim,), None), *_attention(model)]
+    parts = [((model.dim,), None), ((model.dim,), None), *attention_matrices(model)]
+    parts += attention_vectors(model) + attention_norms(model)
     if not experts:
         return _unit(tp, [*parts, *_swiglu(model.dim, model.dense_hidden)])
     router = (model.num_experts * model.dim, *([model.num_experts] * model.router_bias))

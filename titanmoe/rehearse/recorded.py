@@ -19,7 +19,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config
-from titanmoe.rehearse.routing import StatedRouting
+from titanmoe.rehearse.routing import AssumedRouting
 from titanmoe.train.run_folder import EXPERTS
 
 GOLDEN = (5**0.5 - 1) / 2
@@ -34,7 +34,7 @@ def draw_experts(index_T: Tensor, share_E: Tensor, top_k: int) -> Tensor:
     return torch.searchsorted(ends_E, point_TK, right=True).clamp_(max=len(share_E) - 1)
 
 
-def recorded_routing(config: Config, file: Path, step: int | None = None) -> StatedRouting:
+def recorded_routing(config: Config, file: Path, step: int | None = None) -> AssumedRouting:
     """step: None for the last in the file. ConfigError with all reasons why the file does not fit the recipe."""
     file = file / EXPERTS if file.is_dir() else file
     step, load = _line(file, step)
@@ -62,7 +62,7 @@ def recorded_routing(config: Config, file: Path, step: int | None = None) -> Sta
     if problems:
         raise ConfigError(problems)
     text = f"as in step {step} of {file}"
-    return StatedRouting(text, partial(_chosen, shares, model.top_k), True, ESTIMATES)
+    return AssumedRouting(text, partial(_chosen, shares, model.top_k), True, ESTIMATES)
 
 
 def _chosen(shares: dict[int, list[float]], top_k: int, layer: int, index_T: Tensor) -> Tensor:

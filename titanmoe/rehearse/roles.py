@@ -16,7 +16,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import group_of
 from titanmoe.rehearse.order import Comm, Program, Verdict, check
-from titanmoe.rehearse.routing import StatedRouting
+from titanmoe.rehearse.routing import AssumedRouting
 from titanmoe.rehearse.splits import disagreeing_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
@@ -44,7 +44,7 @@ def rehearse_ranks(
     config: Config,
     world: int,
     hardware: str,
-    routing: float | StatedRouting = 1.0,
+    routing: float | AssumedRouting = 1.0,
     node: int = 8,
     ranks: Iterable[int] | None = None,
 ) -> Iterator[Rehearsal]:

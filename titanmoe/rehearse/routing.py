@@ -52,7 +52,7 @@ def skewed(index_T: Tensor, top_k: int, num_experts: int, factor: float) -> Tens
 
 
 @dataclass(frozen=True)
-class StatedRouting:
+class AssumedRouting:
     """Which experts each token visits."""
 
     text: str
@@ -65,13 +65,13 @@ class StatedRouting:
     """Why the results are estimates; "" if they are exact."""
 
 
-def with_imbalance(config: Config, factor: float) -> StatedRouting:
+def with_imbalance(config: Config, factor: float) -> AssumedRouting:
     """factor: rows of the busiest expert over the mean."""
     top_k, num_experts = config.model.top_k, config.model.num_experts
     if factor <= 1:
-        return StatedRouting("balanced", partial(_balanced, top_k, num_experts))
+        return AssumedRouting("balanced", partial(_balanced, top_k, num_experts))
     text = f"with {factor:g} times the mean for the busiest expert"
-    return StatedRouting(text, partial(_skewed, top_k, num_experts, factor))
+    return AssumedRouting(text, partial(_skewed, top_k, num_experts, factor))
 
 
 # Not lambdas, because a rehearsal is pickled.
@@ -86,7 +86,7 @@ def _skewed(top_k: int, num_experts: int, factor: float, layer: int, index_T: Te
 class Routing:
     """The experts of every token of a step."""
 
-    def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], stated: StatedRouting):
+    def __init__(self, config: Config, fold: Fold, samples: Callable[[Config, int, int], Any], stated: AssumedRouting):
         self.config, self.fold, self.samples, self.stated = config, fold, samples, stated
         self._index: dict[int, Tensor] = {}
         self._chosen: dict[tuple[int, int, int], Tensor] = {}

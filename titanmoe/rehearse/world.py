@@ -37,7 +37,7 @@ from titanmoe.rehearse.fake_symmetric import notes, reserve
 from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.memory_over_step import MOMENTS, WEIGHTS, Memory
 from titanmoe.rehearse.record import Log, Message
-from titanmoe.rehearse.routing import Exchange, Routing, StatedRouting, with_imbalance
+from titanmoe.rehearse.routing import AssumedRouting, Exchange, Routing, with_imbalance
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.work import Operations
 from titanmoe.replace import replaced
@@ -64,7 +64,7 @@ class Rehearsal:
     fold: Fold
     rank: int
     hardware: str
-    routing: StatedRouting
+    routing: AssumedRouting
     log: Log
     groups: dict[str, NamedGroup]
     """By torch's name for the group."""
@@ -204,7 +204,7 @@ def rehearse(
     world: int,
     rank: int,
     name: str,
-    routing: float | StatedRouting = 1.0,
+    routing: float | AssumedRouting = 1.0,
     node: int = 8,
     steps: int = 1,
 ) -> Rehearsal:
@@ -214,7 +214,7 @@ def rehearse(
     hardware = HARDWARE[name]
     config, left_out = _supported(config, hardware)
     fold = derive(world, config.parallelism)
-    stated = routing if isinstance(routing, StatedRouting) else with_imbalance(config, routing)
+    stated = routing if isinstance(routing, AssumedRouting) else with_imbalance(config, routing)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())

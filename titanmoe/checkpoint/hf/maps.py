@@ -106,7 +106,7 @@ class Map:
     def _take(self, place: HfPart, offset: Shape, shape: Shape, read: Read) -> Tensor:
         home = place.home
         if home.rotated is not None:
-            rows = torch.tensor([self._turned(home, row) for row in range(offset[0], offset[0] + shape[0])])
+            rows = torch.tensor([self._rotated(home, row) for row in range(offset[0], offset[0] + shape[0])])
             if not len(rows):
                 return torch.empty(shape)
             low, high = int(rows.min()), int(rows.max()) + 1
@@ -119,7 +119,7 @@ class Map:
         block = read(place.theirs, offset, shape)[..., home.phase :: home.stride]
         return block.transpose(-1, -2) if home.transposed else block
 
-    def _turned(self, home: Home, row: int) -> int:
+    def _rotated(self, home: Home, row: int) -> int:
         """The row in their tensor for a row of ours."""
         width, rotated = home.rotated(self.model)
         head, i = divmod(row, width)
@@ -141,7 +141,7 @@ class Map:
             else:
                 part = read(place.ours, (place.expert,) + (0,) * (len(whole) - 1), (1, *whole[1:]))[0]
             if place.home.rotated is not None:
-                out[torch.tensor([self._turned(place.home, row) for row in range(whole[0])])] = part.to(dtype)
+                out[torch.tensor([self._rotated(place.home, row) for row in range(whole[0])])] = part.to(dtype)
             else:
                 out[..., place.home.phase :: place.home.stride] = (
                     part.transpose(-1, -2) if place.home.transposed else part

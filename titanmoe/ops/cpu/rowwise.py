@@ -79,7 +79,7 @@ def norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     return _Norm.apply(x, weight_D, eps)
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     x_NHh, (cos_N1h, sin_N1h) = x.flatten(0, 1), (y.expand(*x.shape[:2], 1, -1).flatten(0, 1) for y in (cos, sin))
     y_NHh, half = _empty(x_NHh), x.shape[-1] // 2
     before_N1i, after_N1i = sin_N1h[..., :half] * -sign, sin_N1h[..., half:] * sign
@@ -95,12 +95,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_BSHh, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _turned(x_BSHh, cos, sin, 1)
+        return _rotated(x_BSHh, cos, sin, 1)
 
     @staticmethod
     def backward(ctx, grad_BSHh):
         # Both halves of a head turn by the same angles: the transpose turns back.
-        return _turned(grad_BSHh, *ctx.saved_tensors, -1), None, None
+        return _rotated(grad_BSHh, *ctx.saved_tensors, -1), None, None
 
 
 def rotate(x_BSHh: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
