@@ -49,7 +49,7 @@ from titanmoe.config.schema import Config, Training  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold, derive  # noqa: E402
 from titanmoe.models.families import preset  # noqa: E402
-from titanmoe.plan.halves import Cost  # noqa: E402
+from titanmoe.plan.block_costs import Cost  # noqa: E402
 from titanmoe.plan.links import Factors, Links  # noqa: E402
 from titanmoe.plan.memory import ranks  # noqa: E402
 from titanmoe.plan.plan_table import stages_per_rank  # noqa: E402

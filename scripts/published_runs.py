@@ -17,8 +17,8 @@ from titanmoe.config.schema import Config, Experts, Model, MoE, Parallelism, Pip
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.models.count import flops_per_token
 from titanmoe.models.families import preset
+from titanmoe.plan.block_costs import RESIDUAL, ROPE, Cost
 from titanmoe.plan.devices import Device, read_device
-from titanmoe.plan.halves import RESIDUAL, ROPE, Cost
 from titanmoe.plan.links import Factors, LinkGroup, exposed
 from titanmoe.plan.price import Price, Pricer
 from titanmoe.plan.schedule_cost import played

@@ -25,7 +25,6 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold, derive
-from titanmoe.ops import counted
 from titanmoe.tokens import IGNORE
 
 STEPS = 2

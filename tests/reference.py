@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from titanmoe.config.schema import Config, LRSchedule, Model
-from titanmoe.ops import counted
 
 IGNORE = -100
 TERMS = ("seq", "mb", "glob", "z")

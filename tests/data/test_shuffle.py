@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from titanmoe.data.shuffle import permuted
-from titanmoe.ops.counted import key
+from titanmoe.ops.counter_rng import key
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 63, 64, 65, 1000, 4097])

@@ -14,7 +14,6 @@ from tests import parity, reference
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.write_tensors import Lazy
 from titanmoe.config.schema import Config
-from titanmoe.ops import counted
 
 # What training adds to routing and must not have an effect here.
 TRAINED_WITH = {"moe.capacity_factor": 0.5, "moe.jitter": 0.3, "moe.aux_loss": 0.1}

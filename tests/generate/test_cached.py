@@ -12,7 +12,6 @@ import torch
 from tests import world
 from tests.generate import saved
 from tests.support.case_features import MODELS
-from titanmoe.ops import counted
 
 PROMPTS = [1, 5, 13, 2, 17]  # the longest spans many of gpt_oss's windows of 3
 FURTHER = 3

@@ -11,7 +11,6 @@ import torch
 from tests import world
 from tests.generate import saved
 from tests.support.case_features import MODELS
-from titanmoe.ops import counted
 
 MOST = 6
 FOLDS: dict[str, dict[str, int]] = {

@@ -13,7 +13,6 @@ from torch import Tensor
 from tests.support import tolerances
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.router import Router
-from titanmoe.ops import counted
 from titanmoe.tokens import Tokens
 
 SCORES = ("softmax", "sigmoid", "softmax_after_topk")

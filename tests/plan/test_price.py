@@ -10,8 +10,8 @@ from titanmoe.config import load
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
 from titanmoe.models.families import preset
+from titanmoe.plan.block_costs import RING, RING_KERNELS, BlockCosts
 from titanmoe.plan.devices import read_device
-from titanmoe.plan.halves import RING, RING_KERNELS, BlockCosts
 from titanmoe.plan.links import Factors, LinkGroup, Links
 from titanmoe.plan.search import Found, evaluate
 from titanmoe.rehearse.world import recipe_to_rehearse, rehearse

@@ -14,7 +14,7 @@ import torch
 
 from titanmoe.data.pack import Arrays, Pieces, empty
 from titanmoe.data.shards import KeptTokenizer
-from titanmoe.ops.counted import bits, key
+from titanmoe.ops.counter_rng import bits, key
 
 
 class Source(NamedTuple):

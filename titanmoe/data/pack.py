@@ -23,7 +23,7 @@ import numpy as np
 
 from titanmoe.data.documents import Documents, document_of
 from titanmoe.data.shuffle import permuted
-from titanmoe.ops.counted import key
+from titanmoe.ops.counter_rng import key
 from titanmoe.tokens import IGNORE
 
 BUFFER = 1024

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from titanmoe.ops.counted import bits
+from titanmoe.ops.counter_rng import bits
 
 ROUNDS = 4
 

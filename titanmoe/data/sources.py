@@ -23,7 +23,7 @@ from titanmoe.data.open import open_documents
 from titanmoe.data.pack import Arrays, BestFit, Pieces, Stream
 from titanmoe.data.shards import KeptTokenizer, ShardDocuments
 from titanmoe.data.tokenizer import ByteTokenizer
-from titanmoe.ops.counted import bits, key, uniform
+from titanmoe.ops.counter_rng import bits, key, uniform
 
 STDLIB = "stdlib"
 # Tests have little prose and much data; site-packages differ between machines.

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titanmoe.ops import counted
-
 
 @dataclass(frozen=True)
 class Sampling:

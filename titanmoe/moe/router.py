@@ -13,7 +13,6 @@ from titanmoe.comm.collectives import local_whole
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.observe import named
-from titanmoe.ops import counted
 from titanmoe.ops.kernels import fused
 from titanmoe.tokens import Tokens
 

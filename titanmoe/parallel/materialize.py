@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanmoe.models.transformer import Transformer
-from titanmoe.ops import counted
 
 INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 

@@ -12,8 +12,8 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token
+from titanmoe.plan.block_costs import BlockCosts, Cost
 from titanmoe.plan.devices import Device
-from titanmoe.plan.halves import BlockCosts, Cost
 from titanmoe.plan.links import Factors, LinkGroup, exposed
 from titanmoe.plan.memory import stages_of
 from titanmoe.plan.schedule_cost import played

@@ -24,9 +24,9 @@ from titanmoe.fold.degrees import Fold, default_edp_replicate, derive
 from titanmoe.fold.legality import divided_fields, violations
 from titanmoe.fold.pipeline_schedules import SCHEDULES
 from titanmoe.models.count import parameters
+from titanmoe.plan.block_costs import MODES
 from titanmoe.plan.communicators import room
 from titanmoe.plan.devices import Device
-from titanmoe.plan.halves import MODES
 from titanmoe.plan.links import Factors
 from titanmoe.plan.memory import RankMemory, Widths, kept, ranks
 from titanmoe.plan.price import Price, Pricer

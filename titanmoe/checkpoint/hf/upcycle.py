@@ -30,7 +30,6 @@ from titanmoe.checkpoint.hf.source import HuggingFaceSource
 from titanmoe.config import laws
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
-from titanmoe.ops import counted
 from titanmoe.parallel.materialize import fill_normal
 
 
