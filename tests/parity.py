@@ -25,6 +25,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.loader import Loader
 from titanmoe.fold.degrees import Fold, derive
+from titanmoe.ops import counter_rng
 from titanmoe.tokens import IGNORE
 
 STEPS = 2
@@ -99,7 +100,7 @@ def sample(config: Config, number: int, clean: bool = False) -> Batch:
     It begins with five equal tokens: as long as they see nothing else, they stay equal in every layer.
     """
     length = config.training.seq_len
-    ids = counted.bits(counted.key("sample", config.training.seed), number * 1000 + torch.arange(length + 1))
+    ids = counter_rng.bits(counter_rng.key("sample", config.training.seed), number * 1000 + torch.arange(length + 1))
     ids = ids % config.model.vocab_size
     ids[1:5] = ids[0]
     labels, valid = ids[1:].clone(), torch.ones(length, dtype=torch.bool)

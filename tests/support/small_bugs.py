@@ -52,8 +52,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
         (
             "the same jitter in every layer",
-            'counted.key("jitter", self.seed, step, self.layer)',
-            'counted.key("jitter", self.seed, step)',
+            'counter_rng.key("jitter", self.seed, step, self.layer)',
+            'counter_rng.key("jitter", self.seed, step)',
         ),
     ],
     ("moe/router.py", f"tests/moe/test_router.py {NO_GROUP}"): [

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanmoe.models.transformer import Transformer
+from titanmoe.ops import counter_rng
 
 INTO_RESIDUAL = ("wo.weight", "w2.weight", "w2")
 
@@ -48,11 +49,11 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
             std = model.shape.init_std
             if name.endswith(INTO_RESIDUAL):
                 std /= math.sqrt(2 * model.shape.num_layers)
-            fill_normal(part, offset, parameter.shape, counted.key("weight", seed, name), std)
+            fill_normal(part, offset, parameter.shape, counter_rng.key("weight", seed, name), std)
 
 
 def fill_normal(part: Tensor, offset: tuple[int, ...], shape: torch.Size, key: int, std: float) -> None:
-    """Element i of the whole tensor (row-major) is std * counted.normal(key, i). In blocks of rows, to limit memory."""
+    """Element i of the whole tensor (row-major) is std * counter_rng.normal(key, i). In blocks of rows, to limit memory."""
     if part.numel() == 0:
         return
     index = torch.zeros((), dtype=torch.int64, device=part.device)
@@ -62,4 +63,4 @@ def fill_normal(part: Tensor, offset: tuple[int, ...], shape: torch.Size, key: i
     for first in range(0, part.shape[0], rows):
         row = torch.arange(first, min(first + rows, part.shape[0]), device=part.device) + offset[0]
         row = row.view(-1, *[1] * index.dim())
-        part[first : first + len(row)] = counted.normal(key, row * stride + index, part.dtype) * std
+        part[first : first + len(row)] = counter_rng.normal(key, row * stride + index, part.dtype) * std
