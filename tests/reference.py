@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from titanmoe.config.schema import Config, LRSchedule, Model
+from titanmoe.ops import counter_rng
 
 IGNORE = -100
 TERMS = ("seq", "mb", "glob", "z")
@@ -166,7 +167,7 @@ def initial_weights(model: Model, seed: int, dtype: torch.dtype = torch.float64)
         else:
             std = model.init_std / math.sqrt(2 * model.num_layers) if leaf in ("wo", "w2") else model.init_std
             index = torch.arange(math.prod(shape)).view(shape)
-            weights[name] = std * counted.normal(counted.key("weight", seed, name), index, dtype)
+            weights[name] = std * counter_rng.normal(counter_rng.key("weight", seed, name), index, dtype)
     return weights
 
 
@@ -418,8 +419,8 @@ def route(
     wide = torch.promote_types(x_TD.dtype, getattr(torch, moe.router_dtype))
     x_TD = x_TD.to(wide)
     if moe.jitter:
-        noise_key = counted.key("jitter", config.training.seed, step_number, layer)
-        noise_TD = counted.uniform(noise_key, torch.arange(x_TD.numel()).view(x_TD.shape), wide)
+        noise_key = counter_rng.key("jitter", config.training.seed, step_number, layer)
+        noise_TD = counter_rng.uniform(noise_key, torch.arange(x_TD.numel()).view(x_TD.shape), wide)
         x_TD = x_TD * (1 + moe.jitter * (2 * noise_TD - 1))
     logits_TE = x_TD @ weight_ED.to(wide).T
     if logit_bias_E is not None:

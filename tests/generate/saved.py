@@ -14,6 +14,7 @@ from tests import parity, reference
 from titanmoe.checkpoint.checkpoint_folder import write_checkpoint
 from titanmoe.checkpoint.write_tensors import Lazy
 from titanmoe.config.schema import Config
+from titanmoe.ops import counter_rng
 
 # What training adds to routing and must not have an effect here.
 TRAINED_WITH = {"moe.capacity_factor": 0.5, "moe.jitter": 0.3, "moe.aux_loss": 0.1}
@@ -24,9 +25,11 @@ def write(path: Path, changes: dict[str, Any]) -> tuple[Config, dict[str, Tensor
     config = parity.read(changes | TRAINED_WITH, 1)
     weights = reference.initial_weights(config.model, 0)
     for name, tensor in weights.items():
-        tensor += 0.1 * counted.normal(counted.key(name), torch.arange(tensor.numel()), tensor.dtype).view_as(tensor)
+        tensor += 0.1 * counter_rng.normal(counter_rng.key(name), torch.arange(tensor.numel()), tensor.dtype).view_as(
+            tensor
+        )
     bias = {
-        name: counted.uniform(counted.key(name), torch.arange(len(zero)))
+        name: counter_rng.uniform(counter_rng.key(name), torch.arange(len(zero)))
         for name, zero in reference.initial_bias(config.model).items()
     }
     tensors = {

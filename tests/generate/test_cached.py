@@ -12,6 +12,7 @@ import torch
 from tests import world
 from tests.generate import saved
 from tests.support.case_features import MODELS
+from titanmoe.ops import counter_rng
 
 PROMPTS = [1, 5, 13, 2, 17]  # the longest spans many of gpt_oss's windows of 3
 FURTHER = 3
@@ -35,7 +36,7 @@ CASES = [(name, "alone") for name in MODELS] + [
 
 def rows(vocab_size: int) -> list[list[int]]:
     return [
-        (counted.bits(counted.key("row", number), torch.arange(prompt + FURTHER)) % vocab_size).tolist()
+        (counter_rng.bits(counter_rng.key("row", number), torch.arange(prompt + FURTHER)) % vocab_size).tolist()
         for number, prompt in enumerate(PROMPTS)
     ]
 

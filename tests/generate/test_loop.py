@@ -11,6 +11,7 @@ import torch
 from tests import world
 from tests.generate import saved
 from tests.support.case_features import MODELS
+from titanmoe.ops import counter_rng
 
 MOST = 6
 FOLDS: dict[str, dict[str, int]] = {
@@ -24,7 +25,8 @@ DRAWN = {"temperature": 1.0, "top_p": 0.95, "seed": 11}
 def prompts(vocab_size: int) -> list[list[int]]:
     lengths = [3, 1, 9, 2, 14, 5, 7]
     return [
-        (counted.bits(counted.key("prompt", i), torch.arange(n)) % vocab_size).tolist() for i, n in enumerate(lengths)
+        (counter_rng.bits(counter_rng.key("prompt", i), torch.arange(n)) % vocab_size).tolist()
+        for i, n in enumerate(lengths)
     ]
 
 

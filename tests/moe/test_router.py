@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.support import tolerances
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe.router import Router
+from titanmoe.ops import counter_rng
 from titanmoe.tokens import Tokens
 
 SCORES = ("softmax", "sigmoid", "softmax_after_topk")
@@ -133,7 +134,9 @@ def test_jitter_is_a_function_of_step_layer_and_token() -> None:
         return torch.cat([made(x_TD[p], tokens(p.stop - p.start, p.start))[0] for p in pieces]).detach()
 
     whole = noisy(1, slice(0, count))
-    u = counted.uniform(counted.key("jitter", 0, 1, 1), torch.arange(count * dim).view(count, dim), torch.float64)
+    u = counter_rng.uniform(
+        counter_rng.key("jitter", 0, 1, 1), torch.arange(count * dim).view(count, dim), torch.float64
+    )
     torch.testing.assert_close(whole, x_TD * (1 + jitter * (2 * u - 1)), rtol=1e-15, atol=0)
     assert torch.equal(noisy(1, slice(0, count)), whole), "a recomputed forward"
     assert torch.equal(noisy(1, slice(0, 5), slice(5, 6), slice(6, count)), whole), "another batch split"

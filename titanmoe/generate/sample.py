@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titanmoe.ops import counter_rng
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -43,9 +45,9 @@ def choose_tokens(logits_BV: Tensor, sampling: Sampling, numbers: list[int], pos
     if sampling.temperature == 0:
         return logits_BV.argmax(-1).tolist()
     share_BV, token_BV = distribution(logits_BV, sampling)
-    keys = [counted.key("generate", sampling.seed, number) for number in numbers]
+    keys = [counter_rng.key("generate", sampling.seed, number) for number in numbers]
     key_B, position_B = (torch.tensor(x, dtype=torch.int64, device=logits_BV.device) for x in (keys, positions))
-    drawn_B1 = counted.uniform(key_B, position_B, torch.float64).unsqueeze(1)
+    drawn_B1 = counter_rng.uniform(key_B, position_B, torch.float64).unsqueeze(1)
     place_B1 = (share_BV.cumsum(-1) <= drawn_B1).sum(-1, keepdim=True)
     # Rounding may leave the total a little below 1, and a draw above it.
     last_B1 = (share_BV > 0).sum(-1, keepdim=True) - 1

@@ -13,6 +13,7 @@ from titanmoe.comm.collectives import local_whole
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.observe import named
+from titanmoe.ops import counter_rng
 from titanmoe.ops.kernels import fused
 from titanmoe.tokens import Tokens
 
@@ -30,7 +31,7 @@ class Router(nn.Module):
         self.register_buffer("jitter_key", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def begin_step(self, step: int) -> None:
-        self.jitter_key.fill_(counted.key("jitter", self.seed, step, self.layer))
+        self.jitter_key.fill_(counter_rng.key("jitter", self.seed, step, self.layer))
 
     @named("router")
     def forward(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -90,7 +91,7 @@ class Router(nn.Module):
 
     def _jitter(self, index_T: Tensor, dtype: torch.dtype) -> Tensor:
         dim = torch.arange(self.model.dim, device=index_T.device)
-        noise_TD = counted.uniform(self.jitter_key, index_T.unsqueeze(1) * self.model.dim + dim, dtype)
+        noise_TD = counter_rng.uniform(self.jitter_key, index_T.unsqueeze(1) * self.model.dim + dim, dtype)
         return 1 + self.options.jitter * (2 * noise_TD - 1)
 
 

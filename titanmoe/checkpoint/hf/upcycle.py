@@ -30,6 +30,7 @@ from titanmoe.checkpoint.hf.source import HuggingFaceSource
 from titanmoe.config import laws
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Config, Model
+from titanmoe.ops import counter_rng
 from titanmoe.parallel.materialize import fill_normal
 
 
@@ -84,7 +85,7 @@ class Upcycled:
         first, last = int(copy[0]), int(copy[-1])
         rows = torch.empty(last - first + 1, shape[1])
         whole = torch.Size((self.model.num_experts // self.granularity, self.model.dim))
-        fill_normal(rows, (first, offset[1]), whole, counted.key("weight", self.seed, name), self.model.init_std)
+        fill_normal(rows, (first, offset[1]), whole, counter_rng.key("weight", self.seed, name), self.model.init_std)
         return rows[copy - first]
 
 
