@@ -80,8 +80,7 @@ def test_documents_that_come_nevertheless_are_refused() -> None:
 @pytest.mark.parametrize("chosen", ["flex", "ring"])
 def test_what_is_chosen_runs(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "pick_backend", lambda *given: (chosen, ""))
-    monkeypatch.setattr(room, "flex", lambda *given: "flex")
-    monkeypatch.setattr(room, "flex_attention_over", lambda *given, masks, group: "flex")
+    monkeypatch.setattr(room, "flex_attention_over", lambda *given, masks, group, flex: "flex")
     monkeypatch.setattr(room, "torch_ring_attention", lambda *given, placement, group: "ring")
     x, masks = torch.zeros(1, 4, 2, 16), Masks(Placement(1, False), 0)
     assert (
