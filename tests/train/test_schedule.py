@@ -54,7 +54,7 @@ def test_a_longer_run_says_that_its_rate_rises_and_from_what() -> None:
     assert changed_rate(60, before, config) == []
     config.training.steps = 120
     assert changed_rate(60, before, config) == [
-        "note: the learning rate, which had come to 0.0005, rises to 0.00275 here, and the loss perhaps too; to "
+        "note: the learning rate, which had come to 0.0005, rises to 0.00269 here, and the loss may rise with it; to "
         'keep it, set optimizer.lr = 0.0005 and lr_schedule.decay = "none"'
     ]
     assert changed_rate(0, before, config) == [], "nothing has been made yet"
