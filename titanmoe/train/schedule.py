@@ -42,7 +42,7 @@ def changed_rate(step: int, before: Mapping[str, Any], config: Config) -> list[s
         return []
     if not step or abs(now - was) <= 0.01 * was:
         return []
-    now = rate(step + 1, config)  # which the next line of the log shows
+    now = rate(min(step + 1, config.training.steps), config)  # that of the next step, which the log shows
     if now < was:
         return [f"note: the learning rate falls from {was:.3g} to {now:.3g} here"]
     return [
