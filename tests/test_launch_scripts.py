@@ -253,7 +253,7 @@ def test_a_slurm_job_of_two_nodes_trains(fake, capsys):
     assert done.returncode == 0, done.stderr + "\n".join(logs)
     steps = [json.loads(line) for line in (fake / "runs" / "it's small" / "metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2] and "1 rank on each of 2 nodes" in logs[0]
-    assert "2 nodes of 1 ranks, meeting at 127.0.0.1:" in done.stdout
+    assert "nodes: 2, ranks on each: 1, meeting at 127.0.0.1:" in done.stdout
 
 
 def test_what_a_slurm_job_asks_for(fake, capsys):

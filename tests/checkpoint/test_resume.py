@@ -161,7 +161,7 @@ def test_what_changed_is_reported(tmp_path: Path) -> None:
     assert "optimizer.lr: 0.01 -> 0.02" in notes["changed since"]
     assert "parallelism.dp_shard: 2 -> 4" in notes["changed since"]
     assert "see different microbatches" in notes["changed since"]
-    assert "learning rate, which had come to 0.01, rises to 0.02 here" in notes["changed since"]
+    assert "learning rate, which had come to 0.01, rises to 0.0195 here" in notes["changed since"]
 
 
 @pytest.fixture(scope="module")

@@ -141,7 +141,7 @@ def test_right_programs_are_safe(name: str) -> None:
 
 @fault("flat", 5)
 def another_size(world: World) -> Message:
-    message = world[5].messages("waited tp", "all-gather")[2]
+    message = world[5].messages("blocking tp", "all-gather")[2]
     message.sent //= 2
     return message
 
@@ -162,14 +162,14 @@ def another_operation(world: World) -> Message:
 
 @fault("flat", 1)
 def another_group(world: World) -> Message:
-    message = world[1].messages("waited tp", "all-reduce")[-1]
-    message.group = world[1].group("waited dp")
+    message = world[1].messages("blocking tp", "all-reduce")[-1]
+    message.group = world[1].group("blocking dp")
     return message
 
 
 @fault("flat", 0)
 def rank_0_alone_in_a_sum_over_the_world(world: World) -> Message:
-    message = copy.copy(world[0].messages("waited world", "all-reduce")[-1])
+    message = copy.copy(world[0].messages("blocking world", "all-reduce")[-1])
     world[0].add(message)
     return message
 
@@ -183,7 +183,7 @@ def one_less(world: World) -> Message:
 
 @fault("flat", 4)
 def the_end_is_missing(world: World) -> Message:
-    message = world[4].messages("waited world", "all-reduce")[-1]
+    message = world[4].messages("blocking world", "all-reduce")[-1]
     world[4].drop(message)
     return message
 
@@ -214,7 +214,7 @@ def never_waited_for(world: World) -> Message:
 def groups_crossed(world: World) -> Message:
     """tp and dp: everyone waits for the next rank around a ring of 8."""
     for rank, one in world.items():
-        tp, dp = (copy.copy(one.messages(f"waited {axis}", "all-reduce")[-1]) for axis in ("tp", "dp"))
+        tp, dp = (copy.copy(one.messages(f"blocking {axis}", "all-reduce")[-1]) for axis in ("tp", "dp"))
         one.add(*((tp, dp) if rank in (0, 3, 4, 7) else (dp, tp)))
     return tp
 
@@ -271,13 +271,13 @@ def a_sum_between_them(world: World) -> Message:
     """Rank 0 sums over dp between two all-to-alls, rank 2 after them."""
     for rank, before in (0, True), (2, False):
         one = world[rank]
-        sums = copy.copy(one.messages("waited dp", "all-reduce")[-1])
+        sums = copy.copy(one.messages("blocking dp", "all-reduce")[-1])
         rows = copy.copy(one.messages("rows ep", "all-to-all", dtype=torch.int64)[-1])
         one.add(*((sums, rows) if before else (rows, sums)))
     for rank in 1, 3:
         world[rank].add(copy.copy(world[rank].messages("rows ep", "all-to-all", dtype=torch.int64)[-1]))
     for rank in 4, 6:
-        world[rank].add(copy.copy(world[rank].messages("waited dp", "all-reduce")[-1]))
+        world[rank].add(copy.copy(world[rank].messages("blocking dp", "all-reduce")[-1]))
     return sums
 
 
@@ -303,9 +303,9 @@ def one_group_less(world: World) -> None:
 @fault("flat", 1)
 def a_group_of_other_ranks(world: World) -> Message:
     one = world[1]
-    name = one.group("waited tp")
+    name = one.group("blocking tp")
     one.groups[name] = replace(one.groups[name], ranks=(1, 2))
-    return one.messages("waited tp", "reduce-scatter")[0]
+    return one.messages("blocking tp", "reduce-scatter")[0]
 
 
 # ---- sends and receives
@@ -365,7 +365,7 @@ def a_send_never_waited_for(world: World) -> Message:
 
 @fault("large", 1)
 def the_last_along_tp(world: World) -> Message:
-    message = world[1].messages("waited tp", "all-gather")[0]
+    message = world[1].messages("blocking tp", "all-gather")[0]
     message.sent *= 2
     return message
 
@@ -373,7 +373,7 @@ def the_last_along_tp(world: World) -> Message:
 @fault("large", 6)
 def a_microbatch_less_along_dp(world: World) -> Message:
     """None of the ranks that it does this with are rehearsed, but for rank 0, which it is compared with."""
-    messages = world[6].messages("waited tp", "all-gather")
+    messages = world[6].messages("blocking tp", "all-gather")
     world[6].drop(messages[0])
     return messages[0]
 
@@ -387,7 +387,7 @@ def the_last_along_ep(world: World) -> Message:
 
 @fault("large", 15)
 def the_last_stage(world: World) -> Message:
-    message = world[15].messages("waited world", "all-reduce")[0]
+    message = world[15].messages("blocking world", "all-reduce")[0]
     message.dtype = torch.float32
     return message
 
@@ -395,7 +395,7 @@ def the_last_stage(world: World) -> Message:
 @fault("large", 9)
 def an_order_that_differs_along_tp(world: World) -> Message:
     """The ranks with which the two groups form a cycle are not rehearsed."""
-    tp, dp = (copy.copy(world[9].messages(f"waited {axis}", "all-reduce")[-1]) for axis in ("tp", "dp"))
+    tp, dp = (copy.copy(world[9].messages(f"blocking {axis}", "all-reduce")[-1]) for axis in ("tp", "dp"))
     for rank in 8, 14, 15:
         world[rank].add(*(copy.copy(world[rank].messages(f"waited {x}", "all-reduce")[-1]) for x in ("tp", "dp")))
     world[9].add(dp, tp)

@@ -60,6 +60,8 @@ def test_every_rank_and_the_order(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert [one["rank"] for one in report["ranks"]] == [0, 1, 2, 3] and report["order"]["safe"]
     worst = max(report["ranks"], key=lambda one: one["memory"]["peak"])
     assert f"Rank {worst['rank']} needs the most memory." in text and worst["memory"]["line"] in text
+    assert rehearse("--ranks", "2", "--all-ranks", *SMALL, "--parallelism.experts.ep", "2") == 0
+    assert "All of them need the same memory." in capsys.readouterr().out
 
 
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

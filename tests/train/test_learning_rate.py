@@ -54,9 +54,12 @@ def test_a_longer_run_says_that_its_rate_rises_and_from_what() -> None:
     assert changed_rate(60, before, config) == []
     config.training.steps = 120
     assert changed_rate(60, before, config) == [
-        "note: the learning rate, which had come to 0.0005, rises to 0.00275 here, and the loss perhaps too; to "
+        "note: the learning rate, which had come to 0.0005, rises to 0.00269 here, and the loss may rise with it; to "
         'keep it, set optimizer.lr = 0.0005 and lr_schedule.decay = "none"'
     ]
+    config.optimizer.lr, config.training.steps = 2e-2, 60
+    assert "rises to 0.002 here" in changed_rate(60, before, config)[0], "no step is left, so the last one's rate"
+    config.optimizer.lr, config.training.steps = 5e-3, 120
     assert changed_rate(0, before, config) == [], "nothing has been made yet"
     config.optimizer.lr, config.lr_schedule.decay = 5e-4, "none"
     assert changed_rate(60, before, config) == []

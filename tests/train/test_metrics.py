@@ -99,12 +99,15 @@ def test_a_validation_is_always_reported_and_its_time_is_in_no_other_figure(conf
     run.log(5, VALUES | {"val_loss": 2.0, "val_perplexity": math.exp(2), "val_best": 1.5, "val_s": 5.0})
     clock[0] += 1.0
     run.log(6, VALUES | {"val_loss": 1.25, "val_perplexity": math.exp(1.25), "val_best": 1.25, "val_s": 0.0})
+    clock[0] += 1.0
+    run.log(7, VALUES | {"val_loss": 50.0, "val_perplexity": math.exp(50), "val_best": 1.25, "val_s": 0.0})
     run.close()
-    _, line, _ = lines(run.folder)
+    _, line, _, _ = lines(run.folder)
     assert line["step"] == 5 and line["val_best"] == 1.5
     assert (line["step_time_s"], line["tokens_per_s"]) == (0.75, 1000.0)  # 3 s for 3 steps of 1,000 tokens, to step 5
     shown = capsys.readouterr().out
     assert "val loss 2.0000 (best 1.5000)  perplexity 7.39" in shown and "val loss 1.2500 (the best)" in shown
+    assert "perplexity 5.18e+21" in shown
 
 
 def test_the_banner_names_model_mapping_and_batch_and_never_hides_forced_balance(config, capsys):

@@ -9,7 +9,7 @@ import pytest
 from tests.support import processes
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
-from titanmoe.train.run_folder import EVENTS, EXPERTS, METRICS, claim, rewind
+from titanmoe.train.run_folder import COMMAND, EVENTS, EXPERTS, METRICS, claim, command, rewind
 
 
 @pytest.fixture
@@ -17,6 +17,13 @@ def config(tmp_path) -> Config:
     config = Config()
     config.job.dump_folder, config.job.name, config.checkpoint.enable = str(tmp_path), "run", False
     return config
+
+
+@pytest.mark.parametrize("given", ["--training.steps 10", "--training.steps=10"])
+def test_a_command_without_an_option_has_room_for_its_new_value(given: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv(COMMAND, f"titanmoe train debug {given} --job.name 'a b'")
+    assert command("--training.steps") == "titanmoe train debug --job.name 'a b'"
+    assert command() == f"titanmoe train debug {given} --job.name 'a b'"
 
 
 def test_a_run_that_does_not_save_has_a_folder_of_its_own_each_time(config):

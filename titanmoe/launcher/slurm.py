@@ -37,7 +37,7 @@ CHECK = r"""
 }
 """
 TRAIN = r"""
-echo "job $SLURM_JOB_ID: {nodes} nodes of {each} ranks, meeting at $MASTER:$PORT; logs in $logs"
+echo "job $SLURM_JOB_ID: nodes: {nodes}, ranks on each: {each}, meeting at $MASTER:$PORT; logs in $logs"
 out_of_time=''
 # srun passes SIGTERM to the tasks, and those pass it to their ranks, which save and end.
 trap 'out_of_time=yes; kill -TERM "${!:-}" 2>/dev/null' USR1

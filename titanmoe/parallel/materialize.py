@@ -53,7 +53,7 @@ def materialize(model: Transformer, seed: int, device: torch.device) -> None:
 
 
 def fill_normal(part: Tensor, offset: tuple[int, ...], shape: torch.Size, key: int, std: float) -> None:
-    """Element i of the whole tensor (row-major) is std * counter_rng.normal(key, i), in blocks of rows to limit memory."""
+    """Element i of the whole tensor (row-major) is std * counter_rng.normal(key, i). Blocks of rows limit memory."""
     if part.numel() == 0:
         return
     index = torch.zeros((), dtype=torch.int64, device=part.device)

@@ -151,7 +151,9 @@ def table_of_ranks(rehearsals: list[Rehearsal], verdict: Verdict) -> list[str]:
         body.append((str(one.rank), *kept, str(len(messages)), *moved, str(len(one.log.syncs))))
     lines += columns(body, right=tuple(range(8)))
     worst = max(rehearsals, key=lambda one: one.memory.peak)
-    lines += ["", f"Rank {worst.rank} needs the most memory.", "", *memory_table(worst.memory)]
+    alike = len(rehearsals) > 1 and all(one.memory.peak == worst.memory.peak for one in rehearsals)
+    most = "All of them need the same memory." if alike else f"Rank {worst.rank} needs the most memory."
+    lines += ["", most, "", *memory_table(worst.memory)]
     lines += ["", f"Order of messages: {verdict.text}"]
     lines += [f"    {text}" for text in verdict.concerned]
     return lines + _remarks(first)

@@ -58,7 +58,7 @@ def figures(record: dict[str, float]) -> dict[str, str]:
     if "val_loss" in record:
         best = "the best" if record["val_loss"] == record["val_best"] else f"best {record['val_best']:.4f}"
         shown["val loss"] = f"{record['val_loss']:.4f} ({best})"
-        shown["perplexity"] = f"{record['val_perplexity']:.2f}"
+        shown["perplexity"] = f"{value:.2f}" if (value := record["val_perplexity"]) < 1e6 else f"{value:.2e}"
     return shown
 
 

@@ -42,9 +42,10 @@ def changed_rate(step: int, before: Mapping[str, Any], config: Config) -> list[s
         return []
     if not step or abs(now - was) <= 0.01 * was:
         return []
+    now = rate(min(step + 1, config.training.steps), config)  # that of the next step, which the log shows
     if now < was:
         return [f"note: the learning rate falls from {was:.3g} to {now:.3g} here"]
     return [
-        f"note: the learning rate, which had come to {was:.3g}, rises to {now:.3g} here, and the loss perhaps too; "
-        f'to keep it, set optimizer.lr = {was:.3g} and lr_schedule.decay = "none"'
+        f"note: the learning rate, which had come to {was:.3g}, rises to {now:.3g} here, and the loss may rise "
+        f'with it; to keep it, set optimizer.lr = {was:.3g} and lr_schedule.decay = "none"'
     ]

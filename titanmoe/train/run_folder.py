@@ -24,9 +24,15 @@ COMMAND = "TITANMOE_COMMAND"
 """The environment variable in which `titanmoe train` leaves what the user typed."""
 
 
-def command() -> str:
-    """What started this run."""
-    return os.environ.get(COMMAND) or shlex.join(sys.argv)
+def command(without: str = "") -> str:
+    """What started this run, without this option, for a command that gives it another value."""
+    typed, kept = iter(shlex.split(os.environ.get(COMMAND, "")) or sys.argv), []
+    for word in typed:
+        if without and word == without:
+            next(typed, "")
+        elif not (without and word.startswith(f"{without}=")):
+            kept.append(word)
+    return shlex.join(kept)
 
 
 def claim(config: Config) -> tuple[Path, TextIO | None]:

@@ -170,7 +170,7 @@ class Trainer:
                 say(
                     f"nothing is left to do: the run in {run} has made {self.step} steps, and training.steps = "
                     f"{self.config.training.steps}\n"
-                    f"  to go on:       {command()} --training.steps {2 * self.step}\n"
+                    f"  to go on:       {command('--training.steps')} --training.steps {2 * self.step}\n"
                     f"  to begin anew:  {command()} --checkpoint.load none   (in a folder of its own)"
                 )
             try:
