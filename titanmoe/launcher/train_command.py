@@ -214,18 +214,15 @@ def prepare(request: Request) -> Prepared:
 
 def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Machine) -> Config:
     """The config that the ranks will have; refuses what they would refuse."""
-    from titanmoe.train.launch import fitted, on_nodes, resolve
+    from titanmoe.train.launch import fitted, resolve
     from titanmoe.train.legal import refusals
     from titanmoe.train.run_folder import check_free
 
     misfits: list[Config] = []
 
-    def here(config: Config) -> Config:
-        return fitted(on_nodes(config, nproc), world)[0]
-
     def check(config: Config) -> list[str]:
         try:
-            config = here(config)
+            config, _ = fitted(config, nproc, world)
             found = refusals(config, world)
             if found and violations(config, world):
                 misfits.append(config)
@@ -239,7 +236,7 @@ def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Ma
     def finish(config: Config) -> Config:
         if request.nodes == 1:  # with several, a node may join a run that is going
             check_free(config)
-        return resolve(here(config), world)
+        return resolve(fitted(config, nproc, world)[0], world)
 
     try:
         return load(request.words, preset, check, finish)

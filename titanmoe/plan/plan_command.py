@@ -240,10 +240,6 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
         ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks
         config = replace(config, training=replace(training, global_batch_size=training.local_batch_size * ranks))
         said.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
-    if args.explain:
-        fold = derive(args.ranks, config.parallelism)
-        experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)
-        config = replace(config, parallelism=replace(config.parallelism, dp_shard=fold.dp_shard, experts=experts))
     for left_out, text in (
         (config.compile.enable, "compilation: memory and memory-bound work are those of the uncompiled model"),
         (config.data.packing != "stream", "documents that are kept apart: attention is priced as over whole samples"),

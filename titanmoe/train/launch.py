@@ -60,11 +60,13 @@ def on_nodes(config: Config, ranks: int) -> Config:
     return replace(config, parallelism=replace(config.parallelism, node=node))
 
 
-def fitted(config: Config, world: int) -> tuple[Config, str]:
-    """The config of a restarted run, and a line on what changed in its mapping to fit another number of ranks.
+def fitted(config: Config, node: int, world: int) -> tuple[Config, str]:
+    """The config on machines of `node` ranks; of a restarted run, a line on what changed in its mapping to fit another
+    number of ranks.
 
     The first start of a run gets the mapping that it asks for or is refused.
     """
+    config = on_nodes(config, node)
     if not (restarted() or has_begun(config)):
         return config, ""
     parallelism, change = refit(world, config.parallelism)
@@ -82,14 +84,14 @@ def read(argv: list[str], world: int) -> Config:
 
     def check(config: Config) -> list[str]:
         try:
-            found = refusals(fitted(on_nodes(config, node), world)[0], world)
+            found = refusals(fitted(config, node, world)[0], world)
         except FoldError as error:
             found = error.problems
         return for_launcher(config, argv) or found if found else []
 
     def finish(config: Config) -> Config:
         nonlocal change
-        config, change = fitted(on_nodes(config, node), world)
+        config, change = fitted(config, node, world)
         return resolve(config, world)
 
     config = load(argv, preset, check, finish)
