@@ -397,7 +397,7 @@ def an_order_that_differs_along_tp(world: World) -> Message:
     """The ranks with which the two groups form a cycle are not rehearsed."""
     tp, dp = (copy.copy(world[9].messages(f"blocking {axis}", "all-reduce")[-1]) for axis in ("tp", "dp"))
     for rank in 8, 14, 15:
-        world[rank].add(*(copy.copy(world[rank].messages(f"waited {x}", "all-reduce")[-1]) for x in ("tp", "dp")))
+        world[rank].add(*(copy.copy(world[rank].messages(f"blocking {x}", "all-reduce")[-1]) for x in ("tp", "dp")))
     world[9].add(dp, tp)
     return dp
 
