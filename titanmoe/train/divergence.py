@@ -8,6 +8,8 @@ is over the lower of two limits:
 * LOWEST nats above its lowest average so far, 7.4 times as perplexed. A spike and the way back from it are shorter;
   batches of unlike sources differ by less; a model that falls back to counting tokens does so by more.
 
+It is so at once if it is FAR nats over them twice in a row: a single batch does that, not two.
+
 Or if, GUESSED steps in a row after the warm-up, it is over ln(vocab_size), that of a uniform guess: how often each
 token occurs is learnt within the first steps, and alone worth several nats. Random tokens (data.source = "synthetic")
 have nothing to learn, so this rule is off for them.
@@ -19,8 +21,8 @@ import math
 
 from titanmoe.config.schema import Config
 
-FIRST, LOWEST = 1.0, 2.0
-STEPS, GUESSED = 16, 50
+FIRST, LOWEST, FAR = 1.0, 2.0, 10.0
+STEPS, GUESSED, TWICE = 16, 50, 2
 
 
 class Divergence:
@@ -33,8 +35,8 @@ class Divergence:
         )
         self.first: float | None = None
         self.lowest, self.highest = math.inf, 0.0
-        self.over, self.guessing, self.calm = 0, 0, 0
-        """Losses in a row over a limit, over a guess, and below both."""
+        self.over, self.far, self.guessing, self.calm = 0, 0, 0, 0
+        """Losses in a row over a limit, far over it, over a guess, and below both."""
         self.begun = 0
         """The first step of those that are not calm."""
         self.text = ""
@@ -45,10 +47,12 @@ class Divergence:
         if not math.isfinite(loss):  # a step that was skipped
             return ""
         self.first = loss if self.first is None else self.first
-        over = loss > min(self.first + FIRST, self.lowest + LOWEST)
+        limit = min(self.first + FIRST, self.lowest + LOWEST)
+        over = loss > limit
         guessing = loss > self.guess and step > self.warmup
         self.lowest = min(self.lowest, smoothed)
         self.over = self.over + 1 if over else 0
+        self.far = self.far + 1 if loss > limit + FAR else 0
         self.guessing = self.guessing + 1 if guessing else 0
         if not (over or guessing):
             self.calm, self.highest, self.begun = self.calm + 1, 0.0, 0
@@ -59,8 +63,10 @@ class Divergence:
                 return ""
             self.text = ""
             return f"the loss has come back to {loss:.4g}"
-        if self.over >= STEPS:
-            known = f"it was {self.first:.4g} at the first step, and {self.lowest:.4g} on average at its lowest"
+        if self.over >= STEPS or self.far >= TWICE:
+            known = f"it was {self.first:.4g} at the first step"
+            if self.lowest < 0.99 * self.first:
+                known += f", and {self.lowest:.4g} on average at its lowest"
         elif self.guessing >= GUESSED:
             known = f"a uniform guess has {self.guess:.4g}"
         else:
