@@ -215,7 +215,7 @@ def _not_text(messages: list[Any]) -> str:
     for n, message in enumerate(messages, 1):
         content = message.get("content", "")
         if not isinstance(content, str):
-            return f"it takes text, and message {n}'s content is {named(content)}: make it text, \"\" if there is none"
+            return f'it takes text, and message {n}\'s content is {named(content)}: make it text, "" if there is none'
     return ""
 
 
