@@ -48,7 +48,7 @@ from titanmoe.config.recipes import find_recipe, names  # noqa: E402
 from titanmoe.config.schema import Config, Training  # noqa: E402
 from titanmoe.config.world_size import recipe_ranks  # noqa: E402
 from titanmoe.fold.degrees import Fold, derive  # noqa: E402
-from titanmoe.models.families import preset  # noqa: E402
+from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.plan.block_costs import Cost  # noqa: E402
 from titanmoe.plan.links import Factors, Links  # noqa: E402
 from titanmoe.plan.memory import ranks  # noqa: E402
@@ -108,7 +108,7 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     from titanmoe.rehearse.world import recipe_to_rehearse  # only here, because it takes torch seconds to start
 
     path = find_recipe(name)
-    world = recipe_ranks([str(path)], preset)
+    world = recipe_ranks([str(path)], PARTS)
     config = recipe_to_rehearse(["--config", str(path)], world, "h100")
     fold = derive(world, config.parallelism)
     peaks = [rank.peak for rank in ranks(config, fold)]
@@ -159,7 +159,7 @@ def folding_gains() -> list[dict[str, Any]]:
     """The fastest mapping of each recipe for GPUs, and the fastest unfolded one: as overrides, with seconds a step."""
     gains = []
     for name in (name for name in names() if not name.startswith("debug")):
-        config, world = recipe(name), recipe_ranks([str(find_recipe(name))], preset)
+        config, world = recipe(name), recipe_ranks([str(find_recipe(name))], PARTS)
         asked = config, world, device_of("H100"), Factors(), 1
         found = {
             "best": search(*asked).best[0],
@@ -172,7 +172,7 @@ def folding_gains() -> list[dict[str, Any]]:
 
 
 def recipe(name: str, changed: Sequence[str] = ()) -> Config:
-    return load(["--config", str(find_recipe(name)), *changed], preset, lambda config: [])
+    return load(["--config", str(find_recipe(name)), *changed], PARTS, lambda config: [])
 
 
 def overrides(found: Found) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import pytest
 
 import titanmoe
 from titanmoe.config import load
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,7 +37,7 @@ def test_license_is_the_standard_text():
 def test_every_recipe_loads_and_is_in_the_readme(recipe):
     with recipe.open("rb") as file:
         assert tomllib.load(file)
-    load(["--config", str(recipe)], preset, lambda config: [])
+    load(["--config", str(recipe)], PARTS, lambda config: [])
     assert f"train_configs/{recipe.name}" in (ROOT / "README.md").read_text()
 
 

@@ -12,7 +12,7 @@ from titanmoe.config.recipe import read_recipe
 from titanmoe.config.world_size import recipe_ranks
 from titanmoe.data.tokenize_command import add_tokenize
 from titanmoe.models.count import parameters
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train.launch import read
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,7 +28,7 @@ GIVEN = {
 
 
 def world(recipe: Path) -> int:
-    ranks = recipe_ranks([str(recipe)], preset)
+    ranks = recipe_ranks([str(recipe)], PARTS)
     assert ranks, f"{recipe.name} does not say its number of ranks, as in [job] ranks = 8"
     return ranks
 

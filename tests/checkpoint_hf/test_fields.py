@@ -27,7 +27,7 @@ from titanmoe.checkpoint.hf.source import HuggingFaceSource
 from titanmoe.checkpoint.hf.upcycle import Upcycled
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.families import HUGGING_FACE
+from titanmoe.models.families import shipped
 from titanmoe.models.families.dense import DENSE
 from titanmoe.models.layers import rope_frequencies, rope_scale
 from titanmoe.models.transformer import Transformer
@@ -116,7 +116,7 @@ class Family:
         models.save(model, folder)
         self.cls, self.config_cls, self.state = type(model), type(model.config), model.state_dict()
         self.config = json.loads((folder / "config.json").read_text())
-        self.hf = next(hf for hf in [*HUGGING_FACE.values(), *DENSE] if hf.model_type == name)
+        self.hf = next(hf for hf in [*(family.hf for family in shipped().values()), *DENSE] if hf.model_type == name)
         with torch.no_grad():
             self.plain = model.eval()(IDS).logits
         self.known: dict[str, Tensor] = {}
@@ -296,7 +296,7 @@ def test_no_key_that_transformers_reads_is_unknown(name: str) -> None:
     read = re.findall(r"\bconfig\.([a-z]\w*)\b(?!\()", text) + re.findall(r'getattr\([\w.]*config, "(\w+)"', text)
     keys = set(read) - {"default_theta", "json"}  # of the class; of a comment
     assert keys >= {"is_causal", "rms_norm_eps", "rope_parameters"}
-    hf = next(hf for hf in [*HUGGING_FACE.values(), *DENSE] if hf.model_type == name)
+    hf = next(hf for hf in [*(family.hf for family in shipped().values()), *DENSE] if hf.model_type == name)
     assert keys - known_keys(hf) == set()
 
 

@@ -9,6 +9,7 @@ import pytest
 from titanmoe.config.schema import Config, Experts, Model, MoE, Parallelism, Training
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legality import violations
+from titanmoe.parts import PARTS
 
 MODEL = Model(
     vocab_size=320, dim=64, num_layers=4, num_heads=8, num_kv_heads=4, num_experts=8, expert_hidden=128
@@ -178,9 +179,8 @@ def test_nonsense_in_other_fields_does_not_crash():
 
 def hierarchical(world: int, parallelism: Parallelism) -> list[str]:
     model, training = replace(MODEL, num_experts=8, dim=96), Training(seq_len=64)
-    return violations(
-        Config(model=model, parallelism=parallelism, training=training, moe=MoE(dispatcher="hierarchical")), world
-    )
+    moe = MoE(dispatcher="hierarchical")
+    return violations(Config(model=model, parallelism=parallelism, training=training, moe=moe, parts=PARTS), world)
 
 
 @pytest.mark.parametrize(

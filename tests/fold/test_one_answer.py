@@ -16,7 +16,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.legal_mappings import legal_folds, nearest
 from titanmoe.fold.pipeline_schedules import single_order
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train import legal
 
 SMALL = [
@@ -76,9 +76,9 @@ def test_of_all_mappings_of_8_ranks(asked: list[str], complete_machine: None, tm
     with path.open("w") as file:
         csv.writer(file).writerows([[str(*cell) for cell in row] for row in single_order("1F1B", 2, 4)])
     with pytest.raises(SystemExit):
-        load([*SMALL, *(word.replace("FILE", str(path)) for word in asked), "--print-config"], preset, lambda _: [])
+        load([*SMALL, *(word.replace("FILE", str(path)) for word in asked), "--print-config"], PARTS, lambda _: [])
     recipe.write_text(capsys.readouterr().out)
-    config = load(["--config", str(recipe)], preset, lambda _: [])
+    config = load(["--config", str(recipe)], PARTS, lambda _: [])
 
     assert main(["fold", "--ranks", "8", "--node", "4", "--config", str(recipe), "--list", "--json"]) == 0
     listed = [Fold(8, **row) for row in json.loads(capsys.readouterr().out)]

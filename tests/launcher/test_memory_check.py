@@ -11,7 +11,7 @@ from titanmoe.config.load import peek
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.train_command import parse_words, prepare
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
 from titanmoe.plan.search import search
@@ -46,7 +46,7 @@ def test_a_recipe_that_does_not_fit_is_refused_with_what_would_do(on):
     assert found, problem
     whole, state, count = map(float, found.groups())
     assert state == pytest.approx(16 * 6.92 / 8, rel=0.01) and whole > 8 * state, "6.92 billion weights in float32"
-    config, _ = peek(["--config", "olmoe_7b_a1b"], preset)
+    config, _ = peek(["--config", "olmoe_7b_a1b"], PARTS)
     h100 = read_device("h100")
     enough = [bool(search(config, n, h100, Factors(), 1).best) for n in (int(count) // 2, int(count))]
     assert enough == [False, True], "and half of them are not"
@@ -107,7 +107,7 @@ def test_a_gpu_is_of_one_rank(on):
 
 
 def test_moments_in_the_hosts_memory_are_not_on_the_gpu_and_machines_hold_their_own_ranks():
-    config, _ = peek(["--config", "debug_pp"], preset)
+    config, _ = peek(["--config", "debug_pp"], PARTS)
     held = memory_check.need(config, 4, 4, GPUS)
     config.optimizer.offload = True
     away = memory_check.need(config, 4, 4, GPUS)

@@ -16,7 +16,7 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.fold.legal_mappings import legal_folds
 from titanmoe.fold.legality import violations
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.plan.communicators import communicators, nccl_bytes
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors
@@ -102,7 +102,7 @@ def test_a_model_that_fits_nowhere(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_the_table_lists_different_mappings() -> None:
-    config = load(["--config", RECIPE, *SMALL], preset, lambda config: [])
+    config = load(["--config", RECIPE, *SMALL], PARTS, lambda config: [])
     found = search(config, 4, read_device("h100"), Factors(), 5).best
     assert len({(fold.pp, fold.tp, fold.ep, fold.etp) for fold in (one.fold for one in found)}) == len(found) == 5
     assert [one.price.step for one in found] == sorted(one.price.step for one in found)
@@ -110,7 +110,7 @@ def test_the_table_lists_different_mappings() -> None:
 
 def test_other_mappings_are_not_bound_by_the_recipes_own_layers_per_stage() -> None:
     stages = "--model.num_layers 4 --parallelism.pp 2 --pipeline.layers_per_stage 3 1"
-    given = load(["--config", RECIPE, *SMALL, *stages.split()], preset, lambda config: [])
+    given = load(["--config", RECIPE, *SMALL, *stages.split()], PARTS, lambda config: [])
     free = replace(given, pipeline=replace(given.pipeline, layers_per_stage=[]))
     found = [search(config, 4, read_device("h100"), Factors(), 5).best for config in (given, free)]
     steps = [[one.price.step for one in best] for best in found]
@@ -129,7 +129,7 @@ def test_differences_within_the_models_error_are_ties(tmp_path: Path, capsys: py
 def test_no_schedule_that_splits_backward_is_proposed_with_recomputation(capsys: pytest.CaptureFixture) -> None:
     """DeepSeek-V3 under DualPipeV, pp 16 and full recomputation: planned 69.5 GB, rehearsed 108."""
     argv = ["--config", RECIPE, *SMALL]
-    pricer = Pricer(load(argv, preset, lambda config: []), read_device("h100"), Factors())
+    pricer = Pricer(load(argv, PARTS, lambda config: []), read_device("h100"), Factors())
     found = {(one.schedule, one.mode) for one in _candidates(pricer.config, 4, pricer, math.inf) if one.fold.pp == 2}
     assert ("DualPipeV", "none") in found and ("1F1B", "full") in found
     assert not {("DualPipeV", mode) for mode in MODES[1:]} & found
@@ -144,7 +144,7 @@ def test_what_nccl_takes_follows_the_mapping() -> None:
     argv = ["--config", "train_configs/mixtral_8x22b.toml"]
     device, found = read_device("h100"), []
     for more in ([], ["--parallelism.experts.ep", "1"], ["--parallelism.dp_replicate", "2"], ["--parallelism.cp", "2"]):
-        config = load([*argv, *more], preset, lambda config: [])
+        config = load([*argv, *more], PARTS, lambda config: [])
         fold = derive(128, config.parallelism)
         found.append((len(communicators(config, fold, 8)), nccl_bytes(config, fold, device)))
     (plain, held), (without, none), (replicas, shared), (ring, around) = found
@@ -157,14 +157,14 @@ def test_what_nccl_takes_follows_the_mapping() -> None:
 def test_the_search_finds_the_fastest() -> None:
     """Of all mappings that it may choose among, each evaluated by itself."""
     argv = ["--config", RECIPE, *SMALL, "--pipeline.schedule", "GPipe"]
-    config, world, device = load(argv, preset, lambda config: []), 4, read_device("h100")
+    config, world, device = load(argv, PARTS, lambda config: []), 4, read_device("h100")
 
     def with_mapping(fold: object, mode: str, samples: int) -> Config | None:
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
         degrees = [f"--parallelism.{name}={getattr(fold, name)}" for name in names]
         degrees += [f"--parallelism.experts.{name}={getattr(fold, name)}" for name in ("ep", "etp")]
         more = [f"--activation_checkpoint.mode={mode}", f"--training.local_batch_size={samples}"]
-        found = load([*argv, *degrees, *more], preset, lambda config: [])
+        found = load([*argv, *degrees, *more], PARTS, lambda config: [])
         return None if violations(found, world) else found
 
     every = [

@@ -9,7 +9,7 @@ import pytest
 from titanmoe.config import load
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.schema import Config
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.plan.block_costs import RING, RING_KERNELS, BlockCosts
 from titanmoe.plan.devices import read_device
 from titanmoe.plan.links import Factors, LinkGroup, Links
@@ -24,7 +24,7 @@ def found(world: int, *changes: str) -> Found:
         return []
 
     argv = ["--config", "train_configs/mixtral_8x22b.toml", *changes]
-    return evaluate(load(argv, preset, ask), world, H100, Factors())
+    return evaluate(load(argv, PARTS, ask), world, H100, Factors())
 
 
 def test_messages_follow_the_links_that_groups_cross() -> None:
@@ -92,7 +92,7 @@ def test_short_samples_are_split_by_tp_rather_than_cp() -> None:
     their kernel."""
     for seq, dearer in ((4096, (1.15, 1.4)), (131072, (1.2, 1.5))):
         argv = ["--config", "train_configs/mixtral_8x22b.toml", "--training.seq_len", str(seq)]
-        priced = BlockCosts(load(argv, preset, lambda config: []), H100, Factors())
+        priced = BlockCosts(load(argv, PARTS, lambda config: []), H100, Factors())
         tp, cp = (sum(sum(part) for part in priced.attention(*split, 1, 0)) for split in ((2, 1), (1, 2)))
         assert dearer[0] < cp / tp < dearer[1]
 
@@ -114,7 +114,7 @@ def test_components() -> None:
 @pytest.mark.parametrize(("recipe", "forward", "backward"), [("qwen3_30b_a3b", 204, 422), ("deepseek_671b", 838, 1627)])
 def test_memory_bound_work_is_what_is_counted_of_whole_layers(recipe: str, forward: int, backward: int) -> None:
     """KB per token outside products and attention, as docs/benchmarks.md has them."""
-    config = load(["--config", f"train_configs/{recipe}.toml"], preset, lambda config: [])
+    config = load(["--config", f"train_configs/{recipe}.toml"], PARTS, lambda config: [])
     priced, last = BlockCosts(config, H100, Factors()), config.model.num_layers - 1
     halves = priced.attention(1, 1, 1, 0), priced.experts(1, 1, 1, 1, 1, "alltoall")
     assert f"{forward} + {backward} KB" in Path("docs/benchmarks.md").read_text() and has_experts(config.model, last)
@@ -130,7 +130,7 @@ def test_rows_of_one_sided_kernels() -> None:
     for ranks, rate in ((16, 55.5e9), (32, 49.5e9), (64, 44e9)):
         config = load(
             ["--config", "train_configs/deepseek_671b.toml", "--model.num_groups", "1", "--model.top_groups", "1"],
-            preset,
+            PARTS,
             lambda c: [],
         )
         priced = BlockCosts(config, H100, Factors())
@@ -139,7 +139,7 @@ def test_rows_of_one_sided_kernels() -> None:
 
 
 def test_tokens_of_few_groups_visit_few_nodes() -> None:
-    config = load(["--config", "train_configs/deepseek_671b.toml"], preset, lambda config: [])
+    config = load(["--config", "train_configs/deepseek_671b.toml"], PARTS, lambda config: [])
     priced = BlockCosts(config, H100, Factors())
     assert priced.visits(8) == pytest.approx(4 * (1 - (3 / 4) ** 8))  # of 8 groups, on a node each, 4 are chosen
     assert priced.visits(1) == 1 and 2.9 < priced.visits(4) < priced.visits(8) and 7 < priced.visits(64) < 8

@@ -14,7 +14,7 @@ from titanmoe.config import load
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
 from titanmoe.models.count import flops_per_token, parameters
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train import board, console, metrics, runtime
 from titanmoe.train.collapse import Collapse, unbalanced
 from titanmoe.train.metrics import Metrics, as_json, peak_flops
@@ -357,7 +357,7 @@ def test_a_run_without_any_balancing_says_so(config, field):
 def test_the_config_lies_in_the_folder_and_is_a_recipe(config):
     run = make(config)
     run.close()
-    again = load(["--config", str(run.folder / "config.toml")], preset, lambda config: [])
+    again = load(["--config", str(run.folder / "config.toml")], PARTS, lambda config: [])
     assert again == config
 
 

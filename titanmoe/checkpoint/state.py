@@ -10,7 +10,6 @@ of (seed, step, index), so seed and step are the whole state of every generator.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.write_tensors import Piece
-from titanmoe.config.fields import flat, toml_value
+from titanmoe.config.fields import flat, nested, toml_value
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.parallel.materialize import piece, stored_name
@@ -69,7 +68,7 @@ def record(config: Config, fold: Fold, step: int, tokens: float, loader: dict[st
         "tokens": tokens,
         "loader": loader,
         "seed": config.training.seed,
-        "config": dataclasses.asdict(config),
+        "config": nested(config),
         "mapping": {"world": fold.world, "attention": fold.attention_axes, "experts": fold.expert_axes},
         "versions": {"titanmoe": __version__, "torch": torch.__version__},
     }

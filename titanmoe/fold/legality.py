@@ -11,12 +11,11 @@ from collections.abc import Iterator, Mapping
 from math import prod
 
 from titanmoe.config.blocks import moe_layers
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.divisors import choices, divisors
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config, Model
 from titanmoe.fold.attention_backend import attention_violations
-from titanmoe.fold.degrees import KEYS, nodes_of_a_group, resolve
+from titanmoe.fold.degrees import KEYS, resolve
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
 
 ROW_BYTES = 16
@@ -39,14 +38,14 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
     for law, *names in (
         (_ulysses, "cp", "tp"),
         (attention_violations, "cp"),
-        (_most, "ep", "etp"),
-        (_nodes, "pp", "stage", "ep", "etp"),
         (_products, "etp"),
         (_schedule, "pp", "dp"),
         (pair_violations, "pp", "ep", "etp"),
     ):
         if set(names) <= degrees.keys():
             yield from law(config, *(degrees[name] for name in names))
+    for rules in config.parts.rules(config):
+        yield from rules.violations(config, degrees)
 
 
 def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
@@ -103,50 +102,6 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
         yield (
             f'parallelism.cp_kind = "ulysses" divides {heads} heads (model.num_heads {config.model.num_heads} / '
             f"tp {tp}) over cp = {cp}, {heads} % {cp} = {heads % cp}: use another cp, or cp_kind ring or allgather"
-        )
-
-
-def _most(config: Config, ep: int, etp: int) -> Iterator[str]:
-    """The limits of a dispatcher; a group of one sends nothing."""
-    name, facts, ranks = config.moe.dispatcher, DISPATCHERS[config.moe.dispatcher], ep * etp
-    total, experts, top_k = config.model.num_experts, config.model.num_experts // ep, config.model.top_k
-    for most, number, what, found in (
-        (facts.most_ranks, ranks, "ranks of ep * etp", f"ep * etp = {ep} * {etp}"),
-        (facts.most_experts, experts, "experts on a rank", f"model.num_experts / ep = {total} / {ep}"),
-        (facts.most_pieces, total * etp, "pieces from a rank", f"model.num_experts * etp = {total} * {etp}"),
-        (facts.most_choices, top_k * etp, "copies of a token", f"model.top_k * etp = {top_k} * {etp}"),
-    ):
-        if most and ranks > 1 and number > most:
-            yield (
-                f'moe.dispatcher = "{name}" takes at most {most} {what}, and {found} is {number}: '
-                'use another ep or etp, or dispatcher = "alltoall"'
-            )
-    if facts.sizes and ranks > 1 and ranks not in facts.sizes:
-        yield (
-            f'moe.dispatcher = "{name}" is made for {", ".join(map(str, facts.sizes))} ranks, and ep * etp = {ep} * '
-            f'{etp} is {ranks}: use another ep or etp, or dispatcher = "alltoall"'
-        )
-    node = config.parallelism.node  # 1 also where no launcher says
-    if facts.node and node > 1 and ranks > 1 and (node != facts.node if ranks > facts.node else node % ranks):
-        yield (
-            f'moe.dispatcher = "{name}" needs its group within a node, or nodes of {facts.node} ranks, and ep * etp = '
-            f'{ep} * {etp} ranks are on nodes of {node}: use another ep or etp, or dispatcher = "alltoall"'
-        )
-
-
-def _nodes(config: Config, pp: int, stage: int, ep: int, etp: int) -> Iterator[str]:
-    """What a dispatcher that works node by node requires of their size."""
-    node, world, size = config.parallelism.node, pp * stage, ep * etp
-    name = config.moe.dispatcher
-    if not DISPATCHERS[name].nodes or node < 1 or stage % size:
-        return
-    if nodes_of_a_group(world, ep, etp, node) is None:
-        fits = [n for n in range(1, world + 1) if nodes_of_a_group(world, ep, etp, n) is not None]
-        yield (
-            f'moe.dispatcher = "{name}" needs nodes that hold whole groups of ep * etp = {ep} * {etp} = '
-            f"{size} ranks, or equal parts of one with whole experts, and parallelism.node = {node} is neither "
-            f"({node} % {size} = {node % size}; {size} % {node} = {size % node}, {node} % etp = {node % etp}): use "
-            f'{choices("parallelism.node", fits, node)}, another ep or etp, or dispatcher = "alltoall"'
         )
 
 

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from titanmoe.config.dispatchers import DISPATCHERS, in_pieces_quoted
 from titanmoe.config.schema import Config, Pipeline
 
 
@@ -271,12 +270,6 @@ def _pairs(config: Config, rows: list[list[Cell]]) -> Iterator[str]:
                 f"{PAIRS} needs pairs of F and B of two stages, but {name} has "
                 f'"({";".join(map(str, pair))})OVERLAP_F_B": pair other actions, or set overlap_pairs = false'
             )
-    if DISPATCHERS[config.moe.dispatcher].whole:
-        yield (
-            f"{PAIRS} computes where the host would wait for rows, and moe.dispatcher = "
-            f'"{config.moe.dispatcher}" has no such place: use dispatcher = {in_pieces_quoted()}, or '
-            "overlap_pairs = false"
-        )
 
 
 def pair_violations(config: Config, pp: int, ep: int, etp: int) -> Iterator[str]:

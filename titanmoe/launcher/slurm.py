@@ -13,7 +13,7 @@ from titanmoe.config.load import format_problems
 from titanmoe.config.schema import Config
 from titanmoe.config.world_size import add_ranks, world_of
 from titanmoe.fold.legality import violations
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 
 START = r"""
 set -u -o pipefail
@@ -105,7 +105,7 @@ def run_slurm(args: argparse.Namespace) -> int:
 
 def job_script(args: argparse.Namespace) -> str:
     """Raises ConfigError for what sbatch or the ranks would refuse."""
-    world = world_of(args.ranks, args.overrides, preset)
+    world = world_of(args.ranks, args.overrides, PARTS)
     each = min(8, world) if args.gpus_per_node is None else args.gpus_per_node
     problems = []
     if each < 1:
@@ -138,7 +138,7 @@ def job_script(args: argparse.Namespace) -> str:
 def _config(overrides: Sequence[str], world: int, each: int) -> Config:
     from titanmoe.train.launch import on_nodes
 
-    return load(overrides, preset, lambda config: violations(on_nodes(config, each), world))
+    return load(overrides, PARTS, lambda config: violations(on_nodes(config, each), world))
 
 
 def _head(args: argparse.Namespace, config: Config, nodes: int, each: int) -> str:

@@ -23,7 +23,7 @@ from titanmoe.fold.degrees import FoldError
 from titanmoe.fold.legality import violations
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.message import first, message, oom_kills
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train.run_folder import COMMAND
 from titanmoe.train.runtime import why_not_listen
 from titanmoe.train.waiting import waiting
@@ -102,7 +102,7 @@ def run_train(words: Sequence[str]) -> int:
     request = parse_words(words)
     if request.get("help"):
         print(usage(), end="", flush=True)
-        load([*request.words, "--help"], preset, lambda config: [])  # prints every field, and exits
+        load([*request.words, "--help"], PARTS, lambda config: [])  # prints every field, and exits
     try:
         return start(prepare(request))
     except KeyboardInterrupt:  # before there are ranks
@@ -174,12 +174,12 @@ def prepare(request: Request) -> Prepared:
     if request.problems:
         raise ConfigError(request.problems)
     waiting("reading the recipe")
-    config, problem = peek(request.words, preset)
+    config, problem = peek(request.words, PARTS)
     machine = fit_ranks.this_machine(config.training.device if config else "auto")
     ranks_given = request.get("ranks")
-    own = recipe_ranks(request.words, preset) if not ranks_given else 0
+    own = recipe_ranks(request.words, PARTS) if not ranks_given else 0
     if prints(request.words) and not own and not ranks_given.isdecimal():
-        load(request.words, preset, lambda config: [])  # and exits: what follows from the number of ranks stays open
+        load(request.words, PARTS, lambda config: [])  # and exits: what follows from the number of ranks stays open
     world = fit_ranks.choose_ranks(ranks_given, request.nodes, own, machine)
     nproc = -(-world // request.nodes)
 
@@ -239,7 +239,7 @@ def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Ma
         return resolve(fitted(config, nproc, world)[0], world)
 
     try:
-        return load(request.words, preset, check, finish)
+        return load(request.words, PARTS, check, finish)
     except ConfigError as error:
         if misfits:
             misfit = Misfit(error.problems, error.source)

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanmoe.comm.collectives import local
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatch import Dispatcher
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.fp8 import Quantised, Rounded, plain_scaled_rows, quantise, scaled_rows
 from titanmoe.moe.permute import to_rows, to_tokens
 from titanmoe.observe import region
@@ -275,7 +275,7 @@ class Experts(nn.Module):
         self.w1 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w3 = nn.Parameter(torch.empty(shape, dtype=dtype))
         self.w2 = nn.Parameter(torch.empty(shape[0], shape[2], shape[1], dtype=dtype))
-        self.unused_rows = DISPATCHERS[options.dispatcher].unused_rows
+        self.unused_rows = DISPATCHERS.look_up(options.dispatcher).unused_rows
         self.even_rows = options.pad_to_capacity
         self.w1_bias = self.w3_bias = self.w2_bias = None
         if model.expert_biases:

@@ -7,7 +7,6 @@ from datetime import timedelta
 
 import torch
 
-from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.schema import Config, Parallelism, Training
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.fold.degrees import Fold
@@ -15,6 +14,7 @@ from titanmoe.fold.meshes import Meshes, build_meshes
 from titanmoe.fold.pipeline_schedules import splits_backward, stage_ranks
 from titanmoe.models.stages import split_layers
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.compiled import compile_parts
 from titanmoe.parallel.context import placement
@@ -31,7 +31,7 @@ def make_meshes(
     fold: Fold, parallelism: Parallelism, moe: MoEOptions, training: Training, device: torch.device
 ) -> Meshes:
     """The process groups and meshes of a run. Collective over the world."""
-    node = parallelism.node if DISPATCHERS[moe.dispatcher].nodes else -1
+    node = parallelism.node if DISPATCHERS.look_up(moe.dispatcher).nodes else -1
     return build_meshes(fold, device.type, node, timedelta(seconds=training.first_step_timeout_s))
 
 

@@ -52,11 +52,11 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    from titanmoe.models.families import preset
+    from titanmoe.parts import PARTS
     from titanmoe.plan.devices import read_device
 
     def report() -> Report:
-        args.ranks = world_of(args.ranks, args.overrides, preset)
+        args.ranks = world_of(args.ranks, args.overrides, PARTS)
         lines, data, files, code = _planned(args, read_device(args.hardware))
         return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, code
 
@@ -229,12 +229,12 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
     from titanmoe.fold.pipeline_schedules import splits_backward
-    from titanmoe.models.families import preset
+    from titanmoe.parts import PARTS
 
     def check(config: Config) -> list[str]:
         return violations(config, args.ranks) if args.explain else []
 
-    config = load(args.overrides, preset, check)
+    config = load(args.overrides, PARTS, check)
     said, training, moe = [], config.training, config.moe
     if training.global_batch_size == -1:
         ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks

@@ -85,14 +85,14 @@ def print_report(problems: list[str], report: Callable[[], Report]) -> int:
 
 
 def _report(args: argparse.Namespace) -> Report:
-    from titanmoe.models.families import preset
+    from titanmoe.parts import PARTS
     from titanmoe.rehearse.memory_picture import picture
     from titanmoe.rehearse.recorded import recorded_routing
     from titanmoe.rehearse.rehearsal_table import as_json, table, table_of_ranks
     from titanmoe.rehearse.roles import check_ranks, rehearse_ranks
     from titanmoe.rehearse.world import recipe_to_rehearse, rehearse
 
-    world = world_of(args.ranks, args.overrides, preset)
+    world = world_of(args.ranks, args.overrides, PARTS)
     if not 0 <= args.rank < world:
         raise ConfigError([f"--rank = {args.rank} is not in a world of {world} ranks: use 0 to {world - 1}"])
     config = recipe_to_rehearse(args.overrides, world, args.hardware, args.node)

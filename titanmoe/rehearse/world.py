@@ -25,12 +25,12 @@ from titanmoe.config.schema import Config, Profile, Validation
 from titanmoe.fold.degrees import Fold, derive
 from titanmoe.fold.groups import axes_of
 from titanmoe.fold.meshes import Lanes
-from titanmoe.models.families import preset
 from titanmoe.models.transformer import Transformer
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.apply import build
 from titanmoe.parallel.flex import flex
+from titanmoe.parts import PARTS
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.fake_symmetric import notes, reserve
@@ -193,7 +193,7 @@ def recipe_to_rehearse(argv: list[str], world: int, hardware: str, node: int = 8
     with as_on(HARDWARE[hardware]):
         return load(
             argv,
-            preset,
+            PARTS,
             lambda config: refusals(without_run(config), world),
             lambda config: resolve(without_run(config), world, lambda _: {}),
         )

@@ -15,7 +15,7 @@ from titanmoe.config.parse_json import MOST_DEPTH, TooDeep, parse_json
 from titanmoe.config.recipe import RecipeError, read_recipe
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold, FoldError, derive
-from titanmoe.models.families import preset
+from titanmoe.parts import PARTS
 from titanmoe.train.run_folder import CONFIG, EVENTS, EXPERTS, METRICS, RANKS
 
 EVENT_TEXTS = ("kind", "text", "time")
@@ -129,7 +129,7 @@ def _read(folder: Path, lines: list[dict[str, Any]], said: list[str]) -> Run:
         run.config_text = file.read_text(encoding="utf-8", errors="replace")
         try:
             run.table = read_recipe(str(file)).data
-            run.config = load(["--config", str(file)], preset, lambda config: [])
+            run.config = load(["--config", str(file)], PARTS, lambda config: [])
         except RecipeError as error:
             run.said.append(str(error))
         except ConfigError:

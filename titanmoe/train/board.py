@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from titanmoe.config.fields import to_toml
+from titanmoe.config.fields import nested, to_toml
 from titanmoe.config.schema import Config
 from titanmoe.load_colours import colour_share
 from titanmoe.train.sink import Report
@@ -99,7 +98,7 @@ class WandB:
             id=_own_id(folder),
             resume="allow",
             dir=str(folder),
-            config=asdict(config),
+            config=nested(config),
         )
         # W&B's own step counter cannot go back, but the step of a resumed run does.
         self.run.define_metric("step")

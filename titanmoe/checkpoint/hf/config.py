@@ -15,7 +15,7 @@ from titanmoe.config.fields import toml_value
 from titanmoe.config.load import ConfigError
 from titanmoe.config.parse_json import parse_json
 from titanmoe.config.schema import Config, Model
-from titanmoe.models.families import FAMILIES, HUGGING_FACE, preset
+from titanmoe.models.families import family_of, preset, shipped
 from titanmoe.models.families.dense import DENSE
 from titanmoe.models.families.huggingface import HuggingFace, Unrepresentable
 
@@ -143,7 +143,7 @@ def known_keys(hf: HuggingFace) -> set[str]:
 
 def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
     kind = config.get("model_type")
-    types = {hf.model_type: hf for hf in reversed(HUGGING_FACE.values())}
+    types = {hf.model_type: hf for hf in [family.hf for family in reversed(shipped().values())]}
     plain = {hf.model_type: hf for hf in DENSE}
     own, other = (plain, types) if dense else (types, plain)
     if kind in own:
@@ -209,7 +209,7 @@ def nearest_size(model: Model) -> str:
     def apart(size: str) -> int:
         return len(differences(model, Model(**preset(model.family, size))))
 
-    return min(FAMILIES[model.family], key=apart)
+    return min(family_of(model.family).sizes, key=apart)
 
 
 # ---- how two models differ
@@ -263,7 +263,7 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
     carried: that of the checkpoint the model came from. What it says about other things (special tokens, context) is
     kept.
     """
-    hf = HUGGING_FACE[model.family]
+    hf = family_of(model.family).hf
     other = carried
     if carried is not None and carried.get("model_type") != hf.model_type:
         carried = None

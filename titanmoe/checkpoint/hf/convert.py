@@ -28,7 +28,7 @@ from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
 from titanmoe.checkpoint.write_tensors import Lazy
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
-from titanmoe.models.families import HUGGING_FACE
+from titanmoe.models.families import family_of
 
 T = TypeVar("T")
 MODEL = "model."
@@ -110,7 +110,7 @@ class Export:
         self.carried = {
             name: file for name, file in layout.carried(path).items() if any(fnmatch(name, kind) for kind in CARRIED)
         }
-        self.map = Map(self.model, HUGGING_FACE[self.model.family])
+        self.map = Map(self.model, family_of(self.model.family).hf)
         self.stored = {n.removeprefix(MODEL): size for n, size in self.saved.tensors.items() if n.startswith(MODEL)}
         self.dtype = dtype
         self._whole: dict[str, Tensor] = {}

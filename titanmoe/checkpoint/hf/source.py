@@ -18,7 +18,7 @@ from titanmoe.checkpoint.hf.quantised import Dequantised
 from titanmoe.checkpoint.state import FREE
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
-from titanmoe.models.families import HUGGING_FACE
+from titanmoe.models.families import family_of
 from titanmoe.parallel.materialize import stored_name
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -75,7 +75,7 @@ class HuggingFaceSource:
     def _other_model(self) -> list[str]:
         """Fields that determine which tensors there are: one line each, instead of one for each tensor."""
         file, said = self.path / configs.CONFIG, self.described.model
-        if HUGGING_FACE[self.model.family].model_type != HUGGING_FACE[said.family].model_type:
+        if family_of(self.model.family).hf.model_type != family_of(said.family).hf.model_type:
             return [f"model.family = {self.model.family!r}, but {file} has model_type {self.described.hf.model_type!r}"]
         return [
             f"model.{name} = {getattr(self.model, name)!r}, but {file} gives {getattr(said, name)!r}: use that"
