@@ -51,10 +51,10 @@ from titanmoe.fold.degrees import Fold, derive  # noqa: E402
 from titanmoe.parts import PARTS  # noqa: E402
 from titanmoe.plan.block_costs import Cost  # noqa: E402
 from titanmoe.plan.links import Factors, Links  # noqa: E402
-from titanmoe.plan.memory import ranks  # noqa: E402
+from titanmoe.plan.memory import rank_memories  # noqa: E402
 from titanmoe.plan.plan_table import stages_per_rank  # noqa: E402
 from titanmoe.plan.price import Pricer  # noqa: E402
-from titanmoe.plan.search import Found, search  # noqa: E402
+from titanmoe.plan.search import PricedMapping, search  # noqa: E402
 from titanmoe.rehearse.columns import format_bytes  # noqa: E402
 
 PAGE = ROOT / "docs" / "planner.md"
@@ -111,7 +111,7 @@ def planned_peaks(name: str) -> tuple[Config, Fold, dict[int, int]]:
     world = recipe_ranks([str(path)], PARTS)
     config = recipe_to_rehearse(["--config", str(path)], world, "h100")
     fold = derive(world, config.parallelism)
-    peaks = [rank.peak for rank in ranks(config, fold)]
+    peaks = [rank.peak for rank in rank_memories(config, fold)]
     return config, fold, {i: peaks[i] for i in sorted({0, fold.pp - 1, peaks.index(max(peaks))})}
 
 
@@ -124,18 +124,18 @@ def memory_rows(recipes: list[str]) -> list[tuple[str, ...]]:
     """Of recipes that are not named, those that the page has."""
     from titanmoe.rehearse.world import rehearse
 
-    known, found = rows_on_page(), []
+    old_rows, rows = rows_on_page(), []
     for name in names():
         if recipes and name not in recipes:
-            found += [row for row in known if row[0] == name]
+            rows += [row for row in old_rows if row[0] == name]
             continue
         config, fold, peaks = planned_peaks(name)
         for rank, planned in peaks.items():
             peak = rehearse(config, fold.world, rank * fold.stage, "h100").memory.peak
             place = f"{rank} of {fold.pp}"
-            found.append((name, place, format_bytes(planned), format_bytes(peak), f"{planned / peak - 1:+.1%}"))
-            print(*found[-1], flush=True)
-    return found
+            rows.append((name, place, format_bytes(planned), format_bytes(peak), f"{planned / peak - 1:+.1%}"))
+            print(*rows[-1], flush=True)
+    return rows
 
 
 # ---- what folding gains
@@ -160,13 +160,15 @@ def folding_gains() -> list[dict[str, Any]]:
     gains = []
     for name in (name for name in names() if not name.startswith("debug")):
         config, world = recipe(name), recipe_ranks([str(find_recipe(name))], PARTS)
-        asked = config, world, device_of("H100"), Factors(), 1
-        found = {
-            "best": search(*asked).best[0],
-            "unfolded": search(*asked, prices=OneMesh).best_unfolded,
+        search_args = config, world, device_of("H100"), Factors(), 1
+        mappings = {
+            "best": search(*search_args).best[0],
+            "unfolded": search(*search_args, prices=OneMesh).best_unfolded,
         }
-        mappings = {kind: {"seconds": one.price.step} | overrides(one) for kind, one in found.items() if one}
-        gains.append({"recipe": name, "ranks": world} | mappings)
+        seconds_and_overrides = {
+            kind: {"seconds": mapping.price.step} | overrides(mapping) for kind, mapping in mappings.items() if mapping
+        }
+        gains.append({"recipe": name, "ranks": world} | seconds_and_overrides)
         print(*folding_cells(gains[-1]), flush=True)
     return sorted(gains, key=gain)
 
@@ -175,8 +177,8 @@ def recipe(name: str, changed: Sequence[str] = ()) -> Config:
     return load(["--config", str(find_recipe(name)), *changed], PARTS, lambda config: [])
 
 
-def overrides(found: Found) -> dict[str, Any]:
-    config, fold = found.config, found.fold
+def overrides(mapping: PricedMapping) -> dict[str, Any]:
+    config, fold = mapping.config, mapping.fold
     return {
         "training.local_batch_size": config.training.local_batch_size,
         **{f"parallelism.{axis}": getattr(fold, axis) for axis in ("pp", "dp_replicate", "cp", "tp")},
@@ -215,15 +217,15 @@ def folding_table(gains: list[dict[str, Any]]) -> str:
 
 def fit(rows: list[dict[str, Any]]) -> PublishedFactors:
     """Gauss-Newton on logarithms: the calibration rows' errors, and the factors' distances from START."""
-    chosen = [row for row in rows if row["id"] in CALIBRATION]
+    calibration_rows = [row for row in rows if row["id"] in CALIBRATION]
     names = [field.name for field in fields(PublishedFactors)]
-    wanted = [log(published_step(row)) for row in chosen]
-    runs = [(run_of(row), device_of(row["gpu"])) for row in chosen]
+    published_logs = [log(published_step(row)) for row in calibration_rows]
+    runs = [(run_of(row), device_of(row["gpu"])) for row in calibration_rows]
 
     def errors(at: list[float]) -> list[float]:
         factors = PublishedFactors(**dict(zip(names, map(exp, at), strict=True)))
         steps = [price_of(*run, factors).step for run in runs]
-        return [(log(step) - want) / NOISE for step, want in zip(steps, wanted, strict=True)]
+        return [(log(step) - published) / NOISE for step, published in zip(steps, published_logs, strict=True)]
 
     start = [log(getattr(START, name)) for name in names]
     spread = [DRAWN[name] for name in names]
@@ -252,10 +254,10 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
         for j in range(i + 1, n):
             factor = rows[j][i] / rows[i][i]
             rows[j] = [a - factor * b for a, b in zip(rows[j], rows[i], strict=True)]
-    found = [0.0] * n
+    solution = [0.0] * n
     for i in reversed(range(n)):
-        found[i] = (rows[i][n] - sum(rows[i][j] * found[j] for j in range(i + 1, n))) / rows[i][i]
-    return found
+        solution[i] = (rows[i][n] - sum(rows[i][j] * solution[j] for j in range(i + 1, n))) / rows[i][i]
+    return solution
 
 
 # ---- the page
@@ -328,7 +330,7 @@ class Row:
 
 
 def judged(rows: list[dict[str, Any]], factors: PublishedFactors) -> list[Row]:
-    found = []
+    scored = []
     for row in rows:
         if why_not(row):
             continue
@@ -339,8 +341,8 @@ def judged(rows: list[dict[str, Any]], factors: PublishedFactors) -> list[Row]:
             for v in ((0,) if row["vpp"] or row["pp"] == 1 else (0, 1, 2, 4))
             if (other := predict(row, factors, b or 0, v or 0)) is not None
         ]
-        found.append(Row(row, published_step(row), predicted, min(steps), max(steps)))
-    return found
+        scored.append(Row(row, published_step(row), predicted, min(steps), max(steps)))
+    return scored
 
 
 def cause(row: Row) -> str:
@@ -370,7 +372,7 @@ def cells(one: Row) -> tuple[str, ...]:
         memory += " **too much**"
     mark = " (c)" if one.calibration else ""
     spread = f"{one.low:.2f} to {one.high:.2f}" if one.high > 1.001 * one.low else ""
-    return row["id"] + mark, published, f"{price.step:.2f}", error, spread, memory, price.binds, cause(one)
+    return row["id"] + mark, published, f"{price.step:.2f}", error, spread, memory, price.bottleneck, cause(one)
 
 
 def summary(rows: list[Row]) -> list[tuple[str, ...]]:
@@ -438,7 +440,7 @@ def best_mappings() -> list[tuple[str, ...]]:
         config = Config(model=model_of(name), training=training)
         found = search(config, world, device_of("H100"), Factors(), 1)
 
-        def mapping_text(one: Found) -> str:
+        def mapping_text(one: PricedMapping) -> str:
             fold, options = one.fold, one.config
             stages = f" x {stages_per_rank(options)} stages" if fold.pp > 1 else ""
             return (

@@ -43,7 +43,7 @@ class Need:
 def need(config: Config, world: int, each: int, machine: Machine) -> Need:
     """each: ranks on a machine."""
     fold = derive(world, config.parallelism)
-    stages = memory.ranks(config, fold)
+    stages = memory.rank_memories(config, fold)
     away = config.optimizer.offload and machine.gpus > 0
     held = [stage.peak - stage.moments * away for stage in stages]
     fullest = max(range(fold.pp), key=lambda stage: held[stage])

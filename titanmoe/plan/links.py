@@ -47,18 +47,18 @@ FUSED_NETWORK = 0.86
 """Of the network, what one-sided kernels reach. HybridEP on H100s, bfloat16, PyTorch's time: 57, 47 and 41 GB/s on 16,
 32 and 64 ranks, counting a token once for each node that it visits, its own included. So do 43 GB/s that leave the
 node, and half the time inside it, which hides behind them (deepseek-ai/DeepEP, README_Hybrid-EP.md)."""
-TAKEN = 20 / 132
+MESSAGE_KERNELS_SHARE = 20 / 132
 """Multiprocessors that messages' kernels keep from what is computed meanwhile: DeepEP's default, of an H100's."""
 
-TOGETHER = 8
+MESSAGES_AT_ONCE = 8
 """Messages of an all-to-all to ranks of one node that travel side by side; others go one after the other. NCCL puts
 that many into a batch (src/include/device.h, NCCL_MAX_DEV_WORK_P2P_PER_BATCH). Within a node the price is cautious:
 eight H20 take 58 us for 1 to 4 MB (issue 314 of NVIDIA/nccl-tests)."""
 
 
-def exposed(message: float, behind: float) -> float:
+def exposed_seconds(message: float, behind: float) -> float:
     """Seconds that a message adds to the computation that hides it. message, behind: what each takes alone."""
-    return max(0.0, message - behind) + TAKEN * min(message, behind)
+    return max(0.0, message - behind) + MESSAGE_KERNELS_SHARE * min(message, behind)
 
 
 class Links:
@@ -85,13 +85,13 @@ class Links:
         between = whole * (n - near) / n / (self.network * near)
         return self._delay(group) + max(inside, between)
 
-    def exchange(self, group: LinkGroup, sent: float) -> float:
+    def exchange(self, group: LinkGroup, size: float) -> float:
         """All-to-all of `sent` bytes per rank, its own included: a message to each of the others."""
         n, near = group.size, group.near(self.domain)
         if n == 1:
             return 0.0
-        inside, across = sent * (near - 1) / n / self.link, sent * (n - near) / n / self.network
-        delay = self.link_latency * (near - 1) + self.network_latency * (n - near) / min(near, TOGETHER)
+        inside, across = size * (near - 1) / n / self.link, size * (n - near) / n / self.network
+        delay = self.link_latency * (near - 1) + self.network_latency * (n - near) / min(near, MESSAGES_AT_ONCE)
         return delay + max(inside, across) / self.rows
 
     def relay(self, group: LinkGroup, across: float, inside: float) -> float:

@@ -1,4 +1,4 @@
-"""The most a rank's memory holds, by component, in closed form: the largest of the moments that can be the peak.
+"""The most a rank's memory holds, by component, in closed form: the largest of the points that can be the peak.
 
 What is kept follows the modules' code as a rehearsal sees it on GPUs (docs/rehearse.md): bytes that tensors ask for,
 balanced routing, Triton's kernels, nothing compiled. tests/plan compares every formula here with rehearsals.
@@ -19,8 +19,8 @@ from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.stages import split_layers
-from titanmoe.plan.schedule_cost import held
-from titanmoe.plan.sizes import Key, Sizes, WeightUnit, fsdp, units_of_stage
+from titanmoe.plan.schedule_cost import in_flight_by_stage
+from titanmoe.plan.sizes import ModelKey, Sizes, WeightUnit, fsdp, units_of_stage
 
 SLICE = 2**30
 """Bytes of logits at a time on GPUs: titanmoe.models.vocabulary."""
@@ -36,8 +36,8 @@ class RankMemory:
     moments: int
     components: dict[str, int]
     """At the peak."""
-    moment: str
-    """What the rank is doing then."""
+    peak_during: str
+    """What the rank is doing at the peak."""
 
     @property
     def peak(self) -> int:
@@ -127,7 +127,7 @@ def _router(s: Widths) -> int:
     return T * model.dim * s.W + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
-def kept(s: Widths, layer: int, mode: str = "") -> KeptBytes:
+def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
     """For one microbatch. mode: in place of the recipe's."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     options = s.config.activation_checkpoint
@@ -152,27 +152,27 @@ def kept(s: Widths, layer: int, mode: str = "") -> KeptBytes:
     return KeptBytes(attention, ffn, rows, 0)
 
 
-def ranks(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[RankMemory]:
+def rank_memories(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[RankMemory]:
     """Every pipeline rank. imbalance: rows of the busiest rank over the mean. only_ends: the first, which has most
     microbatches in flight, and the last, which has the head."""
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
     layers = stages_of(config, len(owners), tuple(config.pipeline.layers_per_stage))
-    found = []
+    memories = []
     for rank in sorted({0, fold.pp - 1}) if only_ends else range(fold.pp):
         mine = [stage for stage, owner in enumerate(owners) if owner == rank]
-        found.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in mine]))
-    return found
+        memories.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in mine]))
+    return memories
 
 
 @lru_cache(maxsize=1024)
-def _stages(key: Key, seq_len: int, stages: int, explicit: tuple[int, ...]) -> list[range]:
+def _stages(key: ModelKey, seq_len: int, stages: int, explicit: tuple[int, ...]) -> list[range]:
     return split_layers(key.model, seq_len, stages, list(explicit))
 
 
 def stages_of(config: Config, stages: int, explicit: tuple[int, ...]) -> list[range]:
     """explicit: layers per stage, if they are given."""
-    return _stages(Key.of(config.model), config.training.seq_len, stages, explicit)
+    return _stages(ModelKey.of(config.model), config.training.seq_len, stages, explicit)
 
 
 def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankMemory:
@@ -193,7 +193,7 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     blocks = [i for layers, _, _ in stages for i in layers]
     if any(last for *_, last in stages):
         blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
-    each = {i: kept(s, i) for i in blocks}
+    each = {i: kept_bytes(s, i) for i in blocks}
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
     rope = 2 * s.X * (model.qk_rope_head_dim or model.head_dim) * 4
@@ -220,43 +220,43 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     base = {"weights": weights, "moments": moments}
     alive = {"gathered weights": 0 if freed else whole * w}
     alive["gradients"] = whole * reduced if piped else before
-    moments_of_step: list[tuple[str, dict[str, int]]] = []
+    candidates: list[tuple[str, dict[str, int]]] = []
 
-    def moment(name: str, **more: int) -> None:
-        found = base | alive | {"pipeline receive buffers": buffers}
+    def add_candidate(name: str, **more: int) -> None:
+        components = base | alive | {"pipeline receive buffers": buffers}
         for key, value in more.items():
             key = key.replace("_", " ")
-            found[key] = found.get(key, 0) + value
-        moments_of_step.append((name, found))
+            components[key] = components.get(key, 0) + value
+        candidates.append((name, components))
 
     two_blocks = min(2, len(blocks)) * dense.whole * w if freed else 0
     edge = sizes.head if has_head else sizes.embedding
     for name, at in (("last", -1), ("last but one", -2), ("first", 0)):
         if -at > len(blocks) or (piped and name != "last") or (name == "first" and before):
             continue
-        layer, done = blocks[at], blocks[at + 1 :] if at + 1 else []
-        experts, own = has_experts(model, layer), each[layer].again
-        there = activations - sum(each[i].attention + each[i].ffn for i in done)
+        layer, finished = blocks[at], blocks[at + 1 :] if at + 1 else []
+        experts, recomputed = has_experts(model, layer), each[layer].again
+        kept_activations = activations - sum(each[i].attention + each[i].ffn for i in finished)
         shards, waiting = 0, 0
         if not piped:
-            shards = 0 if before else sum(_block_stored(s, i, stored) for i in done) + _stored(edge, data, stored)
+            shards = 0 if before else sum(_block_stored(s, i, stored) for i in finished) + _stored(edge, data, stored)
             # A unit's gradients stay in the buffer that they were sent from until the next unit's are sent.
-            waiting = (sizes.block(done[0]) if done else edge).whole * reduced * (bool(done) or has_head)
+            waiting = (sizes.block(finished[0]) if finished else edge).whole * reduced * (bool(finished) or has_head)
         R, F, D = (s.R, s.F, model.dim) if experts else (s.X, model.dense_hidden // fold.tp, 0)
-        moment(
+        add_candidate(
             f"backward of the {name} block's {'experts' if experts else 'FFN'}",
-            activations_kept=there,
-            recomputed_activations=own,
+            activations_kept=kept_activations,
+            recomputed_activations=recomputed,
             gathered_weights=two_blocks + (expert.whole * w if freed and experts else 0),
             gradients=shards + waiting + (expert.whole * w if piped and experts else 0),
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
-        if own and freed and experts and fold.edp > 1:
-            moment(
+        if recomputed and freed and experts and fold.edp > 1:
+            add_candidate(
                 f"recomputing the {name} block's experts",
-                activations_kept=there,
-                recomputed_activations=own + R * F * w,
+                activations_kept=kept_activations,
+                recomputed_activations=recomputed + R * F * w,
                 gathered_weights=two_blocks + 2 * expert.whole * w,
                 gradients=shards + waiting,
                 other=hidden,
@@ -265,18 +265,18 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             rows_gone = each[layer].rows or R * (D * w + 4 + 2 * F * w)
             outputs = expert.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
             outputs += expert.piece(fold.edp) * stored * (stored < reduced)
-            moment(
+            add_candidate(
                 f"reducing gradients of the {name} block's experts",
-                activations_kept=there - (0 if own else rows_gone),
-                recomputed_activations=max(0, own - rows_gone),
+                activations_kept=kept_activations - (0 if recomputed else rows_gone),
+                recomputed_activations=max(0, recomputed - rows_gone),
                 gathered_weights=two_blocks,
                 gradients=shards + expert.whole * reduced + max(expert.whole * w, outputs + expert.whole * w // 3),
                 other=R * D * w + hidden,
             )
     if has_head:
-        _head(s, moment, activations, freed, piped, reduced)
+        _head(s, add_candidate, activations, freed, piped, reduced)
         if not piped:
-            moment(
+            add_candidate(
                 "reducing gradients of the head",
                 activations_kept=activations,
                 gradients=edge.whole * (w + reduced) + edge.piece(data) * reduced,
@@ -284,8 +284,8 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             )
     if piped:
         largest = max([unit.whole for unit in units] + [expert.whole * bool(moe)])
-        moment("reducing gradients after the last microbatch", gradients=largest * reduced)
-    name, components = max(moments_of_step, key=lambda one: sum(one[1].values()))
+        add_candidate("reducing gradients after the last microbatch", gradients=largest * reduced)
+    name, components = max(candidates, key=lambda candidate: sum(candidate[1].values()))
     return RankMemory(weights, weights, moments, {k: v for k, v in components.items() if v}, name)
 
 
@@ -300,30 +300,30 @@ def _block_stored(s: Widths, layer: int, width: int) -> int:
     return _stored(s.sizes.block(layer), fsdp(s.fold), width) + experts
 
 
-def _in_flight(s: Widths, rank: int, each: list[int]) -> int:
+def _in_flight(s: Widths, rank: int, stage_bytes: list[int]) -> int:
     """each: bytes of a microbatch in each stage of the rank."""
     if s.fold.pp == 1:
-        return sum(each)
+        return sum(stage_bytes)
     options = s.config.pipeline
     if options.schedule_csv:
-        return sum(each) * s.fold.pp
-    flights = held(options.schedule, s.fold.pp, len(each), s.microbatches, rank)
-    return round(sum(count * size for count, size in zip(flights, each, strict=True)))
+        return sum(stage_bytes) * s.fold.pp
+    in_flight = in_flight_by_stage(options.schedule, s.fold.pp, len(stage_bytes), s.microbatches, rank)
+    return round(sum(count * size for count, size in zip(in_flight, stage_bytes, strict=True)))
 
 
-def _head(s: Widths, moment, activations: int, freed: bool, piped: bool, reduced: int) -> None:
+def _head(s: Widths, add_candidate, activations: int, freed: bool, piped: bool, reduced: int) -> None:
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
     unit, V = s.sizes.head, s.model.vocab_size // s.fold.tp
-    asked = s.config.training.loss_chunks
-    chunks = -(-X * V * s.W // SLICE) if asked == -1 else asked
+    requested = s.config.training.loss_chunks
+    chunks = -(-X * V * s.W // SLICE) if requested == -1 else requested
     chunks = min(max(chunks, 1), V)
     normed = T * D * (2 * s.W + w) + (X * D * w if s.fold.tp > 1 else 0)
     gathered = unit.whole * w if freed else 0
     block = s.sizes.block(model.num_layers - 1).whole * w if freed else 0
     if chunks == 1:
         logits = X * V * (w if w < 4 else 0) + 3 * X * V * s.W
-        moment("the loss", activations_kept=activations, logits=normed + logits, gathered_weights=gathered)
-        moment(
+        add_candidate("the loss", activations_kept=activations, logits=normed + logits, gathered_weights=gathered)
+        add_candidate(
             "backward of the head",
             activations_kept=activations,
             logits=normed + X * V * (w + s.W),
@@ -333,7 +333,7 @@ def _head(s: Widths, moment, activations: int, freed: bool, piped: bool, reduced
         return
     width = -(-V // chunks)
     width += -width % 128 if width >= 1024 else 0
-    moment(
+    add_candidate(
         "backward of the chunked loss",
         activations_kept=activations,
         logits=normed + X * width * w + X * D * (4 + w),

@@ -13,11 +13,12 @@ from titanmoe.config.fields import to_toml
 from titanmoe.config.load import recipe_of
 from titanmoe.config.schema import Config, Parallelism
 from titanmoe.config.world_size import add_ranks, world_of
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.rehearse.rehearse_command import Report, print_report
 
-MOST = 16384
+MOST_GPUS = 16384
 """GPUs that are tried for a model that fits nowhere."""
-VARIED = ("ranks", "seq_len", "num_experts", "top_k")
+WHAT_IF_NAMES = ("ranks", "seq_len", "num_experts", "top_k")
 
 
 def add_plan(commands: argparse._SubParsersAction) -> None:
@@ -44,7 +45,7 @@ def add_plan(commands: argparse._SubParsersAction) -> None:
     plan.add_argument("--tokens", type=float, metavar="N", help="days and cost of that many tokens, such as 1e12")
     plan.add_argument("--write", type=Path, metavar="FILE", help="write the recipe with the fastest mapping there")
     plan.add_argument(
-        "--what-if", metavar="NAME=N,N,...", help=f"the best mapping for each of several {', '.join(VARIED)}"
+        "--what-if", metavar="NAME=N,N,...", help=f"the best mapping for each of several {', '.join(WHAT_IF_NAMES)}"
     )
     plan.add_argument("--picture", type=Path, metavar="FILE", help="draw --what-if there, as SVG")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write all of it there too")
@@ -57,7 +58,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
     def report() -> Report:
         args.ranks = world_of(args.ranks, args.overrides, PARTS)
-        lines, data, files, code = _planned(args, read_device(args.hardware))
+        lines, data, files, code = _plan(args, read_device(args.hardware))
         return lines, files | {args.json: json.dumps(data, indent=1) + "\n"}, code
 
     return print_report(_problems(args), report)
@@ -67,49 +68,49 @@ Plan = tuple[list[str], dict[str, Any], dict[Path | None, str], int]
 """What is printed, the same for programs, files to write, and the exit code."""
 
 
-def _planned(args: argparse.Namespace, device: Any) -> Plan:
-    from titanmoe.plan.communicators import room
+def _plan(args: argparse.Namespace, device: Any) -> Plan:
+    from titanmoe.plan.communicators import usable_bytes
     from titanmoe.plan.links import Factors
-    from titanmoe.plan.plan_table import as_json, budget, explained, is_tie, table
+    from titanmoe.plan.plan_table import as_json, budget, explanation, is_tie, table
     from titanmoe.plan.search import evaluate
 
-    config, said = _read(args)
+    config, notes = _read_recipe(args)
     if device.name == "cpu":
-        said = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(said or [""])]
+        notes = ["left out: what kernels for CPUs keep: memory is that of the kernels for GPUs", *(notes or [""])]
     if args.explain:
         _check_imbalance(config, args.imbalance)
-        found = evaluate(config, args.ranks, device, Factors(), args.imbalance)
-        lines = [*said, *explained(found, device)]
-        more = budget(found, args.tokens, device) if args.tokens else []
-        too_large = found.peak > room(found.config, found.fold, device)
-        return lines + more, {"hardware": device.name, "plan": as_json(found)}, {}, int(too_large)
+        mapping = evaluate(config, args.ranks, device, Factors(), args.imbalance)
+        lines = [*notes, *explanation(mapping, device)]
+        more = budget(mapping, args.tokens, device) if args.tokens else []
+        too_large = mapping.peak > usable_bytes(mapping.config, mapping.fold, device)
+        return lines + more, {"hardware": device.name, "plan": as_json(mapping)}, {}, int(too_large)
     if args.what_if:
-        return _what_if(args, config, device, said)
-    result = _searched(config, args, device)
+        return _what_if(args, config, device, notes)
+    result = _search(config, args, device)
     best = result.best[0]
-    lines = [*said, *table(result, device, args.ranks)]
+    lines = [*notes, *table(result, device, args.ranks)]
     lines += budget(best, args.tokens, device) if args.tokens else []
     data = {"hardware": device.name, "considered": result.considered}
-    data["best"] = [as_json(one) | {"within_error": is_tie(one, best)} for one in result.best]
+    data["best"] = [as_json(mapping) | {"within_error": is_tie(mapping, best)} for mapping in result.best]
     data["best_unfolded"] = as_json(result.best_unfolded) if result.best_unfolded else None
     head = f"# Written by titanmoe plan for {args.ranks} {device.name}, from {recipe_of(args.overrides)}.\n\n"
-    written = replace(best.config, job=replace(best.config.job, ranks=args.ranks))
-    return lines, data, {args.write: head + to_toml(written)} if args.write else {}, 0
+    best_config = replace(best.config, job=replace(best.config.job, ranks=args.ranks))
+    return lines, data, {args.write: head + to_toml(best_config)} if args.write else {}, 0
 
 
 def _check_imbalance(config: Config, imbalance: float) -> None:
     """A token goes to an expert once, so no expert has more rows than there are tokens."""
-    experts, chosen = config.model.num_experts, config.model.top_k
-    if imbalance > experts / chosen:
+    experts, top_k = config.model.num_experts, config.model.top_k
+    if imbalance > experts / top_k:
         raise ConfigError(
             [
-                f"--imbalance = {imbalance:g} cannot be: where every token takes the same {chosen} of {experts} "
-                f"experts, the busiest rank has {experts / chosen:g} times the mean: use at most that"
+                f"--imbalance = {imbalance:g} cannot be: where every token takes the same {top_k} of {experts} "
+                f"experts, the busiest rank has {experts / top_k:g} times the mean: use at most that"
             ]
         )
 
 
-def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
+def _search(config: Config, args: argparse.Namespace, device: Any) -> Any:
     """Raises ConfigError with the reason if nothing is legal, or nothing fits."""
     from titanmoe.fold.legality import violations
     from titanmoe.plan.links import Factors
@@ -130,7 +131,7 @@ def _searched(config: Config, args: argparse.Namespace, device: Any) -> Any:
 
 
 def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: Any) -> str:
-    from titanmoe.plan.communicators import room
+    from titanmoe.plan.communicators import usable_bytes
     from titanmoe.plan.links import Factors
     from titanmoe.plan.plan_table import row
     from titanmoe.plan.search import search
@@ -153,21 +154,21 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
         result = search(changed, world, device, Factors(), 1, args.imbalance)
         return result.best[0] if result.best else result.nearest
 
-    def left(found: Any) -> float:
-        return room(found.config, found.fold, device)
+    def left(mapping: Any) -> float:
+        return usable_bytes(mapping.config, mapping.fold, device)
 
-    def over(found: Any) -> float:
-        return found.peak - left(found)
+    def over(mapping: Any) -> float:
+        return mapping.peak - left(mapping)
 
-    tried = {way: found for way, change in ways.items() if (found := least(*change)) is not None}
-    best = min(tried, key=lambda way: over(tried[way]), default="")
+    mappings = {way: mapping for way, change in ways.items() if (mapping := least(*change)) is not None}
+    best = min(mappings, key=lambda way: over(mappings[way]), default="")
     helps = ""
-    if best and over(tried[best]) < over(nearest):
-        helps = f"; of single changes {best} helps most, to {format_bytes(tried[best].peak)}"
-        if over(tried[best]) > 0:
-            while most < MOST and ((found := least(config, most)) is None or over(found) > 0):
+    if best and over(mappings[best]) < over(nearest):
+        helps = f"; of single changes {best} helps most, to {format_bytes(mappings[best].peak)}"
+        if over(mappings[best]) > 0:
+            while most < MOST_GPUS and ((mapping := least(config, most)) is None or over(mapping) > 0):
                 most *= 2
-            enough = f"{most} GPUs are enough" if most < MOST else f"nor are {MOST:,} GPUs enough"
+            enough = f"{most} GPUs are enough" if most < MOST_GPUS else f"nor are {MOST_GPUS:,} GPUs enough"
             helps += f", which is still too much: {enough}"
     rank = nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.get)
@@ -186,12 +187,12 @@ def _short(cells: tuple[str, ...]) -> str:
     )
 
 
-def _what_if(args: argparse.Namespace, config: Config, device: Any, said: list[str]) -> Plan:
+def _what_if(args: argparse.Namespace, config: Config, device: Any, notes: list[str]) -> Plan:
     from titanmoe.config.laws import contradictions
     from titanmoe.plan.plan_table import HEAD, as_json, picture, row
     from titanmoe.rehearse.columns import columns
 
-    name, values = _varied(args.what_if)
+    name, values = _what_if_values(args.what_if)
     body, points, data, without = [(name, *HEAD)], [], [], []
     for value in values:
         changed, world = config, args.ranks
@@ -204,7 +205,7 @@ def _what_if(args: argparse.Namespace, config: Config, device: Any, said: list[s
         try:
             if wrong := [violation.text for violation in contradictions(changed)]:
                 raise ConfigError(wrong)
-            best = _searched(changed, argparse.Namespace(**vars(args) | {"ranks": world}), device).best[0]
+            best = _search(changed, argparse.Namespace(**vars(args) | {"ranks": world}), device).best[0]
         except ConfigError as error:
             without += [f"{name} = {value}: {problem}" for problem in error.problems]
             continue
@@ -213,18 +214,18 @@ def _what_if(args: argparse.Namespace, config: Config, device: Any, said: list[s
         data.append({name: value} | as_json(best))
     if not points:
         raise ConfigError(without)
-    lines = [*said, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
+    lines = [*notes, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
     lines += ["", *without] if without else []
-    drawn = {args.picture: picture(name, points, device)} if args.picture else {}
-    return lines, {"hardware": device.name, "what_if": data}, drawn, 0
+    pictures = {args.picture: picture(name, points, device)} if args.picture else {}
+    return lines, {"hardware": device.name, "what_if": data}, pictures, 0
 
 
-def _varied(text: str) -> tuple[str, list[int]]:
+def _what_if_values(text: str) -> tuple[str, list[int]]:
     name, _, values = text.partition("=")
     return name, [int(value) for value in values.split(",")]
 
 
-def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
+def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
     """The recipe, and what is assumed. Its own mapping has to be legal only where it is explained."""
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
@@ -235,11 +236,11 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
         return violations(config, args.ranks) if args.explain else []
 
     config = load(args.overrides, PARTS, check)
-    said, training, moe = [], config.training, config.moe
+    notes, training, moe = [], config.training, config.moe
     if training.global_batch_size == -1:
         ranks = derive(args.ranks, config.parallelism).dp if args.explain else args.ranks
         config = replace(config, training=replace(training, global_batch_size=training.local_batch_size * ranks))
-        said.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
+        notes.append(f"training.global_batch_size is not given: {config.training.global_batch_size} is taken")
     for left_out, text in (
         (config.compile.enable, "compilation: memory and memory-bound work are those of the uncompiled model"),
         (config.data.packing != "stream", "documents that are kept apart: attention is priced as over whole samples"),
@@ -259,7 +260,7 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
         ),
         (moe.expert_dtype != "compute", "the memory of experts in 8 bits: that of the compute dtype is counted"),
         (
-            moe.dispatcher in ("allgather", "symm_mem", "deepep"),
+            DISPATCHERS.look_up(moe.dispatcher).own_buffers,
             f"the buffers of {moe.dispatcher}: those of alltoall are counted",
         ),
         (
@@ -269,33 +270,33 @@ def _read(args: argparse.Namespace) -> tuple[Config, list[str]]:
         (bool(config.pipeline.schedule_csv), "the schedule file's own bubble: that of one microbatch a rank is taken"),
     ):
         if left_out:
-            said.append(f"left out: {text}")
-    return config, [*said, ""] if said else []
+            notes.append(f"left out: {text}")
+    return config, [*notes, ""] if notes else []
 
 
 def _problems(args: argparse.Namespace) -> list[str]:
-    found = []
+    problems = []
     if args.top < 1:
-        found.append(f"--top = {args.top} is not a number of mappings: use 1 or more")
+        problems.append(f"--top = {args.top} is not a number of mappings: use 1 or more")
     if not args.imbalance >= 1:
-        found.append(f"--imbalance = {args.imbalance:g} is below 1, the mean: use 1 or more")
+        problems.append(f"--imbalance = {args.imbalance:g} is below 1, the mean: use 1 or more")
     if args.tokens is not None and not args.tokens > 0:
-        found.append(f"--tokens = {args.tokens:g} is not a number of tokens: use more than 0")
+        problems.append(f"--tokens = {args.tokens:g} is not a number of tokens: use more than 0")
     if args.what_if is not None:
         try:
-            name, values = _varied(args.what_if)
-            wrong = name not in VARIED or min(values) < 1
+            name, values = _what_if_values(args.what_if)
+            wrong = name not in WHAT_IF_NAMES or min(values) < 1
         except ValueError:
             wrong = True
         if wrong:
-            found.append(
-                f"--what-if = {args.what_if} is not one of {', '.join(VARIED)} and its values: use, for example, "
-                "ranks=64,128,256"
+            problems.append(
+                f"--what-if = {args.what_if} is not one of {', '.join(WHAT_IF_NAMES)} and its values: use, for "
+                "example, ranks=64,128,256"
             )
     if args.explain and (args.what_if or args.write):
-        found.append("--explain looks at the recipe's own mapping: leave out --what-if and --write")
+        problems.append("--explain looks at the recipe's own mapping: leave out --what-if and --write")
     if args.what_if and args.write:
-        found.append("--what-if compares several worlds or models, and --write writes one: leave one of them out")
+        problems.append("--what-if compares several worlds or models, and --write writes one: leave one of them out")
     if args.picture and not args.what_if:
-        found.append("--picture draws --what-if: give that too")
-    return found
+        problems.append("--picture draws --what-if: give that too")
+    return problems

@@ -84,7 +84,8 @@ class DispatcherRules(Rules):
         )
 
     def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
-        """For the planner: there and back in a forward, as an all-to-all. costs: a titanmoe.plan.BlockCosts."""
+        """For the planner: there and back in a forward, as an all-to-all. costs: a
+        titanmoe.plan.block_costs.BlockCosts."""
         row, K = costs.row_bytes, costs.model.top_k
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
@@ -120,7 +121,7 @@ class Hierarchical(DispatcherRules):
         domains = costs.domains(ep, etp)
         if domains == 1:
             return super().seconds(costs, tokens, ep, etp)
-        within, across = costs.expert_group_by_domain(ep, etp)
+        within, across = costs.groups_by_domain(ep, etp)
         there = costs.links.exchange(across, tokens * costs.row_bytes * costs.visits(domains))
         return 2 * (there + costs.links.exchange(within, tokens * costs.model.top_k * etp * costs.row_bytes))
 
