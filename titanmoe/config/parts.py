@@ -8,6 +8,8 @@ lie outside the package: its name is then "module:NAME".
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -95,6 +97,8 @@ class Kind:
 
     def _import(self, name: str, where: str) -> Any:
         module, _, member = where.partition(":")
+        if os.getcwd() not in sys.path:  # last: a program that is installed does not search the current folder
+            sys.path.append(os.getcwd())
         try:
             found = import_module(module)
         except Exception as error:  # its own code may raise anything
