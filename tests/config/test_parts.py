@@ -89,7 +89,7 @@ def test_a_part_that_lacks_a_member_is_refused_where_it_is_used(kind: Kind) -> N
 
 def test_its_rules_are_asked(kind: Kind) -> None:
     argv = ["--moe.dispatcher", "whole", "--training.seed", "13"]
-    with pytest.raises(ConfigError, match="training.seed = 13 brings bad luck to whole"):
+    with pytest.raises(ConfigError, match=r"training.seed = 13 brings bad luck to whole"):
         load(argv, Parts((kind,)), lambda config: [])
     config = load(argv[:2], Parts((kind,)), lambda config: [])
     (rules,) = config.parts.rules(config)
