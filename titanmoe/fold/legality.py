@@ -29,8 +29,8 @@ def violations(config: Config, world: int) -> list[str]:
     Only the recipe is known, not the machine: training.device = "auto" is taken for a GPU, and parallelism.node = -1
     for a number that fits.
     """
-    degrees, found = resolve(world, config.parallelism)
-    return [*found, *broken_laws(degrees, config), *_profiled(config, world)]
+    degrees, problems = resolve(world, config.parallelism)
+    return [*problems, *broken_laws(degrees, config), *_profile_ranks(config, world)]
 
 
 def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
@@ -39,7 +39,7 @@ def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
     for law, *names in (
         (_ulysses, "cp", "tp"),
         (attention_violations, "cp"),
-        (_most, "ep", "etp"),
+        (_dispatcher_limits, "ep", "etp"),
         (_nodes, "pp", "stage", "ep", "etp"),
         (_products, "etp"),
         (_schedule, "pp", "dp"),
@@ -84,16 +84,16 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
                     f"(model.num_dense_layers = {model.num_dense_layers}, model.moe_every = {model.moe_every}): "
                     f"use {name} = 1"
                 )
-    elif {"ep", "edp", "etp"} <= degrees.keys() and not experts_shard(model, *_held(degrees)):
-        ep, edp, etp = _held(degrees)
-        held = model.num_experts // ep
+    elif {"ep", "edp", "etp"} <= degrees.keys() and not experts_shard(model, *_expert_degrees(degrees)):
+        ep, edp, etp = _expert_degrees(degrees)
+        local_experts = model.num_experts // ep
         total = edp * degrees["edp_replicate"]
         fits = [total // n for n in divisors(total) if experts_shard(model, ep, n, etp)]
         fix = choices("edp_replicate", fits, degrees["edp_replicate"])
         yield (
-            f"{KEYS['edp']} = {edp} ranks cannot share the weights of {held} experts (model.num_experts "
-            f"{model.num_experts} / ep {ep}) evenly, neither as whole experts ({held} % {edp} = {held % edp}) nor "
-            f"along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
+            f"{KEYS['edp']} = {edp} ranks cannot share the weights of {local_experts} experts (model.num_experts "
+            f"{model.num_experts} / ep {ep}) evenly, neither as whole experts ({local_experts} % {edp} = "
+            f"{local_experts % edp}) nor along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
         )
 
 
@@ -106,19 +106,19 @@ def _ulysses(config: Config, cp: int, tp: int) -> Iterator[str]:
         )
 
 
-def _most(config: Config, ep: int, etp: int) -> Iterator[str]:
+def _dispatcher_limits(config: Config, ep: int, etp: int) -> Iterator[str]:
     """The limits of a dispatcher; a group of one sends nothing."""
     name, facts, ranks = config.moe.dispatcher, DISPATCHERS[config.moe.dispatcher], ep * etp
     total, experts, top_k = config.model.num_experts, config.model.num_experts // ep, config.model.top_k
-    for most, number, what, found in (
+    for limit, number, thing, formula in (
         (facts.most_ranks, ranks, "ranks of ep * etp", f"ep * etp = {ep} * {etp}"),
         (facts.most_experts, experts, "experts on a rank", f"model.num_experts / ep = {total} / {ep}"),
         (facts.most_pieces, total * etp, "pieces from a rank", f"model.num_experts * etp = {total} * {etp}"),
         (facts.most_choices, top_k * etp, "copies of a token", f"model.top_k * etp = {top_k} * {etp}"),
     ):
-        if most and ranks > 1 and number > most:
+        if limit and ranks > 1 and number > limit:
             yield (
-                f'moe.dispatcher = "{name}" takes at most {most} {what}, and {found} is {number}: '
+                f'moe.dispatcher = "{name}" takes at most {limit} {thing}, and {formula} is {number}: '
                 'use another ep or etp, or dispatcher = "alltoall"'
             )
     if facts.sizes and ranks > 1 and ranks not in facts.sizes:
@@ -172,12 +172,12 @@ def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
     """A global batch that is not given is one microbatch per data rank."""
     training = config.training
     unit = training.local_batch_size * dp
-    given = training.global_batch_size > 0
-    if pp <= config.model.num_layers and unit > 0 and not (given and training.global_batch_size % unit):
-        yield from schedule_violations(config, pp, dp, training.global_batch_size // unit if given else 1)
+    has_global_batch = training.global_batch_size > 0
+    if pp <= config.model.num_layers and unit > 0 and not (has_global_batch and training.global_batch_size % unit):
+        yield from schedule_violations(config, pp, dp, training.global_batch_size // unit if has_global_batch else 1)
 
 
-def _profiled(config: Config, world: int) -> Iterator[str]:
+def _profile_ranks(config: Config, world: int) -> Iterator[str]:
     if absent := [rank for rank in config.profile.ranks if rank >= world > 0]:
         yield f"profile.ranks has {absent[0]}, and the ranks are 0 to {world - 1}: choose among them"
 
@@ -202,7 +202,7 @@ def divided_fields(model: Model) -> dict[str, dict[str, int]]:
     return divided
 
 
-def _held(degrees: Mapping[str, int]) -> tuple[int, int, int]:
+def _expert_degrees(degrees: Mapping[str, int]) -> tuple[int, int, int]:
     """What determines the shape of a rank's experts."""
     return degrees["ep"], degrees["edp"], degrees["etp"]
 

@@ -21,9 +21,9 @@ from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
 
 BACKWARD = 2.0
-"""Products of backward over those of forward."""
+"""Matrix products in backward, relative to forward."""
 ATTENTION_BACKWARD = 2.5
-"""The same of attention, which computes its scores again (arXiv 2205.14135)."""
+"""The same for attention, which recomputes its scores in backward (arXiv 2205.14135)."""
 NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL, REGROUP = (4, 8), (4, 4), (6, 15), (3, 7), (6, 4), (4, 4)
 """Bytes that kernels move, forward and backward, per element in 16 bits: reads and writes of each, to agree with what
 is counted of whole layers (docs/benchmarks.md, "Outside"). REGROUP: more per row that an all-to-all brings, from the
@@ -112,7 +112,7 @@ class BlockCosts:
     # ---- parts of a half
 
     def product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
-        """Forward of an (m, k) by (k, n) product: its FLOPs, or its bytes where those take longer."""
+        """Seconds of one (m, k) by (k, n) product: limited by its FLOPs or its bytes, whichever take longer."""
         share = min(1.0, self.device.share(m, n, k) * self.factors.matrix)
         move_seconds = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
         return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
@@ -235,7 +235,7 @@ class BlockCosts:
         return costs[0], costs[1]
 
     def _experts(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> tuple[Cost, Cost]:
-        """share: ranks of a sample, tp x cp. tp: only the shared expert sees it."""
+        """share: ranks that share a sample, tp x cp. tp: matters to the shared expert only."""
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / share
         R = T * model.top_k * etp * self.imbalance
@@ -273,7 +273,7 @@ class BlockCosts:
         return min(exchange_seconds / 2, matrix)
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
-        """There and back, forward; backward sends the same the other way."""
+        """Seconds to send rows to the experts and back in forward; backward sends the same the other way."""
         model, G = self.model, ep * etp
         if G == 1:
             return 0.0
@@ -281,7 +281,7 @@ class BlockCosts:
         links, group = self.links, LinkGroup(G, 1)
         if dispatcher == "allgather":
             return 2 * links.gather(group, T * G * row)
-        near = group.near(self.device.domain)
+        near = group.ranks_per_domain(self.device.domain)
         domains = max(1, G // near)
         if dispatcher == "deepep":
             across = T * row * self.visits(domains) * (domains - 1) / domains
