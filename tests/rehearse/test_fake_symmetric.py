@@ -75,8 +75,8 @@ def test_a_rank_that_keeps_its_rows_is_named() -> None:
     def on(rank: int) -> Any:
         return mock.patch.object(Symmetric, "leave", leave if rank == 2 else real)
 
-    rehearsal = faulty(4, on, {"moe.dispatcher": "symm_mem"})
-    assert not rehearsal.safe and "rank 2" in rehearsal.text and BACK in rehearsal.text
+    verdict = faulty(4, on, {"moe.dispatcher": "symm_mem"})
+    assert not verdict.safe and "rank 2" in verdict.text and BACK in verdict.text
 
 
 def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
