@@ -30,7 +30,12 @@ def evaluated(world: int, *changes: str) -> PricedMapping:
 def test_messages_follow_the_links_that_groups_cross() -> None:
     links = Links(H100, Factors())
     inside, across = LinkGroup(8, 1), LinkGroup(8, 8)
-    assert (inside.near(8), across.near(8), LinkGroup(16, 1).near(8), LinkGroup(4, 2).near(8)) == (8, 1, 8, 4)
+    assert (
+        inside.ranks_per_domain(8),
+        across.ranks_per_domain(8),
+        LinkGroup(16, 1).ranks_per_domain(8),
+        LinkGroup(4, 2).ranks_per_domain(8),
+    ) == (8, 1, 8, 4)
     assert links.gather(inside, 1e9) == pytest.approx(7 / 8 * 1e9 / links.link, rel=0.02)
     assert links.gather(across, 1e9) == pytest.approx(7 / 8 * 1e9 / links.network, rel=0.02)
     assert links.exchange(LinkGroup(16, 1), 1e9) == pytest.approx(8 / 16 * 1e9 / links.network / links.rows, rel=0.02)

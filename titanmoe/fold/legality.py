@@ -28,8 +28,8 @@ def violations(config: Config, world: int) -> list[str]:
     Only the recipe is known, not the machine: training.device = "auto" is taken for a GPU, and parallelism.node = -1
     for a number that fits.
     """
-    degrees, found = resolve(world, config.parallelism)
-    return [*found, *broken_laws(degrees, config), *_profiled(config, world)]
+    degrees, problems = resolve(world, config.parallelism)
+    return [*problems, *broken_laws(degrees, config), *_profile_ranks(config, world)]
 
 
 def broken_laws(degrees: Mapping[str, int], config: Config) -> Iterator[str]:
@@ -83,16 +83,16 @@ def model_violations(degrees: Mapping[str, int], config: Config) -> Iterator[str
                     f"(model.num_dense_layers = {model.num_dense_layers}, model.moe_every = {model.moe_every}): "
                     f"use {name} = 1"
                 )
-    elif {"ep", "edp", "etp"} <= degrees.keys() and not experts_shard(model, *_held(degrees)):
-        ep, edp, etp = _held(degrees)
-        held = model.num_experts // ep
+    elif {"ep", "edp", "etp"} <= degrees.keys() and not experts_shard(model, *_expert_degrees(degrees)):
+        ep, edp, etp = _expert_degrees(degrees)
+        local_experts = model.num_experts // ep
         total = edp * degrees["edp_replicate"]
         fits = [total // n for n in divisors(total) if experts_shard(model, ep, n, etp)]
         fix = choices("edp_replicate", fits, degrees["edp_replicate"])
         yield (
-            f"{KEYS['edp']} = {edp} ranks cannot share the weights of {held} experts (model.num_experts "
-            f"{model.num_experts} / ep {ep}) evenly, neither as whole experts ({held} % {edp} = {held % edp}) nor "
-            f"along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
+            f"{KEYS['edp']} = {edp} ranks cannot share the weights of {local_experts} experts (model.num_experts "
+            f"{model.num_experts} / ep {ep}) evenly, neither as whole experts ({local_experts} % {edp} = "
+            f"{local_experts % edp}) nor along {' and '.join(_uneven_widths(model, edp, etp))}: use {fix}"
         )
 
 
@@ -127,12 +127,12 @@ def _schedule(config: Config, pp: int, dp: int) -> Iterator[str]:
     """A global batch that is not given is one microbatch per data rank."""
     training = config.training
     unit = training.local_batch_size * dp
-    given = training.global_batch_size > 0
-    if pp <= config.model.num_layers and unit > 0 and not (given and training.global_batch_size % unit):
-        yield from schedule_violations(config, pp, dp, training.global_batch_size // unit if given else 1)
+    has_global_batch = training.global_batch_size > 0
+    if pp <= config.model.num_layers and unit > 0 and not (has_global_batch and training.global_batch_size % unit):
+        yield from schedule_violations(config, pp, dp, training.global_batch_size // unit if has_global_batch else 1)
 
 
-def _profiled(config: Config, world: int) -> Iterator[str]:
+def _profile_ranks(config: Config, world: int) -> Iterator[str]:
     if absent := [rank for rank in config.profile.ranks if rank >= world > 0]:
         yield f"profile.ranks has {absent[0]}, and the ranks are 0 to {world - 1}: choose among them"
 
@@ -157,7 +157,7 @@ def divided_fields(model: Model) -> dict[str, dict[str, int]]:
     return divided
 
 
-def _held(degrees: Mapping[str, int]) -> tuple[int, int, int]:
+def _expert_degrees(degrees: Mapping[str, int]) -> tuple[int, int, int]:
     """What determines the shape of a rank's experts."""
     return degrees["ep"], degrees["edp"], degrees["etp"]
 

@@ -25,11 +25,11 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args
 
-from titanmoe.launcher.message import Failure, following, parts_of_step
+from titanmoe.launcher.message import Failure, parts_of_step, ranks_ended_by_hang
 from titanmoe.train import failure
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-AGAIN_S = 0.5
+SECOND_SIGNAL_S = 0.5
 """A second signal counts only after this time: one Ctrl-C may arrive twice, from the terminal and from make."""
 MONITOR_S = 0.1
 
@@ -68,7 +68,7 @@ class Logs(LogsSpecs):
 
 
 @dataclass
-class Ended:
+class LaunchResult:
     signal: int = 0
     """The first that the launcher received; 0 if none."""
     killed: bool = False
@@ -82,7 +82,7 @@ class Agent(LocalElasticAgent):
 
     def __init__(self, spec: WorkerSpec, logs: Logs):
         super().__init__(spec, logs)
-        self.signal, self.killed, self._since = 0, False, 0.0
+        self.signal, self.killed, self._signalled_at = 0, False, 0.0
 
     def handle_signals(self) -> None:
         for number in SIGNALS:
@@ -99,11 +99,11 @@ class Agent(LocalElasticAgent):
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
         if self.signal:
-            if time.monotonic() - self._since > AGAIN_S:
+            if time.monotonic() - self._signalled_at > SECOND_SIGNAL_S:
                 self.killed = True
                 self._send(signal.SIGKILL)
             return
-        self.signal, self._since, self._remaining_restarts = number, time.monotonic(), 0
+        self.signal, self._signalled_at, self._remaining_restarts = number, time.monotonic(), 0
         if self._pcontext is None:  # still waiting for other nodes
             raise SignalException("before the ranks were started", signal.Signals(number))
         self._send(signal.SIGTERM if number == signal.SIGHUP else number)
@@ -114,33 +114,35 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def ended(self, failures: dict[int, Any]) -> Ended:
+    def result(self, failed_processes: dict[int, Any]) -> LaunchResult:
         workers, notes = self._worker_group.workers, self._pcontext.error_files if self._pcontext else {}
         files = [Path(note) for note in notes.values()]
-        found, parts, follow = [], parts_of_step(files), following(files)
-        for failed in failures.values():
-            local = failed.local_rank
+        failures, parts, ended_by_hang = [], parts_of_step(files), ranks_ended_by_hang(files)
+        for process in failed_processes.values():
+            local = process.local_rank
             rank, log, note = workers[local].global_rank, Path(self._pcontext.stderrs[local]), Path(notes[local])
             during = parts.get(rank, "")
-            found.append(Failure(rank, failed.exitcode, failed.timestamp, log, note, during, rank in follow))
-        return Ended(self.signal, self.killed, found, workers[0].world_size if workers else 1)
+            failures.append(
+                Failure(rank, process.exitcode, process.timestamp, log, note, during, rank in ended_by_hang)
+            )
+        return LaunchResult(self.signal, self.killed, failures, workers[0].world_size if workers else 1)
 
 
-def launch(options: Namespace, words: list[str], logs: Logs) -> Ended:
+def launch(options: Namespace, words: list[str], logs: Logs) -> LaunchResult:
     """Start the ranks as torchrun would with these options, and wait for them; raises if the rendezvous fails."""
-    _quiet(logs.folder)
+    _log_to_file(logs.folder)
     config, _, _ = config_from_args(options)
     agent = Agent(_spec(config, ("-u", "-m", "titanmoe.rank", *words)), logs)
     agent.handle_signals()
     handler = agent._worker_group.spec.rdzv_handler
     try:
         result = agent.run()
-    except SignalException as stopped:
-        return Ended(int(stopped.sigval))
+    except SignalException as error:
+        return LaunchResult(int(error.sigval))
     finally:
         if not agent.signal:  # otherwise other nodes may go on without this one
             handler.shutdown()
-    return agent.ended(result.failures if result and result.is_failed() else {})
+    return agent.result(result.failures if result and result.is_failed() else {})
 
 
 def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
@@ -169,7 +171,7 @@ def _spec(config: LaunchConfig, words: tuple[str, ...]) -> WorkerSpec:
     )
 
 
-def _quiet(folder: Path) -> None:
+def _log_to_file(folder: Path) -> None:
     """The agent's own log goes to a file."""
     log = logging.getLogger("torch.distributed")
     for name in list(logging.root.manager.loggerDict):

@@ -22,9 +22,9 @@ from titanmoe.plan.devices import Device
 from titanmoe.plan.links import Factors, LinkGroup, Links, exposed_seconds
 
 BACKWARD = 2.0
-"""Products of backward over those of forward."""
+"""Matrix products in backward, relative to forward."""
 ATTENTION_BACKWARD = 2.5
-"""The same of attention, which computes its scores again (arXiv 2205.14135)."""
+"""The same for attention, which recomputes its scores in backward (arXiv 2205.14135)."""
 NORM, ROPE, SWIGLU, PERMUTE, RESIDUAL, REGROUP = (4, 8), (4, 4), (6, 15), (3, 7), (6, 4), (4, 4)
 """Bytes that kernels move, forward and backward, per element in 16 bits: reads and writes of each, to agree with what
 is counted of whole layers (docs/benchmarks.md, "Outside"). REGROUP: more per row that an all-to-all brings, from the
@@ -114,7 +114,7 @@ class BlockCosts:
     # ---- parts of a half
 
     def product(self, m: float, n: float, k: float, peak: float = 0.0) -> float:
-        """Forward of an (m, k) by (k, n) product: its FLOPs, or its bytes where those take longer."""
+        """Seconds of one (m, k) by (k, n) product: limited by its FLOPs or its bytes, whichever take longer."""
         share = min(1.0, self.device.share(m, n, k) * self.factors.matrix)
         move_seconds = self.w * (m * n + n * k + m * k) / (self.device.bandwidth * self.factors.memory)
         return max(2 * m * n * k / ((peak or self.peak) * share), move_seconds)
@@ -237,7 +237,7 @@ class BlockCosts:
         return costs[0], costs[1]
 
     def _experts(self, share: int, samples: int, tp: int, ep: int, etp: int, dispatcher: str) -> tuple[Cost, Cost]:
-        """share: ranks of a sample, tp x cp. tp: only the shared expert sees it."""
+        """share: ranks that share a sample, tp x cp. tp: matters to the shared expert only."""
         model, D = self.model, self.model.dim
         T = samples * self.config.training.seq_len / share
         R = T * model.top_k * etp * self.imbalance
@@ -275,7 +275,7 @@ class BlockCosts:
         return min(exchange_seconds / 2, matrix)
 
     def exchange(self, dispatcher: str, T: float, ep: int, etp: int) -> float:
-        """There and back, forward; backward sends the same the other way."""
+        """Seconds to send rows to the experts and back in forward; backward sends the same the other way."""
         return 0.0 if ep * etp == 1 else DISPATCHERS.look_up(dispatcher).seconds(self, T, ep, etp)
 
     def expert_group(self, ep: int, etp: int) -> LinkGroup:
@@ -283,11 +283,11 @@ class BlockCosts:
 
     def domains(self, ep: int, etp: int) -> int:
         """Into how many domains of fast links the ranks of a group of experts fall."""
-        return max(1, ep * etp // self.expert_group(ep, etp).near(self.device.domain))
+        return max(1, ep * etp // self.expert_group(ep, etp).ranks_per_domain(self.device.domain))
 
     def groups_by_domain(self, ep: int, etp: int) -> tuple[LinkGroup, LinkGroup]:
         """Within a domain, and one rank of each."""
-        near = self.expert_group(ep, etp).near(self.device.domain)
+        near = self.expert_group(ep, etp).ranks_per_domain(self.device.domain)
         return LinkGroup(near, 1), LinkGroup(self.domains(ep, etp), near)
 
     @cache  # noqa: B019  (few values, as long as the pricer)

@@ -42,7 +42,7 @@ def nccl_bytes(config: Config, fold: Fold, device: Device) -> float:
     peers = 0
     for lane, group in lane_groups:
         ring = lane == "blocking" and fold.cp > 1 and group == LinkGroup(fold.cp, fold.tp)
-        near = group.near(device.domain) - 1
+        near = group.ranks_per_domain(device.domain) - 1
         if lane == "rows" or (ring and config.parallelism.cp_kind == "ulysses"):
             peers += near
         elif lane == "stages" or (ring and config.parallelism.cp_kind == "ring"):

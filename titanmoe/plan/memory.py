@@ -51,7 +51,7 @@ class KeptBytes(NamedTuple):
     ffn: int
     rows: int
     """Of ffn: what backward of the experts frees before their gradients are reduced."""
-    again: int
+    recomputed: int
     """Bytes of the half that is recomputed, while it is in backward."""
 
 
@@ -82,7 +82,7 @@ def _core(s: Widths) -> int:
 
 
 def _attention(s: Widths) -> int:
-    """After the norm."""
+    """What attention keeps after its norm."""
     model, X, w, W, tp = s.model, s.X, s.w, s.W, s.fold.tp
     heads = model.num_heads // tp
     value = model.v_head_dim or model.head_dim
@@ -121,14 +121,14 @@ def _dense(s: Widths, hidden: int, selective: bool) -> int:
 
 
 def _router(s: Widths) -> int:
-    """Its wide input, logits and scores, and where rows go."""
+    """What the router keeps: its wide input, logits and scores, and where rows go."""
     model, T, K = s.model, s.T, s.model.top_k
     places = T * K * s.fold.etp * 8 + (2 if s.fold.ep * s.fold.etp > 1 else 0) * s.R * 8 + s.R * 8
     return T * model.dim * s.W + 2 * T * model.num_experts * s.W + T * K * 8 + places
 
 
 def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
-    """For one microbatch. mode: in place of the recipe's."""
+    """What a layer keeps for one microbatch. mode: replaces the recipe's."""
     model, T, X, D, w, W = s.model, s.T, s.X, s.model.dim, s.w, s.W
     options = s.config.activation_checkpoint
     experts = has_experts(model, layer)
@@ -153,15 +153,15 @@ def kept_bytes(s: Widths, layer: int, mode: str = "") -> KeptBytes:
 
 
 def rank_memories(config: Config, fold: Fold, imbalance: float = 1.0, only_ends: bool = False) -> list[RankMemory]:
-    """Every pipeline rank. imbalance: rows of the busiest rank over the mean. only_ends: the first, which has most
-    microbatches in flight, and the last, which has the head."""
+    """The memory of every pipeline rank. imbalance: rows of the busiest rank over the mean. only_ends: only the first
+    rank, which has most microbatches in flight, and the last, which has the head."""
     s = Widths(config, fold, imbalance)
     owners = stage_ranks(config.pipeline, fold.pp)
     layers = stages_of(config, len(owners), tuple(config.pipeline.layers_per_stage))
     memories = []
     for rank in sorted({0, fold.pp - 1}) if only_ends else range(fold.pp):
-        mine = [stage for stage, owner in enumerate(owners) if owner == rank]
-        memories.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in mine]))
+        own_stages = [stage for stage, owner in enumerate(owners) if owner == rank]
+        memories.append(_rank(s, rank, [(layers[i], i == 0, i == len(owners) - 1) for i in own_stages]))
     return memories
 
 
@@ -171,36 +171,38 @@ def _stages(key: ModelKey, seq_len: int, stages: int, explicit: tuple[int, ...])
 
 
 def stages_of(config: Config, stages: int, explicit: tuple[int, ...]) -> list[range]:
-    """explicit: layers per stage, if they are given."""
+    """The layers of each stage. explicit: how many each has, if the recipe says so."""
     return _stages(ModelKey.of(config.model), config.training.seq_len, stages, explicit)
 
 
 def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankMemory:
     config, fold, model, sizes = s.config, s.fold, s.model, s.sizes
-    stored, w = WIDTHS[config.training.dtype], s.w
+    weight_width, w = WIDTHS[config.training.dtype], s.w
     reduced = max(w, WIDTHS[config.training.mixed_precision_reduce])
-    data, piped = fsdp(fold), fold.pp > 1
+    data, pipelined = fsdp(fold), fold.pp > 1
     units: list[WeightUnit] = []
     moe = 0
     for layers, first, last in stages:
         more, experts = units_of_stage(config, sizes, layers, first, last)
         units += more
         moe += experts
-    weights = sum(_stored(unit, data, stored) for unit in units) + moe * _stored(sizes.experts, fold.edp, stored)
+    weights = sum(_stored(unit, data, weight_width) for unit in units) + moe * _stored(
+        sizes.experts, fold.edp, weight_width
+    )
     tensors = sum(map(len, units)) + moe * len(sizes.experts)
     moments = 2 * weights + 4 * tensors
 
     blocks = [i for layers, _, _ in stages for i in layers]
     if any(last for *_, last in stages):
         blocks += range(model.num_layers, model.num_layers + model.mtp_depth)
-    each = {i: kept_bytes(s, i) for i in blocks}
+    kept_by_block = {i: kept_bytes(s, i) for i in blocks}
     has_head = any(last for *_, last in stages)
     hidden = s.T * model.dim * w
     rope = 2 * s.X * (model.qk_rope_head_dim or model.head_dim) * 4
     extra = range(model.num_layers, model.num_layers + model.mtp_depth)
     # Every stage but the first has its input in a receive buffer, and the pipeline keeps every output but the loss.
     kept_by_stage = [
-        sum(each[i].attention + each[i].ffn for i in [*layers, *extra[: last * len(extra)]])
+        sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in [*layers, *extra[: last * len(extra)]])
         + rope
         + hidden * (first - last)
         for layers, first, last in stages
@@ -208,18 +210,18 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
     tokens = s.microbatches * s.X * 24
     activations = _in_flight(s, rank, kept_by_stage) + tokens
     buffers = 0
-    if piped:
+    if pipelined:
         sides = sum((not first) + (not last) for _, first, last in stages)
         buffers = s.microbatches * hidden * sides
 
     expert, dense = sizes.experts, sizes.block(blocks[-1])
     whole = sum(unit.whole for unit in units) + moe * expert.whole
     choice = config.parallelism.reshard_after_forward
-    freed = not piped if choice == "auto" else choice == "always"
-    before = weights if s.microbatches > 1 and not piped else 0
+    resharded = not pipelined if choice == "auto" else choice == "always"
+    accumulated_bytes = weights if s.microbatches > 1 and not pipelined else 0
     base = {"weights": weights, "moments": moments}
-    alive = {"gathered weights": 0 if freed else whole * w}
-    alive["gradients"] = whole * reduced if piped else before
+    alive = {"gathered weights": 0 if resharded else whole * w}
+    alive["gradients"] = whole * reduced if pipelined else accumulated_bytes
     candidates: list[tuple[str, dict[str, int]]] = []
 
     def add_candidate(name: str, **more: int) -> None:
@@ -229,17 +231,21 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             components[key] = components.get(key, 0) + value
         candidates.append((name, components))
 
-    two_blocks = min(2, len(blocks)) * dense.whole * w if freed else 0
+    two_blocks = min(2, len(blocks)) * dense.whole * w if resharded else 0
     edge = sizes.head if has_head else sizes.embedding
-    for name, at in (("last", -1), ("last but one", -2), ("first", 0)):
-        if -at > len(blocks) or (piped and name != "last") or (name == "first" and before):
+    for name, index in (("last", -1), ("last but one", -2), ("first", 0)):
+        if -index > len(blocks) or (pipelined and name != "last") or (name == "first" and accumulated_bytes):
             continue
-        layer, finished = blocks[at], blocks[at + 1 :] if at + 1 else []
-        experts, recomputed = has_experts(model, layer), each[layer].again
-        kept_activations = activations - sum(each[i].attention + each[i].ffn for i in finished)
+        layer, finished = blocks[index], blocks[index + 1 :] if index + 1 else []
+        experts, recomputed = has_experts(model, layer), kept_by_block[layer].recomputed
+        kept_activations = activations - sum(kept_by_block[i].attention + kept_by_block[i].ffn for i in finished)
         shards, waiting = 0, 0
-        if not piped:
-            shards = 0 if before else sum(_block_stored(s, i, stored) for i in finished) + _stored(edge, data, stored)
+        if not pipelined:
+            shards = (
+                0
+                if accumulated_bytes
+                else sum(_block_stored(s, i, weight_width) for i in finished) + _stored(edge, data, weight_width)
+            )
             # A unit's gradients stay in the buffer that they were sent from until the next unit's are sent.
             waiting = (sizes.block(finished[0]) if finished else edge).whole * reduced * (bool(finished) or has_head)
         R, F, D = (s.R, s.F, model.dim) if experts else (s.X, model.dense_hidden // fold.tp, 0)
@@ -247,12 +253,12 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
             f"backward of the {name} block's {'experts' if experts else 'FFN'}",
             activations_kept=kept_activations,
             recomputed_activations=recomputed,
-            gathered_weights=two_blocks + (expert.whole * w if freed and experts else 0),
-            gradients=shards + waiting + (expert.whole * w if piped and experts else 0),
+            gathered_weights=two_blocks + (expert.whole * w if resharded and experts else 0),
+            gradients=shards + waiting + (expert.whole * w if pipelined and experts else 0),
             other=R * (4 * F * w + 4) + hidden,
             dispatch_buffers=R * D * w,
         )
-        if recomputed and freed and experts and fold.edp > 1:
+        if recomputed and resharded and experts and fold.edp > 1:
             add_candidate(
                 f"recomputing the {name} block's experts",
                 activations_kept=kept_activations,
@@ -261,10 +267,10 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
                 gradients=shards + waiting,
                 other=hidden,
             )
-        if experts and not piped:
-            rows_gone = each[layer].rows or R * (D * w + 4 + 2 * F * w)
+        if experts and not pipelined:
+            rows_gone = kept_by_block[layer].rows or R * (D * w + 4 + 2 * F * w)
             outputs = expert.piece(fold.edp) * reduced * (2 if fold.edp_replicate > 1 else 1)
-            outputs += expert.piece(fold.edp) * stored * (stored < reduced)
+            outputs += expert.piece(fold.edp) * weight_width * (weight_width < reduced)
             add_candidate(
                 f"reducing gradients of the {name} block's experts",
                 activations_kept=kept_activations - (0 if recomputed else rows_gone),
@@ -274,15 +280,15 @@ def _rank(s: Widths, rank: int, stages: list[tuple[range, bool, bool]]) -> RankM
                 other=R * D * w + hidden,
             )
     if has_head:
-        _head(s, add_candidate, activations, freed, piped, reduced)
-        if not piped:
+        _head(s, add_candidate, activations, resharded, pipelined, reduced)
+        if not pipelined:
             add_candidate(
                 "reducing gradients of the head",
                 activations_kept=activations,
                 gradients=edge.whole * (w + reduced) + edge.piece(data) * reduced,
                 other=hidden,
             )
-    if piped:
+    if pipelined:
         largest = max([unit.whole for unit in units] + [expert.whole * bool(moe)])
         add_candidate("reducing gradients after the last microbatch", gradients=largest * reduced)
     name, components = max(candidates, key=lambda candidate: sum(candidate[1].values()))
@@ -301,7 +307,7 @@ def _block_stored(s: Widths, layer: int, width: int) -> int:
 
 
 def _in_flight(s: Widths, rank: int, stage_bytes: list[int]) -> int:
-    """each: bytes of a microbatch in each stage of the rank."""
+    """stage_bytes: of one microbatch, in each stage of the rank."""
     if s.fold.pp == 1:
         return sum(stage_bytes)
     options = s.config.pipeline
@@ -311,15 +317,15 @@ def _in_flight(s: Widths, rank: int, stage_bytes: list[int]) -> int:
     return round(sum(count * size for count, size in zip(in_flight, stage_bytes, strict=True)))
 
 
-def _head(s: Widths, add_candidate, activations: int, freed: bool, piped: bool, reduced: int) -> None:
+def _head(s: Widths, add_candidate, activations: int, resharded: bool, pipelined: bool, reduced: int) -> None:
     model, X, T, D, w = s.model, s.X, s.T, s.model.dim, s.w
     unit, V = s.sizes.head, s.model.vocab_size // s.fold.tp
     requested = s.config.training.loss_chunks
     chunks = -(-X * V * s.W // SLICE) if requested == -1 else requested
     chunks = min(max(chunks, 1), V)
     normed = T * D * (2 * s.W + w) + (X * D * w if s.fold.tp > 1 else 0)
-    gathered = unit.whole * w if freed else 0
-    block = s.sizes.block(model.num_layers - 1).whole * w if freed else 0
+    gathered = unit.whole * w if resharded else 0
+    block = s.sizes.block(model.num_layers - 1).whole * w if resharded else 0
     if chunks == 1:
         logits = X * V * (w if w < 4 else 0) + 3 * X * V * s.W
         add_candidate("the loss", activations_kept=activations, logits=normed + logits, gathered_weights=gathered)
@@ -327,7 +333,7 @@ def _head(s: Widths, add_candidate, activations: int, freed: bool, piped: bool, 
             "backward of the head",
             activations_kept=activations,
             logits=normed + X * V * (w + s.W),
-            gradients=0 if piped else unit.whole * (w + reduced),
+            gradients=0 if pipelined else unit.whole * (w + reduced),
             gathered_weights=gathered + block,
         )
         return

@@ -17,7 +17,7 @@ from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.rehearse.rehearse_command import Report, print_report
 
 MOST_GPUS = 16384
-"""GPUs that are tried for a model that fits nowhere."""
+"""The most GPUs that are tried for a model that does not fit."""
 WHAT_IF_NAMES = ("ranks", "seq_len", "num_experts", "top_k")
 
 
@@ -65,7 +65,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 Plan = tuple[list[str], dict[str, Any], dict[Path | None, str], int]
-"""What is printed, the same for programs, files to write, and the exit code."""
+"""Lines to print, the same as data for JSON, files to write, and the exit code."""
 
 
 def _plan(args: argparse.Namespace, device: Any) -> Plan:
@@ -81,9 +81,9 @@ def _plan(args: argparse.Namespace, device: Any) -> Plan:
         _check_imbalance(config, args.imbalance)
         mapping = evaluate(config, args.ranks, device, Factors(), args.imbalance)
         lines = [*notes, *explanation(mapping, device)]
-        more = budget(mapping, args.tokens, device) if args.tokens else []
+        budget_lines = budget(mapping, args.tokens, device) if args.tokens else []
         too_large = mapping.peak > usable_bytes(mapping.config, mapping.fold, device)
-        return lines + more, {"hardware": device.name, "plan": as_json(mapping)}, {}, int(too_large)
+        return lines + budget_lines, {"hardware": device.name, "plan": as_json(mapping)}, {}, int(too_large)
     if args.what_if:
         return _what_if(args, config, device, notes)
     result = _search(config, args, device)
@@ -122,10 +122,10 @@ def _search(config: Config, args: argparse.Namespace, device: Any) -> Any:
         return result
     if result.nearest is None:
         plain = replace(config, parallelism=Parallelism(), training=replace(config.training, local_batch_size=1))
-        why = violations(plain, args.ranks) or violations(config, args.ranks)
-        why = why or [f"heads, experts, batch and sequence length cannot be divided among {args.ranks} ranks"]
+        reasons = violations(plain, args.ranks) or violations(config, args.ranks)
+        reasons = reasons or [f"heads, experts, batch and sequence length cannot be divided among {args.ranks} ranks"]
         raise ConfigError(
-            [f"no mapping of {args.ranks} ranks is legal. Without any parallelism but data: {why[0]}", *why[1:]]
+            [f"no mapping of {args.ranks} ranks is legal. Without any parallelism but data: {reasons[0]}", *reasons[1:]]
         )
     raise ConfigError([_too_large(config, args, device, result.nearest)])
 
@@ -137,7 +137,7 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
     from titanmoe.plan.search import search
     from titanmoe.rehearse.columns import format_bytes
 
-    training, most = config.training, args.ranks
+    training, gpus = config.training, args.ranks
     ways = {
         f"--ranks {2 * args.ranks}": (config, 2 * args.ranks),
         f"--training.seq_len {training.seq_len // 2}": (
@@ -150,32 +150,36 @@ def _too_large(config: Config, args: argparse.Namespace, device: Any, nearest: A
         ),
     }
 
-    def least(changed: Config, world: int) -> Any:
+    def smallest(changed: Config, world: int) -> Any:
         result = search(changed, world, device, Factors(), 1, args.imbalance)
         return result.best[0] if result.best else result.nearest
 
-    def left(mapping: Any) -> float:
+    def available(mapping: Any) -> float:
         return usable_bytes(mapping.config, mapping.fold, device)
 
-    def over(mapping: Any) -> float:
-        return mapping.peak - left(mapping)
+    def excess(mapping: Any) -> float:
+        return mapping.peak - available(mapping)
 
-    mappings = {way: mapping for way, change in ways.items() if (mapping := least(*change)) is not None}
-    best = min(mappings, key=lambda way: over(mappings[way]), default="")
+    mappings = {
+        change_text: mapping
+        for change_text, changed_run in ways.items()
+        if (mapping := smallest(*changed_run)) is not None
+    }
+    best = min(mappings, key=lambda change_text: excess(mappings[change_text]), default="")
     helps = ""
-    if best and over(mappings[best]) < over(nearest):
+    if best and excess(mappings[best]) < excess(nearest):
         helps = f"; of single changes {best} helps most, to {format_bytes(mappings[best].peak)}"
-        if over(mappings[best]) > 0:
-            while most < MOST_GPUS and ((mapping := least(config, most)) is None or over(mapping) > 0):
-                most *= 2
-            enough = f"{most} GPUs are enough" if most < MOST_GPUS else f"nor are {MOST_GPUS:,} GPUs enough"
+        if excess(mappings[best]) > 0:
+            while gpus < MOST_GPUS and ((mapping := smallest(config, gpus)) is None or excess(mapping) > 0):
+                gpus *= 2
+            enough = f"{gpus} GPUs are enough" if gpus < MOST_GPUS else f"nor are {MOST_GPUS:,} GPUs enough"
             helps += f", which is still too much: {enough}"
     rank = nearest.memory[nearest.fullest]
     largest = max(rank.components, key=rank.components.get)
     return (
-        f"no mapping of {args.ranks} {device.name} fits into {format_bytes(left(nearest))} a device: the one that "
+        f"no mapping of {args.ranks} {device.name} fits into {format_bytes(available(nearest))} a device: the one that "
         f"needs least, {_short(row(nearest))}, needs {format_bytes(nearest.peak)} on pipeline rank {nearest.fullest}, "
-        f"{format_bytes(over(nearest))} too much, most of it {largest} "
+        f"{format_bytes(excess(nearest))} too much, most of it {largest} "
         f"({format_bytes(rank.components[largest])}){helps}"
     )
 
@@ -193,7 +197,7 @@ def _what_if(args: argparse.Namespace, config: Config, device: Any, notes: list[
     from titanmoe.rehearse.columns import columns
 
     name, values = _what_if_values(args.what_if)
-    body, points, data, without = [(name, *HEAD)], [], [], []
+    body, points, data, unplanned = [(name, *HEAD)], [], [], []
     for value in values:
         changed, world = config, args.ranks
         if name == "ranks":
@@ -203,19 +207,19 @@ def _what_if(args: argparse.Namespace, config: Config, device: Any, notes: list[
         else:
             changed = replace(config, model=replace(config.model, **{name: value}))
         try:
-            if wrong := [violation.text for violation in contradictions(changed)]:
-                raise ConfigError(wrong)
+            if reasons := [violation.text for violation in contradictions(changed)]:
+                raise ConfigError(reasons)
             best = _search(changed, argparse.Namespace(**vars(args) | {"ranks": world}), device).best[0]
         except ConfigError as error:
-            without += [f"{name} = {value}: {problem}" for problem in error.problems]
+            unplanned += [f"{name} = {value}: {problem}" for problem in error.problems]
             continue
         body.append((str(value), *row(best)))
         points.append((float(value), best.price.tokens))
         data.append({name: value} | as_json(best))
     if not points:
-        raise ConfigError(without)
+        raise ConfigError(unplanned)
     lines = [*notes, f"The best mapping on {device.name} for each {name}:", "", *columns(body, right=tuple(range(15)))]
-    lines += ["", *without] if without else []
+    lines += ["", *unplanned] if unplanned else []
     pictures = {args.picture: picture(name, points, device)} if args.picture else {}
     return lines, {"hardware": device.name, "what_if": data}, pictures, 0
 
@@ -226,7 +230,7 @@ def _what_if_values(text: str) -> tuple[str, list[int]]:
 
 
 def _read_recipe(args: argparse.Namespace) -> tuple[Config, list[str]]:
-    """The recipe, and what is assumed. Its own mapping has to be legal only where it is explained."""
+    """The recipe, and notes on what is assumed. Its own mapping has to be legal only for --explain."""
     from titanmoe.fold.degrees import derive
     from titanmoe.fold.legality import violations
     from titanmoe.fold.pipeline_schedules import splits_backward

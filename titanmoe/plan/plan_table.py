@@ -30,7 +30,7 @@ HELPS = {
     "weights and gradients": "more tokens a microbatch, a larger ep, or a pipeline, which gathers weights once a step",
     "optimizer": "more tokens a step",
 }
-"""By what a step spends most time on after matrix work."""
+"""What helps, by what takes the most time of a step after matrix work."""
 
 
 def row(mapping: PricedMapping) -> tuple[str, ...]:

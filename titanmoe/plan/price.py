@@ -182,8 +182,8 @@ class Pricer(BlockCosts):
 
     def gathers(self, config: Config, fold: Fold) -> str:
         """How often weights are gathered: for each microbatch, or once a step."""
-        freed = config.parallelism.reshard_after_forward
-        return "microbatch" if freed == "always" or (freed == "auto" and fold.pp == 1) else "step"
+        choice = config.parallelism.reshard_after_forward
+        return "microbatch" if choice == "always" or (choice == "auto" and fold.pp == 1) else "step"
 
     def _weights_exposed(self, config: Config, fold: Fold, sizes: Sizes, blocks: dict, m: int, busy: Cost) -> float:
         """Seconds that a step takes longer because weights and gradients are under way."""

@@ -23,7 +23,7 @@ class ScheduleCost(NamedTuple):
 
 
 def schedule_rows(schedule: str, pp: int, stages_per_rank: int, microbatches: int) -> list[list[Cell]]:
-    """torch's own rows, without its process groups."""
+    """The rows of torch's own schedule, made without process groups."""
     if schedule in SINGLE:
         return single_order(schedule, pp, microbatches)
     from torch.distributed.pipelining import schedules as torch_schedules

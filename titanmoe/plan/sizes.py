@@ -124,7 +124,7 @@ class Sizes:
 def units_of_stage(
     config: Config, sizes: Sizes, layers: range, first: bool, last: bool
 ) -> tuple[list[WeightUnit], int]:
-    """Those sharded over attention's data ranks, and how many blocks have experts."""
+    """The units sharded over attention's data ranks, and how many blocks have experts."""
     model = config.model
     numbers = [*layers, *range(model.num_layers, model.num_layers + model.mtp_depth * last)]
     units = [sizes.block(layer) for layer in numbers]

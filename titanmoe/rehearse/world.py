@@ -33,7 +33,7 @@ from titanmoe.parallel.flex import flex
 from titanmoe.parts import PARTS
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
-from titanmoe.rehearse.fake_symmetric import notes, reserve
+from titanmoe.rehearse.fake_symmetric import reserve, symmetric_notes
 from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.memory_over_step import MOMENTS, WEIGHTS, Memory
 from titanmoe.rehearse.record import Log, Message
@@ -68,7 +68,7 @@ class Rehearsal:
     log: Log
     groups: dict[str, NamedGroup]
     """By torch's name for the group."""
-    groups_made: list[tuple[str, tuple[tuple[int, ...], ...]]]
+    created_groups: list[tuple[str, tuple[tuple[int, ...], ...]]]
     """In the order in which they are made, as all ranks make them together: lanes, and the ranks of each group."""
     parameter_bytes: int
     gradient_bytes: int
@@ -86,7 +86,7 @@ class Rehearsal:
 
 def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, NamedGroup]:
     out = {}
-    for (lane, parts), group in lanes.made.items():
+    for (lane, parts), group in lanes.groups.items():
         if group is None:
             continue
         ranks = next(part for part in parts if rank in part)
@@ -95,8 +95,8 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
     return out
 
 
-def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> Exchange | None:
-    """Makes routers choose as stated, and dispatchers receive what the other ranks would send them."""
+def _assume_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> Exchange | None:
+    """Makes routers follow the assumed routing, and dispatchers receive what the other ranks would send them."""
     if not trainer.moe_layers:
         return None
     moe_options = trainer.config.moe
@@ -105,17 +105,17 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
     template = trainer.dispatchers[0]
     node, memory = trainer.config.parallelism.node, trainer.shared_buffers
     exchange = Exchange(routing, type(template), template, node)
-    lent = None if memory is None else Exchange(routing, type(template), template, node, memory.away_rows)
-    if lent is not None:
-        memory.exchange = lent
+    symmetric_exchange = None if memory is None else Exchange(routing, type(template), template, node, memory.away_rows)
+    if symmetric_exchange is not None:
+        memory.exchange = symmetric_exchange
     for layer, moe in trainer.moe_layers.items():
 
-        def route(_: Any, given: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
-            now = recorder.dispatching
-            now.layer, now.microbatch, now.received = layer, values.numbers(given[1].microbatch), 0
-            now.exchange = exchange if getattr(dispatcher, "memory", None) is None else lent
+        def route(_: Any, inputs: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
+            current = recorder.dispatching
+            current.layer, current.microbatch, current.integer_messages = layer, values.numbers(inputs[1].microbatch), 0
+            current.exchange = exchange if getattr(dispatcher, "memory", None) is None else symmetric_exchange
             with outside():
-                chosen_TK = routing.chosen(recorder.rank, now.microbatch, layer)
+                chosen_TK = routing.chosen_experts(recorder.rank, current.microbatch, layer)
             values.set_known(out[3], chosen_TK)
 
         moe.router.register_forward_hook(route)
@@ -124,9 +124,9 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
     return exchange
 
 
-def _count_before_dropping(_: Any, given: tuple, out: Tensor) -> None:
+def _count_before_dropping(_: Any, inputs: tuple, out: Tensor) -> None:
     """What is dropped depends on scores, so for the sizes of messages nothing is."""
-    values.set_known(out, values.known(given[0]))
+    values.set_known(out, values.known_values(inputs[0]))
 
 
 class _NoCollection(GarbageCollection):
@@ -139,7 +139,7 @@ class _NoCollection(GarbageCollection):
         pass
 
 
-def _without_numbers(fake: FakeTensorMode) -> Callable[..., None]:
+def _without_values(fake: FakeTensorMode) -> Callable[..., None]:
     """`materialize` on fake tensors, which draws no initial weights."""
 
     def materialized(model: Transformer, seed: int, device: torch.device) -> None:
@@ -151,7 +151,7 @@ def _without_numbers(fake: FakeTensorMode) -> Callable[..., None]:
     return materialized
 
 
-def _supported(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
+def _without_unsupported(config: Config, hardware: Hardware) -> tuple[Config, list[str]]:
     """The recipe without what a rehearsal cannot do, and a list of what that is."""
     moe, left_out = config.moe, []
     if config.compile.enable:
@@ -212,9 +212,9 @@ def rehearse(
     number is its imbalance.
     """
     hardware = HARDWARE[name]
-    config, left_out = _supported(config, hardware)
+    config, left_out = _without_unsupported(config, hardware)
     fold = derive(world, config.parallelism)
-    stated = routing if isinstance(routing, AssumedRouting) else with_imbalance(config, routing)
+    assumed = routing if isinstance(routing, AssumedRouting) else with_imbalance(config, routing)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -235,25 +235,25 @@ def rehearse(
             garbage=_NoCollection,
             build=partial(
                 build,
-                materialize=_without_numbers(fake),
+                materialize=_without_values(fake),
                 flex=stand_ins.flex_attention if hardware.kind == "cuda" else flex,
             ),
             reserve_buffers=partial(reserve, recorder, fake),
         )
         layers |= {id(block): f"layers.{i}" for part in trainer.stages for i, block in part.blocks().items()}
         stack.enter_context(fake)
-        exchange = _state_routing(trainer, recorder, Routing(config, fold, Samples, stated))
+        exchange = _assume_routing(trainer, recorder, Routing(config, fold, Samples, assumed))
         # One wait of the host, where fake tensors would read element by element.
         stack.enter_context(replaced(FakeTensor, "tolist", lambda x: recorder.number(x)))
         if hardware.kind == "cuda":
-            stack.enter_context(stand_ins.on_gpus())
+            stack.enter_context(stand_ins.gpu_stand_ins())
         trainer.optimizer.moments()  # allocated now, as in every step but the first
         recorder.ledger.assign((x for part in trainer.stages for x in (*part.parameters(), *part.buffers())), WEIGHTS)
         recorder.ledger.assign(trainer.optimizer.on_device, MOMENTS)
         recorder.ledger.leave_out(trainer.optimizer.on_host)
         for _ in range(steps):
             recorder.begin_step()
-            with recorder.on():
+            with recorder.recording():
                 trainer.train_step()
         pieces = trainer.optimizer.local_shards.values()
         return Rehearsal(
@@ -261,15 +261,15 @@ def rehearse(
             fold,
             rank,
             name,
-            stated,
+            assumed,
             recorder.log,
             name_groups(trainer.meshes.lanes, fold, rank, node),
-            list(trainer.meshes.lanes.made),
+            list(trainer.meshes.lanes.groups),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(p.numel() * p.element_size() for p in pieces),
             sum(x.numel() * x.element_size() for x in trainer.optimizer.on_device),
             left_out,
-            notes(trainer),
+            symmetric_notes(trainer),
             recorder.start_up,
             recorder.operations,
             recorder.ledger.memory(),

@@ -30,7 +30,7 @@ class NumberChecks(Checks):
         self.replicas = Replicas(trainer) if self.options.replicas_every else None
         self.stragglers: Stragglers | None = None
         """While the run is watched."""
-        self.said: list[str] = []
+        self.explanations: list[str] = []
         self.last_work: StepWork | None = None
         self.own_losses: Tensor | None = None
 
@@ -39,14 +39,14 @@ class NumberChecks(Checks):
             self.last_work, self.own_losses = work, own_losses
 
     def suspect(self, why: str, work: StepWork, finite: bool) -> Sums | None:
-        trainer, sums, self.said = self.trainer, None, []
+        trainer, sums, self.explanations = self.trainer, None, []
         self._compare(trainer.step - 1)
         if self.options.rerun:
             from titanmoe.watch.rerun import repeat
 
             sums, text = repeat(trainer, work, lambda: self.own_losses)
-            same = "the data is the cause: a second forward and backward gives the same bits on all ranks"
-            self._say(f"{why}: {text or same}")
+            same_bits = "the data is the cause: a second forward and backward gives the same bits on all ranks"
+            self._say(f"{why}: {text or same_bits}")
             finite = math.isfinite(sums.scalars.loss + sums.scalars.norm)
         if not finite and self.options.culprit != "none":
             from titanmoe.watch.culprit import first_not_finite
@@ -66,7 +66,7 @@ class NumberChecks(Checks):
         return {} if self.stragglers is None else self.stragglers.report()
 
     def explained(self) -> str:
-        return "".join(f"{text[0].upper()}{text[1:]}. " for text in self.said)
+        return "".join(f"{text[0].upper()}{text[1:]}. " for text in self.explanations)
 
     def _compare(self, step: int) -> None:
         if self.replicas and (text := self.replicas.compare(step)):
@@ -88,5 +88,5 @@ class NumberChecks(Checks):
         raise (Restore if self.options.on_difference == "restore" else NumericalFault)(text)
 
     def _say(self, text: str) -> None:
-        self.said.append(text)
+        self.explanations.append(text)
         observe.active.event(self.trainer.step, "suspect", text)

@@ -142,7 +142,7 @@ class Stragglers:
 
     def _pairs(self) -> slow_links.Pairs:
         trainer = self.trainer
-        mine = slow_links.probe(self.groups, list(trainer.meshes.lanes.made.values()), trainer.device)
+        mine = slow_links.probe(self.groups, list(trainer.meshes.lanes.groups.values()), trainer.device)
         row = to_device(torch.tensor([mine + self.times.messages], dtype=torch.float32), trainer.device)
         table = ToHost(all_gather(row, 0, trainer.meshes.world)).tensor().numpy()
         self.messages = dict(zip(self.times.axes, table[:, len(mine) :].max(0).tolist(), strict=True))

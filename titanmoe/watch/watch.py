@@ -53,7 +53,7 @@ class Watch:
     def __init__(self, trainer: Trainer):
         self.trainer, runtime = trainer, trainer.runtime
         self.hosts = Machines.meet(runtime.rank, runtime.world)
-        self.heart = self.hosts.mine
+        self.heart = self.hosts.own_heart
         lanes, gpu = trainer.meshes.lanes, device.kind(trainer.device) == "cuda"
         groups, own = name_groups(lanes, trainer.fold), own_groups(lanes)
         self.observers: list[Observer] = [HeartbeatListener(self.heart)]
@@ -69,7 +69,7 @@ class Watch:
             limits(trainer.config, gpu),
             lambda: trainer.folder,
             self._dump if gpu else lambda: "",
-            lambda: flight_recorder.recorded(own, self.heart.numbers[at.BEGUN], self.heart.numbers[at.BEFORE]),
+            lambda: flight_recorder.read_recorder(own, self.heart.numbers[at.BEGUN], self.heart.numbers[at.BEFORE]),
         )
         self._stack = ExitStack()
 
@@ -88,7 +88,7 @@ class Watch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and caused_by_others(error) and not self._explained():
-            self.watchdog.raised = _stack(error)
+            self.watchdog.error_stack = _stack(error)
             self.heart.numbers[at.ALARM] = 1
             self.watchdog.join(PATIENCE_S)  # it ends the process
         elif error is not None:
