@@ -9,7 +9,6 @@ import torch
 from titanmoe.models.layers import RMSNorm
 from titanmoe.moe.experts import can_group
 from titanmoe.ops import device
-from titanmoe.ops.cpu import rowwise
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.ops.kernels import fused, installed
 
@@ -19,26 +18,41 @@ CALLS_CUDA = {"train/clock.py", "train/metrics.py", "train/profile.py", "train/r
 CALLS_CUDA |= {"moe/symmetric.py", "checkpoint/saver.py", "parallel/batch_slice.py"}
 CALLS_CUDA |= {"train/offload.py", "train/out_of_memory.py", "launcher/fit_ranks.py", "launcher/check_cluster.py"}
 """Files that check for a real GPU because they call torch.cuda, not to choose which code runs."""
+NO_BACKWARD_ON_CPUS, PREPARES_THE_PROCESS = "parallel/flex.py", "train/runtime.py"
 
 
 def test_nobody_else_asks():
     asks = re.compile(r'\.type [!=]= "|device_type [!=]= "|cuda\.is_available|get_device_capability')
-    found = {str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py") if asks.search(path.read_text())}
-    assert found - CALLS_CUDA == {"ops/device.py"}
+    source = {path.relative_to(SOURCE).as_posix(): path.read_text() for path in SOURCE.rglob("*.py")}
+    assert {name for name, text in source.items() if asks.search(text)} - CALLS_CUDA == {"ops/device.py"}
+    asks = re.compile(r'kind\(.*\) [!=]= "cpu"')
+    assert {name for name, text in source.items() if asks.search(text)} == {"ops/device.py", NO_BACKWARD_ON_CPUS}
+    serves_cpus = {name for name, text in source.items() if "titanmoe.ops.cpu" in text and not name.startswith("ops/")}
+    assert all("device.way(" in source[name] for name in serves_cpus - {PREPARES_THE_PROCESS})
+
+
+def way(where: torch.Tensor | str, compiled: bool = False) -> str:
+    return device.way(where, "usual", cpu="cpu", compiled=compiled)
+
+
+def test_compilers_fuse_by_themselves(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.zeros(2)
+    assert way(x) == "usual" and way(x, compiled=True) == "cpu"
 
 
 def test_tensors_go_the_ways_of_their_own_device():
     x = torch.zeros(2, 8, dtype=torch.float32)
     assert device.kind(x) == device.kind(x.device) == device.kind("cpu") == "cpu"
     assert device.kind(x.to("meta")) == "meta"
-    assert rowwise.pays(x) and not rowwise.pays(x.to("meta")) and not fused("auto", x)
+    assert way(x) == "cpu" and way(x.to("meta")) == "usual" and not fused("auto", x)
 
 
 @pytest.mark.skipif(not installed(), reason="Triton is not installed")
 def test_or_those_of_hardware_that_is_not_there():
     narrow, wide = torch.zeros(2, 8, dtype=torch.bfloat16), torch.zeros(2, 8)
     with as_on(HOPPER):
-        assert fused("auto", narrow) and not rowwise.pays(narrow)
+        assert fused("auto", narrow) and way(narrow) == way("cpu") == "usual"
         assert can_group(narrow, 8) and not can_group(wide, 8)
         for other in (AMPERE, Hardware("cuda", (12, 0))):
             with as_on(other):
@@ -46,7 +60,7 @@ def test_or_those_of_hardware_that_is_not_there():
         with as_on(Hardware("cuda", (10, 0))):
             assert can_group(narrow, 8)
         assert device.chosen("auto") == "cuda" and device.chosen("cpu") == "cpu"
-    assert not fused("auto", narrow) and rowwise.pays(narrow) and can_group(wide, 8)
+    assert not fused("auto", narrow) and way(narrow) == "cpu" and can_group(wide, 8)
 
 
 def test_ways_differ_and_numbers_do_not():

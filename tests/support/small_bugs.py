@@ -180,7 +180,7 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("models/layers.py", "tests/ops/test_rowwise.py tests/models/test_transformer.py"): [
-        ("norms in the dtype of the activations", "wide = promote(x)\n        normed", "wide = x\n        normed"),
+        ("norms in the dtype of the activations", "wide = promote(x)\n    mean", "wide = x\n    mean"),
     ],
     ("ops/cpu/rowwise.py", "tests/ops/test_rowwise.py"): [
         ("a norm's epsilon comes after the root", ".add_(eps).rsqrt_()", ".rsqrt_().add_(eps)"),

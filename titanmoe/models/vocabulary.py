@@ -201,7 +201,7 @@ class Head(nn.Module):
     def loss(self, normed_BsD: Tensor, labels_BS: Tensor) -> Tensor:
         x_TD, weight_VD = gather(normed_BsD, 1, self.tp).flatten(0, 1), local(self.weight)
         width = torch.promote_types(x_TD.dtype, torch.float32).itemsize
-        most = CHUNK_BYTES if device.kind(x_TD) == "cpu" else CHUNK_BYTES_GPU
+        most = device.way(x_TD, CHUNK_BYTES_GPU, cpu=CHUNK_BYTES, compiled=True)
         chunks = chunk_count(x_TD.shape[0], weight_VD.shape[0], width, self.chunks, most)
         if chunks > 1:
             return chunked_cross_entropy_sum(x_TD, weight_VD, labels_BS.flatten(), self.tp, chunks, self.kernels)

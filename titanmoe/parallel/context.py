@@ -34,6 +34,7 @@ from titanmoe.config.schema import Parallelism
 from titanmoe.models.attention import causal_attention
 from titanmoe.models.layers import promote
 from titanmoe.ops import device
+from titanmoe.ops.cpu import flash_attention
 
 _aten = torch.ops.aten
 
@@ -98,13 +99,8 @@ def block_reference(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal
     return (weights @ promote(v)).to(q.dtype), lse
 
 
-def _padded(width: int, *xs: Tensor) -> list[Tensor]:
-    """The CPU kernels need queries, keys and values of one width: padding with zeros does not change a score."""
-    return [x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in xs]
-
-
 def _can_flash(q: Tensor, v: Tensor, bias: Tensor | None) -> bool:
-    """Whether the flash kernel of GPUs takes it: 16-bit numbers, one width for keys and values, no bias."""
+    """Whether the flash kernel takes it: 16-bit numbers, one width for keys and values, no bias."""
     width = q.shape[-1]
     return (
         bias is None and q.dtype in (torch.bfloat16, torch.float16) and v.shape[-1] == width <= 256 and width % 8 == 0
@@ -126,34 +122,30 @@ def _aligned(bias: Tensor | None, heads: int) -> Tensor | None:
     return bias.expand(-1, heads, -1, -1)
 
 
+def _on_gpu(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+    if _can_flash(q, v, bias):
+        return _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    k, v = _repeated(q.shape[1], k, v)
+    aligned = _aligned(bias, q.shape[1])
+    out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, aligned, True, 0.0, causal)[:2]
+    return out, lse[..., : q.shape[2]]  # padded to the kernel's tile
+
+
 def _block(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    if device.kind(q) == "cpu":
-        scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            *_padded(width, q, k, v), 0.0, causal, attn_mask=bias, scale=scale
-        )
-        out = out[..., : v.shape[-1]]
-    elif _can_flash(q, v, bias):
-        out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    else:
-        k, v = _repeated(q.shape[1], k, v)
-        aligned = _aligned(bias, q.shape[1])
-        out, lse = _aten._scaled_dot_product_efficient_attention(q, k, v, aligned, True, 0.0, causal)[:2]
-        lse = lse[..., : q.shape[2]]  # padded to the kernel's tile
+    block = device.way(q, _on_gpu, cpu=flash_attention.block, compiled=True)
+    out, lse = block(q, k, v, bias, causal)
     if bias is not None:
         # The kernels leave the log-sum-exp undefined for a query that sees no key in this block.
         lse = lse.masked_fill((bias == -torch.inf).all(-1), -torch.inf)
     return out, lse
 
 
-def _block_backward(grad, q, k, v, bias, out, lse, causal):
-    if device.kind(q) == "cpu":
-        scale, width = 1 / math.sqrt(q.shape[-1]), max(q.shape[-1], v.shape[-1])
-        grad, *qkv, out = _padded(width, grad, q, k, v, out)
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, *qkv, out, lse, 0.0, causal, attn_mask=bias, scale=scale
-        )
-        return dq[..., : q.shape[-1]], dk[..., : k.shape[-1]], dv[..., : v.shape[-1]]
+def _block_backward(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
+    backward = device.way(q, _backward_on_gpu, cpu=flash_attention.block_backward, compiled=True)
+    return backward(grad, q, k, v, bias, out, lse, causal)
+
+
+def _backward_on_gpu(grad, q, k, v, bias, out, lse, causal) -> tuple[Tensor, Tensor, Tensor]:
     if _can_flash(q, v, bias):
         state, unused = (torch.empty(n, dtype=torch.uint64, device=q.device) for n in ((2,), ()))  # dropout's
         return _aten._scaled_dot_product_flash_attention_backward(

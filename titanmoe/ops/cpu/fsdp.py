@@ -1,6 +1,6 @@
 """Replacements for gloo's collectives in FSDP2: pieces that go straight to their place, gradients that travel narrow.
 
-Only used on CPUs; on GPUs NCCL does both.
+On GPUs NCCL does both.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from titanmoe import observe
 
@@ -148,3 +149,18 @@ class ReusedMemory:
         user = memoryview(pages)  # kept alive by the tensor
         self.pages.append((pages, weakref.ref(user)))
         return torch.frombuffer(user, dtype=dtype, count=numbers)[: math.prod(size)].view(size)
+
+
+class OverGloo:
+    """How all of a model's FSDP units send on CPUs."""
+
+    def __init__(self, param: torch.dtype, wide: torch.dtype, summed_before: bool):
+        """wide: what gradients are summed in. summed_before: microbatches are, before anything is sent."""
+        narrow = wide != param and not summed_before
+        self.reduce_dtype = param if narrow else wide
+        self.wide, self.sums = wide, ReusedMemory() if narrow else None
+
+    def use_in(self, unit: FSDPModule, ranks: int) -> None:
+        """ranks: those that share the unit's weights."""
+        unit.set_custom_all_gather(StraightToPlace())
+        unit.set_custom_reduce_scatter(NarrowOnTheWire(ranks, self.wide, self.sums) if self.sums else AsGloo())
