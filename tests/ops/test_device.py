@@ -59,7 +59,7 @@ def test_or_those_of_hardware_that_is_not_there():
                 assert not can_group(narrow, 8)
         with as_on(Hardware("cuda", (10, 0))):
             assert can_group(narrow, 8)
-        assert device.chosen("auto") == "cuda" and device.chosen("cpu") == "cpu"
+        assert device.kind_for("auto") == "cuda" and device.kind_for("cpu") == "cpu"
     assert not fused("auto", narrow) and way(narrow) == "cpu" and can_group(wide, 8)
 
 

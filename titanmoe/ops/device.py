@@ -48,8 +48,8 @@ def pretended() -> bool:
 
 def kind(where: Tensor | torch.device | str) -> str:
     """ "cuda" or "cpu" by the code to run; "meta" takes the code of GPUs where that needs no kernel."""
-    own = where if isinstance(where, str) else where.type if isinstance(where, torch.device) else where.device.type
-    return _instead.kind if _instead is not None and own == "cpu" else own
+    own_kind = where if isinstance(where, str) else where.type if isinstance(where, torch.device) else where.device.type
+    return _instead.kind if _instead is not None and own_kind == "cpu" else own_kind
 
 
 def way(where: Tensor | torch.device | str, usual: Way, *, cpu: Way, compiled: bool = False) -> Way:
@@ -65,7 +65,7 @@ def capability(device: torch.device | None = None) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if _instead is None else _instead.capability
 
 
-def chosen(setting: str) -> Kind:
+def kind_for(setting: str) -> Kind:
     """The device that `[training] device` selects on this machine."""
     if setting == "cpu":
         return "cpu"

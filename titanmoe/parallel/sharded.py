@@ -59,8 +59,8 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
     summed_before = meshes.pp.size > 1 or parallelism.reduce_once
     gloo = device.way(meshes.dense_data.device_type, None, cpu=OverGloo(param, wide, summed_before))
     policy = MixedPrecisionPolicy(param, gloo.reduce_dtype if gloo else wide, cast_forward_inputs=False)
-    whole = replicate_routers(model, meshes)
-    options = {"mesh": meshes.dense_data, "reshard_after_forward": freed, "ignored_params": whole}
+    router_parameters = replicate_routers(model, meshes)
+    options = {"mesh": meshes.dense_data, "reshard_after_forward": freed, "ignored_params": router_parameters}
 
     on_model_dim = shard_experts_on_model_dim(model.shape.num_experts, meshes.fold.ep, meshes.fold.edp)
     for block in model.blocks().values():

@@ -13,7 +13,7 @@ import torch
 from titanmoe.config.laws import WIDTHS
 from titanmoe.config.schema import Config
 from titanmoe.models.count import parameters
-from titanmoe.ops.device import chosen
+from titanmoe.ops.device import kind_for
 from titanmoe.train import host_memory
 from titanmoe.train.runtime import world_size
 
@@ -56,7 +56,7 @@ def explain(error: BaseException, trainer: Trainer | None, rank: int, config: Co
     where = f"step {step}, {_where(error, 'a block')}" if step else _where(error, "starting")
     lines = [f"rank {rank} is out of memory: {where}: {_torch_said(error)}"]
     if trainer is None:
-        device = torch.device(chosen(config.training.device))
+        device = torch.device(kind_for(config.training.device))
         held = {"weights": parameters(config.model).total * WIDTHS[config.training.dtype] // world_size(), REST: 0}
     else:
         device, held = trainer.device, holds(trainer)

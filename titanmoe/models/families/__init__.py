@@ -31,11 +31,11 @@ def _file(family: str) -> ModuleType:
     if not lacking and file.HF.family != family:
         lacking = [f"its HF says family = {file.HF.family!r}"]
     if not lacking:
-        known = {field.name for field in fields(Model)}
+        field_names = {field.name for field in fields(Model)}
         lacking = [
-            f"its size {size!r} has {', '.join(sorted(other))}, no field of [model]"
-            for size, its in file.SIZES.items()
-            if (other := its.keys() - known)
+            f"its size {size!r} has {', '.join(sorted(unknown))}, no field of [model]"
+            for size, values in file.SIZES.items()
+            if (unknown := values.keys() - field_names)
         ]
     if lacking:
         raise LookupError("; ".join(lacking))
@@ -63,19 +63,19 @@ def preset(family: str, size: str) -> dict[str, object]:
     if family in _LACKING:
         raise LookupError(f"model.family = {family!r} cannot be used. {_LACKING[family]}")
     if family not in FAMILIES:
-        raise LookupError(f"model.family = {family!r} is not a family.{_nearest(family, FAMILIES)} {_known()}")
+        raise LookupError(f"model.family = {family!r} is not a family.{_nearest(family, FAMILIES)} {_choices()}")
     sizes = FAMILIES[family]
     if size not in sizes:
-        owners = [other for other, theirs in FAMILIES.items() if size in theirs]
+        owners = [owner for owner, owner_sizes in FAMILIES.items() if size in owner_sizes]
         hint = f" It is one of {owners[0]}." if owners else _nearest(size, sizes)
-        raise LookupError(f"model.size = {size!r} is not a size of {family}.{hint} {_known()}")
+        raise LookupError(f"model.size = {size!r} is not a size of {family}.{hint} {_choices()}")
     return {"family": family, "size": size, **sizes[size]}
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    close = get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+def _nearest(name: str, candidates: Iterable[str]) -> str:
+    close = get_close_matches(name.lower(), candidates, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else ""
 
 
-def _known() -> str:
+def _choices() -> str:
     return "Known: " + "; ".join(f"{family} ({', '.join(sizes)})" for family, sizes in names().items())

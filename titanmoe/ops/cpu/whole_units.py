@@ -41,17 +41,17 @@ def fill(count_e: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Move(torch.autograd.Function):
-    """Rows by their source, zeros where that is one past the last; backward takes them by `back`."""
+    """Rows by their source, zeros where that is one past the last; backward takes them by `inverse`."""
 
     @staticmethod
-    def forward(ctx, x, source, back):
-        ctx.save_for_backward(source, back)
+    def forward(ctx, x, source, inverse):
+        ctx.save_for_backward(source, inverse)
         return F.pad(x, (0, 0, 0, 1)).index_select(0, source)
 
     @staticmethod
     def backward(ctx, grad):
-        source, back = ctx.saved_tensors
-        return _Move.apply(grad, back, source), None, None
+        source, inverse = ctx.saved_tensors
+        return _Move.apply(grad, inverse, source), None, None
 
 
 def run(
