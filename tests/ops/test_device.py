@@ -1,16 +1,22 @@
 """Only titanmoe.ops.device decides which code runs on a device."""
 
 import re
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
 
-from titanmoe.models.layers import RMSNorm
-from titanmoe.moe.experts import can_group
+from titanmoe.config.schema import Model, MoE
+from titanmoe.models.attention import causal_attention
+from titanmoe.models.layers import RMSNorm, rotate, swiglu
+from titanmoe.moe.experts import Experts, can_group
 from titanmoe.ops import device
 from titanmoe.ops.device import Hardware, as_on
 from titanmoe.ops.kernels import fused, installed
+from titanmoe.parallel.norm import local_norms
 
 SOURCE = Path(__file__).resolve().parents[2] / "titanmoe"
 HOPPER, AMPERE = Hardware("cuda", (9, 0)), Hardware("cuda", (8, 0))
@@ -71,3 +77,37 @@ def test_ways_differ_and_numbers_do_not():
     with as_on(HOPPER):
         there = norm(x)
     torch.testing.assert_close(here, there)
+
+
+def compute() -> None:
+    """What has a way of its own on CPUs, forward and backward, without a kernel."""
+    x = torch.randn(1, 256, 2, 16, dtype=torch.bfloat16, requires_grad=True)
+    norm = RMSNorm(16, 1e-6, torch.bfloat16)
+    experts = Experts(Model(num_experts=2, dim=16, expert_hidden=16), MoE(kernels="torch"), torch.bfloat16)
+    for weight in (norm.weight, *experts.parameters()):
+        torch.nn.init.ones_(weight)
+    angle = torch.zeros(1, 256, 1, 16)
+    y = swiglu(rotate(norm(x), (angle.cos(), angle.sin()), "torch"), x)
+    y_RD = causal_attention(y, y, y).flatten(0, 2)
+    experts.products(y_RD, torch.ones(len(y_RD), 1), torch.tensor([1, len(y_RD) - 1])).sum().backward()
+    local_norms([x.grad])
+
+
+@pytest.mark.parametrize("hardware", [None, HOPPER])
+def test_code_for_gpus_never_meets_what_serves_cpus(hardware):
+    met = set()
+
+    def note(frame: FrameType, event: str, _) -> None:
+        folder, _, name = frame.f_code.co_filename.rpartition("/")
+        if folder.endswith("ops/cpu"):
+            met.add(name)
+
+    before = sys.getprofile()
+    with nullcontext() if hardware is None else as_on(hardware):
+        sys.setprofile(note)
+        try:
+            compute()
+        finally:
+            sys.setprofile(before)
+    blocks = {"blocked_attention.py", "gradient_norms.py", "rowwise.py", "whole_units.py"}
+    assert met == (blocks if hardware is None else set())

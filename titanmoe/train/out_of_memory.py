@@ -6,7 +6,7 @@ import os
 import re
 import traceback
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,7 @@ from titanmoe.models.count import parameters
 from titanmoe.ops.device import kind_for
 from titanmoe.train import host_memory
 from titanmoe.train.runtime import world_size
-
-if TYPE_CHECKING:
-    from titanmoe.train.trainer import Trainer
+from titanmoe.train.trainer import Trainer
 
 SAYS_SO = re.compile("not enough memory|can(no|')t allocate memory|out of memory|bad_alloc", re.IGNORECASE)
 """How PyTorch, CUDA libraries and C++ put it."""
