@@ -26,7 +26,7 @@ PARTS = {
     "validation": "validation",
     "/data/": "reading data",
     "optimizer": "the optimizer's step",
-    "sharded": "gathering weights",
+    "fsdp": "gathering weights or summing gradients",
     "/comm/": "sending between ranks",
     "atten": "attention",
     "vocabulary": "embedding, head or loss",
