@@ -80,7 +80,7 @@ def test_an_older_python_gets_one_line(words):
 # ---- rooms, and who may import whom
 
 ARROWS: dict[str, set[str]] = {"config": set(), "tokens": set(), "load_colours": set(), "observe": set()}
-ARROWS |= {"replace": set(), "comm": {"observe"}, "ops": {"replace"}}
+ARROWS |= {"replace": set(), "comm": {"observe"}, "ops": {"observe", "replace"}}
 """By room, or file next to the rooms: what it may import. Everything else in titanmoe/ is above all of these."""
 ARROWS["fold"] = {"config", "comm"}
 ARROWS["moe"] = {"config", "tokens", "observe", "comm", "ops", "fold"}

@@ -19,7 +19,6 @@ from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.dispatch import Dispatcher
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.fp8 import Quantised, Rounded, plain_scaled_rows, quantise, scaled_rows
-from titanmoe.moe.permute import to_rows, to_tokens
 from titanmoe.observe import region
 from titanmoe.ops import device
 from titanmoe.ops.cpu import rowwise, whole_units
@@ -149,9 +148,8 @@ def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Te
         from titanmoe.ops.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
 
         return partial(weighted_swiglu, clamped=clamped), partial(weighted_swiglu_backward, clamped=clamped)
-    if rowwise.pays(x) and not clamped:
-        return rowwise.swiglu, rowwise.swiglu_backward
-    return partial(plain_swiglu, clamped=clamped), partial(plain_swiglu_backward, clamped=clamped)
+    plain = partial(plain_swiglu, clamped=clamped), partial(plain_swiglu_backward, clamped=clamped)
+    return plain if clamped else device.way(x, plain, cpu=(rowwise.swiglu, rowwise.swiglu_backward))
 
 
 def plain_down(
@@ -308,13 +306,10 @@ class Experts(nn.Module):
         return self.grouped_mm != "loop" and can_group(x_RD, *w1_eFD.shape[1:])
 
     def products(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
-        plain = self.dtype == "compute" and not self.unused_rows and not torch.compiler.is_compiling()
-        grouped = plain and self.uses_grouped_mm(x_RD, local(self.w1))
-        if not (grouped and whole_units.pay(x_RD, count_e)):
-            return self.products_of_rows(x_RD, weight_R1, count_e)
-        source_P, slot_R1, whole_e = whole_units.fill(count_e, x_RD.shape[0])
-        x_PD, weight_P1 = (to_rows(x, source_P, slot_R1, self.kernels) for x in (x_RD, weight_R1))
-        return to_tokens(self.products_of_rows(x_PD, weight_P1, whole_e), source_P, slot_R1, self.kernels)
+        run = self.products_of_rows
+        if self.dtype == "compute" and not self.unused_rows and self.uses_grouped_mm(x_RD, local(self.w1)):
+            run = device.way(x_RD, run, cpu=partial(whole_units.run, run))
+        return run(x_RD, weight_R1, count_e)
 
     def products_of_rows(self, x_RD: Tensor, weight_R1: Tensor, count_e: Tensor) -> Tensor:
         w1_eFD, w3_eFD, w2_eDF = local(self.w1), local(self.w3), local(self.w2)

@@ -76,5 +76,5 @@ def make_engine(
     """Runs forward and backward through the stages; the training step need not know whether there is a pipeline."""
     if meshes.pp.size == 1:
         return WithoutPipeline(stages, config.parallelism.reduce_once)
-    kept = not reshard(config.parallelism)
-    return Pipeline(stages, config.pipeline, config.training, meshes, microbatches, device, kept)
+    keep_gathered = not reshard(config.parallelism)
+    return Pipeline(stages, config.pipeline, config.training, meshes, microbatches, device, keep_gathered)

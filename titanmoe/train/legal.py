@@ -37,9 +37,9 @@ def _here(config: Config) -> Config:
 
 
 def _has_gpu() -> bool:
-    from titanmoe.ops.device import chosen  # imports torch
+    from titanmoe.ops.device import kind_for  # imports torch
 
-    return chosen("auto") == "cuda"
+    return kind_for("auto") == "cuda"
 
 
 def lacking(config: Config, world: int) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Replacements for gloo's collectives in FSDP2: pieces that go straight to their place, gradients that travel narrow.
 
-Only used on CPUs; on GPUs NCCL does both.
+On GPUs NCCL does both.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from titanmoe import observe
 
@@ -24,10 +25,10 @@ REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class _Exchange(dist.Work):
-    """One message between every two ranks of a group: `sent` by destination rank, `arrived` by source rank."""
+    """One message between every two ranks of a group: `outgoing` by destination rank, `incoming` by source rank."""
 
     def __init__(
-        self, sent: Sequence[Tensor], arrived: Sequence[Tensor], group: dist.ProcessGroup, what: str, tag: int
+        self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: dist.ProcessGroup, what: str, tag: int
     ):
         super().__init__()
         ranks, rank = group.size(), group.rank()
@@ -35,22 +36,22 @@ class _Exchange(dist.Work):
         self.works: list[tuple[dist.Work, str, int]] = []
         for step in range(1, ranks):
             before, after = (rank - step) % ranks, (rank + step) % ranks
-            self.works.append((dist.irecv(arrived[before], group=group, group_src=before, tag=tag), "send", before))
-            self.works.append((dist.isend(sent[after], group=group, group_dst=after, tag=tag), "take", after))
+            self.works.append((dist.irecv(incoming[before], group=group, group_src=before, tag=tag), "send", before))
+            self.works.append((dist.isend(outgoing[after], group=group, group_dst=after, tag=tag), "take", after))
 
     def wait(self, timeout: Any = None) -> bool:
         """All together within the group's current time-out: by itself gloo uses that of the group's creation."""
         observe.waits(self.group.group_name)
         bound = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         end = time.monotonic() + bound
-        for work, does, other in self.works:
+        for work, does, peer in self.works:
             try:
                 # torch cuts to whole milliseconds: with one more it never gives up before `end`, nor waits forever
                 work.wait(timedelta(seconds=max(end - time.monotonic(), 0) + 0.001))
             except RuntimeError as error:
                 if time.monotonic() < end:
                     raise
-                rank = dist.get_global_rank(self.group, other)
+                rank = dist.get_global_rank(self.group, peer)
                 raise TimeoutError(
                     f"rank {dist.get_rank()} waited {bound:g} s in {self.what} for rank {rank} to {does} its piece: "
                     f"see what rank {rank} prints or hangs in; if it is only slow, raise training.timeout_s "
@@ -104,13 +105,13 @@ class NarrowOnTheWire:
 
     def __init__(self, ranks: int, wide: torch.dtype, sums: ReusedMemory):
         self.ranks, self.wide, self.sums = ranks, wide, sums
-        self._sent = 0
+        self._message_numbers = 0
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Called alternately for what is sent and for the sum, which is smaller by the number of ranks."""
         numbers = math.prod(size)
-        is_sum = numbers * self.ranks == self._sent
-        self._sent = 0 if is_sum else numbers
+        is_sum = numbers * self.ranks == self._message_numbers
+        self._message_numbers = 0 if is_sum else numbers
         return self.sums.take(size, self.wide) if is_sum else torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
@@ -148,3 +149,18 @@ class ReusedMemory:
         user = memoryview(pages)  # kept alive by the tensor
         self.pages.append((pages, weakref.ref(user)))
         return torch.frombuffer(user, dtype=dtype, count=numbers)[: math.prod(size)].view(size)
+
+
+class OverGloo:
+    """How all of a model's FSDP units send on CPUs."""
+
+    def __init__(self, param: torch.dtype, wide: torch.dtype, summed_before: bool):
+        """wide: what gradients are summed in. summed_before: microbatches are, before anything is sent."""
+        narrow = wide != param and not summed_before
+        self.reduce_dtype = param if narrow else wide
+        self.wide, self.sums = wide, ReusedMemory() if narrow else None
+
+    def use_in(self, unit: FSDPModule, ranks: int) -> None:
+        """ranks: those that share the unit's weights."""
+        unit.set_custom_all_gather(StraightToPlace())
+        unit.set_custom_reduce_scatter(NarrowOnTheWire(ranks, self.wide, self.sums) if self.sums else AsGloo())
