@@ -12,6 +12,7 @@ from titanmoe.config import ConfigError
 from titanmoe.config.ranges import RANGES
 from titanmoe.config.schema import MoE
 from titanmoe.ops.kernels import installed
+from titanmoe.parts import PARTS
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
 pytestmark = pytest.mark.skipif(not installed(), reason="Triton is not installed")
@@ -43,7 +44,9 @@ def options() -> dict[str, list[Any]]:
     values, hints = {}, get_type_hints(MoE)
     for option in fields(MoE):
         path, hint = f"moe.{option.name}", hints[option.name]
-        if get_origin(hint) is Literal:
+        if kind := PARTS.of(path):
+            values[path] = list(kind.table)
+        elif get_origin(hint) is Literal:
             values[path] = list(get_args(hint))
         else:
             values[path] = [False, True] if hint is bool else [n for n in NUMBERS[hint] if n in RANGES[path]]
