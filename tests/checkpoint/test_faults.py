@@ -151,22 +151,22 @@ def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at
         save(folder / layout.name_of(step), again, lambda sums: Manifest(step, layout.next_number(folder), sums))
         layout.point(folder, layout.name_of(step))
     ahead = wanted_checkpoint(config(folder.parent), folder.parent, layout.damage).path
-    said = layout.sweep(folder)
+    message = layout.sweep(folder)
     best = taken(folder).path
     assert best == folder / layout.name_of(step if whole else 30) and layout.damage(best) == []
     assert bool((open_checkpoint(best).read("model.a") == -1).all()) == whole
     assert ahead == best or ahead == best.with_name(best.name + layout.WRITING), "read ahead as it will be loaded"
     assert not any(path.suffix for path in folder.iterdir())
-    assert len(said) == (whole and at < (3 if step == 40 else 4))
-    if said:
-        assert "complete but for its name" in said[0]
+    assert len(message) == (whole and at < (3 if step == 40 else 4))
+    if message:
+        assert "complete but for its name" in message[0]
 
 
 def test_a_complete_but_damaged_checkpoint_is_kept_and_reported(folder):
     os.rename(folder / "step-00000030", folder / "step-00000030.writing")
     os.truncate(folder / "step-00000030.writing/rank-00000-000.distcp", 5)
-    (said,) = layout.sweep(folder)
-    assert "is damaged" in said and "has 5 bytes" in said and "kept as step-00000030.passed-over" in said
+    (message,) = layout.sweep(folder)
+    assert "is damaged" in message and "has 5 bytes" in message and "kept as step-00000030.passed-over" in message
     assert (folder / "step-00000030.passed-over").is_dir() and taken(folder).path == folder / "step-00000020"
 
 
@@ -190,8 +190,8 @@ def test_a_link_is_removed_and_its_target_is_not(folder, tmp_path):
     archived = tmp_path / "archive"
     os.rename(folder / "step-00000010", archived)
     (folder / "step-00000010").symlink_to(archived)
-    (said,) = layout.retain(folder, folder / "step-00000030", 2, 0)
-    assert said == f"{folder / 'step-00000010'} was a link: it has been removed, and {archived} has not"
+    (message,) = layout.retain(folder, folder / "step-00000030", 2, 0)
+    assert message == f"{folder / 'step-00000010'} was a link: it has been removed, and {archived} has not"
     assert names(folder) == ["latest", "step-00000020", "step-00000030"] and layout.damage(archived) == []
     for left in ("step-00000010.removing", "step-00000050.writing"):  # as an earlier titanmoe left it
         (folder / left).symlink_to(archived)
@@ -204,8 +204,8 @@ def test_what_cannot_be_removed_is_reported_and_ends_nothing(folder, monkeypatch
         raise OSError(errno.EBUSY, "Device or resource busy", str(path))
 
     monkeypatch.setattr(layout.shutil, "rmtree", busy)
-    (said,) = layout.retain(folder, folder / "step-00000030", 2, 0)
-    assert "cannot remove" in said and "step-00000010.removing: Device or resource busy" in said
+    (message,) = layout.retain(folder, folder / "step-00000030", 2, 0)
+    assert "cannot remove" in message and "step-00000010.removing: Device or resource busy" in message
     assert len(layout.sweep(folder)) == 1 and taken(folder).path == folder / "step-00000030"
 
 
@@ -225,10 +225,10 @@ def go_on_past(folder: str, passed: list[str]) -> list[str]:
 
 def test_what_was_passed_over_is_never_removed(folder):
     """Neither by retention nor when the same step is repeated."""
-    (said,) = world.run(1, go_on_past, str(folder), ["step-00000030", "step-00000010"])
+    (message,) = world.run(1, go_on_past, str(folder), ["step-00000030", "step-00000010"])
     assert names(folder) == ["hf", "latest", "step-00000010.passed-over", "step-00000030.passed-over", "step-00000040"]
     assert bool((open_checkpoint(folder / "step-00000030.passed-over").read("model.a") == 30).all())
-    assert [line.split(" was passed over: kept as ")[-1] for line in said[:2]] == [
+    assert [line.split(" was passed over: kept as ")[-1] for line in message[:2]] == [
         "step-00000030.passed-over", "step-00000010.passed-over",
     ]  # fmt: skip
-    assert len(said) == 3 and "hf is a link" in said[2] and not (folder.parent / "config.json").exists()
+    assert len(message) == 3 and "hf is a link" in message[2] and not (folder.parent / "config.json").exists()

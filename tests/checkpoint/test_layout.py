@@ -49,8 +49,8 @@ def test_auto_takes_the_last_one_made(run):
 
 def test_a_kill_before_latest_was_renamed_hides_nothing(run):
     layout.point(run / "checkpoints", "step-00000020")
-    name, said = taken(run)
-    assert name == "step-00000030" and "latest names step-00000020, which is older" in said[0]
+    name, message = taken(run)
+    assert name == "step-00000030" and "latest names step-00000020, which is older" in message[0]
 
 
 def test_runs_do_not_share_an_absolute_folder(tmp_path):
@@ -75,9 +75,14 @@ def test_a_run_without_checkpoints_starts_from_scratch(tmp_path):
 )
 def test_auto_passes_over_a_damaged_one_and_says_so(run, harm, words):
     harm(shard(run, 30))
-    name, said = taken(run)
+    name, message = taken(run)
     assert name == "step-00000020"
-    assert len(said) == 1 and "passing over step-00000030" in said[0] and words in said[0] and "rank-00000" in said[0]
+    assert (
+        len(message) == 1
+        and "passing over step-00000030" in message[0]
+        and words in message[0]
+        and "rank-00000" in message[0]
+    )
 
 
 @pytest.mark.parametrize("load", ["auto", "elsewhere"])
@@ -120,8 +125,8 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(run):
 
 def test_latest_that_names_nothing_is_passed_over(run):
     layout.point(run / "checkpoints", "step-00000099")
-    name, said = taken(run)
-    assert name == "step-00000030" and "step-00000099, which does not exist" in said[0]
+    name, message = taken(run)
+    assert name == "step-00000030" and "step-00000099, which does not exist" in message[0]
 
 
 def test_a_path_is_a_checkpoint_a_run_or_its_folder(run, tmp_path):

@@ -140,5 +140,5 @@ def _copies(folder: str) -> tuple[list[Any], list[Any]]:
 
 
 def test_a_state_is_copied_into_one_block_of_page_locked_memory(tmp_path: Path) -> None:
-    ((asked, said),) = world.run(1, _copies, str(tmp_path / "c"))
-    assert len(asked) == 4 and "refuses to page-lock" in said[0]
+    ((asked, message),) = world.run(1, _copies, str(tmp_path / "c"))
+    assert len(asked) == 4 and "refuses to page-lock" in message[0]

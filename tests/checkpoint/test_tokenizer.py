@@ -53,7 +53,7 @@ def test_shards_carry_it_into_checkpoints_and_these_to_text_and_exports(tmp_path
 def test_files_that_changed_or_are_no_tokenizers_are_not_copied(tmp_path: Path) -> None:
     shards = tokenize(tmp_path)
     config = replace(Config(), data=Data(source="files", paths=[str(shards)]))
-    kept = open_documents(config, str(shards)).kept_tokenizer
+    kept = open_documents(config, str(shards)).stored_tokenizer
     assert list(kept.files()) == sorted(kept.digests, key=lambda name: (name != "tokenizer.json", name))
     (shards / "tokenizer/tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json has changed since the shards were made"):

@@ -48,8 +48,8 @@ def test_the_runs_own(found: Trained, tmp_path: Path) -> None:
 
 def test_token_shards_say_whose_they_are(found: Trained, tmp_path: Path) -> None:
     def shards(name: str, identity: str) -> str:
-        said = {"identity": identity, "bos": None, "eos": 1}
-        return str(shard_folders.make(tmp_path / name, [[[2, 3]]], tokenizer=said))
+        message = {"identity": identity, "bos": None, "eos": 1}
+        return str(shard_folders.make(tmp_path / name, [[[2, 3]]], tokenizer=message))
 
     theirs = words(tmp_path / "theirs", 20)
     foreign = shards("foreign", open_tokenizer(str(theirs)).identity)

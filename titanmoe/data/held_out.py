@@ -26,11 +26,11 @@ def split(documents: Documents, every: int, least: int) -> tuple[DocumentRange, 
         first, border, end = np.array([[0], [cut.document], [len(cut)]])
         which = f"the last {every}th of the tokens"
         return DocumentRange(cut, first, border, f"without {which}"), DocumentRange(cut, border, end, which)
-    held = np.arange(every - 1, len(documents), every)
-    first, end = np.append(0, held + 1), np.append(held, len(documents))
-    some = end > first
-    return DocumentRange(documents, first[some], end[some], f"without every {every}th"), DocumentRange(
-        documents, held, held + 1, f"every {every}th"
+    held_out = np.arange(every - 1, len(documents), every)
+    first, end = np.append(0, held_out + 1), np.append(held_out, len(documents))
+    nonempty = end > first
+    return DocumentRange(documents, first[nonempty], end[nonempty], f"without every {every}th"), DocumentRange(
+        documents, held_out, held_out + 1, f"every {every}th"
     )
 
 
@@ -50,8 +50,8 @@ class Cut:
     def read(self, start: int, stop: int) -> np.ndarray:
         return self.whole.read(start, stop)
 
-    def counted(self, start: int, stop: int) -> np.ndarray | None:
-        return self.whole.counted(start, stop)
+    def label_mask(self, start: int, stop: int) -> np.ndarray | None:
+        return self.whole.label_mask(start, stop)
 
 
 class DocumentRange:
@@ -78,8 +78,8 @@ class DocumentRange:
         parts = [self.whole.read(a, b) for a, b in self._ranges(start, stop)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def counted(self, start: int, stop: int) -> np.ndarray | None:
-        parts = [self.whole.counted(a, b) for a, b in self._ranges(start, stop)]
+    def label_mask(self, start: int, stop: int) -> np.ndarray | None:
+        parts = [self.whole.label_mask(a, b) for a, b in self._ranges(start, stop)]
         return None if parts[0] is None else np.concatenate(parts)
 
     def _ranges(self, start: int, stop: int) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ class Template:
         self.marks_generation = False
         self._idle = [self._begin()]
 
-    def render(self, *given: dict[str, Any]) -> list[str]:
+    def render(self, *variables: dict[str, Any]) -> list[str]:
         """One text for each. given: what the template's names stand for. The limits are for all of them together."""
         try:
             worker = self._idle.pop()
@@ -51,7 +51,7 @@ class Template:
             worker = None
         if worker is None or worker.parent != os.getpid():
             worker = self._begin()
-        answer = _answer(worker, given, "this conversation")
+        answer = _answer(worker, variables, "this conversation")
         self._idle.append(worker)  # not before: after an interruption, what it says would answer another request
         return _result(answer)
 
@@ -61,9 +61,9 @@ class Template:
         return worker
 
 
-def _answer(worker: _Worker, asked: tuple[Any, ...], what: str) -> dict[str, Any]:
+def _answer(worker: _Worker, arguments: tuple[Any, ...], what: str) -> dict[str, Any]:
     """What it made, or why it could not. what: what the limits are for."""
-    request = json.dumps(asked).encode()
+    request = json.dumps(arguments).encode()
     seconds = SECONDS + SECONDS_PER_MB * len(request) / 1e6
     memory = MEMORY + MEMORY_PER_BYTE * len(request)
     answer = worker.ask(request, seconds, memory)
@@ -163,19 +163,19 @@ def serve() -> None:
     except FileNotFoundError:  # not Linux: then only time is limited
         size = None
     template = None
-    while (asked := _receive(sys.stdin.buffer)) is not None:
-        request, seconds, memory = asked
-        given = json.loads(request)
+    while (message := _receive(sys.stdin.buffer)) is not None:
+        request, seconds, memory = message
+        arguments = json.loads(request)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # nobody handles its signal, so the kernel ends the process
         if size is not None:
             most = int(os.pread(size, 64, 0).split()[0]) * page + memory
             resource.setrlimit(resource.RLIMIT_AS, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
         try:
             if template is None:
-                template, marks_generation = _compiled(*given)
+                template, marks_generation = _compiled(*arguments)
                 answer = {"made": marks_generation}
             else:
-                answer = {"made": [template.render(_guarded_messages(each)) for each in given]}
+                answer = {"made": [template.render(_guarded_messages(each)) for each in arguments]}
         except Exception as error:
             kinds = [kind.__name__ for kind in type(error).__mro__]
             text, line = getattr(error, "message", None) or str(error), getattr(error, "lineno", 0)
@@ -210,19 +210,19 @@ def _guarded(value: Any, where: str) -> Any:
     """A copy in which lists and objects cannot become text."""
     if isinstance(value, dict):
         joint = "." if "'s " in where else "'s "
-        found = _Objects((key, _guarded(one, f"{where}{joint}{key}")) for key, one in value.items())
-        found.where = f"{where}, an object,"
+        guarded = _Objects((key, _guarded(item, f"{where}{joint}{key}")) for key, item in value.items())
+        guarded.where = f"{where}, an object,"
     elif isinstance(value, list):
-        found = _Parts(_guarded(one, f"{where}[{n}]") for n, one in enumerate(value))
-        found.where = f"{where}, a list,"
+        guarded = _Parts(_guarded(item, f"{where}[{n}]") for n, item in enumerate(value))
+        guarded.where = f"{where}, a list,"
     else:
         return value
-    return found
+    return guarded
 
 
-def _guarded_messages(given: dict[str, Any]) -> dict[str, Any]:
-    messages = [_guarded(message, f"message {n}") for n, message in enumerate(given.get("messages", ()), 1)]
-    return given | {"messages": messages}
+def _guarded_messages(variables: dict[str, Any]) -> dict[str, Any]:
+    messages = [_guarded(message, f"message {n}") for n, message in enumerate(variables.get("messages", ()), 1)]
+    return variables | {"messages": messages}
 
 
 def _compiled(text: str, opening: str, closing: str) -> tuple[Any, bool]:

@@ -123,11 +123,11 @@ def _count(things: Sized, name: str) -> str:
 
 
 def summary(out: str, manifest: dict[str, Any]) -> list[str]:
-    tokens, counted = manifest["tokens"], manifest["counted"]
+    tokens, assistant_tokens = manifest["tokens"], manifest["counted"]
     documents = f"{manifest['documents']:,} document{'s' * (manifest['documents'] != 1)}"
     lines = [f"{out}: {tokens:,} tokens in {documents} and {_count(manifest['shards'], 'shard')}"]
-    if counted is not None:
-        lines.append(f"the assistant's: {counted:,} tokens, {counted / tokens:.1%}")
+    if assistant_tokens is not None:
+        lines.append(f"the assistant's: {assistant_tokens:,} tokens, {assistant_tokens / tokens:.1%}")
     if manifest["empty"]:
         lines.append(f"left out: {manifest['empty']:,} empty documents")
     if manifest["skipped"]:

@@ -21,7 +21,7 @@ from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 from titanmoe.data.loader import Loader
-from titanmoe.data.shards import KeptTokenizer
+from titanmoe.data.shards import StoredTokenizer
 from titanmoe.fold.degrees import Fold
 from titanmoe.train.learning_rate import changed_rate
 from titanmoe.train.optimizer import Optimizer
@@ -252,7 +252,7 @@ class Checkpoints:
         return blocked
 
 
-def _files(tokenizer: KeptTokenizer) -> dict[str, Path]:
+def _files(tokenizer: StoredTokenizer) -> dict[str, Path]:
     try:
         return tokenizer.files()
     except ConfigError as error:

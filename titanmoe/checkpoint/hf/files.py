@@ -19,7 +19,7 @@ from titanmoe.checkpoint import inside, layout
 from titanmoe.checkpoint.hf.config import read_json
 from titanmoe.checkpoint.hf.maps import Shape
 from titanmoe.config.load import ConfigError
-from titanmoe.data.tokenizer import BESIDE, FILE
+from titanmoe.data.tokenizer import FILE, OTHER_FILES
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -178,7 +178,7 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> N
 
 # ---- what else is in a model's folder
 
-CARRIED = ("config.json", "generation_config.json", FILE, *BESIDE)
+CARRIED = ("config.json", "generation_config.json", FILE, *OTHER_FILES)
 
 
 def companions(folder: Path) -> dict[str, Path]:
