@@ -118,9 +118,9 @@ def test_which_blocks_are_narrow_is_found_as_by_trying_all():
 
 
 def test_ten_thousand_layers_take_a_pass_or_two(monkeypatch):
-    asked = []
+    calls = []
     monkeypatch.setattr(
-        "titanmoe.models.families.huggingface.has_experts", lambda *it: asked.append(it) or has_experts(*it)
+        "titanmoe.models.families.huggingface.has_experts", lambda *it: calls.append(it) or has_experts(*it)
     )
     assert dense_blocks([False] * 9999 + [True]) == {"num_dense_layers": 9999, "moe_every": 1}
-    assert len(asked) == 10_000
+    assert len(calls) == 10_000

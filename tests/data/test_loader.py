@@ -179,7 +179,7 @@ def test_lengths_are_those_of_the_documents_in_a_sequence(config, packing):
     """By which work is distributed."""
     config.data.packing = packing
     packer = Loader(config, 0, 1).mix.sources[0].packer
-    sequences = list(packer.once())
+    sequences = list(packer.first_epoch())
     for pieces, length_P in zip(sequences, packer.lengths(sequences), strict=True):
         out = empty(1, 32, separate_documents=True)
         packer.fill(pieces, out, 0)
@@ -269,7 +269,7 @@ def bounds(source) -> list[tuple[int, int]]:
 def test_best_fit_pads_little_and_cuts_only_what_is_too_long(config):
     config.data.packing = "best_fit"
     source = Loader(config, 0, 1).mix.sources[1]
-    sequences = list(source.packer.once())
+    sequences = list(source.packer.first_epoch())
     used = sum(int(pieces.pairs_P.sum()) for pieces in sequences)
     assert used / (32 * len(sequences)) > 0.95
     whole = {(a, b - a - 1) for a, b in bounds(source)}

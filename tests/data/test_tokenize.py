@@ -207,16 +207,16 @@ def test_a_finished_shard_is_made_again_only_if_it_is_gone(tmp_path, small_units
     source = corpus(tmp_path / "in")
     run(tmp_path, "whole", source)
     job = TokenizeJob([str(source)], str(tmp_path / "out"), shard_tokens=1500)
-    planned, stop = plan_shards(job), lambda *args: (_ for _ in ()).throw(InterruptedError())
+    plan, stop = plan_shards(job), lambda *args: (_ for _ in ()).throw(InterruptedError())
     with monkeypatch.context() as patch:
         patch.setattr(tokenize_module, "_manifest", stop)  # all but the manifest is there
         with pytest.raises(ConfigError):
-            tokenize(planned, 1, log=lambda line: None)
+            tokenize(plan, 1, log=lambda line: None)
     removed, intact = tmp_path / "out" / "00001-001.starts", tmp_path / "out" / "00001-000.tokens"
     removed.unlink()
     before = intact.stat().st_mtime_ns
     logged = []
-    tokenize(planned, 1, log=logged.append)
+    tokenize(plan, 1, log=logged.append)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
     assert intact.stat().st_mtime_ns == before and logged == ["resuming: 7 of 8 units are made"]
 

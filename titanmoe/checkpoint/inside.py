@@ -13,7 +13,7 @@ from typing import BinaryIO, TypeVar
 T = TypeVar("T")
 WAITS = (0.1, 0.5, 2.0, 8.0)
 """Seconds to wait before each retry."""
-PASSING = frozenset(
+TEMPORARY_ERRORS = frozenset(
     getattr(errno, name)
     for name in (
         *("ESTALE", "EIO", "ETIMEDOUT", "EAGAIN", "EBUSY", "EINTR", "EREMOTEIO", "ENFILE", "EMFILE", "ENOTCONN"),
@@ -41,7 +41,7 @@ def error_text(error: OSError) -> str:
     return f"{error.filename}: {why}" if error.filename else why
 
 
-def unread(file: Path, error: Exception) -> CheckpointError:
+def read_error(file: Path, error: Exception) -> CheckpointError:
     """For a file that is not as it should be, in one line."""
     if isinstance(error, CheckpointError):
         return error
@@ -60,7 +60,7 @@ def with_retries(path: Path, work: Callable[[], T]) -> T:
         except ABSENT:
             raise
         except OSError as error:
-            if seconds is None or error.errno not in PASSING:
+            if seconds is None or error.errno not in TEMPORARY_ERRORS:
                 raise Unreadable(f"{path}: {error.strerror or error}") from None
         time.sleep(seconds)
     raise AssertionError

@@ -17,15 +17,15 @@ Group = Any
 
 def on_all_ranks(group: Group, work: Callable[[], T]) -> list[T]:
     """What work returns on each rank. If it fails on any, all raise CheckpointError with every distinct reason."""
-    mine = _result(work)
-    everyone: list[Any] = [mine]
+    own = _result(work)
+    results: list[Any] = [own]
     if group is not None:
-        everyone = [None] * dist.get_world_size(group)
-        dist.all_gather_object(everyone, mine, group)
-    reasons = dict.fromkeys(reason for _, reason in everyone if reason)
+        results = [None] * dist.get_world_size(group)
+        dist.all_gather_object(results, own, group)
+    reasons = dict.fromkeys(reason for _, reason in results if reason)
     if reasons:
         raise CheckpointError("; ".join(reasons))
-    return [result for result, _ in everyone]
+    return [result for result, _ in results]
 
 
 def from_rank(group: Group, source: int, work: Callable[[], T]) -> T:

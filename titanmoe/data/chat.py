@@ -68,7 +68,7 @@ class Chat:
             assistant_T |= (begin_T < end) & (end_T > begin)
         return tokens_T, assistant_T
 
-    def question(self, text: str) -> np.ndarray:
+    def encode_question(self, text: str) -> np.ndarray:
         """What a user says, up to where the answer begins."""
         return self.tokenizer.encode_with_offsets(
             self._render([{"role": "user", "content": text}], prompt=True)

@@ -19,7 +19,7 @@ class Documents(Protocol):
     """As shown in logs and metrics."""
     fingerprint: str
     """Of the content; a resumed run compares it."""
-    described: str
+    description: str
     """Where it comes from and how much it is, for a person."""
     vocab_size: int
     """One above the largest token id that may occur."""
@@ -43,7 +43,7 @@ class Documents(Protocol):
 class MemoryDocuments:
     def __init__(self, name: str, tokens: np.ndarray, starts: np.ndarray, label_mask: np.ndarray | None = None):
         self.name, self.tokens, self.starts, self._label_mask = name, tokens, starts, label_mask
-        self.described = f"{name}, {len(starts) - 1:,} documents, {len(tokens):,} tokens"
+        self.description = f"{name}, {len(starts) - 1:,} documents, {len(tokens):,} tokens"
         self.vocab_size = int(tokens.max()) + 1 if len(tokens) else 0
         digest = hashlib.blake2b(np.ascontiguousarray(tokens), digest_size=8)
         digest.update(np.ascontiguousarray(starts))

@@ -39,7 +39,7 @@ class Cut:
 
     def __init__(self, whole: Documents, at: int):
         self.whole, self.name, self.vocab_size = whole, whole.name, whole.vocab_size
-        self.fingerprint, self.described = whole.fingerprint, whole.described
+        self.fingerprint, self.description = whole.fingerprint, whole.description
         starts = np.asarray(whole.starts[np.arange(len(whole) + 1)]).astype(np.int64)
         self.document = int(np.searchsorted(starts, at))
         self.starts = np.insert(starts, self.document, at)
@@ -62,10 +62,10 @@ class DocumentRange:
             first_R = end_R = np.zeros(1, np.int64)
         self.whole, self.first_R = whole, first_R
         self.name, self.vocab_size = whole.name, whole.vocab_size
-        self.fingerprint, self.described = f"{whole.fingerprint} {which}", f"{whole.described}, {which}"
-        self.document_R = _sums(end_R - first_R)
+        self.fingerprint, self.description = f"{whole.fingerprint} {which}", f"{whole.description}, {which}"
+        self.document_R = _cumulative(end_R - first_R)
         self.start_R = np.asarray(whole.starts[first_R]).astype(np.int64)
-        self.token_R = _sums(np.asarray(whole.starts[end_R]).astype(np.int64) - self.start_R)
+        self.token_R = _cumulative(np.asarray(whole.starts[end_R]).astype(np.int64) - self.start_R)
 
     def __len__(self) -> int:
         return int(self.document_R[-1])
@@ -116,5 +116,5 @@ class _Starts:
         return start_N if isinstance(which, np.ndarray | list) else int(start_N[0])
 
 
-def _sums(count_R: np.ndarray) -> np.ndarray:
+def _cumulative(count_R: np.ndarray) -> np.ndarray:
     return np.append(0, np.cumsum(count_R))

@@ -177,8 +177,8 @@ class Loader:
         """What to log about sources that the last step started over."""
 
     def state_dict(self) -> dict[str, Any]:
-        described = [source.described for source in self.mix.sources]
-        state = {"consumed": self.consumed, "sources": self.state, "described": described} | self._identity()
+        descriptions = [source.description for source in self.mix.sources]
+        state = {"consumed": self.consumed, "sources": self.state, "described": descriptions} | self._identity()
         return state | ({"tokenizer": self.mix.tokenizer.identity} if self.mix.tokenizer else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -203,7 +203,7 @@ class Loader:
         """What the run was trained on, and what it is given now: sources that are the same are left out."""
         old_prints = str(state.get("source", "")).split(", ")
         old_data = dict(zip(old_prints, state.get("described", ()), strict=False))
-        new_data = {source.fingerprint: source.described for source in self.mix.sources}
+        new_data = {source.fingerprint: source.description for source in self.mix.sources}
         only_old = [text for print_, text in old_data.items() if print_ not in new_data]
         only_new = [text for print_, text in new_data.items() if print_ not in old_prints]
         if sorted(old_prints) == sorted(new_data):
@@ -228,7 +228,7 @@ class ValidationSet:
         self.mix = validation_sources(config, held_out)
 
     def __iter__(self) -> Iterator[list[Batch]]:
-        turns, share = self._turns(), self.share
+        turns, share = self._take_turns(), self.share
         for step in itertools.count(1):
             samples: list[Sample | None] = list(itertools.islice(turns, share.global_batch_size))
             if not samples:
@@ -239,8 +239,8 @@ class ValidationSet:
             if step == self.steps:
                 return
 
-    def _turns(self) -> Iterator[Sample]:
-        unfinished = [(k, source.packer.once()) for k, source in enumerate(self.mix.sources)]
+    def _take_turns(self) -> Iterator[Sample]:
+        unfinished = [(k, source.packer.first_epoch()) for k, source in enumerate(self.mix.sources)]
         while unfinished:
             for k, sequences in tuple(unfinished):
                 pieces = next(sequences, None)

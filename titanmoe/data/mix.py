@@ -20,7 +20,7 @@ from titanmoe.ops.counter_rng import bits, key
 class Source(NamedTuple):
     name: str
     fingerprint: str
-    described: str
+    description: str
     weight: float
     packer: Any
 

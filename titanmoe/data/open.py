@@ -34,7 +34,7 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
         documents = ShardDocuments(path, name)
     else:
         documents = ShardDocuments(_tokenize_into_cache(config, entry, name, field or config.data.field), name)
-        documents.described = (
+        documents.description = (
             f"{entry} through tokenizer {config.data.tokenizer!r}, {len(documents):,} documents, "
             f"{int(documents.starts[len(documents)]):,} tokens"
         )
@@ -47,9 +47,9 @@ def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> P
     data = config.data
     job = TokenizeJob([entry], "", data.tokenizer, data.format, field, data.chat_template, data.bad_lines)
     job = replace(job, max_document_mb=data.max_document_mb)
-    planned = plan_shards(job)
-    _check_vocab_size(config, entry, planned.tokenizer.vocab_size)
-    out = Path(config.job.dump_folder, data.cache, planned.identity)
+    plan = plan_shards(job)
+    _check_vocab_size(config, entry, plan.tokenizer.vocab_size)
+    out = Path(config.job.dump_folder, data.cache, plan.identity)
 
     def log(line: str) -> None:
         print(f"data: {name}: {line}", flush=True)
@@ -65,7 +65,7 @@ def _tokenize_into_cache(config: Config, entry: str, name: str, field: str) -> P
         ) from None
     new = not is_shards(out)
     # The ranks of a node start together, and one of them does the work.
-    manifest = tokenize(replace(planned, job=replace(job, out=str(out))), cores(), wait=True, log=log)
+    manifest = tokenize(replace(plan, job=replace(job, out=str(out))), cores(), wait=True, log=log)
     if new and os.environ.get("RANK", "0") == "0":
         for line in summary(str(out), manifest):
             log(line)

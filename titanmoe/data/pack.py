@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from titanmoe.data.documents import Documents, document_of
-from titanmoe.data.shuffle import permuted
+from titanmoe.data.shuffle import permute
 from titanmoe.ops.counter_rng import key
 from titanmoe.tokens import IGNORE
 
@@ -79,9 +79,9 @@ class Stream:
     def _starts(self, epoch: int, number_N: np.ndarray) -> np.ndarray:
         order = key("windows", self.seed, epoch)
         slack = self.pairs - self.per_epoch * self.seq_len
-        return permuted(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
+        return permute(order, number_N, self.per_epoch) * self.seq_len + order % (slack + 1)
 
-    def once(self) -> Iterator[Pieces]:
+    def first_epoch(self) -> Iterator[Pieces]:
         """The whole first epoch."""
         self.sequences_taken = 0
         while self.sequences_taken < self.per_epoch:
@@ -185,7 +185,7 @@ class BestFit:
                 self.state = [*divmod(onward, self.buffers), 0]
         return out
 
-    def once(self) -> Iterator[Pieces]:
+    def first_epoch(self) -> Iterator[Pieces]:
         """The whole first epoch."""
         for buffer in range(self.buffers):
             self.state = [0, buffer, 0]
@@ -194,7 +194,7 @@ class BestFit:
     def _pack(self) -> _PackedBuffer:
         """The sequences of this buffer."""
         number = np.arange(self.buffer * BUFFER, min((self.buffer + 1) * BUFFER, len(self.documents)))
-        document = permuted(key("documents", self.seed, self.epoch), number, len(self.documents))
+        document = permute(key("documents", self.seed, self.epoch), number, len(self.documents))
         start = np.asarray(self.documents.starts[document]).astype(np.int64)
         pairs = np.asarray(self.documents.starts[document + 1]).astype(np.int64) - start - 1
         start, pairs = start[pairs > 0], pairs[pairs > 0]
@@ -207,7 +207,7 @@ class BestFit:
         bins = [Pieces(start[bin], rest[bin]) for bin in best_fit(rest.tolist(), self.seq_len)]
         count = len(begin) + len(bins)
         order = key("sequences", self.seed, self.epoch, self.buffer)
-        return _PackedBuffer(begin, np.array([self.seq_len]), bins, permuted(order, np.arange(count), count))
+        return _PackedBuffer(begin, np.array([self.seq_len]), bins, permute(order, np.arange(count), count))
 
     def lengths(self, sequences: list[Pieces]) -> list[np.ndarray]:
         return [pieces.pairs_P for pieces in sequences]

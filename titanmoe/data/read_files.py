@@ -78,13 +78,13 @@ def find_files(paths: list[str], format: str) -> list[InputFile]:
         if path.is_file():
             files = [path]
         elif path.is_dir():
-            files = [file for file in _walk(path) if _fits(file, format)]
+            files = [file for file in _walk(path) if _belongs(file, format)]
             if not files:
                 problems.append(f"{name!r} contains no files" + (f" of format {format}" if format != "auto" else ""))
         else:
             matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
             files = [file for match in matches for file in (_walk(match) if match.is_dir() else [match])]
-            files = [file for file in files if file in matches or _fits(file, format)]
+            files = [file for file in files if file in matches or _belongs(file, format)]
             if not files:
                 problems.append(f"{name!r} does not exist (looked for {path.absolute()})")
         for file in files:
@@ -119,7 +119,7 @@ def _kind(file: Path, format: str) -> str:
     return FORMATS.get(_extension(file), "text") if format == "auto" else format
 
 
-def _fits(file: Path, format: str) -> bool:
+def _belongs(file: Path, format: str) -> bool:
     """Whether a folder's file belongs: data sets come with pages about themselves."""
     kind = FORMATS.get(_extension(file), "text")
     return format in ("auto", "text") or kind == format or (format == "chat" and kind != "text")

@@ -30,7 +30,7 @@ FORMAT, VERSION = "titanmoe token shards", 1
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 BLOCK = 1 << 16
 """Bytes that are checked together: some eight samples of 4,096 tokens, checked in 20 us."""
-SHOWN = 8
+MOST_PROBLEMS = 8
 """Problems to report per folder."""
 
 
@@ -143,10 +143,14 @@ class ShardDocuments:
         if (sum(documents), sum(tokens)) != (manifest["documents"], manifest["tokens"]):
             problems.append(f"{folder / MANIFEST} was changed: its shards do not add up to its documents and tokens")
         if problems:
-            more = [f"and {len(problems) - SHOWN} more files of {folder}"] if len(problems) > SHOWN else []
-            raise ConfigError(problems[:SHOWN] + more)
+            more = (
+                [f"and {len(problems) - MOST_PROBLEMS} more files of {folder}"] if len(problems) > MOST_PROBLEMS else []
+            )
+            raise ConfigError(problems[:MOST_PROBLEMS] + more)
         self.fingerprint = "tokens:" + hashlib.blake2b(sums.encode(), digest_size=8).hexdigest()
-        self.described = f"{folder}, {sum(documents):,} documents, {sum(tokens):,} tokens of {self.vocab_size:,} kinds"
+        self.description = (
+            f"{folder}, {sum(documents):,} documents, {sum(tokens):,} tokens of {self.vocab_size:,} kinds"
+        )
         self._names = [shard["name"] for shard in shards]
         self._first_document = np.cumsum([0, *documents], dtype=np.int64)
         self._first_token = np.cumsum([0, *tokens], dtype=np.int64)

@@ -15,7 +15,7 @@ from titanmoe.ops.counter_rng import bits
 ROUNDS = 4
 
 
-def permuted(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
+def permute(key: int, number_N: np.ndarray, size: int) -> np.ndarray:
     """The positions of these numbers, all below size, in the order given by the key."""
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     out_N = torch.as_tensor(number_N, dtype=torch.int64).clone()

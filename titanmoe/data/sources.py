@@ -45,7 +45,7 @@ class Synthetic:
         whole_1 = np.array([self.seq_len])
         return [Pieces(number_N[i : i + 1], whole_1) for i in range(count)]
 
-    def once(self) -> Iterator[Pieces]:
+    def first_epoch(self) -> Iterator[Pieces]:
         while True:
             yield from self.take(1)
 
@@ -137,7 +137,7 @@ def _mix(config: Config, corpora: Sequence[Documents], weights: list[float], whe
                 "the least that can be learned from: give it longer ones"
             )
         weight = weights[k] if weights else float(tokens)
-        sources.append(Source(name, corpus.fingerprint, corpus.described, weight, packer))
+        sources.append(Source(name, corpus.fingerprint, corpus.description, weight, packer))
     available = sum(source.packer.per_epoch for source in sources)
     if not problems and available < least:
         problems.append(
@@ -186,7 +186,7 @@ def _documents(config: Config, path: str, field: str) -> Documents:
     documents = MemoryDocuments(
         STDLIB, np.concatenate(tokens), np.append(0, np.cumsum([len(file_tokens) for file_tokens in tokens]))
     )
-    documents.described = f"the library of Python {platform.python_version()}, {documents.described}"
+    documents.description = f"the library of Python {platform.python_version()}, {documents.description}"
     return documents
 
 

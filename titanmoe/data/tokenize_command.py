@@ -110,10 +110,10 @@ def _tokenize(args: argparse.Namespace) -> int:
         args.shard_tokens,
         args.max_document_mb,
     )
-    planned = plan_shards(job)
-    size = sum(source.bytes for source in planned.sources)
-    print(f"{_count(planned.sources, 'file')}, " + (f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"))
-    for line in summary(args.out, tokenize(planned, args.workers)):
+    plan = plan_shards(job)
+    size = sum(source.bytes for source in plan.sources)
+    print(f"{_count(plan.sources, 'file')}, " + (f"{size / 1e6:,.1f} MB" if size >= 1e6 else f"{size:,} bytes"))
+    for line in summary(args.out, tokenize(plan, args.workers)):
         print(line)
     return 0
 

@@ -29,12 +29,12 @@ def store_tokenizer(folder: Path, files: Mapping[str, Path]) -> dict[str, str]:
 
 def write_json(file: Path, value: Any, scratch: Path | None = None) -> None:
     """Completely or not at all; what a kill leaves behind is in `scratch`, or next to it."""
-    fresh = (scratch or file.parent) / f"{file.name}.{os.getpid()}"
-    with fresh.open("w", encoding="utf-8") as stream:
+    unfinished = (scratch or file.parent) / f"{file.name}.{os.getpid()}"
+    with unfinished.open("w", encoding="utf-8") as stream:
         json.dump(value, stream, indent=1)
         stream.flush()
         os.fsync(stream.fileno())
-    os.replace(fresh, file)
+    os.replace(unfinished, file)
 
 
 class BlockSums:
@@ -69,7 +69,7 @@ class ShardWriter:
         self._parts: dict[str, list[np.ndarray]] = {"tokens": []} | ({"counted": []} if with_label_mask else {})
         self._ends = [0]
         self._crc32, self._sums = dict.fromkeys(self._parts, 0), {extension: BlockSums() for extension in self._parts}
-        self._files = {extension: self._fresh(extension).open("wb") for extension in self._parts}
+        self._files = {extension: self._unfinished_path(extension).open("wb") for extension in self._parts}
 
     def add(self, tokens: np.ndarray, label_mask: np.ndarray | None = None) -> None:
         """A document."""
@@ -92,14 +92,14 @@ class ShardWriter:
         block_sums = [self._sums[name].all for name in ("tokens", "starts", "counted") if name in self._sums]
         sums = np.concatenate(block_sums).astype("<u4")
         for name, whole in ("starts", starts), ("sums", sums):
-            self._files[name] = self._fresh(name).open("wb")
+            self._files[name] = self._unfinished_path(name).open("wb")
             self._files[name].write(whole)
         self._crc32["starts"] = zlib.crc32(starts)
         for extension, file in self._files.items():
             file.flush()
             os.fsync(file.fileno())
             file.close()
-            os.replace(self._fresh(extension), self.folder / f"{self.name}.{extension}")
+            os.replace(self._unfinished_path(extension), self.folder / f"{self.name}.{extension}")
         entry = {"name": self.name, "documents": len(starts) - 1, "tokens": self.tokens, "crc32": self._crc32}
         return entry | {"largest": self.largest, "sums": zlib.crc32(sums)}
 
@@ -115,6 +115,6 @@ class ShardWriter:
             parts.clear()
         self._buffered = 0
 
-    def _fresh(self, extension: str) -> Path:
+    def _unfinished_path(self, extension: str) -> Path:
         # One per process: another whose parent was killed may still be writing the same shard.
         return self.folder / WORK / f"{self.name}.{extension}.{os.getpid()}"

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from titanmoe import observe
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
-from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, wanted_checkpoint
+from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, choose_start
 from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
@@ -82,10 +82,10 @@ class Checkpoints:
 
     def _begin(self) -> dict[str, str]:
         beginning = self._choose()
-        for line in beginning.said:
+        for line in beginning.notes:
             say(f"checkpoint: {line}")
         if self.saver:
-            self.saver.passed = [path for path in beginning.passed if path.parent == self.saver.folder]
+            self.saver.passed_over = [path for path in beginning.passed_over if path.parent == self.saver.folder]
         if beginning.path is None:
             return self._begin_from_hf() if self.options.initial_hf else {}
         if self.saver:
@@ -123,7 +123,7 @@ class Checkpoints:
         """Rank 0 chooses, so that all agree; all ranks divide up the checksums, because reading files takes long."""
 
         def choose() -> StartPoint:
-            return wanted_checkpoint(self.config, self.run, self._damage)
+            return choose_start(self.config, self.run, self._damage)
 
         try:
             while isinstance(answer := from_rank(self.group, 0, choose), Path):  # not on rank 0, which is in choose()
