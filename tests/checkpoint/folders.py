@@ -21,7 +21,7 @@ def make(folder: Path, step: int, number: int | None = None) -> Path:
     write_checkpoint(path, {"model.a": LazyTensor((64,), torch.float32, lambda: tensor)}, {"step": step})
     if number is not None:
         rewrite(path, number=number)
-    layout.point(folder, path.name)
+    layout.write_latest(folder, path.name)
     return path
 
 

@@ -31,7 +31,7 @@ def run(tmp_path: Path) -> Path:
             for i in (0, 1, 10)
         }
         write_checkpoint(folder / layout.name_of(step), tensors, RECORD | {"step": step})
-    layout.point(folder, layout.name_of(10))
+    layout.write_latest(folder, layout.name_of(10))
     return tmp_path / "run"
 
 

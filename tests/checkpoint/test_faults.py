@@ -16,11 +16,11 @@ import torch
 from tests import world
 from tests.checkpoint.folders import make
 from tests.checkpoint.test_layout import config
-from titanmoe.checkpoint import choose_checkpoint, inside, layout
+from titanmoe.checkpoint import choose_checkpoint, layout, safe_files
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, save
 from titanmoe.checkpoint.choose_checkpoint import choose_start
-from titanmoe.checkpoint.inside import CheckpointError, Unreadable
 from titanmoe.checkpoint.manifest import Manifest
+from titanmoe.checkpoint.safe_files import CheckpointError, Unreadable
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import LazyTensor, Piece
 from titanmoe.config import ConfigError
@@ -73,18 +73,18 @@ def test_transient_errors_are_retried(folder, monkeypatch, waits, number):
     faults = Faults(monkeypatch, folder, times=4, number=number)
     start = start_of(folder)
     assert (start.path, start.notes) == (folder / "step-00000030", [])
-    assert {name for name, _ in faults.calls} == {"open", "listdir", "lstat"} and set(waits) == set(inside.WAITS)
+    assert {name for name, _ in faults.calls} == {"open", "listdir", "lstat"} and set(waits) == set(safe_files.WAITS)
 
 
 def test_retrying_has_an_end(folder, monkeypatch, waits):
     Faults(monkeypatch, folder / "latest", times=1e9)
     with pytest.raises(Unreadable, match="latest: Stale file handle"):
-        inside.read(folder, "latest", 100)
-    assert waits == list(inside.WAITS)
+        safe_files.read(folder, "latest", 100)
+    assert waits == list(safe_files.WAITS)
     waits.clear()
     Faults(monkeypatch, folder / "latest", times=1e9, number=errno.EACCES)
     with pytest.raises(Unreadable, match="latest: Permission denied"):
-        inside.read(folder, "latest", 100)
+        safe_files.read(folder, "latest", 100)
     assert waits == [], "what does not pass is not waited for"
 
 
@@ -149,7 +149,7 @@ def test_the_newest_whole_one_wins_whatever_rename_was_the_last(folder, step, at
         kill_before_rename(patch, at)
         again = {"model.a": LazyTensor((64,), torch.float32, lambda: torch.full((64,), -1.0))}
         save(folder / layout.name_of(step), again, lambda sums: Manifest(step, layout.next_number(folder), sums))
-        layout.point(folder, layout.name_of(step))
+        layout.write_latest(folder, layout.name_of(step))
     ahead = choose_start(config(folder.parent), folder.parent, layout.damage).path
     message = layout.sweep(folder)
     best = start_of(folder).path

@@ -212,8 +212,8 @@ def test_a_save_that_hangs_ends_the_run_on_all_ranks_with_the_rank_and_the_file(
 
 
 PHASES = {
-    "begin": "making ",
-    "require": "reading back ",
+    "make_empty": "making ",
+    "check_files": "reading back ",
     "publish": "publishing ",
     "retain": "removing old checkpoints",
 }

@@ -15,7 +15,7 @@ from tests.checkpoint.folders import flip_a_bit, make, rewrite
 from titanmoe.checkpoint import layout, manifest
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.choose_checkpoint import checkpoints_of, choose_start
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import LazyTensor, _ChecksummedFile
 from titanmoe.config.schema import Config
 
@@ -48,7 +48,7 @@ def test_auto_takes_the_last_one_made(run):
 
 
 def test_a_kill_before_latest_was_renamed_hides_nothing(run):
-    layout.point(run / "checkpoints", "step-00000020")
+    layout.write_latest(run / "checkpoints", "step-00000020")
     name, message = start_of(run)
     assert name == "step-00000030" and "latest names step-00000020, which is older" in message[0]
 
@@ -124,7 +124,7 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(run):
 
 
 def test_latest_that_names_nothing_is_passed_over(run):
-    layout.point(run / "checkpoints", "step-00000099")
+    layout.write_latest(run / "checkpoints", "step-00000099")
     name, message = start_of(run)
     assert name == "step-00000030" and "step-00000099, which does not exist" in message[0]
 

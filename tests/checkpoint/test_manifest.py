@@ -10,8 +10,8 @@ import pytest
 
 from tests.checkpoint import folders
 from titanmoe.checkpoint import layout, manifest
-from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.cli import main
 
 HERE = Path("run/step-00000003/manifest.json")

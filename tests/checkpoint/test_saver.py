@@ -19,7 +19,7 @@ from tests import parity, world
 from tests.checkpoint import runs
 from titanmoe.checkpoint import layout, write_tensors
 from titanmoe.checkpoint.checkpoint_folder import open_checkpoint
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint

@@ -14,8 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from titanmoe.checkpoint import inside, layout
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.safe_files import CheckpointError
 
 WHERE = "a run's folder, its checkpoints' folder, or one checkpoint"
 
@@ -60,7 +60,7 @@ def _run_or_error(run: Any, args: argparse.Namespace) -> int:
 
 def checkpoints_in(path: Path) -> list[Path]:
     """The checkpoints that a path names: itself, or those in it."""
-    if inside.exists(path / layout.MANIFEST):
+    if safe_files.exists(path / layout.MANIFEST):
         return [path]
     for folder in (path, path / "checkpoints"):
         if by_step := layout.steps(folder):

@@ -14,11 +14,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.disk import SaveProgress
-from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.tensors import (
     TENSORS,
     Extent,
@@ -47,7 +47,7 @@ def save(
     first = group is None or dist.get_rank(group) == 0
     progress = progress or SaveProgress()
     unfinished = target.with_name(target.name + layout.WRITING)
-    on_all_ranks(group, lambda: progress(f"making {unfinished}", layout.begin, unfinished) if first else None)
+    on_all_ranks(group, lambda: progress(f"making {unfinished}", layout.make_empty, unfinished) if first else None)
     on_all_ranks(group, lambda: _check_visible(unfinished))
     writer = Writer(unfinished, progress, finite)
     try:
@@ -58,7 +58,7 @@ def save(
     on_all_ranks(group, lambda: writer.copy_files(carried or {}) if first else None)
     # Read back what was written, to find a byte that the file system lost before anyone relies on it.
     sums = on_all_ranks(
-        group, lambda: progress(f"reading back {writer.current_file}", layout.require, unfinished, writer.sums)
+        group, lambda: progress(f"reading back {writer.current_file}", layout.check_files, unfinished, writer.sums)
     )
     everything = {name: s for rank_sums in sums for name, s in rank_sums.items()}
 
@@ -96,7 +96,7 @@ class Checkpoint:
         try:
             return from_json(data, files)
         except Exception as error:  # files that are not ours can raise anything
-            raise inside.read_error(self.path / TENSORS, error) from None
+            raise safe_files.read_error(self.path / TENSORS, error) from None
 
     @cached_property
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -121,9 +121,9 @@ class Checkpoint:
                 blocks_by_file.setdefault(block.file, {}).setdefault(block, []).append((name, piece))
         for file, blocks in blocks_by_file.items():
             try:
-                inside.with_retries(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
+                safe_files.with_retries(self.path / file, lambda file=file, blocks=blocks: self._fill(file, blocks))
             except Exception as error:
-                raise inside.read_error(self.path / file, error) from None
+                raise safe_files.read_error(self.path / file, error) from None
 
     def _blocks_for(self, name: str, piece: Piece) -> list[Extent]:
         try:
@@ -132,7 +132,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} cannot be read: {name} {error}") from None
 
     def _fill(self, file: str, blocks: Mapping[Extent, list[tuple[str, Piece]]]) -> None:
-        with inside.opened(self.path, file) as stream:
+        with safe_files.open_file(self.path, file) as stream:
             for block in sorted(blocks, key=lambda block: block.start):
                 dtype = self.stored[blocks[block][0][0]].dtype
                 tensor = load(block, dtype, stream)
@@ -174,7 +174,7 @@ def _save_error(failure: dcp.CheckpointException, target: Path) -> CheckpointErr
             "start again to resume from the latest, with a lower optimizer.lr if it happens again"
         )
     return CheckpointError(
-        "; ".join(dict.fromkeys(inside.error_text(e) if isinstance(e, OSError) else str(e) for e in errors))
+        "; ".join(dict.fromkeys(safe_files.error_text(e) if isinstance(e, OSError) else str(e) for e in errors))
     )
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanmoe.checkpoint import inside, layout
-from titanmoe.checkpoint.inside import CheckpointError, Unreadable
+from titanmoe.checkpoint import layout, safe_files
+from titanmoe.checkpoint.safe_files import CheckpointError, Unreadable
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
 
@@ -65,59 +65,61 @@ def choose_start(config: Config, run: Path, damage: Callable[[Path], list[str]])
 FROM_SCRATCH = "--checkpoint.load=none starts from scratch on purpose, in a folder of its own"
 
 
-def _has_checkpoints(own: Path) -> bool:
+def _has_checkpoints(folder: Path) -> bool:
     try:
-        return bool(layout.candidates(own, unfinished=True)) or inside.exists(own / layout.LATEST)
+        return bool(layout.candidates(folder, unfinished=True)) or safe_files.exists(folder / layout.LATEST)
     except Unreadable as error:
         raise Unreadable(
             f"{error}: it is unknown whether there are checkpoints to resume from; {FROM_SCRATCH}"
         ) from None
 
 
-def _newest_sound(folder: Path, damage: Callable[[Path], list[str]], own: bool = True) -> StartPoint:
+def _newest_sound(folder: Path, damage: Callable[[Path], list[str]], is_own_run: bool = True) -> StartPoint:
     """The first candidate that is sound. There are some: if none can be used, that must not mean starting from
     scratch."""
     latest_name, passed_over = layout.latest(folder), {}
-    for path in layout.candidates(folder, unfinished=own):
+    for path in layout.candidates(folder, unfinished=is_own_run):
         try:
             broken = damage(path)
         except CheckpointError as error:
             broken = [str(error)]
         if not broken:
-            notes = [f"passing over {other.name}: {why}" for other, why in passed_over.items()]
+            notes = [f"passing over {other.name}: {reason}" for other, reason in passed_over.items()]
             if latest_name not in ("", path.name, *(other.name for other in passed_over)):
-                why = "which is older" if inside.exists(folder / latest_name) else "which does not exist"
-                notes.append(f"{folder / layout.LATEST} names {latest_name}, {why}: taking {path.name}")
+                fate = "which is older" if safe_files.exists(folder / latest_name) else "which does not exist"
+                notes.append(f"{folder / layout.LATEST} names {latest_name}, {fate}: taking {path.name}")
             return StartPoint(path, notes=notes, passed_over=list(passed_over))
         passed_over[path] = "; ".join(broken)
-    why = [f"{path.name}: {reason}" for path, reason in passed_over.items()]
-    if not why:
-        why = [f"{layout.LATEST} names {latest_name or 'nothing'}, but there is no checkpoint"]
+    reasons = [f"{path.name}: {reason}" for path, reason in passed_over.items()]
+    if not reasons:
+        reasons = [f"{layout.LATEST} names {latest_name or 'nothing'}, but there is no checkpoint"]
     fix = f"repair them or move them away; {FROM_SCRATCH}"
-    raise CheckpointError(f"no checkpoint in {folder} can be used: {'; '.join(why)}: {fix if own else 'name another'}")
+    raise CheckpointError(
+        f"no checkpoint in {folder} can be used: {'; '.join(reasons)}: {fix if is_own_run else 'name another'}"
+    )
 
 
-def _checkpoint_of_step(own: Path | None, step: int, damage: Callable[[Path], list[str]]) -> Path:
-    if own is None:
+def _checkpoint_of_step(folder: Path | None, step: int, damage: Callable[[Path], list[str]]) -> Path:
+    if folder is None:
         raise CheckpointError(
             f"checkpoint.load = {step} is a step of this run's own checkpoints, which checkpoint.enable = false does "
             "not look for: enable it, or give the path"
         )
-    by_step = layout.steps(own)
+    by_step = layout.steps(folder)
     if step not in by_step:
         listed = ", ".join(map(str, by_step)) or "none"
-        raise CheckpointError(f"checkpoint.load = {step}: {own} has no such step; it has {listed}")
+        raise CheckpointError(f"checkpoint.load = {step}: {folder} has no such step; it has {listed}")
     _check_sound(by_step[step], damage)
     return by_step[step]
 
 
 def _start_from_path(path: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
-    if inside.exists(path / layout.MANIFEST):
+    if safe_files.exists(path / layout.MANIFEST):
         _check_sound(path, damage)
         return StartPoint(path)
     for folder in (path, path / "checkpoints"):
         if layout.steps(folder):
-            return _newest_sound(folder, damage, own=False)
+            return _newest_sound(folder, damage, is_own_run=False)
     layout.read_manifest(path)  # says what the folder is instead
     raise CheckpointError(f"checkpoint.load = {path} contains no checkpoint")
 

@@ -26,10 +26,10 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from titanmoe.checkpoint import inside, manifest
+from titanmoe.checkpoint import manifest, safe_files
 from titanmoe.checkpoint.disk import write_error
-from titanmoe.checkpoint.inside import ABSENT, CheckpointError, Unreadable, error_text, with_retries
 from titanmoe.checkpoint.manifest import Manifest, Sum
+from titanmoe.checkpoint.safe_files import ABSENT, CheckpointError, Unreadable, error_text, with_retries
 
 MANIFEST, LATEST, CARRIED = "manifest.json", "latest", "hf"
 CARRIED_BYTES = 1 << 30
@@ -51,7 +51,7 @@ def step_of(path: Path) -> int:
 
 def read_manifest(folder: Path) -> Manifest:
     try:
-        data = inside.read(folder, MANIFEST, manifest.MOST_BYTES)
+        data = safe_files.read(folder, MANIFEST, manifest.MOST_BYTES)
     except ABSENT:
         raise CheckpointError(_explain_absent(folder)) from None
     return manifest.parse(data, folder / MANIFEST)
@@ -86,7 +86,7 @@ def _entries(folder: Path) -> list[str]:
 def latest(folder: Path) -> str:
     """The name in the file `latest`, "" without one."""
     try:
-        return inside.read(folder, LATEST, 256).decode().strip()
+        return safe_files.read(folder, LATEST, 256).decode().strip()
     except (*ABSENT, CheckpointError, UnicodeDecodeError):
         return ""
 
@@ -99,7 +99,7 @@ def candidates(folder: Path, unfinished: bool = False) -> list[Path]:
     checkpoints = list(steps(folder).values())
     if unfinished:
         names = [name for name in _entries(folder) if _NAME.fullmatch(name.removesuffix(WRITING)) and WRITING in name]
-        checkpoints += [folder / name for name in names if inside.exists(folder / name / MANIFEST)]
+        checkpoints += [folder / name for name in names if safe_files.exists(folder / name / MANIFEST)]
     latest_name = latest(folder)
 
     def rank(path: Path) -> tuple[float, bool, str]:
@@ -118,20 +118,22 @@ def number(path: Path) -> float:
 
 def damage(folder: Path, files: Iterable[str] | None = None, contents: bool = True) -> list[str]:
     """What is wrong with a checkpoint's files, one line each, naming the file. contents: also compare checksums."""
-    want = read_manifest(folder).files
-    lines = (_damage_of(folder, name, want[name], contents) for name in sorted(want if files is None else files))
+    expected = read_manifest(folder).files
+    lines = (
+        _damage_of(folder, name, expected[name], contents) for name in sorted(expected if files is None else files)
+    )
     return [line for line in lines if line]
 
 
-def _damage_of(folder: Path, name: str, want: Sum, contents: bool) -> str:
+def _damage_of(folder: Path, name: str, expected: Sum, contents: bool) -> str:
     """What is wrong with a file, if anything is."""
     file = folder / name
     try:
-        size = with_retries(file, lambda: os.lstat(inside.safe_path(folder, name)).st_size)
-        if size != want.bytes:
-            return f"{file} has {size:,} bytes but was written with {want.bytes:,}"
-        if contents and (crc := with_retries(file, lambda: crc32(folder, name, size))) != want.crc32:
-            return f"{file} has CRC-32 {crc:08x} but was written with {want.crc32:08x}: its contents have changed"
+        size = with_retries(file, lambda: os.lstat(safe_files.safe_path(folder, name)).st_size)
+        if size != expected.bytes:
+            return f"{file} has {size:,} bytes but was written with {expected.bytes:,}"
+        if contents and (crc := with_retries(file, lambda: crc32(folder, name, size))) != expected.crc32:
+            return f"{file} has CRC-32 {crc:08x} but was written with {expected.crc32:08x}: its contents have changed"
     except ABSENT:
         return f"{file} is missing"
     except Unreadable:
@@ -143,19 +145,19 @@ def _damage_of(folder: Path, name: str, want: Sum, contents: bool) -> str:
 
 def crc32(folder: Path, name: str, size: int) -> int:
     crc = 0
-    with inside.opened(folder, name) as stream:
+    with safe_files.open_file(folder, name) as stream:
         while size > 0 and (block := stream.read(min(size, _BLOCK))):
             crc, size = zlib.crc32(block, crc), size - len(block)
     return crc
 
 
-def content(folder: Path, name: str, want: Sum) -> bytes:
+def content(folder: Path, name: str, expected: Sum) -> bytes:
     """A whole file of a checkpoint; CheckpointError unless it is what was written."""
     try:
-        data = inside.read(folder, name, want.bytes)
+        data = safe_files.read(folder, name, expected.bytes)
     except ABSENT:
         raise CheckpointError(f"{folder / name} is missing") from None
-    if len(data) != want.bytes or zlib.crc32(data) != want.crc32:
+    if len(data) != expected.bytes or zlib.crc32(data) != expected.crc32:
         raise CheckpointError(f"{folder / name} is not what was written: its contents have changed")
     return data
 
@@ -175,7 +177,7 @@ def files(folder: Path) -> dict[str, Path]:
 def regular(folder: Path, name: str) -> Path:
     """Its path, if it is a file of the folder that is not reached by a link; else CheckpointError."""
     try:
-        return inside.safe_path(folder, name)
+        return safe_files.safe_path(folder, name)
     except ABSENT:
         raise CheckpointError(f"{folder / name} is missing") from None
 
@@ -188,7 +190,7 @@ def sweep(folder: Path) -> list[str]:
     notes = []
     for name in _entries(folder):
         entry, target = folder / name, folder / name.removesuffix(WRITING)
-        if name.endswith(WRITING) and not entry.is_symlink() and inside.exists(entry / MANIFEST):
+        if name.endswith(WRITING) and not entry.is_symlink() and safe_files.exists(entry / MANIFEST):
             if broken := _damage_text(entry):
                 notes.append(
                     f"{entry} was completely written but is damaged, {broken}: kept as {set_aside(entry).name}"
@@ -212,7 +214,7 @@ def _damage_text(folder: Path) -> str:
         return str(error)
 
 
-def begin(unfinished: Path) -> None:
+def make_empty(unfinished: Path) -> None:
     """An empty folder to write a checkpoint in, next to where it will appear."""
     if unfinished.is_symlink() or not unfinished.is_dir():
         unfinished.unlink(missing_ok=True)
@@ -221,9 +223,11 @@ def begin(unfinished: Path) -> None:
     unfinished.mkdir(parents=True)
 
 
-def require(folder: Path, files: dict[str, Sum]) -> dict[str, Sum]:
+def check_files(folder: Path, files: dict[str, Sum]) -> dict[str, Sum]:
     """The files themselves, if their contents are right."""
-    if broken := [line for name, want in files.items() if (line := _damage_of(folder, name, want, contents=True))]:
+    if broken := [
+        line for name, expected in files.items() if (line := _damage_of(folder, name, expected, contents=True))
+    ]:
         raise CheckpointError("; ".join(broken))
     return files
 
@@ -246,7 +250,7 @@ def _rename_into_place(unfinished: Path, target: Path) -> list[str]:
     return erase(replaced) if replaced else []
 
 
-def point(folder: Path, name: str) -> None:
+def write_latest(folder: Path, name: str) -> None:
     """Point `latest` at a checkpoint."""
     new_file = folder / f"{LATEST}.new"
     write_text(new_file, name + "\n")

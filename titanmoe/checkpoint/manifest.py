@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.field_values import WrongType, fit, shown
 from titanmoe.config.fields import fields
 from titanmoe.config.parse_json import parse_json
@@ -75,8 +75,8 @@ def parse(data: bytes, source: Path) -> Manifest:
             )
         if not data.startswith(HEAD):
             raise ValueError("it does not begin with its SHA-256")
-        if wrong := next(type_errors(content, ENTRIES), ""):
-            raise ValueError(wrong)
+        if type_error := next(type_errors(content, ENTRIES), ""):
+            raise ValueError(type_error)
         files = {name: Sum(s["bytes"], int(s["crc32"], 16)) for name, s in content["files"].items()}
         return Manifest(content["step"], content["number"], files, content["record"], version)
     except RecursionError:
@@ -155,11 +155,11 @@ def config_of(record: Mapping[str, Any], source: Path) -> dict[str, Any]:
     known_fields = fields()
     values = {path: v for path, v in flat_record(record.get("config", {})).items() if path in known_fields}
     fitted = {path: fit(value, known_fields[path]) for path, value in values.items()}
-    wrong = [
+    problems = [
         f"{path} = {shown(values[path])} is not {known_fields[path].expected}"
         for path, value in fitted.items()
         if isinstance(value, WrongType)
     ]
-    if wrong:
-        raise CheckpointError(f"{source}: {'; '.join(wrong)}")
+    if problems:
+        raise CheckpointError(f"{source}: {'; '.join(problems)}")
     return fitted

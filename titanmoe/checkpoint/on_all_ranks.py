@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from titanmoe.checkpoint import inside
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint import safe_files
+from titanmoe.checkpoint.safe_files import CheckpointError
 
 T = TypeVar("T")
 Group = Any
@@ -48,4 +48,4 @@ def _result(work: Callable[[], T]) -> tuple[T | None, str]:
     except CheckpointError as error:
         return None, str(error)
     except OSError as error:
-        return None, inside.error_text(error)
+        return None, safe_files.error_text(error)

@@ -24,9 +24,9 @@ from torch import Tensor
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import save
 from titanmoe.checkpoint.disk import NO_ROOM, SaveProgress, write_error
-from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Manifest, Sum
 from titanmoe.checkpoint.on_all_ranks import on_all_ranks
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.write_tensors import Piece
 from titanmoe.config.schema import Checkpoint as Options
 
@@ -105,7 +105,7 @@ class Saver:
         return time.monotonic() - start
 
     @property
-    def in_trouble(self) -> bool:
+    def failed_or_late(self) -> bool:
         """Whether on this rank a save has failed, or takes too long."""
         late = self._thread is not None and self._thread.is_alive() and time.monotonic() > self._deadline
         return bool(self._failure) or late
@@ -203,5 +203,5 @@ class Saver:
         on_all_ranks(self.group, lambda: copy() if self.first else None)
 
     def _finish_save(self) -> None:
-        layout.point(self.folder, self._target.name)
+        layout.write_latest(self.folder, self._target.name)
         self._say(layout.retain(self.folder, self._target, self.options.keep_last, self.options.keep_every))

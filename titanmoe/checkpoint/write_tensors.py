@@ -24,11 +24,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.disk import SaveProgress, write_error
 from titanmoe.checkpoint.finite import first_nonfinite
-from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import Sum
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.tensors import TENSORS, Extent, StoredTensor, to_json
 
 SMALL = 4096
@@ -224,10 +224,10 @@ class Writer(StorageWriter):
 
     def _bytes_left(self, plan: SavePlan) -> int:
         """How many bytes this rank still has to write."""
-        whole = _planned_bytes(plan)
+        left = _planned_bytes(plan)
         with contextlib.suppress(OSError):
-            whole -= sum(file.stat().st_size for file in self.folder.glob(f"{plan.storage_data}-*"))
-        return max(whole, 0)
+            left -= sum(file.stat().st_size for file in self.folder.glob(f"{plan.storage_data}-*"))
+        return max(left, 0)
 
     def _finish_file(self, stream: _ChecksummedFile) -> None:
         stream.close()
@@ -237,16 +237,18 @@ class Writer(StorageWriter):
         blocks: dict[str, list[Extent]] = {}
         for result in (result for rank in results for result in rank):
             blocks.setdefault(result.index.fqn, []).append(result.storage_data)
-        written = {
+        tensors = {
             name: StoredTensor(entry.properties.dtype, tuple(entry.size), tuple(blocks[name]))
             for name, entry in metadata.state_dict_metadata.items()
         }
-        self._write_whole(TENSORS, to_json(written))
+        self._write_whole(TENSORS, to_json(tensors))
 
     def copy_files(self, files: Mapping[str, Path]) -> None:
         for name, source in files.items():
             (self.folder / layout.CARRIED).mkdir(exist_ok=True)
-            self._write_whole(f"{layout.CARRIED}/{name}", inside.read(source.parent, source.name, layout.CARRIED_BYTES))
+            self._write_whole(
+                f"{layout.CARRIED}/{name}", safe_files.read(source.parent, source.name, layout.CARRIED_BYTES)
+            )
 
     def _write_whole(self, name: str, data: bytes) -> None:
         self._start_file(name)

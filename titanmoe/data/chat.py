@@ -114,9 +114,9 @@ class Chat:
         """The first null without which the word is written less often."""
         for n, message in enumerate(messages):
             for key in [key for key, value in message.items() if _has_null(value)]:
-                other = [*messages[:n], message | {key: _without_null(message[key])}, *messages[n + 1 :]]
+                changed = [*messages[:n], message | {key: _without_null(message[key])}, *messages[n + 1 :]]
                 try:
-                    if self._render_unchecked([(other, prompt)])[0].count("None") >= times:
+                    if self._render_unchecked([(changed, prompt)])[0].count("None") >= times:
                         continue
                 except ChatError:  # it takes no text there, so it tests for the null
                     continue
@@ -124,12 +124,12 @@ class Chat:
         return ""
 
     def _render_with_marks(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
-        parts, spans, length, began = [], [], 0, -1
+        parts, spans, length, span_start = [], [], 0, -1
         for char in _split_at_marks(self._render(messages)):
             if char == OPEN:
-                began = length
+                span_start = length
             elif char == CLOSE:
-                spans.append((began, length))
+                spans.append((span_start, length))
             else:
                 parts.append(char)
                 length += len(char)
@@ -137,9 +137,9 @@ class Chat:
 
     def _render_by_prefixes(self, messages: list[Any]) -> tuple[str, list[tuple[int, int]]]:
         answers = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-        ends = [(messages[: n + 1], False) for n in answers]
-        begins = [(messages[:n], True) for n in answers if n]
-        whole, *texts = self._render_all([(messages, False), *ends, *begins])
+        through_answers = [(messages[: n + 1], False) for n in answers]
+        before_answers = [(messages[:n], True) for n in answers if n]
+        whole, *texts = self._render_all([(messages, False), *through_answers, *before_answers])
         prompts = [*([] if answers[0] else [self._prompt_after([])]), *texts[len(answers) :]]
         spans = []
         for n, prompt, answer_text in zip(answers, prompts, texts, strict=False):

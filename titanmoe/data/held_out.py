@@ -87,9 +87,9 @@ class DocumentRange:
         run = int(np.searchsorted(self.token_R, start, side="right")) - 1
         out = []
         while start < stop:
-            here, next_run = int(self.token_R[run]), int(self.token_R[run + 1])
-            if start < next_run:
-                first, count = int(self.start_R[run]) + start - here, min(stop, next_run) - start
+            run_start, run_end = int(self.token_R[run]), int(self.token_R[run + 1])
+            if start < run_end:
+                first, count = int(self.start_R[run]) + start - run_start, min(stop, run_end) - start
                 out.append((first, first + count))
                 start += count
             run += 1

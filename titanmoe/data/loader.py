@@ -65,7 +65,7 @@ class StepPlan(NamedTuple):
 
     samples: list[Sample]
     number_N: np.ndarray | None
-    after: dict[str, Any]
+    state_after: dict[str, Any]
 
 
 class StepPlans:
@@ -84,8 +84,8 @@ class StepPlans:
             if self.work:
                 work_N = np.array([self.work(length_P) for length_P in self.mix.lengths(samples)])
                 number_N = assign(work_N, share.microbatches, share.ranks, share.size)[:, share.rank].ravel()
-            after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
-            yield StepPlan([samples[j] for j in number_N.tolist()], number_N if self.work else None, after)
+            state_after = {"consumed": consumed, "sources": self.mix.state, "epochs": self.mix.epochs}
+            yield StepPlan([samples[j] for j in number_N.tolist()], number_N if self.work else None, state_after)
 
 
 class SampleReader:
@@ -95,7 +95,8 @@ class SampleReader:
         self.mix, self.seq_len, self.separate_documents = mix, share.seq_len, share.separate_documents
 
     def __getitem__(self, plan: StepPlan) -> tuple[Tensors, dict[str, Any]]:
-        return tensors(self.mix.read(plan.samples, self.seq_len, self.separate_documents), plan.number_N), plan.after
+        arrays = self.mix.read(plan.samples, self.seq_len, self.separate_documents)
+        return tensors(arrays, plan.number_N), plan.state_after
 
 
 class Loader:
@@ -113,15 +114,15 @@ class Loader:
     def next_step(self) -> list[Batch]:
         """This data rank's microbatches of the next optimizer step."""
         begin = time.perf_counter()
-        parts, after = self._start_prefetcher().next()
+        parts, state_after = self._start_prefetcher().next()
         self.wait_s = time.perf_counter() - begin
-        self.consumed, self.state = after["consumed"], after["sources"]
+        self.consumed, self.state = state_after["consumed"], state_after["sources"]
         self.epoch_messages = [
             f"data: {name} begins epoch {int(epoch) + 1}"
-            for name, epoch in after["epochs"].items()
+            for name, epoch in state_after["epochs"].items()
             if int(epoch) > int(self.epochs[name])
         ]
-        self.epochs = after["epochs"]
+        self.epochs = state_after["epochs"]
         return self.share.batches(parts)
 
     def peek(self) -> list[Batch]:

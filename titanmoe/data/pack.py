@@ -215,27 +215,27 @@ class BestFit:
     def fill(self, pieces: Pieces, out: Arrays, n: int) -> None:
         first = 0
         for i, (start, pairs) in enumerate(zip(pieces.start_P.tolist(), pieces.pairs_P.tolist(), strict=True)):
-            here, stop = slice(first, first + pairs), start + pairs + 1
+            piece, stop = slice(first, first + pairs), start + pairs + 1
             tokens, label_mask = self.documents.read(start, stop), self.documents.label_mask(start, stop)
-            out.tokens_NS[n, here], out.labels_NS[n, here], out.valid_NS[n, here] = tokens[:-1], tokens[1:], True
+            out.tokens_NS[n, piece], out.labels_NS[n, piece], out.valid_NS[n, piece] = tokens[:-1], tokens[1:], True
             if label_mask is not None:
-                out.labels_NS[n, here][~label_mask[1:]] = IGNORE
-            out.document_NS[n, here], out.position_NS[n, here] = i, np.arange(pairs)
+                out.labels_NS[n, piece][~label_mask[1:]] = IGNORE
+            out.document_NS[n, piece], out.position_NS[n, piece] = i, np.arange(pairs)
             first += pairs
 
 
 def best_fit(sizes: list[int], room: int) -> list[list[int]]:
     """Bins of the numbers of these sizes, with each size in the fullest bin that still has room for it."""
     bins: list[list[int]] = []
-    left: list[tuple[int, int]] = []  # for each bin that is not full: its room, its number
+    bins_with_room: list[tuple[int, int]] = []  # for each bin that is not full: its room, its number
     for i, size in enumerate(sizes):
-        at = bisect_left(left, (size, -1))
-        if at < len(left):
-            free, bin = left.pop(at)
+        at = bisect_left(bins_with_room, (size, -1))
+        if at < len(bins_with_room):
+            free, bin = bins_with_room.pop(at)
             bins[bin].append(i)
         else:
             free, bin = room, len(bins)
             bins.append([i])
         if free > size:
-            insort(left, (free - size, bin))
+            insort(bins_with_room, (free - size, bin))
     return bins

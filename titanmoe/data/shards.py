@@ -235,14 +235,14 @@ class ShardDocuments:
 
     def _change(self, shard: int, extension: str, block: int) -> str:
         """Between which bytes a block is not as it was written; "" if it is."""
-        before = 0
+        blocks_before = 0
         for name, size in self._sizes[shard].items():
             if name == extension:
                 break
-            before += blocks(size)
+            blocks_before += blocks(size)
         data = self._map(shard, extension, np.dtype(np.uint8))[block * BLOCK : (block + 1) * BLOCK]
-        written = int(self._map(shard, "sums", np.dtype("<u4"))[before + block])
-        if zlib.crc32(data) == written:
+        expected_crc32 = int(self._map(shard, "sums", np.dtype("<u4"))[blocks_before + block])
+        if zlib.crc32(data) == expected_crc32:
             return ""
         return f"between bytes {block * BLOCK:,} and {block * BLOCK + len(data):,}"
 
@@ -284,9 +284,9 @@ class Starts:
         shard_N = np.searchsorted(self._first[1:-1], at_N, side="right")
         start_N = np.empty(at_N.shape, np.int64)
         for shard in np.unique(shard_N):
-            here = shard_N == shard
-            local = self._shard(shard, at_N[here] - self._first[shard])
-            start_N[here] = local.astype(np.int64) + self._documents._first_token[shard]
+            in_shard = shard_N == shard
+            local = self._shard(shard, at_N[in_shard] - self._first[shard])
+            start_N[in_shard] = local.astype(np.int64) + self._documents._first_token[shard]
         return start_N
 
     def _row(self, begin: int, end: int) -> np.ndarray:
@@ -319,7 +319,9 @@ def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
     documents = ShardDocuments(folder)
     for number, shard in enumerate(read_manifest(folder)["shards"]):
         problems = []
-        for extension, written in (shard["crc32"] | {name: shard[name] for name in ("sums",) if name in shard}).items():
+        for extension, expected_crc32 in (
+            shard["crc32"] | {name: shard[name] for name in ("sums",) if name in shard}
+        ).items():
             file = folder / f"{shard['name']}.{extension}"
             crc32 = top = 0
             with file.open("rb") as stream:
@@ -329,9 +331,9 @@ def verify(folder: Path) -> Iterator[tuple[str, list[str]]]:
                         top = max(top, int(np.frombuffer(block, documents.dtype).max()))
             if top >= documents.vocab_size:
                 problems.append(f"{file} contains token {top}, beyond the vocabulary of {documents.vocab_size}")
-            if crc32 != written:
+            if crc32 != expected_crc32:
                 where = documents.first_change(number, extension) if "sums" in shard and extension != "sums" else ""
                 problems.append(
-                    f"{file} has changed since it was written{where}: checksum {crc32:08x}, not {written:08x}"
+                    f"{file} has changed since it was written{where}: checksum {crc32:08x}, not {expected_crc32:08x}"
                 )
         yield shard["name"], problems

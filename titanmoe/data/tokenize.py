@@ -359,8 +359,8 @@ class Meter:
             self._bar.update(self._task, completed=self.done, rate=f"{self.rate / 1e6:.2f} M tokens/s")
         elif now - self.shown_at >= 30:
             self.shown_at = now
-            left = (self.total - self.done) * (now - self.started) / max(self.done - self.done_at_start, 1)
+            seconds_left = (self.total - self.done) * (now - self.started) / max(self.done - self.done_at_start, 1)
             self.log(
                 f"{self.done / self.total:.1%} of {self.total / 1e9:.2f} GB, {self.rate / 1e6:.2f} M tokens/s, "
-                f"about {left / 60:.0f} min to go"
+                f"about {seconds_left / 60:.0f} min to go"
             )

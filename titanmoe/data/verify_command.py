@@ -55,6 +55,6 @@ def _verify(folder: Path) -> list[str]:
         problems += error.problems
     if not problems:
         unchecked = "" if documents.has_sums else "; a run cannot check them as it reads: they were made before that"
-        whole = "1 shard is as it was" if documents.shards == 1 else f"{documents.shards} shards are as they were"
-        print(f"{folder}: {whole} written{unchecked}")
+        summary = "1 shard is as it was" if documents.shards == 1 else f"{documents.shards} shards are as they were"
+        print(f"{folder}: {summary} written{unchecked}")
     return problems

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config.load import ConfigError, format_problems
 
 if TYPE_CHECKING:
@@ -206,7 +206,7 @@ def _generate(
     sampling = Sampling(args.temperature, args.top_k or 0, args.top_p or 1.0, args.seed or 0)
     stream = _Stream(texts[0], prompts[0], tokenizer) if args.stream and first else None
 
-    began, count = time.monotonic(), 0
+    start, count = time.monotonic(), 0
     for batch in generator.batches(prompts, args.batch_size, args.max_tokens, sampling, stream and stream.update):
         if not first:
             continue
@@ -217,7 +217,7 @@ def _generate(
             else:
                 print(_line(args, texts, prompts, tokenizer, generated), flush=True)
     if first:
-        seconds, step = time.monotonic() - began, f" (step {trained.step})" if trained.step else ""
+        seconds, step = time.monotonic() - start, f" (step {trained.step})" if trained.step else ""
         print(
             f"{args.checkpoint}{step}: {count} tokens after {len(texts)} prompt{'s' * (len(texts) > 1)} in "
             f"{seconds:.1f} s, including the prompts ({count / seconds:,.0f} tokens/s), {config.training.dtype} on "

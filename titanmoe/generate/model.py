@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.checkpoint_command import latest_checkpoint
-from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import config_of
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError
 from titanmoe.config.fields import build as build_config
 from titanmoe.config.schema import Config, Experts, Parallelism
@@ -39,8 +39,8 @@ class TrainedModel:
         """The folder's, or the one that was copied along from a Hugging Face model."""
         name = FILE if self.step is None else f"{layout.CARRIED}/{FILE}"
         try:
-            inside.safe_path(self.path, name)
-        except inside.ABSENT:
+            safe_files.safe_path(self.path, name)
+        except safe_files.ABSENT:
             return None
         return self.path / name
 
@@ -110,8 +110,8 @@ def config_to_run(trained: TrainedModel, world: int, degrees: dict[str, int], dt
     choices = {name: value for name, value in plain_choices.items() if getattr(trained_config.moe, name) == value}
     moe = replace(Config().moe, router_dtype=trained_config.moe.router_dtype, **choices)
     config = Config(model=replace(trained_config.model, mtp_depth=0), training=training, moe=moe)
-    resolved, wrong = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
-    problems += wrong
+    resolved, mapping_problems = resolve(world, Parallelism(tp=tp, experts=Experts(ep=ep, etp=etp)))
+    problems += mapping_problems
     edp = resolved.pop("edp", 1)  # its laws are about sharded weights, which are whole here
     problems += model_violations(resolved, config)
     if problems:

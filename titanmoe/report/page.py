@@ -68,8 +68,8 @@ def marks_of(run: Run) -> list[Mark]:
     for event in run.events:
         kind, environment = event["kind"], event.get("environment", {})
         if kind == "restart":
-            now = environment.get("ranks", ranks)
-            text = kind if now == ranks else f"restart: {ranks} -> {now} rank{'s' * (now != 1)}"
+            new_ranks = environment.get("ranks", ranks)
+            text = kind if new_ranks == ranks else f"restart: {ranks} -> {new_ranks} rank{'s' * (new_ranks != 1)}"
             marks.append(Mark(event["step"], text, "muted"))
         elif kind in ("spike", "skip", "divergence", "collapse", "straggler"):
             marks.append(Mark(event["step"], kind, "event"))
@@ -117,7 +117,7 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
     rows = []
     for i, run in enumerate(runs):
         last, config = run.lines[-1], run.config
-        of = f" of {config.training.steps:,}" if config else ""
+        of_steps = f" of {config.training.steps:,}" if config else ""
         fold = run.fold
         mapping = "?"
         if fold:
@@ -128,7 +128,7 @@ def _header(runs: list[Run], title: str) -> Iterator[str]:
             "model": escape(f"{config.model.family} {config.model.size}") if config else "?",
             "mapping (attention / experts)": escape(mapping),
             "ranks": escape(f"{run.environment.get('ranks', '?')} x {run.environment.get('device', '?')}"),
-            "steps": f"{last['step']:,}{of}",
+            "steps": f"{last['step']:,}{of_steps}",
             "started (UTC)": escape(run.events[0]["time"][:16].replace("T", " ")) if run.events else "-",
             "training took": _format_or_dash(run.seconds, duration),
             "loss": "not finite" if last["loss"] is None else f"{last['loss']:.4f}",

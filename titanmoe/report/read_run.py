@@ -57,11 +57,11 @@ class Run:
     @property
     def seconds(self) -> float | None:
         """Of the steps and validations that the lines are of; not of start-ups, nor of steps that were repeated."""
-        total, before = 0.0, None
+        total, last_step = 0.0, None
         for line in self.lines:
-            steps = 1 if before is None else max(1, line["step"] - before)
+            steps = 1 if last_step is None else max(1, line["step"] - last_step)
             total += steps * line.get("step_time_s", 0.0) + line.get("val_s", 0.0)
-            before = line["step"]
+            last_step = line["step"]
         return total or None
 
     @property
@@ -146,22 +146,24 @@ def _lines(
     file: Path, accept: Callable[[dict[str, Any]], dict[str, Any] | None]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Those that known() accepts, and messages about the others: a line for each kind."""
-    accepted, others = [], Counter()
-    *whole, half = file.read_bytes().split(b"\n") if file.is_file() else [b""]
-    for text in [*whole, half]:
+    accepted, rejected_counts = [], Counter()
+    *complete, unfinished = file.read_bytes().split(b"\n") if file.is_file() else [b""]
+    for text in [*complete, unfinished]:
         try:
             line = parse_json(text)
             line = accept(line) if isinstance(line, dict) and _step(line.get("step")) else None
             if line is not None:
                 accepted.append(line)
             else:
-                others["not what titanmoe writes there"] += 1
+                rejected_counts["not what titanmoe writes there"] += 1
         except TooDeep:
-            others[f"nested more than {MOST_DEPTH} deep"] += 1
+            rejected_counts[f"nested more than {MOST_DEPTH} deep"] += 1
         except ValueError:
-            if text is not half and text.strip():  # the run may still be writing its last line
-                others["not JSON"] += 1
-    warnings = [f"{file}: {n} line{'s are' if n > 1 else ' is'} {what}: left out" for what, n in others.items()]
+            if text is not unfinished and text.strip():  # the run may still be writing its last line
+                rejected_counts["not JSON"] += 1
+    warnings = [
+        f"{file}: {n} line{'s are' if n > 1 else ' is'} {what}: left out" for what, n in rejected_counts.items()
+    ]
     return accepted, warnings
 
 

@@ -14,9 +14,9 @@ from titanmoe import observe
 from titanmoe.checkpoint import layout, state
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint
 from titanmoe.checkpoint.choose_checkpoint import StartPoint, checkpoints_of, choose_start
-from titanmoe.checkpoint.inside import CheckpointError
 from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.on_all_ranks import from_rank, on_all_ranks
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.checkpoint.saver import Saver
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
@@ -105,7 +105,7 @@ class Checkpoints:
             raise ConfigError([str(error)]) from None
 
     def _begin_from_hf(self) -> dict[str, str]:
-        from titanmoe.checkpoint.hf.files import companions
+        from titanmoe.checkpoint.hf.files import config_and_tokenizer_files
         from titanmoe.checkpoint.hf.source import open_hf
 
         folder = Path(self.options.initial_hf)
@@ -116,7 +116,7 @@ class Checkpoints:
         for name, (_, piece) in self._targets(with_moments=False).items():
             piece.tensor.copy_(source.read(name.removeprefix("model."), piece.offset, piece.sizes, piece.dtype))
         if self.saver:
-            self._carry(lambda: companions(folder))
+            self._carry(lambda: config_and_tokenizer_files(folder))
         return {"begins from": "\n".join([f"weights of {folder}", *source.notes])}
 
     def _choose(self) -> StartPoint:
@@ -206,7 +206,7 @@ class Checkpoints:
     @property
     def wants_to_stop(self) -> bool:
         """Whether this rank wants to; all ranks stop together once one does."""
-        return bool(self.signals.number or (self.saver and self.saver.in_trouble))
+        return bool(self.signals.number or (self.saver and self.saver.failed_or_late))
 
     @property
     def due(self) -> bool:

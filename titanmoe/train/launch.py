@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError, load
 from titanmoe.config.dispatchers import DISPATCHERS
 from titanmoe.config.load import prints, recipe_of

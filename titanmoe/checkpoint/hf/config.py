@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titanmoe.checkpoint import inside
+from titanmoe.checkpoint import safe_files
 from titanmoe.config import laws, ranges
 from titanmoe.config.blocks import has_experts
 from titanmoe.config.field_values import closest
@@ -76,11 +76,11 @@ class ParsedConfig(NamedTuple):
 
 def read_json(file: Path) -> dict[str, Any]:
     try:
-        data = parse_json(inside.read(file.parent, file.name, MOST_BYTES))
-    except inside.ABSENT:
+        data = parse_json(safe_files.read(file.parent, file.name, MOST_BYTES))
+    except safe_files.ABSENT:
         where = file.parent if file.parent.is_dir() else f"{file.parent}, which is not a folder"
         raise ConfigError([f"no {file.name} in {where}: name the folder of a Hugging Face model"]) from None
-    except inside.CheckpointError as error:
+    except safe_files.CheckpointError as error:
         raise ConfigError([str(error)]) from None
     except ValueError as error:
         raise ConfigError([f"{file} is not JSON: {error}"]) from None
@@ -137,24 +137,24 @@ def interpret(config: dict[str, Any], source: str, dense: bool = False) -> Parse
 
 
 def known_keys(hf: HuggingFace) -> set[str]:
-    read = *hf.fields.values(), *(special.keys for special in hf.special)
-    return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.absent, hf.fixed, *read)
+    keys_read = *hf.fields.values(), *(special.keys for special in hf.special)
+    return IGNORED_KEYS.union(TRAINING_ONLY, KEYS_OF_EVERY_MODEL, hf.absent, hf.fixed, *keys_read)
 
 
 def _type_of(config: dict[str, Any], source: str, dense: bool) -> HuggingFace:
     kind = config.get("model_type")
     types = {hf.model_type: hf for hf in reversed(HUGGING_FACE.values())}
     plain = {hf.model_type: hf for hf in DENSE}
-    own, other = (plain, types) if dense else (types, plain)
-    if kind in own:
-        return own[kind]
-    if kind in other:
+    accepted_types, other_kind_types = (plain, types) if dense else (types, plain)
+    if kind in accepted_types:
+        return accepted_types[kind]
+    if kind in other_kind_types:
         hint = "it has experts, --from-hf converts it" if dense else "it is dense, --upcycle gives it experts"
     else:
-        near = closest(str(kind), own, cutoff=0.5)
+        near = closest(str(kind), accepted_types, cutoff=0.5)
         begin = f", here from that of {near}" if near else ""
         hint = f"docs/extending.md#a-family shows how to add one, as a file of names and sizes{begin}"
-    raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(sorted(own))}: {hint}"])
+    raise ConfigError([f"{source} has model_type = {kind!r}, not one of {', '.join(sorted(accepted_types))}: {hint}"])
 
 
 def _oversized(values: dict[str, Any], source: str) -> list[str]:
@@ -264,11 +264,13 @@ def to_config_json(model: Model, carried: dict[str, Any] | None, dtype: str, seq
     kept.
     """
     hf = HUGGING_FACE[model.family]
-    other = carried
+    source_config = carried
     if carried is not None and carried.get("model_type") != hf.model_type:
         carried = None
     old_entries = {"architectures": [], "model_type": "", "max_position_embeddings": _context(model, seq_len)}
-    old_entries |= carried or {key: value for key, value in (other or {}).items() if key in KEYS_FOR_ANY_MODEL_TYPE}
+    old_entries |= carried or {
+        key: value for key, value in (source_config or {}).items() if key in KEYS_FOR_ANY_MODEL_TYPE
+    }
     old_entries.pop("quantization_config", None)
     if hf.copies:
         old_entries["num_nextn_predict_layers"] = model.mtp_depth

@@ -20,11 +20,21 @@ import titanmoe
 from titanmoe.checkpoint import layout
 from titanmoe.checkpoint.checkpoint_folder import Checkpoint, open_checkpoint, write_checkpoint
 from titanmoe.checkpoint.hf import config as configs
-from titanmoe.checkpoint.hf.files import CARRIED, INDEX, SINGLE, Tensors, companions, index, nbytes, shards, write_file
+from titanmoe.checkpoint.hf.files import (
+    CARRIED,
+    INDEX,
+    SINGLE,
+    Tensors,
+    config_and_tokenizer_files,
+    index,
+    nbytes,
+    shards,
+    write_file,
+)
 from titanmoe.checkpoint.hf.maps import BIAS, Map, Shape
-from titanmoe.checkpoint.inside import CheckpointError, error_text
 from titanmoe.checkpoint.manifest import config_of
 from titanmoe.checkpoint.on_all_ranks import Group, on_all_ranks
+from titanmoe.checkpoint.safe_files import CheckpointError, error_text
 from titanmoe.checkpoint.write_tensors import LazyTensor
 from titanmoe.config.load import ConfigError
 from titanmoe.config.schema import Model
@@ -65,7 +75,7 @@ def check_free(out: Path, overwrite: bool, marks: tuple[str, ...]) -> None:
 # ---- from Hugging Face
 
 
-def write_ours(out: Path, weights: Weights, origin: Path, how: str, overwrite: bool, group: Group) -> int:
+def write_ours(out: Path, weights: Weights, origin: Path, provenance: str, overwrite: bool, group: Group) -> int:
     """A checkpoint at step 0 with the weights alone; returns their bytes."""
     raise_on_all_ranks(group, lambda: check_free(out, overwrite, (layout.MANIFEST,)))
     own = balanced_share({name: nbytes(*size) for name, size in weights.tensors.items()}, group)
@@ -78,10 +88,10 @@ def write_ours(out: Path, weights: Weights, origin: Path, how: str, overwrite: b
         "step": 0,
         "tokens": 0,
         "config": {"model": asdict(weights.model)},
-        "made": f"{how} {origin.absolute()}",
+        "made": f"{provenance} {origin.absolute()}",
         "versions": {"titanmoe": titanmoe.__version__, "torch": torch.__version__},
     }
-    write_checkpoint(out, pieces, record, overwrite, companions(origin), group)
+    write_checkpoint(out, pieces, record, overwrite, config_and_tokenizer_files(origin), group)
     return sum(nbytes(*size) for size in weights.tensors.values())
 
 
@@ -177,7 +187,7 @@ class FolderPlan(NamedTuple):
     export: Export
     files: dict[str, Tensors]
     config: dict[str, Any]
-    others: dict[str, Path]
+    other_files: dict[str, Path]
     """Files to copy."""
 
     def write(self, folder: Path, files: Sequence[str]) -> None:
@@ -188,7 +198,7 @@ class FolderPlan(NamedTuple):
         layout.write_text(folder / configs.CONFIG, json.dumps(self.config, indent=2) + "\n")
         if len(self.files) > 1:
             layout.write_text(folder / INDEX, json.dumps(index(self.files), indent=2) + "\n")
-        for name, file in self.others.items():
+        for name, file in self.other_files.items():
             shutil.copyfile(file, folder / name)
         layout.sync(folder)
 
@@ -198,15 +208,17 @@ def plan_folder(
 ) -> FolderPlan:
     check_free(out, overwrite, (configs.CONFIG, SINGLE, INDEX))
     export = Export(path, dtype)
-    others = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
+    other_files = {name: file for name, file in export.carried.items() if name != configs.CONFIG}
     if tokenizer is not None:
         tokenizer_files = {
-            n: file for n, file in companions(tokenizer).items() if n not in (configs.CONFIG, GENERATION)
+            n: file
+            for n, file in config_and_tokenizer_files(tokenizer).items()
+            if n not in (configs.CONFIG, GENERATION)
         }
         if not tokenizer_files:
             raise ConfigError([f"--tokenizer {tokenizer} has no tokenizer files: name a folder with tokenizer.json"])
-        others = {name: file for name, file in others.items() if name == GENERATION} | tokenizer_files
-    return FolderPlan(export, shards(export.sizes, shard_bytes), export.config(), others)
+        other_files = {name: file for name, file in other_files.items() if name == GENERATION} | tokenizer_files
+    return FolderPlan(export, shards(export.sizes, shard_bytes), export.config(), other_files)
 
 
 def to_hf(
@@ -219,29 +231,29 @@ def to_hf(
     group: Group,
 ) -> FolderPlan:
     ranks, rank = _size_and_rank(group)
-    whole = raise_on_all_ranks(group, lambda: plan_folder(path, out, shard_bytes, tokenizer, dtype, overwrite))
+    plan = raise_on_all_ranks(group, lambda: plan_folder(path, out, shard_bytes, tokenizer, dtype, overwrite))
     names = sorted(layout.read_manifest(path).files)
     if broken := [
         line for lines in on_all_ranks(group, lambda: layout.damage(path, names[rank::ranks])) for line in lines
     ]:
         raise ConfigError(broken, str(path))
     # A run of whole files each: neighbours are often made from the same tensor of ours.
-    per_rank = -(-len(whole.files) // ranks)
-    own = list(whole.files)[rank * per_rank : (rank + 1) * per_rank]
+    per_rank = -(-len(plan.files) // ranks)
+    own = list(plan.files)[rank * per_rank : (rank + 1) * per_rank]
     unfinished = out.with_name(out.name + PARTIAL)
     try:
-        _on_first(group, lambda: layout.begin(unfinished))
-        raise_on_all_ranks(group, lambda: whole.write(unfinished, own))
-        _on_first(group, lambda: _publish(whole, unfinished, out))
+        _on_first_rank(group, lambda: layout.make_empty(unfinished))
+        raise_on_all_ranks(group, lambda: plan.write(unfinished, own))
+        _on_first_rank(group, lambda: _publish(plan, unfinished, out))
     except BaseException:
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
-    return whole
+    return plan
 
 
-def _publish(whole: FolderPlan, unfinished: Path, out: Path) -> None:
-    whole.complete(unfinished)
+def _publish(plan: FolderPlan, unfinished: Path, out: Path) -> None:
+    plan.complete(unfinished)
     replaced = out.with_name(out.name + layout.REMOVING)
     if out.exists():
         os.rename(out, replaced)
@@ -281,5 +293,5 @@ def raise_on_all_ranks(group: Group, work: Callable[[], T]) -> T:
     return result
 
 
-def _on_first(group: Group, work: Callable[[], None]) -> None:
+def _on_first_rank(group: Group, work: Callable[[], None]) -> None:
     raise_on_all_ranks(group, work if _size_and_rank(group)[1] == 0 else lambda: None)

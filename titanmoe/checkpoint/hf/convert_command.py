@@ -55,7 +55,7 @@ def add_convert(commands: argparse._SubParsersAction) -> None:
 
 
 def run_convert(args: argparse.Namespace) -> int:
-    from titanmoe.checkpoint.inside import CheckpointError
+    from titanmoe.checkpoint.safe_files import CheckpointError
 
     first = os.environ.get("RANK", "0") == "0"
     group = None
@@ -120,7 +120,7 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         count, size = sum(len(f.sizes) for f in exported.files.values()), sum(f.bytes for f in exported.files.values())
         files = f"{len(exported.files)} file{'s' * (len(exported.files) != 1)}"
         lines = [f"{args.out}: {exported.export.map.hf.architecture}, {count} tensors in {files}, {_size(size)}"]
-        if not any(name.startswith(("tokenizer", "tokenization")) for name in exported.others):
+        if not any(name.startswith(("tokenizer", "tokenization")) for name in exported.other_files):
             lines.append("note: it has no tokenizer; --tokenizer DIR copies one")
         return lines
 
@@ -136,11 +136,11 @@ def _convert(args: argparse.Namespace, group: Group) -> list[str]:
         source.check()
         return source
 
-    weights, how = (
+    weights, provenance = (
         convert.raise_on_all_ranks(group, open_weights),
         "upcycled from" if args.upcycle else "converted from",
     )
-    size = convert.write_ours(args.out, weights, args.source, how, args.overwrite, group)
+    size = convert.write_ours(args.out, weights, args.source, provenance, args.overwrite, group)
     lines = [f"{args.out}: {len(weights.tensors)} tensors, {_size(size)}", *(f"note: {note}" for note in weights.notes)]
     return [*lines, *_recipe(args.out, weights.model)]
 

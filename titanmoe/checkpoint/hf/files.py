@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titanmoe.checkpoint import inside, layout
+from titanmoe.checkpoint import layout, safe_files
 from titanmoe.checkpoint.hf.config import read_json
 from titanmoe.checkpoint.hf.maps import Shape
 from titanmoe.config.load import ConfigError
@@ -60,10 +60,10 @@ class Folder:
         files = []
         for name in self._names():
             try:
-                files.append(inside.safe_path(self.path, name))
-            except inside.ABSENT:
+                files.append(safe_files.safe_path(self.path, name))
+            except safe_files.ABSENT:
                 problems.append(f"{self.path / name} is missing, {INDEX} names it")
-            except inside.CheckpointError as error:
+            except safe_files.CheckpointError as error:
                 problems.append(str(error))
         return files
 
@@ -181,7 +181,7 @@ def write_file(file: Path, tensors: Tensors, make: Callable[[str], Tensor]) -> N
 CARRIED = ("config.json", "generation_config.json", FILE, *OTHER_FILES)
 
 
-def companions(folder: Path) -> dict[str, Path]:
+def config_and_tokenizer_files(folder: Path) -> dict[str, Path]:
     """Config and tokenizer files, by name. A link is refused: its target would be copied into checkpoints."""
     names = (file.name for pattern in CARRIED for file in sorted(folder.glob(pattern)))
     return {name: layout.regular(folder, name) for name in names}

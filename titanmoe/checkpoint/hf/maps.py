@@ -61,9 +61,11 @@ class Map:
         if model.mtp_depth:
             last = str(model.num_layers)
             # a tied model has no head of its own to repeat
-            self.copies = {copy.replace("{last}", last): of for copy, of in hf.copies.items() if of in self.parts}
-        for copy, of in self.copies.items():
-            for place in self.parts[of]:
+            self.copies = {
+                copy.replace("{last}", last): original for copy, original in hf.copies.items() if original in self.parts
+            }
+        for copy, original in self.copies.items():
+            for place in self.parts[original]:
                 self._add(place._replace(hf_name=copy))
 
     def _add(self, place: HfPart) -> None:

@@ -88,21 +88,25 @@ class HuggingFaceSource:
         in_files |= {name: stored.shape for name, stored in self._unused_parts().items()}
         in_model = self.map.hf_shapes
         extra = self._skip(in_files.keys() - in_model.keys())
-        wrong: dict[str, list[str]] = {}
+        by_problem: dict[str, list[str]] = {}
         for name, shape in in_model.items():
             if name in in_files and in_files[name] != shape:
-                wrong.setdefault(f"shape {in_files[name]} in the files, {shape} in this model", []).append(name)
+                by_problem.setdefault(f"shape {in_files[name]} in the files, {shape} in this model", []).append(name)
         for name, places in self.map.places.items():
             dtypes = {str(self.weights.tensors[p.hf_name][1])[6:] for p in places if p.hf_name in self.weights.tensors}
             if len(dtypes) > 1:
-                wrong.setdefault(f"experts of different dtypes, {', '.join(sorted(dtypes))}", []).append(name)
-        for copy, of in self.map.copies.items():
-            if in_files.get(copy) == in_model[copy] and in_files.get(of) == in_model[of] and not self._equal(copy, of):
-                wrong.setdefault(f"not equal to {of}, which it repeats", []).append(copy)
+                by_problem.setdefault(f"experts of different dtypes, {', '.join(sorted(dtypes))}", []).append(name)
+        for copy, original in self.map.copies.items():
+            if (
+                in_files.get(copy) == in_model[copy]
+                and in_files.get(original) == in_model[original]
+                and not self._equal(copy, original)
+            ):
+                by_problem.setdefault(f"not equal to {original}, which it repeats", []).append(copy)
         hint = "not part of this model"
         if any(self._is_mtp(name) for name in extra):
             hint += " (drop mtp leaves multi-token prediction out, model.mtp_depth = 1 includes it)"
-        kinds = {"missing": in_model.keys() - in_files.keys(), hint: extra, **wrong}
+        kinds = {"missing": in_model.keys() - in_files.keys(), hint: extra, **by_problem}
         return [f"{name}: {what}" for what, names in kinds.items() for name in compress_names(names)]
 
     def _unused_parts(self) -> dict[str, Stored]:
