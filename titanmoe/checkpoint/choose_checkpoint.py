@@ -86,8 +86,8 @@ def _newest_sound(folder: Path, damage: Callable[[Path], list[str]], is_own_run:
         if not broken:
             notes = [f"passing over {other.name}: {reason}" for other, reason in passed_over.items()]
             if latest_name not in ("", path.name, *(other.name for other in passed_over)):
-                fate = "which is older" if safe_files.exists(folder / latest_name) else "which does not exist"
-                notes.append(f"{folder / layout.LATEST} names {latest_name}, {fate}: taking {path.name}")
+                status = "which is older" if safe_files.exists(folder / latest_name) else "which does not exist"
+                notes.append(f"{folder / layout.LATEST} names {latest_name}, {status}: taking {path.name}")
             return StartPoint(path, notes=notes, passed_over=list(passed_over))
         passed_over[path] = "; ".join(broken)
     reasons = [f"{path.name}: {reason}" for path, reason in passed_over.items()]
