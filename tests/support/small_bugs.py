@@ -340,8 +340,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("checkpoint/layout.py", "tests/checkpoint/test_layout.py"): [
         (
             "what `latest` names hides a checkpoint that was made after it",
-            "return number(path), path.name == named, path.name",
-            "return path.name == named, number(path), path.name",
+            "return number(path), path.name == latest_name, path.name",
+            "return path.name == latest_name, number(path), path.name",
         ),
         (
             "a checksum covers only a file's first block",
@@ -364,8 +364,8 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
     ("data/shuffle.py", "tests/data/test_shuffle.py"): [
         (
             "a permutation reaches one number too far",
-            "left = left[out_N[left] >= size]",
-            "left = left[out_N[left] > size]",
+            "outside = outside[out_N[outside] >= size]",
+            "outside = outside[out_N[outside] > size]",
         ),
     ],
     ("data/mix.py", "tests/data/test_loader.py"): [
@@ -394,7 +394,11 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
         ),
     ],
     ("data/loader.py", "tests/data/test_loader.py"): [
-        ("samples distributed by work are numbered in turn", "number_N if self.work else None, after)", "None, after)"),
+        (
+            "samples distributed by work are numbered in turn",
+            "number_N if self.work else None, state_after)",
+            "None, state_after)",
+        ),
     ],
 }
 

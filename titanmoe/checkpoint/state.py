@@ -45,9 +45,9 @@ def targets(
     return out
 
 
-def pieces(found: Targets) -> dict[str, Piece]:
+def pieces(named_pieces: Targets) -> dict[str, Piece]:
     """What to save: of an embedding with copies, the first."""
-    return {stored: piece for name, (stored, piece) in found.items() if name == stored}
+    return {stored: piece for name, (stored, piece) in named_pieces.items() if name == stored}
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -83,42 +83,42 @@ FREE = (
 """Fields of [model] that change how weights are used, but not which there are. Those of RoPE too, by prefix."""
 
 
-def _shapes(path: str) -> bool:
+def _determines_shapes(path: str) -> bool:
     table, _, name = path.partition(".")
     return table == "model" and name not in FREE and not name.startswith("rope_")
 
 
 def refusals(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Fields that may not change but have, with both values."""
-    before, now = flat_record(saved.get("config", {})), flat(config)
+    old, new = flat_record(saved.get("config", {})), flat(config)
     return [
-        f"{path} is {toml_value(now[path])} and was {toml_value(before[path])} when the checkpoint was made: "
+        f"{path} is {toml_value(new[path])} and was {toml_value(old[path])} when the checkpoint was made: "
         "its weights do not fit; use that value, or start a new run"
-        for path in now
-        if _shapes(path) and path in before and before[path] != now[path]
+        for path in new
+        if _determines_shapes(path) and path in old and old[path] != new[path]
     ]
 
 
 def differences(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Every other field that has changed, apart from the checkpoint's and the run's own names."""
-    before, now = flat_record(saved.get("config", {})), flat(config)
+    old, new = flat_record(saved.get("config", {})), flat(config)
     changed = [
-        f"{path}: {toml_value(before[path])} -> {toml_value(now[path])}"
-        for path in now
-        if path in before and before[path] != now[path] and not path.startswith(("checkpoint.", "job.", "metrics."))
+        f"{path}: {toml_value(old[path])} -> {toml_value(new[path])}"
+        for path in new
+        if path in old and old[path] != new[path] and not path.startswith(("checkpoint.", "job.", "metrics."))
     ]
-    return changed + _of_grouping(before, config)
+    return changed + _grouping_notes(old, config)
 
 
-def _of_grouping(before: Mapping[str, Any], config: Config) -> list[str]:
+def _grouping_notes(old: Mapping[str, Any], config: Config) -> list[str]:
     """What depends on which samples or tokens are grouped together, if the groups have changed."""
-    was, now = before.get, flat(config)
+    old_value, new_values = old.get, flat(config)
     notes = []
-    if was("training.global_batch_size") != now["training.global_batch_size"]:
+    if old_value("training.global_batch_size") != new_values["training.global_batch_size"]:
         notes.append("note: the global batch has changed; the loss curve differs from here on")
 
     def regrouped(*paths: str) -> bool:
-        return any(was(path) != now[path] for path in paths)
+        return any(old_value(path) != new_values[path] for path in paths)
 
     per_microbatch = regrouped("training.local_batch_size", "parallelism.dp_shard", "parallelism.dp_replicate")
     if per_microbatch and (config.moe.aux_loss or config.moe.aux_loss_global):

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from titanmoe.checkpoint.choose_checkpoint import has_begun, record_ahead
-from titanmoe.checkpoint.inside import CheckpointError
+from titanmoe.checkpoint.choose_checkpoint import has_begun, record_to_resume
+from titanmoe.checkpoint.safe_files import CheckpointError
 from titanmoe.config import ConfigError, load
 from titanmoe.config.load import prints, recipe_of
 from titanmoe.config.schema import Config
@@ -35,7 +35,7 @@ from titanmoe.train.runtime import (
 from titanmoe.train.waiting import waiting
 
 
-def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]] = record_ahead) -> Config:
+def resolve(config: Config, world: int, ahead: Callable[[Config], dict[str, Any]] = record_to_resume) -> Config:
     """The config with derived degrees and batch sizes filled in. ahead: reads the record that the run resumes from."""
     fold = derive(world, config.parallelism)
     experts = replace(config.parallelism.experts, edp=fold.edp, edp_replicate=fold.edp_replicate)

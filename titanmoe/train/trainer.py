@@ -178,7 +178,7 @@ class Trainer:
                     with profiler.step(self.step + 1):
                         report = self.train_step()
                     observe.active.phase("validation" if self.validation else "checkpoint", self.step)
-                    for line in self.loader.begun:
+                    for line in self.loader.epoch_messages:
                         say(line)
                     if report:
                         report |= self.loader.report() | self.checks.report()
