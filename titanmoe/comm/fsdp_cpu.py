@@ -82,28 +82,14 @@ class StraightToPlace:
         )
 
 
-class AsGloo:
-    """Reduce-scatter by gloo, as FSDP2 would do it, with its wait announced."""
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        observe.waits(group.group_name)
-        REDUCE_SCATTER(output_tensor, input_tensor, op, group)
-        observe.arrived()
-
-
-class NarrowOnTheWire:
-    """Reduce-scatter for FSDP2: gradients travel in the 16 bits they were computed in and are summed wide.
-
-    The result equals that of a wide reduce-scatter, which sends the same 16 bits as 32.
+class ReduceScatter:
+    """For FSDP2: what `AsGloo` and `NarrowOnTheWire` share. Their waits are announced, and so is the one that follows
+    with replicas: torch sums over them by itself, right after this, and then calls FSDP's all-reduce hook.
     """
 
-    def __init__(self, ranks: int, wide: torch.dtype, sums: ReusedMemory):
-        self.ranks, self.wide, self.sums = ranks, wide, sums
+    def __init__(self, ranks: int, replicas: str = ""):
+        """replicas: the name of their group. The hook has to be `end_of_replicas`."""
+        self.ranks, self.replicas = ranks, replicas
         self._sent = 0
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -111,21 +97,64 @@ class NarrowOnTheWire:
         numbers = math.prod(size)
         is_sum = numbers * self.ranks == self._sent
         self._sent = 0 if is_sum else numbers
-        return self.sums.take(size, self.wide) if is_sum else torch.empty(size, dtype=dtype, device=device)
+        if is_sum and self.ranks == 1:  # torch copies instead of calling us
+            self._wait_for_replicas()
+        return self.memory(size, dtype, device, is_sum)
+
+    def memory(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sum: bool) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        pieces = input_tensor.chunk(self.ranks)
+        self.reduce(output_tensor, input_tensor, group, op)
+        self._wait_for_replicas()
+
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        raise NotImplementedError
+
+    def _wait_for_replicas(self) -> None:
+        if self.replicas:
+            observe.waits(self.replicas)
+
+
+def end_of_replicas(summed: Tensor) -> None:
+    observe.arrived()
+
+
+class AsGloo(ReduceScatter):
+    """By gloo, as FSDP2 would do it."""
+
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        observe.waits(group.group_name)
+        REDUCE_SCATTER(out, whole, op, group)
+        observe.arrived()
+
+
+class NarrowOnTheWire(ReduceScatter):
+    """Gradients travel in the 16 bits they were computed in and are summed wide.
+
+    The result equals that of a wide reduce-scatter, which sends the same 16 bits as 32.
+    """
+
+    def __init__(self, ranks: int, wide: torch.dtype, sums: ReusedMemory, replicas: str = ""):
+        super().__init__(ranks, replicas)
+        self.wide, self.sums = wide, sums
+
+    def memory(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sum: bool) -> Tensor:
+        return self.sums.take(size, self.wide) if is_sum else super().memory(size, dtype, device, is_sum)
+
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        pieces = whole.chunk(self.ranks)
         summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         _Exchange(pieces, summands, group, "FSDP's reduce-scatter of gradients", tag=1).wait()
         # A sum of two widths first makes a wide copy of the narrow one: block by block, that stays in the cache.
-        for out, first, *others in zip(
-            output_tensor.split(BLOCK_NUMBERS), *(x.split(BLOCK_NUMBERS) for x in summands), strict=True
+        for block, first, *others in zip(
+            out.split(BLOCK_NUMBERS), *(x.split(BLOCK_NUMBERS) for x in summands), strict=True
         ):
-            out.copy_(first)
+            block.copy_(first)
             for other in others:
-                out += other
+                block += other
 
 
 class ReusedMemory:
