@@ -263,7 +263,7 @@ def start(prepared: Prepared) -> int:
         check_port(options.master_addr, options.master_port)
     logs, before = Logs(_folder(prepared)), oom_kills()
     try:
-        logs.folder.mkdir(parents=True, exist_ok=True)
+        logs.make_folder()
     except OSError as error:
         fix = "give --logs FOLDER, or another job.dump_folder"
         raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
@@ -282,8 +282,9 @@ def start(prepared: Prepared) -> int:
     if text:
         # The panel of rank 0 may have left the cursor in the middle of the screen.
         print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
-    if code == 0 or not ended.failures or ended.signal:
-        logs.tidy()
+    refused = logs.attempt == 1 and bool(ended.failures) and first(ended.failures).refused
+    if code == 0 or not ended.failures or ended.signal or refused:
+        logs.tidy(refused)
     return code
 
 
