@@ -83,8 +83,8 @@ class StraightToPlace:
 
 
 class ReduceScatter:
-    """For FSDP2: what `AsGloo` and `NarrowOnTheWire` share. Their waits are announced, and so is the one that follows
-    with replicas: torch sums over them by itself, right after this, and then calls FSDP's all-reduce hook.
+    """For FSDP2, by gloo as FSDP2 itself would do it, but with its wait announced. So is the one that follows with
+    replicas: torch sums over them by itself, right after this, and then calls FSDP's all-reduce hook.
     """
 
     def __init__(self, ranks: int, replicas: str = ""):
@@ -111,7 +111,9 @@ class ReduceScatter:
         self._wait_for_replicas()
 
     def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        raise NotImplementedError
+        observe.waits(group.group_name)
+        REDUCE_SCATTER(out, whole, op, group)
+        observe.arrived()
 
     def _wait_for_replicas(self) -> None:
         if self.replicas:
@@ -120,15 +122,6 @@ class ReduceScatter:
 
 def end_of_replicas(summed: Tensor) -> None:
     observe.arrived()
-
-
-class AsGloo(ReduceScatter):
-    """By gloo, as FSDP2 would do it."""
-
-    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        observe.waits(group.group_name)
-        REDUCE_SCATTER(out, whole, op, group)
-        observe.arrived()
 
 
 class NarrowOnTheWire(ReduceScatter):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate, Shard
 
-from titanmoe.comm.fsdp_cpu import AsGloo, NarrowOnTheWire, ReusedMemory, StraightToPlace, end_of_replicas
+from titanmoe.comm.fsdp_cpu import NarrowOnTheWire, ReduceScatter, ReusedMemory, StraightToPlace, end_of_replicas
 from titanmoe.config.schema import Parallelism, Training
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Block, Transformer
@@ -93,7 +93,7 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
                 module.set_custom_all_gather(StraightToPlace())
                 ranks, replicas = mesh.size(mesh.ndim - 1), mesh.get_group(0).group_name if mesh.ndim > 1 else ""
                 narrow = NarrowOnTheWire(ranks, wide, sums, replicas)
-                module.set_custom_reduce_scatter(narrow if narrow_wire else AsGloo(ranks, replicas))
+                module.set_custom_reduce_scatter(narrow if narrow_wire else ReduceScatter(ranks, replicas))
                 if replicas:
                     module.set_all_reduce_hook(end_of_replicas)
             module.set_force_sum_reduction_for_comms(True)
