@@ -170,6 +170,19 @@ def test_each_rank_has_a_log_and_rank_0_the_terminal(tmp_path):
     assert [file.name for file in (tmp_path / "logs").rglob("*")] == ["rank9.log"]
 
 
+def test_a_refusal_leaves_no_logs_and_no_new_folder(tmp_path):
+    (tmp_path / "runs").mkdir()
+    logs = Logs(tmp_path / "runs/launch/debug")
+    logs.make_folder()
+    env: dict[int, dict[str, str]] = {0: {"RANK": "0"}}
+    found = logs.reify(env)
+    Path(found.stderrs[0]).touch()
+    Path(found.error_files[0]).write_text("{}")
+    (logs.folder / "agent.log").write_text("rank 0 failed (exitcode: 2)")
+    logs.tidy(refused=True)
+    assert list(tmp_path.rglob("*")) == [tmp_path / "runs"]
+
+
 def test_notes_of_an_earlier_start_in_the_same_folder_are_removed(tmp_path):
     env: dict[int, dict[str, str]] = {0: {"RANK": "0"}}
     note = Path(Logs(tmp_path).reify(env).error_files[0])

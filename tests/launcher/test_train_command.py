@@ -12,8 +12,10 @@ import pytest
 
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
-from titanmoe.launcher import fit_ranks, train_command
+from titanmoe.launcher import agent, fit_ranks, train_command
+from titanmoe.launcher.agent import Ended, Logs
 from titanmoe.launcher.fit_ranks import Machine
+from titanmoe.launcher.message import Failure
 from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
 from titanmoe.train import launch
 
@@ -229,6 +231,20 @@ def test_logs_that_cannot_be_written_are_one_line(monkeypatch, capsys, tmp_path)
         f"error: cannot write the ranks' logs to {tmp_path}/file/logs: Not a directory: "
         "give --logs FOLDER, or another job.dump_folder\n"
     )
+
+
+@pytest.mark.parametrize(("code", "left"), [(2, []), (1, ["launch"])], ids=["refused", "failed"])
+def test_only_a_failure_leaves_logs(code: int, left: list[str], monkeypatch, capsys, tmp_path):
+    def launch(options: object, words: list[str], logs: Logs) -> Ended:
+        found = logs.reify({0: {"RANK": "0"}})
+        note = Path(found.error_files[0])
+        note.write_text('{"message": "error: no", "timestamp": 0}')
+        return Ended(failures=[Failure(0, code, 0.0, Path(found.stderrs[0]), note)])
+
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(agent, "launch", launch)
+    assert main(["train", "debug", "--job.dump_folder", str(tmp_path)]) == code
+    assert "error: " in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == left
 
 
 HOLDS = """

@@ -32,6 +32,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECOND_SIGNAL_S = 0.5
 """A second signal counts only after this time: one Ctrl-C may arrive twice, from the terminal and from make."""
 MONITOR_S = 0.1
+AGENT = "agent.log"
 
 
 class Logs(LogsSpecs):
@@ -40,6 +41,12 @@ class Logs(LogsSpecs):
     def __init__(self, folder: Path):
         super().__init__(str(folder))
         self.folder, self.attempt = folder, 0
+        self.made: list[Path] = []
+        """Folders that were not there before, the innermost first."""
+
+    def make_folder(self) -> None:
+        self.made = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def root_log_dir(self) -> str:
@@ -57,12 +64,16 @@ class Logs(LogsSpecs):
         outputs = {local: f"{name}.out" if local else "" for local, name in names.items()}
         return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, notes)
 
-    def tidy(self) -> None:
-        """Remove empty logs, and advice for a failure that did not happen."""
+    def tidy(self, refused: bool = False) -> None:
+        """Remove empty logs, and advice for a failure that did not happen; after a refusal, which is told in full, also
+        the agent's log and the ranks' notes.
+        """
         for file in self.folder.rglob("rank*"):
-            if file.stat().st_size == 0 or file.suffix == failure.ADVICE:
+            if file.stat().st_size == 0 or file.suffix == failure.ADVICE or (refused and file.suffix == ".json"):
                 file.unlink()
-        for folder in (*self.folder.glob("attempt*"), self.folder):
+        if refused:
+            (self.folder / AGENT).unlink(missing_ok=True)
+        for folder in (*self.folder.glob("attempt*"), *self.made):
             with contextlib.suppress(OSError):
                 folder.rmdir()
 
@@ -178,4 +189,4 @@ def _log_to_file(folder: Path) -> None:
         if name.startswith("torch.distributed."):
             inner = logging.getLogger(name)
             inner.handlers, inner.propagate = [], True
-    log.handlers, log.propagate = [logging.FileHandler(folder / "agent.log", delay=True)], False
+    log.handlers, log.propagate = [logging.FileHandler(folder / AGENT, delay=True)], False

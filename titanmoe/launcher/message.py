@@ -45,6 +45,11 @@ class Failure:
         return self.ended_by_hang or self.code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
     @property
+    def refused(self) -> bool:
+        """Whether it told the user what to change, before it trained."""
+        return self.exitcode == 2 and bool(self.note())
+
+    @property
     def own_fault(self) -> bool:
         """Whether it failed on its own while it was being stopped."""
         return bool(self.note()) and not self.consequence
@@ -89,7 +94,7 @@ def first_failure(failures: Iterable[Failure]) -> Failure:
 def message(failure: Failure, world: int, out_of_memory: bool = False) -> str:
     """out_of_memory: the kernel has killed a process for lack of memory since the run began."""
     note = failure.note()
-    if failure.exitcode == 2 and note:
+    if failure.refused:
         # A refusal: usually from all ranks, sometimes about one rank's machine, such as data missing there.
         return f"rank {failure.rank}: {note['message']}" if failure.rank else note["message"]
     who = f"rank {failure.rank} failed first" if world > 1 else "the run failed"

@@ -269,7 +269,7 @@ def start(prepared: PreparedRun) -> int:
         check_port(options.master_addr, options.master_port)
     logs, before = Logs(_folder(prepared)), oom_kills()
     try:
-        logs.folder.mkdir(parents=True, exist_ok=True)
+        logs.make_folder()
     except OSError as error:
         fix = "give --logs FOLDER, or another job.dump_folder"
         raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
@@ -290,8 +290,9 @@ def start(prepared: PreparedRun) -> int:
     if text:
         # The panel of rank 0 may have left the cursor in the middle of the screen.
         print(f"{chr(10) * sys.stdout.isatty()}{text}", file=sys.stderr, flush=True)
-    if code == 0 or not result.failures or result.signal:
-        logs.tidy()
+    refused = logs.attempt == 1 and bool(result.failures) and first_failure(result.failures).refused
+    if code == 0 or not result.failures or result.signal or refused:
+        logs.tidy(refused)
     return code
 
 

@@ -88,7 +88,7 @@ def shard_data(model: Transformer, training: Training, parallelism: Parallelism,
             if mesh.size() > 1:  # else torch would divide every number by 1.0
                 module.set_gradient_divide_factor(1.0)
             if gloo:
-                gloo.use_in(module, mesh.size(mesh.ndim - 1))
+                gloo.use_in(module, mesh)
             module.set_force_sum_reduction_for_comms(True)
     _prefetch(model, meshes, freed)
 

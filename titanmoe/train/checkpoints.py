@@ -54,6 +54,8 @@ class Checkpoints:
         self.rank, self.world = trainer.runtime.rank, trainer.runtime.world
         self.group = dist.group.WORLD if self.world > 1 else None
         self.signals = Signals()
+        self.begun = 0
+        """The step after which this start goes on."""
         self.saver = self._saver() if self.options.enable else None
 
     def _saver(self) -> Saver:
@@ -76,6 +78,7 @@ class Checkpoints:
     def begin(self) -> dict[str, str]:
         """Load what the config asks for, if anything; returns notes on it for the run's header."""
         notes = self._begin()
+        self.begun = self.trainer.step
         if self.saver and (tokenizer := self.trainer.loader.mix.tokenizer):
             self._carry(partial(_files, tokenizer))
         return notes
@@ -88,9 +91,9 @@ class Checkpoints:
             self.saver.passed_over = [path for path in beginning.passed_over if path.parent == self.saver.folder]
         if beginning.path is None:
             return self._begin_from_hf() if self.options.initial_hf else {}
+        changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         if self.saver:
             self._carry(lambda: layout.carried(beginning.path))
-        changes = self.load(Checkpoint(beginning.path), beginning.model_only)
         step = self.trainer.step
         if self.saver and beginning.path.parent == self.saver.folder:
             self.saver.saved_step = step  # it is on disk already
@@ -231,10 +234,10 @@ class Checkpoints:
 
     def finish(self) -> int:
         """Save what is not yet saved and wait until it is on disk. Returns the signal that ended the run, or 0."""
-        if not self.saver:
+        if not self.saver or self.trainer.step == self.begun:
             return 0
         self.saver.wait()
-        if self.saver.saved_step != self.trainer.step and self.trainer.step > 0:
+        if self.saver.saved_step != self.trainer.step:
             self._save()
             self.saver.wait()
         say(f"saved      {self.saver.folder / layout.name_of(self.trainer.step)}")

@@ -9,6 +9,7 @@ import os
 import shlex
 import socket
 import sys
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TextIO
@@ -59,6 +60,23 @@ def claim(config: Config) -> tuple[Path, TextIO | None]:
         folder = parent / f"{name}-{n}"
 
 
+@contextlib.contextmanager
+def removed_if_refused(config: Config, folder: Path, lock: TextIO | None, rank: int) -> Iterator[None]:
+    """A start that is refused after `claim` removes the file that it claimed the folder by, and folders that are empty
+    then.
+    """
+    try:
+        yield
+    except ConfigError:
+        # The lock is closed once training ends, for whatever reason.
+        if rank == 0 and (not lock.closed if lock else (folder / METRICS).stat().st_size == 0):
+            (folder / (LOCK if lock else METRICS)).unlink()
+            for inner in (choose_checkpoint.checkpoints_of(folder, config), folder):
+                with contextlib.suppress(OSError):  # it is not empty, or was never made
+                    inner.rmdir()
+        raise
+
+
 def _locked(folder: Path) -> TextIO:
     stream = (folder / LOCK).open("a+", encoding="utf-8")  # which does not erase what the owner wrote
     try:
@@ -73,6 +91,9 @@ def _locked(folder: Path) -> TextIO:
                 "stop it, or start this one as a separate run with another --job.name"
             ]
         ) from None
+    if os.fstat(stream.fileno()).st_nlink == 0:  # a refused start has just removed it
+        stream.close()
+        return _locked(folder)
     stream.truncate(0)
     started = datetime.now(timezone.utc).isoformat(" ", timespec="seconds").removesuffix("+00:00")
     stream.write(f"process {os.getpid()} on {socket.gethostname()}, since {started} UTC\n")

@@ -50,7 +50,7 @@ from titanmoe.train.learning_rate import rate
 from titanmoe.train.metrics import Metrics
 from titanmoe.train.optimizer import Optimizer
 from titanmoe.train.profile import Profiler
-from titanmoe.train.run_folder import claim, command, rewind
+from titanmoe.train.run_folder import claim, command, removed_if_refused, rewind
 from titanmoe.train.runtime import GarbageCollection, Runtime, say
 from titanmoe.train.skips import USUAL, Skips
 from titanmoe.train.validation import Validation
@@ -158,7 +158,8 @@ class Trainer:
     def _train(self) -> int:
         check_alike(self.loader.peek(), self.meshes, self.device)
         run = self.folder = self.claim()
-        with Checkpoints(self, run) as checkpoints, ExitStack() as listening:
+        refused = removed_if_refused(self.config, run, self._lock, self.runtime.rank)
+        with refused, Checkpoints(self, run) as checkpoints, ExitStack() as listening:
             notes = checkpoints.begin() | header_notes(self.config, self.fold.pp, self.loader, self.engine)
             metrics = self.metrics(run, notes)
             for observer in (self.checks, *((metrics, self.clock) if metrics.writes else ())):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanmoe import observe
@@ -83,28 +84,14 @@ class StraightToPlace:
         )
 
 
-class AsGloo:
-    """Reduce-scatter by gloo, as FSDP2 would do it, with its wait announced."""
-
-    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        observe.waits(group.group_name)
-        REDUCE_SCATTER(output_tensor, input_tensor, op, group)
-        observe.arrived()
-
-
-class NarrowOnTheWire:
-    """Reduce-scatter for FSDP2: gradients travel in the 16 bits they were computed in and are summed wide.
-
-    The result equals that of a wide reduce-scatter, which sends the same 16 bits as 32.
+class ReduceScatter:
+    """For FSDP2, by gloo as FSDP2 itself would do it, but with its wait announced. So is the one that follows with
+    replicas: torch sums over them by itself, right after this, and then calls FSDP's all-reduce hook.
     """
 
-    def __init__(self, ranks: int, wide: torch.dtype, sums: ReusedMemory):
-        self.ranks, self.wide, self.sums = ranks, wide, sums
+    def __init__(self, ranks: int, replicas: str = ""):
+        """replicas: the name of their group. The hook has to be `end_of_replicas`."""
+        self.ranks, self.replicas = ranks, replicas
         self._message_numbers = 0
 
     def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -112,21 +99,57 @@ class NarrowOnTheWire:
         numbers = math.prod(size)
         is_sum = numbers * self.ranks == self._message_numbers
         self._message_numbers = 0 if is_sum else numbers
-        return self.sums.take(size, self.wide) if is_sum else torch.empty(size, dtype=dtype, device=device)
+        if is_sum and self.ranks == 1:  # torch copies instead of calling us
+            self._wait_for_replicas()
+        return self.memory(size, dtype, device, is_sum)
+
+    def memory(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sum: bool) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        pieces = input_tensor.chunk(self.ranks)
+        self.reduce(output_tensor, input_tensor, group, op)
+        self._wait_for_replicas()
+
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        observe.waits(group.group_name)
+        REDUCE_SCATTER(out, whole, op, group)
+        observe.arrived()
+
+    def _wait_for_replicas(self) -> None:
+        if self.replicas:
+            observe.waits(self.replicas)
+
+
+def end_of_replicas(summed: Tensor) -> None:
+    observe.arrived()
+
+
+class NarrowOnTheWire(ReduceScatter):
+    """Gradients travel in the 16 bits they were computed in and are summed wide.
+
+    The result equals that of a wide reduce-scatter, which sends the same 16 bits as 32.
+    """
+
+    def __init__(self, ranks: int, wide: torch.dtype, sums: ReusedMemory, replicas: str = ""):
+        super().__init__(ranks, replicas)
+        self.wide, self.sums = wide, sums
+
+    def memory(self, size: tuple[int, ...], dtype: torch.dtype, device: torch.device, is_sum: bool) -> Tensor:
+        return self.sums.take(size, self.wide) if is_sum else super().memory(size, dtype, device, is_sum)
+
+    def reduce(self, out: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        pieces = whole.chunk(self.ranks)
         summands = [piece if r == group.rank() else torch.empty_like(piece) for r, piece in enumerate(pieces)]
         _Exchange(pieces, summands, group, "FSDP's reduce-scatter of gradients", tag=1).wait()
         # A sum of two widths first makes a wide copy of the narrow one: block by block, that stays in the cache.
-        for out, first, *others in zip(
-            output_tensor.split(BLOCK_NUMBERS), *(x.split(BLOCK_NUMBERS) for x in summands), strict=True
+        for block, first, *others in zip(
+            out.split(BLOCK_NUMBERS), *(x.split(BLOCK_NUMBERS) for x in summands), strict=True
         ):
-            out.copy_(first)
+            block.copy_(first)
             for other in others:
-                out += other
+                block += other
 
 
 class ReusedMemory:
@@ -160,7 +183,11 @@ class OverGloo:
         self.reduce_dtype = param if narrow else wide
         self.wide, self.sums = wide, ReusedMemory() if narrow else None
 
-    def use_in(self, unit: FSDPModule, ranks: int) -> None:
-        """ranks: those that share the unit's weights."""
+    def use_in(self, unit: FSDPModule, mesh: DeviceMesh) -> None:
+        """mesh: the ranks that share the unit's weights, after its replicas if there are any."""
         unit.set_custom_all_gather(StraightToPlace())
-        unit.set_custom_reduce_scatter(NarrowOnTheWire(ranks, self.wide, self.sums) if self.sums else AsGloo())
+        ranks, replicas = mesh.size(mesh.ndim - 1), mesh.get_group(0).group_name if mesh.ndim > 1 else ""
+        narrow = self.sums and NarrowOnTheWire(ranks, self.wide, self.sums, replicas)
+        unit.set_custom_reduce_scatter(narrow or ReduceScatter(ranks, replicas))
+        if replicas:
+            unit.set_all_reduce_hook(end_of_replicas)
