@@ -1,7 +1,8 @@
 """The planner against published runs: fits its eight factors, predicts the other rows and writes what it finds into
-docs/planner.md (how far it can be trusted) and docs/planner_rows.md (every row).
+docs/planner.md (how far it can be trusted), docs/planner_rows.md (the rows that are off) and docs/planner_rows.jsonl
+(every row).
 
-    python scripts/planner_page.py            write both, between and below their marks
+    python scripts/planner_page.py            write all three, the pages between and below their marks
     python scripts/planner_page.py --memory   write the first table of the rows: rehearses the shipped recipes, ten
                                               CPU-minutes
     python scripts/planner_page.py --folding  write README.md's table of what folding gains: a CPU-minute
@@ -59,7 +60,7 @@ from titanmoe.plan.price import Pricer  # noqa: E402
 from titanmoe.plan.search import Found, search  # noqa: E402
 from titanmoe.rehearse.columns import format_bytes  # noqa: E402
 
-PAGE, ROWS = ROOT / "docs" / "planner.md", ROOT / "docs" / "planner_rows.md"
+PAGE, ROWS, EVERY = (ROOT / "docs" / name for name in ("planner.md", "planner_rows.md", "planner_rows.jsonl"))
 ACCURACY = "<!-- from here: python scripts/planner_page.py -->\n"
 MARK = "<!-- below this line: python scripts/planner_page.py -->\n"
 REHEARSED = "<!-- from here: python scripts/planner_page.py --memory -->\n"
@@ -378,6 +379,15 @@ def cells(one: Row) -> tuple[str, ...]:
     return row["id"] + mark, published, f"{price.step:.2f}", error, spread, memory, price.binds, cause(one)
 
 
+CELLS = ("row", "published, s", "predicted, s", "error", "range over the unstated, s", "memory, GiB", "binds", "cause")
+
+
+def every_row(factors: PublishedFactors) -> str:
+    """A line of JSON for each row that is scored, by the names of its cells."""
+    rows = judged(read_rows(), factors) + judged(read_rows(LATER), factors)
+    return "".join(json.dumps(dict(zip(CELLS, cells(one), strict=True))) + "\n" for one in rows)
+
+
 def summary(rows: list[Row]) -> list[tuple[str, ...]]:
     body = []
     kinds = {
@@ -499,27 +509,15 @@ def made(rows: list[dict[str, Any]], factors: PublishedFactors) -> str:
     lines += table_of(("factor", "guessed", "fitted", "what"), what)
     lines += ["## The best mapping", "", "Of titanmoe's own code, 256 samples of 4,096 tokens, balanced, dropless:", ""]
     lines += table_of(("model", "published as fastest", "planned for titanmoe"), best_mappings())
-    lines += ["## Every row", ""]
-    head = (
-        "row",
-        "published, s",
-        "predicted, s",
-        "error",
-        "range over the unstated, s",
-        "memory, GiB",
-        "binds",
-        "likely cause",
-    )
-    lines += table_of(head, [cells(one) for one in sorted(scored, key=lambda one: not one.calibration)])
-    lines += [f"Likely causes, of rows that are off by more than {MISS:.0%}:", ""]
+    later = judged(read_rows(LATER), factors)
+    errors = [abs(one.error) for one in later]
+    lines += ["## Rows that came later", "", *wrap(LATER_SAYS, 120), ""]
+    lines += [f"{len(later)} rows: median {median(errors):.1%}, 90th percentile {quantile(errors, 0.9):.1%}.", ""]
+    lines += [f"## Rows that are off by more than {MISS:.0%}", ""]
+    lines += table_of(CELLS, [cells(one) for one in scored + later if cause(one)])
     for text, letter in LETTERS.items():
         lines += wrap(f"* {letter}: {text}", 120, subsequent_indent="  ")
     lines.append("")
-    lines += ["## Rows that came later", "", *wrap(LATER_SAYS, 120), ""]
-    later = judged(read_rows(LATER), factors)
-    errors = [abs(one.error) for one in later]
-    three = f"{len(later)} rows: median {median(errors):.1%}, 90th percentile {quantile(errors, 0.9):.1%}."
-    lines += [*table_of(head, [cells(one) for one in later]), three, ""]
     lines += ["## Not scored", ""]
     reasons = defaultdict(list)
     for row in rows:
@@ -580,6 +578,7 @@ def main() -> None:
     between(PAGE, ACCURACY, accuracy(rows, PublishedFactors()))
     prose = ROWS.read_text(encoding="utf-8").partition(MARK)[0]
     ROWS.write_text(prose + MARK + made(rows, PublishedFactors()), encoding="utf-8")
+    EVERY.write_text(every_row(PublishedFactors()), encoding="utf-8")
 
 
 if __name__ == "__main__":

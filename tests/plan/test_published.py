@@ -53,11 +53,11 @@ def test_the_page_is_what_the_rows_give(script: ModuleType) -> None:
         script.verdicts(scored),
         script.summary(scored),
         script.conventions(script.read_rows(), PublishedFactors()),
-        map(script.cells, scored),
-        map(script.cells, script.judged(script.read_rows(script.LATER), PublishedFactors())),
+        [script.cells(one) for one in scored if script.cause(one)],
     ):
         for cells in table:
             assert "| " + " | ".join(cells) + " |" in text
+    assert script.EVERY.read_text() == script.every_row(PublishedFactors())
     held = [abs(one.error) for one in scored if one.published and not one.calibration]
     assert round(script.median(held), 2) == ERROR  # by which a search's mappings are ties
 
