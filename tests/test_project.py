@@ -88,8 +88,8 @@ ARROWS["models"] = ARROWS["moe"] | {"moe"}
 ARROWS["data"] = {"config", "tokens", "ops", "models"}
 ARROWS["parallel"] = ARROWS["models"] | {"models", "data"}
 ARROWS["checkpoint"] = ARROWS["parallel"] | {"parallel"}
-ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours"}
-ARROWS["plan"] = {"config", "fold", "models", "rehearse"}
+ARROWS["train"] = ARROWS["checkpoint"] | {"checkpoint", "load_colours", "parts"}
+ARROWS["plan"] = {"config", "fold", "models", "moe", "parts", "rehearse"}
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import pytest
 from titanmoe.cli import main
 from titanmoe.config import ConfigError
 from titanmoe.launcher import agent, fit_ranks, train_command
-from titanmoe.launcher.agent import Ended, Logs
+from titanmoe.launcher.agent import LaunchResult, Logs
 from titanmoe.launcher.fit_ranks import Machine
 from titanmoe.launcher.message import Failure
 from titanmoe.launcher.train_command import Request, check_port, parse_words, prepare
@@ -235,11 +235,11 @@ def test_logs_that_cannot_be_written_are_one_line(monkeypatch, capsys, tmp_path)
 
 @pytest.mark.parametrize(("code", "left"), [(2, []), (1, ["launch"])], ids=["refused", "failed"])
 def test_only_a_failure_leaves_logs(code: int, left: list[str], monkeypatch, capsys, tmp_path):
-    def launch(options: object, words: list[str], logs: Logs) -> Ended:
+    def launch(options: object, words: list[str], logs: Logs) -> LaunchResult:
         found = logs.reify({0: {"RANK": "0"}})
         note = Path(found.error_files[0])
         note.write_text('{"message": "error: no", "timestamp": 0}')
-        return Ended(failures=[Failure(0, code, 0.0, Path(found.stderrs[0]), note)])
+        return LaunchResult(failures=[Failure(0, code, 0.0, Path(found.stderrs[0]), note)])
 
     monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setattr(agent, "launch", launch)

@@ -17,7 +17,7 @@ from tests.support import emulated_deep_ep
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
 from titanmoe.moe.deepep import DeepEP
-from titanmoe.moe.dispatchers.rules import DeepEP as DeepEPRules
+from titanmoe.moe.dispatchers.rules import DeepEPRules
 from titanmoe.rehearse.world import recipe_to_rehearse
 from titanmoe.train import launch
 

@@ -14,8 +14,6 @@ from titanmoe.config.ranges import Violation
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import nodes_of_a_group
 
-OTHERWISE = 'use another ep or etp, or dispatcher = "alltoall"'
-
 
 class DispatcherRules(Rules):
     """What holds for a dispatcher; these are the usual answers."""
@@ -90,13 +88,13 @@ class DispatcherRules(Rules):
         return 2 * costs.links.exchange(costs.expert_group(ep, etp), tokens * K * etp * row)
 
 
-class AllToAll(DispatcherRules):
+class AllToAllRules(DispatcherRules):
     help = "alltoall moves each token only to its experts' ranks."
     implementation = "titanmoe.moe.dispatch:AllToAll"
     search_tries = True
 
 
-class AllGather(DispatcherRules):
+class AllGatherRules(DispatcherRules):
     help = "allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep."
     implementation = "titanmoe.moe.dispatch:AllGather"
     whole = "has none"
@@ -106,7 +104,7 @@ class AllGather(DispatcherRules):
         return 2 * costs.links.gather(costs.expert_group(ep, etp), tokens * ep * etp * costs.row_bytes)
 
 
-class Hierarchical(DispatcherRules):
+class HierarchicalRules(DispatcherRules):
     help = (
         "hierarchical is an all-to-all in which a token is sent to each node once, and copied inside it: for "
         "ep x etp that spans nodes, if a token has several experts on one."
@@ -126,7 +124,7 @@ class Hierarchical(DispatcherRules):
         return 2 * (there + costs.links.exchange(within, tokens * costs.model.top_k * etp * costs.row_bytes))
 
 
-class SymmetricMemory(DispatcherRules):
+class SymmetricMemoryRules(DispatcherRules):
     help = (
         "symm_mem (experimental) is alltoall through symmetric memory (NVSHMEM), in which the host never waits for "
         "sizes: for GPUs of one NVLink domain that often idle waiting for the host."
@@ -152,7 +150,7 @@ class SymmetricMemory(DispatcherRules):
         yield from _above(64, total * etp, "pieces from a rank", where, config)
 
 
-class DeepEP(DispatcherRules):
+class DeepEPRules(DispatcherRules):
     help = (
         "deepep (experimental, not run on GPUs) sends a token once to each rank that has experts of it, by the kernels "
         "of DeepEP: for bfloat16 on GPUs with NVLink in a node and RDMA between nodes, with its package deep_ep."
@@ -198,13 +196,13 @@ class DeepEP(DispatcherRules):
         if ranks not in self.sizes:
             yield (
                 f'moe.dispatcher = "deepep" is made for {", ".join(map(str, self.sizes))} ranks, and ep * etp = {ep} * '
-                f"{etp} is {ranks}: {OTHERWISE}"
+                f'{etp} is {ranks}: use another ep or etp, or dispatcher = "alltoall"'
             )
         node = config.parallelism.node  # 1 also where no launcher says
         if node > 1 and (node != self.node if ranks > self.node else node % ranks):
             yield (
                 f'moe.dispatcher = "deepep" needs its group within a node, or nodes of {self.node} ranks, and ep * etp '
-                f"= {ep} * {etp} ranks are on nodes of {node}: {OTHERWISE}"
+                f'= {ep} * {etp} ranks are on nodes of {node}: use another ep or etp, or dispatcher = "alltoall"'
             )
 
     def seconds(self, costs: Any, tokens: float, ep: int, etp: int) -> float:
@@ -218,18 +216,18 @@ def _above(most: int, number: int, what: str, where: str, config: Config) -> Ite
     if number > most:
         yield (
             f'moe.dispatcher = "{config.moe.dispatcher}" takes at most {most} {what}, and {where} is {number}: '
-            f"{OTHERWISE}"
+            'use another ep or etp, or dispatcher = "alltoall"'
         )
 
 
 DISPATCHERS = Kind(
     "moe.dispatcher",
     {
-        "alltoall": AllToAll(),
-        "allgather": AllGather(),
-        "hierarchical": Hierarchical(),
-        "symm_mem": SymmetricMemory(),
-        "deepep": DeepEP(),
+        "alltoall": AllToAllRules(),
+        "allgather": AllGatherRules(),
+        "hierarchical": HierarchicalRules(),
+        "symm_mem": SymmetricMemoryRules(),
+        "deepep": DeepEPRules(),
     },
     DispatcherRules,
     ("dispatch", "missing", "reserve"),
