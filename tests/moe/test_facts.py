@@ -5,20 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import parity, world
 from tests.moe.test_dispatch import CASES, D, E, K, T, arriving, inputs, nodes_of, whole_world
+from tests.support.single_chunk import dispatched
 from titanmoe.config.dispatchers import DISPATCHERS, Facts, in_pieces
 from titanmoe.config.schema import Model, MoE
-from titanmoe.fold.degrees import derive
-from titanmoe.moe.dispatch import Dispatcher, dispatcher_class
+from titanmoe.moe.dispatchers import dispatcher_class
+from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks, OneChunk
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.tokens import Tokens
 
@@ -39,6 +41,19 @@ class HostReads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class Groups(TorchDispatchMode):
+    """The names of the groups that collectives are called over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "_c10d_functional":
+            self.names.add(args[-1])
+        return op(*args, **(kwargs or {}))
+
+
 def on_four_ranks(name: str, chunks: int = 1) -> Dispatcher:
     """On four ranks on two nodes, as a step uses it."""
     shape = {"model.dim": D, "model.top_k": K, "training.seq_len": T, "parallelism.experts.ep": RANKS}
@@ -46,37 +61,42 @@ def on_four_ranks(name: str, chunks: int = 1) -> Dispatcher:
     if facts.param:  # what is read from the recipe does not matter to the emulation
         shape |= {"training.mixed_precision_param": facts.param, "model.dim": facts.dim_of}
     config = parity.read(shape | {"moe.dispatcher": name}, RANKS)
-    fold = derive(RANKS, config.parallelism)
     dispatcher = dispatcher_class(name)(E, chunks)
-    dispatcher.set_groups(whole_world(), RANKS, 1)
-    dispatcher.set_nodes(*nodes_of(2))
-    memory = dispatcher.reserve(config, fold, whole_world(), torch.device("cpu"))
-    if memory is not None:
-        dispatcher.memory = memory
+    ranks = ExpertRanks(whole_world(), RANKS, 1, *nodes_of(2))
+    dispatcher.place(ranks)
+    tokens, dtype = config.training.local_batch_size * T, getattr(torch, config.training.mixed_precision_param)
+    dispatcher.memory = dispatcher.reserve(config.model, config.moe, ranks, tokens, dtype, torch.device("cpu"))
     return dispatcher
 
 
 def host_syncs(name: str, bin_rows: int) -> int:
     dispatcher = on_four_ranks(name)
     with HostReads() as reads:
-        rows, _, _, route = dispatcher.dispatch(*inputs("some_dropped", dist.get_rank()), bin_rows)
-        dispatcher.combine(rows, route)
+        rows, _, _, send_back = dispatched(dispatcher, *inputs("some_dropped", dist.get_rank()), bin_rows)
+        send_back(rows)
     return reads.times
 
 
 def messages(name: str, chunks: int) -> int:
     dispatcher = on_four_ranks(name, chunks)
-    parts, _ = dispatcher.parts(dispatcher.start(*inputs("random", dist.get_rank()), 0))
-    return len(parts)
+    return len(dispatcher.dispatch(*inputs("random", dist.get_rank()), 0).chunks())
 
 
 def rows_for_no_expert(name: str) -> bool:
     found = False
     for case in CASES:
-        rows, _, count_e, _ = on_four_ranks(name).dispatch(*inputs(case, dist.get_rank()), 0)
+        rows, _, count_e, _ = dispatched(on_four_ranks(name), *inputs(case, dist.get_rank()))
         arrived, _ = arriving(case, RANKS, range(2 * dist.get_rank(), 2 * dist.get_rank() + 2))
         found |= len(rows) != int(count_e.sum()) or len(rows) != len(arrived)
     return found
+
+
+def sends_across(name: str) -> bool:
+    """Whether anything travels by the group across nodes."""
+    dispatcher = on_four_ranks(name)
+    with Groups() as groups:
+        dispatcher.dispatch(*inputs("random", dist.get_rank()), 0)
+    return dispatcher.ranks.across.name in groups.names
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)
@@ -87,23 +107,34 @@ def test_facts_are_true(name: str) -> None:
     if not facts.no_bins:
         assert world.run(RANKS, host_syncs, name, 8) == [0] * RANKS
     assert world.run(RANKS, messages, name, 3) == [3 if name in in_pieces() else 1] * RANKS
-    assert facts.nodes == (dispatcher_class(name).set_nodes is not Dispatcher.set_nodes)
+    assert world.run(RANKS, sends_across, name) == [facts.nodes] * RANKS
     assert facts.asks_machine == (dispatcher_class(name).missing is not Dispatcher.missing)
 
 
 class Nowhere(Dispatcher):
     """Only this rank's experts, one row for each kept choice, and no message."""
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> tuple:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> OneChunk:
         flat = chosen_TK.flatten()
         kept_R = flat.argsort(stable=True)[: int((flat < self.num_experts).sum())]
         token_R = kept_R // chosen_TK.shape[1]
         count_e = flat[kept_R].bincount(minlength=self.num_experts)
-        return x_TD[token_R], weights_TK.flatten()[kept_R].unsqueeze(1), count_e, (token_R, len(x_TD))
+        weights_R1 = weights_TK.flatten()[kept_R].unsqueeze(1)
+        return OneChunk(Stay(x_TD[token_R], weights_R1, count_e, token_R, len(x_TD)))
 
-    def combine(self, y_RD: Tensor, route: Any) -> Tensor:
-        token_R, tokens = route
-        return y_RD.new_zeros(tokens, y_RD.shape[1]).index_add(0, token_R, y_RD)
+
+class Stay(NamedTuple):
+    x_RD: Tensor
+    weights_R1: Tensor
+    count_e: Tensor
+    token_R: Tensor
+    tokens: int
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x_RD, self.weights_R1, self.count_e
+
+    def send_back(self, y_RD: Tensor) -> Tensor:
+        return y_RD.new_zeros(self.tokens, y_RD.shape[1]).index_add(0, self.token_R, y_RD)
 
 
 def test_a_new_dispatcher_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +142,7 @@ def test_a_new_dispatcher_is_a_class_and_an_entry(monkeypatch: pytest.MonkeyPatc
     module = ModuleType("titanmoe.moe.nowhere")
     module.Nowhere = Nowhere
     monkeypatch.setitem(sys.modules, "titanmoe.moe.nowhere", module)
-    monkeypatch.setitem(DISPATCHERS, "nowhere", Facts("nowhere.Nowhere", "nowhere sends no row.", 1, "makes none"))
+    monkeypatch.setitem(DISPATCHERS, "nowhere", Facts("moe.nowhere.Nowhere", "nowhere sends no row.", 1, "makes none"))
     model, index = Model(num_experts=4, top_k=2, dim=16, expert_hidden=24), torch.arange(24)
     tokens = Tokens(index.view(2, 12) % 12, index, index // 12, index % 5 != 4, torch.tensor(0))
     x_BsD = torch.randn(2, 12, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

@@ -19,6 +19,7 @@ from tests import parity, world
 from tests.support.event_order import Events
 from titanmoe.comm import collectives
 from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.moe.dispatchers.protocol import ExpertRanks
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
 from titanmoe.tokens import Tokens
@@ -106,10 +107,9 @@ def ordered(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[s
     moe = MoE(config.model, config.moe, Shared(events) if shared else None, 0, 0, 1, torch.float64)
     nn.init.normal_(moe.router.weight)
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
-    moe.dispatcher.set_groups(group, RANKS, 1)
-    if across:  # each rank is a node
-        moe.dispatcher.set_nodes(NO_GROUP, group)
-    moe.experts.products = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))
+    # across: each rank is a node
+    moe.dispatcher.place(ExpertRanks(group, RANKS, 1, NO_GROUP if across else group, group if across else NO_GROUP))
+    moe.experts.graph = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))
     x_BsD = torch.randn(1, T, config.model.dim, dtype=torch.float64, requires_grad=True)
     index = torch.arange(T) + T * group.rank
     tokens = Tokens(

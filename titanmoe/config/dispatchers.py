@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Facts:
     where: str
-    """The module under titanmoe.moe, and the class in it: torch is imported where a layer is made, not here."""
+    """The module under titanmoe, and the class in it: torch is imported where a layer is made, not here."""
     what: str
     """What it does and when to choose it, as --help says it."""
     host_syncs: int
@@ -47,25 +47,25 @@ class Facts:
 
 DISPATCHERS = {
     "alltoall": Facts(
-        "dispatch.AllToAll",
+        "moe.dispatchers.alltoall.AllToAll",
         "alltoall moves each token only to its experts' ranks.",
         host_syncs=1,
     ),
     "allgather": Facts(
-        "dispatch.AllGather",
+        "moe.dispatchers.allgather.AllGather",
         "allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep.",
         host_syncs=1,
         whole="has none",
     ),
     "hierarchical": Facts(
-        "dispatch.Hierarchical",
+        "moe.dispatchers.hierarchical.Hierarchical",
         "hierarchical is an all-to-all in which a token is sent to each node once, and copied inside it: for "
         "ep x etp that spans nodes, if a token has several experts on one.",
         host_syncs=2,
         nodes=True,
     ),
     "symm_mem": Facts(
-        "symmetric.Symmetric",
+        "moe.dispatchers.symm_mem.Symmetric",
         "symm_mem (experimental) is alltoall through symmetric memory (NVSHMEM), in which the host never waits for "
         "sizes: for GPUs of one NVLink domain that often idle waiting for the host.",
         host_syncs=0,
@@ -81,7 +81,7 @@ DISPATCHERS = {
         most_pieces=64,
     ),
     "deepep": Facts(
-        "deepep.DeepEP",
+        "moe.dispatchers.deepep.DeepEP",
         "deepep (experimental, not run on GPUs) sends a token once to each rank that has experts of it, by the kernels "
         "of DeepEP: for bfloat16 on GPUs with NVLink in a node and RDMA between nodes, with its package deep_ep.",
         host_syncs=1,

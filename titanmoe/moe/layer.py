@@ -1,4 +1,6 @@
-"""The MoE layer. It gets the tokens that only this rank owns and does not know how attention was parallelised.
+"""The MoE layer: route, dispatch, experts, combine.
+
+It gets the tokens that only this rank owns and does not know how attention was parallelised.
 
 Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k.
 """
@@ -15,7 +17,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import AUX, STATISTICS, Balance
 from titanmoe.moe.capacity import Capacity
-from titanmoe.moe.dispatch import dispatcher_class
+from titanmoe.moe.dispatchers import dispatcher_class
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
 from titanmoe.observe import region
@@ -51,23 +53,23 @@ class MoE(nn.Module):
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         x_TD = x_BsD.flatten(0, 1)
-        weights_TK, chosen_TK, bin_rows = self.choose_experts(x_TD, tokens)
-        sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin_rows)
-        shared_BsD = self.run_shared(x_BsD)  # while the rows are in flight
-        parts, route = self.dispatcher.parts(sent)
-        y_BsD = self.dispatcher.land(self.experts(parts, self.dispatcher), route).view_as(x_BsD)
+        weights_TK, chosen_TK, bin_rows = self.route(x_TD, tokens)
+        exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)  # rows set off
+        shared_BsD = self.run_shared(x_BsD)  # while they are on their way
+        back = self.experts(exchange.chunks())
+        y_BsD = exchange.combine(back).view_as(x_BsD)
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
-    def choose_experts(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
+    def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
         """The routing weights, the chosen experts, and the rows of a padded bin (0: bins are not padded)."""
         logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
         weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
         if self.capacity is None:
             return weights_TK, chosen_TK, 0
         samples = count_BE.shape[0]
-        kept_TK = self.capacity(chosen_TK, weights_TK, tokens, samples)
-        self.balance.dropped((kept_TK != chosen_TK).sum(), tokens.microbatch)
-        return weights_TK, kept_TK, self.capacity.bin_rows(samples, x_TD.shape[0]) if self.pad else 0
+        within_TK = self.capacity(chosen_TK, weights_TK, tokens, samples)
+        self.balance.dropped((within_TK != chosen_TK).sum(), tokens.microbatch)
+        return weights_TK, within_TK, self.capacity.bin_rows(samples, x_TD.shape[0]) if self.pad else 0
 
     def run_shared(self, x_BsD: Tensor) -> Tensor | None:
         if self.shared is None:

@@ -113,7 +113,7 @@ def _state_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -
         def route(_: Any, given: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
             now = recorder.dispatching
             now.layer, now.microbatch, now.received = layer, values.numbers(given[1].microbatch), 0
-            now.exchange = exchange if getattr(dispatcher, "memory", None) is None else lent
+            now.exchange = exchange if dispatcher.memory is None else lent
             with outside():
                 chosen_TK = routing.chosen(recorder.rank, now.microbatch, layer)
             values.set_known(out[3], chosen_TK)

@@ -48,7 +48,7 @@ def lacking(config: Config, world: int) -> Iterator[str]:
     degrees, _ = resolve(world, options)
     on_gpu = training.device != "cpu" and _has_gpu()
     if DISPATCHERS[moe.dispatcher].asks_machine and degrees.get("ep", 1) * degrees.get("etp", 1) > 1:
-        from titanmoe.moe.dispatch import dispatcher_class
+        from titanmoe.moe.dispatchers import dispatcher_class
 
         if lack := dispatcher_class(moe.dispatcher).missing(training.device):
             yield f'moe.dispatcher = "{moe.dispatcher}" cannot run here: {lack}; use dispatcher = "alltoall"'

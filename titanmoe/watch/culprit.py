@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +25,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.shards import is_shards
 from titanmoe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from titanmoe.moe.experts import Experts
-from titanmoe.replace import replaced
+from titanmoe.observe import Observer, listening
 from titanmoe.train.trainer import StepWork, Sums, Trainer
 from titanmoe.watch.replicas import few
 
@@ -65,14 +64,15 @@ class First(NamedTuple):
     weight: bool
 
 
-class Trace:
+class Trace(Observer):
     def __init__(self, trainer: Trainer):
         self.trainer, self.notes = trainer, list[Note]()
         self.weights: dict[int, Any] = {}
         """The hooks on those that have been used, by id."""
         self.gradients: Counter[str] = Counter()
         """How many each weight has received: one for each microbatch whose backward has reached it."""
-        self.microbatch = threading.local()  # two microbatches that take turns have a thread each
+        self.now = threading.local()  # two microbatches that take turns have a thread each
+        self.names = {module: name for part in trainer.stages for name, module in part.named_modules()}
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -84,25 +84,19 @@ class Trace:
                     stack.callback(hook.remove)
                     # Only then has FSDP put in the whole weights, from which gradients flow.
                     stack.callback(module.register_forward_pre_hook(partial(self._begin, name)).remove)
-                    if isinstance(module, Experts):  # what they return is already in flight
-                        stack.enter_context(self._around_products(name, module))
+            stack.enter_context(listening(self))
             try:
                 yield
             finally:
                 for hook in self.weights.values():
                     hook.remove()
 
-    def _around_products(self, name: str, experts: Experts) -> AbstractContextManager[None]:
-        def products(*args: Any) -> Tensor:
-            out = plain(*args)
-            self._look(name, experts, args, out)
-            return out
-
-        plain = experts.products
-        return replaced(experts, "products", products)
+    def products(self, experts: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """A hook on the experts would see what is already on its way back."""
+        self._look(self.names[experts], experts, inputs, output)
 
     def _enter(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.microbatch.now = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
+        self.now.microbatch = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch
 
     def _begin(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         for short, weight in module.named_parameters(recurse=False):
@@ -118,7 +112,7 @@ class Trace:
         self.notes.append(Note(True, name, microbatch, odd.sum(), odd.numel(), None, weight=True))
 
     def _look(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        microbatch = getattr(self.microbatch, "now", None)
+        microbatch = getattr(self.now, "microbatch", None)
         if microbatch is None:  # recomputed in one of autograd's threads: its first run was checked
             return
         for x in _numbers(out):
