@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests import parity, world
 from tests.moe.test_dispatch import CASES, D, E, K, T, arriving, inputs, nodes_of, whole_world
@@ -97,6 +98,22 @@ def sends_across(name: str) -> bool:
     with Groups() as groups:
         dispatcher.dispatch(*inputs("random", dist.get_rank()), 0)
     return dispatcher.ranks.across.name in groups.names
+
+
+def tensors_with_gradients(name: str) -> tuple[int, int]:
+    """How many torch finds in chunks, and in what they return, as hooks on a module do."""
+    x_TD, weights_TK, chosen_TK = inputs("random", dist.get_rank())
+    exchange = on_four_ranks(name).dispatch(x_TD.requires_grad_(), weights_TK.requires_grad_(), chosen_TK, 0)
+    chunks = exchange.chunks()
+    found = sum(x.requires_grad for x in tree_leaves(chunks) if isinstance(x, Tensor))
+    back = [chunk.send_back(chunk.rows()[0]) for chunk in chunks]
+    return found, sum(x.requires_grad for x in tree_leaves(back) if isinstance(x, Tensor))
+
+
+@pytest.mark.parametrize("name", DISPATCHERS)
+def test_hooks_see_rows_that_are_on_their_way(name: str) -> None:
+    """Rows and weights go in, rows come out."""
+    assert world.run(RANKS, tensors_with_gradients, name) == [(2, 1)] * RANKS
 
 
 @pytest.mark.parametrize("name", DISPATCHERS)

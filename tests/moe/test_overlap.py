@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests import parity, world
 from tests.support.event_order import Events
 from titanmoe.comm import collectives
 from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.comm.fsdp_cpu import AsGloo
 from titanmoe.moe.dispatchers.protocol import ExpertRanks
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
@@ -197,3 +199,48 @@ def test_rows_of_one_microbatch_travel_under_the_experts_of_another() -> None:
     for taken, apart in zip(world.run(4, a_step, True), world.run(4, a_step, False), strict=True):
         assert apart["experts in messages"] == 0 < apart["experts"] == taken["experts"], (taken, apart)
         assert taken["experts in messages"] == 3 / 8 * taken["experts"], (taken, apart)
+
+
+# ---- hooks around the experts
+
+
+def reductions(changes: dict[str, Any]) -> list[str]:
+    """The units of the last layers in the order in which backward reduces their gradients; 2 data ranks each."""
+    trainer = parity.make_trainer({"data.source": "synthetic", "parallelism.experts.ep": 2} | changes)
+    (part,) = trainer.stages
+
+    def elements(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if isinstance(p, DTensor))
+
+    block = part.layers["1"]
+    experts, router = elements(block.moe.experts), elements(block.moe.router)
+    names = {experts // 2: "experts", elements(block) - experts - router: "block"}
+    assert len(names) == 2
+    order: list[str] = []
+
+    def note(plain: Any) -> Any:
+        def call(self: AsGloo, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **more: Any) -> Any:
+            order.append(names.get(input_tensor.numel(), "other"))
+            return plain(self, output_tensor, input_tensor, *given, **more)
+
+        return call
+
+    with mock.patch.object(AsGloo, "__call__", note(AsGloo.__call__)):
+        trainer.train_step()
+    return [name for name in order if name != "other"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe.overlap_chunks": 2},
+        {"moe.dispatcher": "allgather"},
+        {"moe.dispatcher": "hierarchical", "parallelism.node": 1},
+        {"moe.dispatcher": "symm_mem"},
+    ],
+    ids=["alltoall", "allgather", "hierarchical", "symm_mem"],
+)
+def test_experts_are_reduced_as_soon_as_their_gradients_are_there(changes: dict[str, Any]) -> None:
+    """FSDP finds out from the tensors in chunks; those that it does not see are reduced when all of backward has ended."""
+    for order in world.run(4, reductions, changes):
+        assert order[:4] == ["experts", "block"] * 2, order

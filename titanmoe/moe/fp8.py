@@ -76,10 +76,10 @@ class Rounded:
             return weight
         if name in self.kept:
             return self.kept[name]
-        found = quantise(weight, self.kernels)
+        narrow = quantise(weight, self.kernels)
         if self.keep:
-            self.kept[name] = found
-        return found
+            self.kept[name] = narrow
+        return narrow
 
 
 def scaled_rows(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:

@@ -80,24 +80,24 @@ class MoE(nn.Module):
 
 @torch.no_grad()
 def sum_statistics(
-    mine: dict[int, MoE], blocks: list[int], num_experts: int, world: Group, device: torch.device
+    layers: dict[int, MoE], blocks: list[int], num_experts: int, world: Group, device: torch.device
 ) -> Tensor:
     """Once per optimizer step: rows per expert and STATISTICS of all ranks and microbatches, a row for each of blocks.
 
-    blocks: all MoE layers of the model. mine: those of this rank's stages. One table, one sum over the world.
+    blocks: all MoE layers of the model. layers: those of this rank's stages. One table, one sum over the world.
     """
     table = torch.zeros(len(blocks), num_experts + len(STATISTICS), dtype=torch.float64, device=device)
     for row, number in enumerate(blocks):
-        if number in mine:
-            balance = mine[number].balance
+        if number in layers:
+            balance = layers[number].balance
             table[row] = torch.cat((balance.count_ME.sum(0), balance.statistics_MX.sum(0)))
     return all_reduce(table, world) if blocks else table
 
 
 @torch.no_grad()
-def move_biases(mine: dict[int, MoE], rows: dict[int, Tensor], num_experts: int, rate: float) -> None:
+def move_biases(layers: dict[int, MoE], rows: dict[int, Tensor], num_experts: int, rate: float) -> None:
     """Selection biases, a step of that rate towards even loads. rows: of sum_statistics, by layer."""
-    for number, moe in mine.items() if rate else ():
+    for number, moe in layers.items() if rate else ():
         count_E = rows[number][:num_experts]
         moe.router.expert_bias += (rate * torch.sign(count_E.mean() - count_E)).to(torch.float32)
 
