@@ -241,6 +241,6 @@ def reductions(changes: dict[str, Any]) -> list[str]:
     ids=["alltoall", "allgather", "hierarchical", "symm_mem"],
 )
 def test_experts_are_reduced_as_soon_as_their_gradients_are_there(changes: dict[str, Any]) -> None:
-    """FSDP finds out from the tensors in chunks; those that it does not see are reduced when all of backward has ended."""
+    """FSDP finds out from the tensors in chunks; weights whose chunks hide theirs wait for the end of backward."""
     for order in world.run(4, reductions, changes):
         assert order[:4] == ["experts", "block"] * 2, order

@@ -86,12 +86,12 @@ class _Down(torch.autograd.Function):
         product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
         gradient = grouped_gradient if ctx.grouped else loop_gradient
         make, differentiate = activation(gate_RF, ctx.clamped, ctx.kernels)
-        grads, made = (None, None, None), (gate_RF, up_RF, weight_R1)
+        grads, arguments = (None, None, None), (gate_RF, up_RF, weight_R1)
         if inputs:
             across = ctx.rounded("down, across", w2_eDF.transpose(1, 2))
-            h_RF, *grads = differentiate(product(grad_RD, across, ctx.groups), *made)
+            h_RF, *grads = differentiate(product(grad_RD, across, ctx.groups), *arguments)
         else:
-            h_RF = make(*made)
+            h_RF = make(*arguments)
         grad_w2 = gradient(grad_RD, h_RF, ctx.groups) if weights else None
         return *grads, grad_w2, None, None, None, None, None
 
