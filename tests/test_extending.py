@@ -30,7 +30,7 @@ LISTS = (
     *(
         "tests/test_recipes.py",
         "tests/test_project.py::test_every_recipe_loads_and_is_in_the_readme",
-        "tests/moe/test_facts.py::test_facts_are_true[worst_case]",
+        "tests/moe/test_facts.py::test_facts_are_true[every_expert]",
     ),
 )
 """Tests that know dispatchers, families and recipes by name."""

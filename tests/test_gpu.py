@@ -16,7 +16,8 @@ from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Model, MoE
 from titanmoe.models.attention import causal_attention
 from titanmoe.moe import fp8
-from titanmoe.moe.experts import Experts, can_group, grouped_loop, grouped_product, products
+from titanmoe.moe.experts import Experts
+from titanmoe.moe.grouped import can_group, grouped_loop, grouped_product, products
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.parallel.compiled import compile_layer, compile_products
 from titanmoe.parallel.context import Placement, _block, _block_backward, alone, block_reference

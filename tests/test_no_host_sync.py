@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import parity
 from titanmoe.comm.collectives import NO_GROUP
-from titanmoe.fold.degrees import derive
 from titanmoe.models.transformer import Transformer
+from titanmoe.moe.dispatchers.protocol import ExpertRanks
+from titanmoe.moe.dispatchers.symm_mem import Symmetric
 from titanmoe.moe.experts import Experts
-from titanmoe.moe.symmetric import Symmetric, SymmetricBuffers
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.attend import context_parallel
 from titanmoe.parallel.context import placement
@@ -81,13 +80,14 @@ def test_symmetric_memory_leaves_the_host_alone() -> None:
     config.moe.dispatcher, config.moe.kernels, model, T = "symm_mem", "triton", config.model, 24
     with torch.device("meta"):
         dispatcher = Symmetric(model.num_experts, kernels="triton")
-        dispatcher.memory = SymmetricBuffers(config, derive(1, config.parallelism), NO_GROUP, torch.device("meta"))
+        sizes = ExpertRanks(), T, torch.bfloat16, torch.device("meta")
+        dispatcher.memory = Symmetric.reserve(model, config.moe, *sizes)
         experts = Experts(model, config.moe, torch.bfloat16)
         x_TD = torch.empty(T, model.dim, dtype=torch.bfloat16, requires_grad=True)
         weights_TK = torch.empty(T, model.top_k, requires_grad=True)
         chosen_TK = torch.zeros(T, model.top_k, dtype=torch.int64)
-        rows_RD, weights_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        y_TD: Tensor = dispatcher.combine(experts.products(rows_RD, weights_R1, count_e), route)
+        exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+        y_TD = exchange.combine(experts(exchange.chunks()))
         y_TD.backward(torch.empty_like(y_TD))
     assert y_TD.shape == x_TD.shape
     assert all(x.grad is not None for x in (x_TD, weights_TK, *experts.parameters()))

@@ -36,6 +36,10 @@ class Observer:
     def region(self, name: str) -> AbstractContextManager[None] | None:
         """A named stretch of work begins. Returns a context to enter and leave with it, or None."""
 
+    def products(self, experts: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        """A layer's experts have computed rows. inputs: the rows and their routing weights, as they arrived. output:
+        before it is sent back."""
+
     def waits(self, group: str) -> None:
         """This rank begins to wait for a message of that process group."""
 
@@ -118,6 +122,11 @@ def _listening() -> tuple[Observer, ...]:
 
 # ---- Points that compiled code may reach: a graph runs as a whole and announces nothing. At the others the code calls
 # `observe.active` itself.
+
+
+def products(experts: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    if not is_compiling():
+        active.products(experts, inputs, output)
 
 
 def waits(group: str) -> None:

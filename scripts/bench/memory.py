@@ -33,7 +33,9 @@ from titanmoe.models.latent_attention import LatentAttention
 from titanmoe.models.layers import rope_angles
 from titanmoe.models.transformer import Transformer
 from titanmoe.models.vocabulary import chunk_count, chunked_cross_entropy_sum, cross_entropy_sum
-from titanmoe.moe.experts import Experts, grouped_product, plain_down
+from titanmoe.moe.experts import Experts
+from titanmoe.moe.grouped import grouped_product
+from titanmoe.moe.swiglu import plain_down
 from titanmoe.parallel.recompute import recompute
 
 Variant = Callable[[], Tensor]

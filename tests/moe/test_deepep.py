@@ -14,9 +14,11 @@ from tests import parity, world
 from tests.moe.test_dispatch import CASES, LAYOUTS, E, arriving, inputs, plain, whole_world
 from tests.moe.test_symmetric import check_round_trip, round_trip
 from tests.support import emulated_deep_ep
+from tests.support.single_chunk import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config import ConfigError
-from titanmoe.moe.deepep import DeepEP
+from titanmoe.moe.dispatchers.deepep import DeepEP
+from titanmoe.moe.dispatchers.protocol import ExpertRanks
 from titanmoe.moe.dispatchers.rules import DeepEPRules
 from titanmoe.rehearse.world import recipe_to_rehearse
 from titanmoe.train import launch
@@ -29,9 +31,10 @@ HERE |= {"training.mixed_precision_reduce": "float32"}
 def make(group: Group, ep: int, etp: int) -> DeepEP:
     mapping = {"parallelism.experts.ep": ep, "parallelism.experts.etp": etp}
     dispatcher = DeepEP(E)
-    dispatcher.set_groups(group, ep, etp)
+    ranks = ExpertRanks(group, ep, etp)
+    dispatcher.place(ranks)
     config = parity.read(HERE | mapping, group.size)
-    dispatcher.memory = DeepEP.reserve(config, None, group, torch.device("cpu"))
+    dispatcher.memory = DeepEP.reserve(config.model, config.moe, ranks, 0, torch.bfloat16, torch.device("cpu"))
     return dispatcher
 
 
@@ -41,7 +44,7 @@ def cases_on_ranks(ep: int, etp: int) -> None:
     for case in CASES:
         before = len(emulated_deep_ep.calls)
         x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
-        rows, weights, count_e, _ = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+        rows, weights, count_e, _ = dispatched(dispatcher, x_TD, weights_TK, chosen_TK)
         first = group.rank // etp * local
         want, counts = arriving(case, group.size, range(first, first + local))
         assert count_e.tolist() == counts

@@ -19,11 +19,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import world
+from tests.support.single_chunk import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.comm.host import ToHost
-from titanmoe.moe import dispatch
 from titanmoe.moe.assign import assign_rows, by_expert, copy_rows, sort_by_expert
-from titanmoe.moe.dispatch import AllGather, AllToAll, Hierarchical
+from titanmoe.moe.dispatchers import alltoall
+from titanmoe.moe.dispatchers.allgather import AllGather
+from titanmoe.moe.dispatchers.alltoall import AllToAll
+from titanmoe.moe.dispatchers.hierarchical import Hierarchical
+from titanmoe.moe.dispatchers.protocol import ExpertRanks
 from titanmoe.moe.permute import to_tokens
 
 E, K, T, D = 8, 3, 6, 4
@@ -73,7 +77,7 @@ def plain(x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> Tensor:
 
 def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, padded: bool) -> None:
     dispatcher = kind(E)
-    dispatcher.set_groups(group, ep, etp)
+    dispatcher.place(ExpertRanks(group, ep, etp))
     local, expert_rank, share = E // ep, group.rank // etp, (group.rank % etp + 1) / (etp * (etp + 1) / 2)
     experts = range(expert_rank * local, (expert_rank + 1) * local)
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
@@ -81,7 +85,7 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
     weights_TK.requires_grad_()
     bin_rows = T if padded else 0
 
-    rows_RD, weight_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
+    rows_RD, weight_R1, count_e, send_back = dispatched(dispatcher, x_TD, weights_TK, chosen_TK, bin_rows)
     want, counts = arriving(case, group.size, experts)
     got = list(zip(rows_RD[:, 0].tolist(), weight_R1[:, 0].tolist(), strict=True))
     assert len(got) == int(count_e.sum())
@@ -98,7 +102,7 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
 
     expert_R = torch.tensor(experts).repeat_interleave(count_e)
     y_RD = rows_RD * weight_R1 * (expert_R + 1).unsqueeze(1) * share
-    y_TD = dispatcher.combine(y_RD, route)
+    y_TD = send_back(y_RD)
     want_TD = plain(x_TD, weights_TK, chosen_TK)
     torch.testing.assert_close(y_TD, want_TD, rtol=1e-13, atol=1e-13)
     cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
@@ -108,20 +112,20 @@ def check_round_trip(kind: type, group: Group, ep: int, etp: int, case: str, pad
         torch.testing.assert_close(grad, wanted, rtol=1e-13, atol=1e-13)
 
     # without weights, every kept choice returns once from each of the etp ranks
-    rows_RD, _, _, route = dispatcher.dispatch(x_TD.detach(), weights_TK.detach(), chosen_TK, bin_rows)
+    rows_RD, _, _, send_back = dispatched(dispatcher, x_TD.detach(), weights_TK.detach(), chosen_TK, bin_rows)
     kept_T1 = (chosen_TK < E).sum(1, keepdim=True)
-    copies_TD = dispatcher.combine(rows_RD, route)
+    copies_TD = send_back(rows_RD)
     torch.testing.assert_close(copies_TD, x_TD.detach() * kept_T1 * etp, rtol=1e-13, atol=1e-13)
 
 
 def test_rows_are_copied_before_their_number_is_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a device has work while the host waits."""
     order = []
-    copy, read = dispatch.copy_rows, ToHost.read
-    monkeypatch.setattr(dispatch, "copy_rows", lambda *given: order.append("copied") or copy(*given))
+    copy, read = alltoall.copy_rows, ToHost.read
+    monkeypatch.setattr(alltoall, "copy_rows", lambda *given: order.append("copied") or copy(*given))
     monkeypatch.setattr(ToHost, "read", lambda self: order.append("read") or read(self))
     x_TD, weights_TK, chosen_TK = inputs("some_dropped", 0)
-    rows_RD, _, count_e, _ = AllToAll(E).dispatch(x_TD, weights_TK, chosen_TK, 0)
+    rows_RD, _, count_e, _ = dispatched(AllToAll(E), x_TD, weights_TK, chosen_TK)
     assert order == ["copied", "read"]
     assert len(rows_RD) == int(count_e.sum()) == int((chosen_TK < E).sum())
 
@@ -187,15 +191,16 @@ def traffic(
     """What this rank sends in dispatch, in combine and in backward."""
     group = whole_world()
     dispatcher = kind(E, chunks)
-    dispatcher.set_groups(group, ep, etp)
+    dispatcher.place(ExpertRanks(group, ep, etp))
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
     with Recorder() as dispatching:
-        parts, route = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, bin_rows))
-        arrived = [dispatcher.arrive(part) for part in parts]
+        exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
+        chunks = list(exchange.chunks())
+        rows = [chunk.rows() for chunk in chunks]
     with Recorder() as combining:
-        back = [dispatcher.leave(rows_RD * weight_R1.float(), splits) for rows_RD, weight_R1, _, splits in arrived]
-        y_TD = dispatcher.land(back, route)
+        y = [rows_RD * weight_R1.float() for rows_RD, weight_R1, _ in rows]
+        y_TD = exchange.combine([chunk.send_back(y_RD) for chunk, y_RD in zip(chunks, y, strict=True)])
     with Recorder() as backward:
         y_TD.sum().backward()
     return [dispatching.sent, combining.sent, backward.sent]
@@ -261,21 +266,22 @@ def test_bytes_of_the_all_gather(ep: int, etp: int) -> None:
         }
 
 
-def visit(dispatcher: Any, group: Group, ep: int, etp: int, case: str, padded: bool) -> list[int]:
-    """A round trip in pieces, as in the layer; returns the rows of each part."""
-    dispatcher.set_groups(group, ep, etp)
+def visit(dispatcher: Any, ranks: ExpertRanks, case: str, padded: bool) -> list[int]:
+    """A round trip in chunks, as in the layer; returns the rows of each."""
+    dispatcher.place(ranks)
+    group, ep, etp = ranks.group, ranks.ep, ranks.etp
     local, expert_rank, share = E // ep, group.rank // etp, (group.rank % etp + 1) / (etp * (etp + 1) / 2)
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    parts, route = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, T if padded else 0))
+    exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, T if padded else 0)
     back, rows = [], []
-    for part in parts:
-        rows_RD, weight_R1, count_e, splits = dispatcher.arrive(part)
+    for chunk in exchange.chunks():
+        rows_RD, weight_R1, count_e = chunk.rows()
         expert_R = (torch.arange(local) + expert_rank * local).repeat_interleave(count_e)
-        back.append(dispatcher.leave(rows_RD * weight_R1 * (expert_R + 1).unsqueeze(1) * share, splits))
+        back.append(chunk.send_back(rows_RD * weight_R1 * (expert_R + 1).unsqueeze(1) * share))
         rows.append(rows_RD.shape[0])
-    y_TD, want_TD = dispatcher.land(back, route), plain(x_TD, weights_TK, chosen_TK)
+    y_TD, want_TD = exchange.combine(back), plain(x_TD, weights_TK, chosen_TK)
     torch.testing.assert_close(y_TD, want_TD, rtol=1e-13, atol=1e-13)
     cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
     for _ in range(2):  # a retained graph can be used again
@@ -290,7 +296,7 @@ def visits(ep: int, etp: int) -> None:
     for chunks in (2, 3, T + 2):
         for case in CASES:
             for padded in (False, True):
-                rows = visit(AllToAll(E, chunks), whole_world(), ep, etp, case, padded)
+                rows = visit(AllToAll(E, chunks), ExpertRanks(whole_world(), ep, etp), case, padded)
                 assert len(rows) == chunks
                 if padded:
                     assert rows == [-(-T // chunks) * E // ep * RANKS] * chunks
@@ -311,19 +317,6 @@ def nodes_of(node: int) -> tuple[Group, Group]:
     return Group.of(mesh["within"].get_group()), Group.of(mesh["across"].get_group())
 
 
-class OnNodes(Hierarchical):
-    """On nodes of `node` ranks whenever its groups are set."""
-
-    def __init__(self, node: int, chunks: int = 1):
-        self.node = node
-        super().__init__(E, chunks)
-
-    def set_groups(self, group: Group, ep: int, etp: int) -> None:
-        super().set_groups(group, ep, etp)
-        if group.size > 1:
-            self.set_nodes(*nodes_of(self.node))
-
-
 NODES = [(4, 1, 2), (4, 1, 1), (2, 2, 2), (4, 1, 4)]  # ep, etp, ranks per node
 
 
@@ -331,7 +324,7 @@ def visits_on_nodes(ep: int, etp: int, node: int) -> None:
     for chunks in (1, 3):
         for case in CASES:
             for padded in (False, True):
-                visit(OnNodes(node, chunks), whole_world(), ep, etp, case, padded)
+                visit(Hierarchical(E, chunks), ExpertRanks(whole_world(), ep, etp, *nodes_of(node)), case, padded)
 
 
 @pytest.mark.parametrize("ep, etp, node", NODES)
@@ -352,14 +345,14 @@ def crossings(ep: int, etp: int, node: int, case: str, flat: bool) -> list[int]:
                 self.rows += sum(n for rank, n in zip(ranks, args[2], strict=True) if rank // node != mine)
             return op(*args, **(kwargs or {}))
 
-    dispatcher = AllToAll(E) if flat else OnNodes(node)
-    dispatcher.set_groups(whole_world(), ep, etp)
+    dispatcher = AllToAll(E) if flat else Hierarchical(E)
+    dispatcher.place(ExpertRanks(whole_world(), ep, etp, *nodes_of(node)))
     x_TD, weights_TK, chosen_TK = inputs(case, dist.get_rank())
     x_TD, weights_TK = x_TD.float().requires_grad_(), weights_TK.requires_grad_()
     with Crossing() as there:
-        rows_RD, weight_R1, _, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+        rows_RD, weight_R1, _, send_back = dispatched(dispatcher, x_TD, weights_TK, chosen_TK)
     with Crossing() as back:
-        y_TD = dispatcher.combine(rows_RD * weight_R1.float(), route)
+        y_TD = send_back(rows_RD * weight_R1.float())
     with Crossing() as backward:
         y_TD.sum().backward()
     return [there.rows, back.rows, backward.rows]
@@ -394,8 +387,8 @@ def test_a_token_crosses_to_a_node_once(ep: int, etp: int, node: int, case: str)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("padded", [False, True])
 def test_chunks_on_one_rank(padded: bool, case: str) -> None:
-    visit(AllToAll(E, 3), NO_GROUP, 1, 1, case, padded)
-    visit(Hierarchical(E, 2), NO_GROUP, 1, 1, case, padded)
+    visit(AllToAll(E, 3), ExpertRanks(), case, padded)
+    visit(Hierarchical(E, 2), ExpertRanks(), case, padded)
 
 
 @st.composite
@@ -466,8 +459,8 @@ def test_by_expert_turns_senders_into_experts(counts: list[list[int]]) -> None:
 
 def test_no_tokens_at_all() -> None:
     none = torch.zeros(0, 3)
-    rows, _, _, route = (d := AllToAll(8)).dispatch(torch.zeros(0, 4), none, none.long(), 0)
-    assert rows.shape == (0, 4) and d.combine(rows, route).shape == (0, 4)
+    rows, _, _, send_back = dispatched(AllToAll(8), torch.zeros(0, 4), none, none.long())
+    assert rows.shape == (0, 4) and send_back(rows).shape == (0, 4)
 
 
 @pytest.mark.parametrize("experts", [7, 2**15 - 1, 2**15, 40000])

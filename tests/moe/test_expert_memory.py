@@ -15,7 +15,9 @@ from tests.moe.test_experts import COUNTS, HIDDEN, STEPS, D, experts, random
 from tests.support import tolerances
 from tests.support.live_bytes import saved_bytes
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.experts import Experts, down, grouped_loop, plain_down
+from titanmoe.moe.experts import Experts
+from titanmoe.moe.grouped import grouped_loop
+from titanmoe.moe.swiglu import down, plain_down
 
 
 def inputs(counts: list[int], dtype: torch.dtype, weight_dtype: torch.dtype) -> list[Tensor]:
@@ -56,12 +58,13 @@ def test_the_down_half_equals_plain_autograd(
 
 def test_a_backward_pass_split_in_two_gives_each_half_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in zero-bubble schedules: inputs first, weights later from the recorded gradient of the node."""
-    from titanmoe.moe import experts as module
+
+    from titanmoe.moe import grouped, swiglu
 
     products = []
-    loop, gradient = module.grouped_loop, module.loop_gradient
-    monkeypatch.setattr(module, "grouped_loop", lambda *x: products.append("input") or loop(*x))
-    monkeypatch.setattr(module, "loop_gradient", lambda *x: products.append("weight") or gradient(*x))
+    loop, gradient = grouped.grouped_loop, grouped.loop_gradient
+    monkeypatch.setattr(grouped, "grouped_loop", lambda *x: products.append("input") or loop(*x))
+    monkeypatch.setattr(swiglu, "loop_gradient", lambda *x: products.append("weight") or gradient(*x))
     counts = [5, 0, 9, 3]
     gate, up, weight, w2 = inputs(counts, torch.float64, torch.float64)
     y_RD = down(gate.view_as(gate), up.view_as(up), weight.view_as(weight), w2, torch.tensor(counts), False, False)

@@ -11,14 +11,8 @@ from torch import Tensor
 
 from tests.support import tolerances
 from titanmoe.config.schema import Model, MoE
-from titanmoe.moe.experts import (
-    Experts,
-    Product,
-    can_group,
-    grouped_gradient,
-    grouped_loop,
-    grouped_product,
-)
+from titanmoe.moe.experts import Experts
+from titanmoe.moe.grouped import Product, can_group, grouped_gradient, grouped_loop, grouped_product
 from titanmoe.ops.cpu import whole_units
 from titanmoe.ops.cpu.whole_units import COPIED, UNIT
 from titanmoe.ops.device import Hardware, as_on

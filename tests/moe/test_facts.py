@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests import parity, world
 from tests.moe.test_dispatch import CASES, D, E, K, T, arriving, inputs, nodes_of, whole_world
+from tests.support.single_chunk import dispatched
 from titanmoe.config.schema import Model, MoE
-from titanmoe.fold.degrees import derive
-from titanmoe.moe.dispatch import Dispatcher, dispatcher_class
+from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks, OneChunk
 from titanmoe.moe.dispatchers.rules import DISPATCHERS, DispatcherRules, in_chunks
 from titanmoe.moe.layer import MoE as Layer
 from titanmoe.tokens import Tokens
@@ -37,6 +39,19 @@ class HostReads(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+class Groups(TorchDispatchMode):
+    """The names of the groups that collectives are called over."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "_c10d_functional":
+            self.names.add(args[-1])
+        return op(*args, **(kwargs or {}))
+
+
 def on_four_ranks(name: str, chunks: int = 1) -> Dispatcher:
     """On four ranks on two nodes, as a step uses it."""
     shape = {"model.dim": D, "model.top_k": K, "training.seq_len": T, "parallelism.experts.ep": RANKS}
@@ -44,37 +59,58 @@ def on_four_ranks(name: str, chunks: int = 1) -> Dispatcher:
     if getattr(rules, "param", ""):  # what is read from the recipe does not matter to the emulation
         shape |= {"training.mixed_precision_param": rules.param, "model.dim": rules.dim_of}
     config = parity.read(shape | {"moe.dispatcher": name}, RANKS)
-    fold = derive(RANKS, config.parallelism)
-    dispatcher = dispatcher_class(name)(E, chunks)
-    dispatcher.set_groups(whole_world(), RANKS, 1)
-    dispatcher.set_nodes(*nodes_of(2))
-    memory = dispatcher.reserve(config, fold, whole_world(), torch.device("cpu"))
-    if memory is not None:
-        dispatcher.memory = memory
+    dispatcher = DISPATCHERS.implementation(name)(E, chunks)
+    ranks = ExpertRanks(whole_world(), RANKS, 1, *nodes_of(2))
+    dispatcher.place(ranks)
+    tokens, dtype = config.training.local_batch_size * T, getattr(torch, config.training.mixed_precision_param)
+    dispatcher.memory = dispatcher.reserve(config.model, config.moe, ranks, tokens, dtype, torch.device("cpu"))
     return dispatcher
 
 
 def host_syncs(name: str, bin_rows: int) -> int:
     dispatcher = on_four_ranks(name)
     with HostReads() as reads:
-        rows, _, _, route = dispatcher.dispatch(*inputs("some_dropped", dist.get_rank()), bin_rows)
-        dispatcher.combine(rows, route)
+        rows, _, _, send_back = dispatched(dispatcher, *inputs("some_dropped", dist.get_rank()), bin_rows)
+        send_back(rows)
     return reads.times
 
 
 def messages(name: str, chunks: int) -> int:
     dispatcher = on_four_ranks(name, chunks)
-    parts, _ = dispatcher.parts(dispatcher.start(*inputs("random", dist.get_rank()), 0))
-    return len(parts)
+    return len(dispatcher.dispatch(*inputs("random", dist.get_rank()), 0).chunks())
 
 
 def rows_for_no_expert(name: str) -> bool:
     found = False
     for case in CASES:
-        rows, _, count_e, _ = on_four_ranks(name).dispatch(*inputs(case, dist.get_rank()), 0)
+        rows, _, count_e, _ = dispatched(on_four_ranks(name), *inputs(case, dist.get_rank()))
         arrived, _ = arriving(case, RANKS, range(2 * dist.get_rank(), 2 * dist.get_rank() + 2))
         found |= len(rows) != int(count_e.sum()) or len(rows) != len(arrived)
     return found
+
+
+def sends_across(name: str) -> bool:
+    """Whether anything travels by the group across nodes."""
+    dispatcher = on_four_ranks(name)
+    with Groups() as groups:
+        dispatcher.dispatch(*inputs("random", dist.get_rank()), 0)
+    return dispatcher.ranks.across.name in groups.names
+
+
+def tensors_with_gradients(name: str) -> tuple[int, int]:
+    """How many torch finds in chunks, and in what they return, as hooks on a module do."""
+    x_TD, weights_TK, chosen_TK = inputs("random", dist.get_rank())
+    exchange = on_four_ranks(name).dispatch(x_TD.requires_grad_(), weights_TK.requires_grad_(), chosen_TK, 0)
+    chunks = exchange.chunks()
+    found = sum(x.requires_grad for x in tree_leaves(chunks) if isinstance(x, Tensor))
+    back = [chunk.send_back(chunk.rows()[0]) for chunk in chunks]
+    return found, sum(x.requires_grad for x in tree_leaves(back) if isinstance(x, Tensor))
+
+
+@pytest.mark.parametrize("name", DISPATCHERS.table)
+def test_hooks_see_rows_that_are_on_their_way(name: str) -> None:
+    """Rows and weights go in, rows come out."""
+    assert world.run(RANKS, tensors_with_gradients, name) == [(2, 1)] * RANKS
 
 
 @pytest.mark.parametrize("name", DISPATCHERS.table)
@@ -85,8 +121,8 @@ def test_facts_are_true(name: str) -> None:
     if not rules.no_bins:
         assert world.run(RANKS, host_syncs, name, 8) == [0] * RANKS
     assert world.run(RANKS, messages, name, 3) == [3 if name in in_chunks() else 1] * RANKS
-    assert rules.nodes == (dispatcher_class(name).set_nodes is not Dispatcher.set_nodes)
-    assert rules.asks_machine == (dispatcher_class(name).missing is not Dispatcher.missing)
+    assert world.run(RANKS, sends_across, name) == [rules.nodes] * RANKS
+    assert rules.asks_machine == (DISPATCHERS.implementation(name).missing is not Dispatcher.missing)
 
 
 class Nowhere(Dispatcher):
@@ -94,16 +130,27 @@ class Nowhere(Dispatcher):
 
     rules = DispatcherRules()
 
-    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> tuple:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> OneChunk:
         flat = chosen_TK.flatten()
         kept_R = flat.argsort(stable=True)[: int((flat < self.num_experts).sum())]
         token_R = kept_R // chosen_TK.shape[1]
         count_e = flat[kept_R].bincount(minlength=self.num_experts)
-        return x_TD[token_R], weights_TK.flatten()[kept_R].unsqueeze(1), count_e, (token_R, len(x_TD))
+        weights_R1 = weights_TK.flatten()[kept_R].unsqueeze(1)
+        return OneChunk(Stay(x_TD[token_R], weights_R1, count_e, token_R, len(x_TD)))
 
-    def combine(self, y_RD: Tensor, route: Any) -> Tensor:
-        token_R, tokens = route
-        return y_RD.new_zeros(tokens, y_RD.shape[1]).index_add(0, token_R, y_RD)
+
+class Stay(NamedTuple):
+    x_RD: Tensor
+    weights_R1: Tensor
+    count_e: Tensor
+    token_R: Tensor
+    tokens: int
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x_RD, self.weights_R1, self.count_e
+
+    def send_back(self, y_RD: Tensor) -> Tensor:
+        return y_RD.new_zeros(self.tokens, y_RD.shape[1]).index_add(0, self.token_R, y_RD)
 
 
 def test_a_dispatcher_may_lie_outside_the_package() -> None:

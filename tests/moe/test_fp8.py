@@ -13,8 +13,10 @@ from tests.moe.test_experts import COUNTS, GPT_OSS, STEPS, random
 from tests.support import tolerances
 from titanmoe.config.schema import Model, MoE
 from titanmoe.moe import fp8
-from titanmoe.moe.experts import Experts, plain_swiglu, products
+from titanmoe.moe.experts import Experts
 from titanmoe.moe.fp8 import LARGEST, Rounded, quantise
+from titanmoe.moe.grouped import products
+from titanmoe.moe.swiglu import plain_swiglu
 
 D, HIDDEN = 16, 32
 # Every number that e4m3 has: 3 bits of fraction, exponents -6 to 8, subnormals of 2^-9; all ones is NaN.

@@ -53,4 +53,4 @@ def test_a_dropless_layer_launches_few_kernels(changes: dict[str, Any]) -> None:
     assert set(counted) == set(MOST)
     assert all(counted[part] <= MOST[part] for part in MOST), counted
     # The host asks once per layer, after the rows have been copied.
-    assert [line.file for line in found.log.syncs if line.layer == "layers.1"] == ["moe/dispatch.py"]
+    assert [line.file for line in found.log.syncs if line.layer == "layers.1"] == ["moe/dispatchers/alltoall.py"]

@@ -13,12 +13,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from titanmoe.comm.fsdp_cpu import AsGloo
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests import parity, world
 from tests.support.event_order import Events
 from titanmoe.comm import collectives
 from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.moe.dispatchers.protocol import ExpertRanks
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
 from titanmoe.tokens import Tokens
@@ -106,10 +109,9 @@ def ordered(chunks: int, shared: bool, across: bool = False) -> dict[str, dict[s
     moe = MoE(config.model, config.moe, Shared(events) if shared else None, 0, 0, 1, torch.float64)
     nn.init.normal_(moe.router.weight)
     group = Group(dist.group.WORLD.group_name, RANKS, dist.get_rank())
-    moe.dispatcher.set_groups(group, RANKS, 1)
-    if across:  # each rank is a node
-        moe.dispatcher.set_nodes(NO_GROUP, group)
-    moe.experts.products = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))
+    # across: each rank is a node
+    moe.dispatcher.place(ExpertRanks(group, RANKS, 1, NO_GROUP if across else group, group if across else NO_GROUP))
+    moe.experts.graph = lambda x, weight, count: _Work.apply(x * weight, noted(events, EXPERTS))
     x_BsD = torch.randn(1, T, config.model.dim, dtype=torch.float64, requires_grad=True)
     index = torch.arange(T) + T * group.rank
     tokens = Tokens(
@@ -197,3 +199,48 @@ def test_rows_of_one_microbatch_travel_under_the_experts_of_another() -> None:
     for taken, apart in zip(world.run(4, a_step, True), world.run(4, a_step, False), strict=True):
         assert apart["experts in messages"] == 0 < apart["experts"] == taken["experts"], (taken, apart)
         assert taken["experts in messages"] == 3 / 8 * taken["experts"], (taken, apart)
+
+
+# ---- hooks around the experts
+
+
+def reductions(changes: dict[str, Any]) -> list[str]:
+    """The units of the last layers in the order in which backward reduces their gradients; 2 data ranks each."""
+    trainer = parity.make_trainer({"data.source": "synthetic", "parallelism.experts.ep": 2} | changes)
+    (part,) = trainer.stages
+
+    def elements(module: nn.Module) -> int:
+        return sum(p.numel() for p in module.parameters() if isinstance(p, DTensor))
+
+    block = part.layers["1"]
+    experts, router = elements(block.moe.experts), elements(block.moe.router)
+    names = {experts // 2: "experts", elements(block) - experts - router: "block"}
+    assert len(names) == 2
+    order: list[str] = []
+
+    def note(plain: Any) -> Any:
+        def call(self: AsGloo, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **more: Any) -> Any:
+            order.append(names.get(input_tensor.numel(), "other"))
+            return plain(self, output_tensor, input_tensor, *given, **more)
+
+        return call
+
+    with mock.patch.object(AsGloo, "__call__", note(AsGloo.__call__)):
+        trainer.train_step()
+    return [name for name in order if name != "other"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moe.overlap_chunks": 2},
+        {"moe.dispatcher": "allgather"},
+        {"moe.dispatcher": "hierarchical", "parallelism.node": 1},
+        {"moe.dispatcher": "symm_mem"},
+    ],
+    ids=["alltoall", "allgather", "hierarchical", "symm_mem"],
+)
+def test_experts_are_reduced_as_soon_as_their_gradients_are_there(changes: dict[str, Any]) -> None:
+    """FSDP finds out from the tensors in chunks; weights whose chunks hide theirs wait for the end of backward."""
+    for order in world.run(4, reductions, changes):
+        assert order[:4] == ["experts", "block"] * 2, order

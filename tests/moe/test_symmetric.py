@@ -21,11 +21,13 @@ from tests import parity, reference, world
 from tests.moe.test_dispatch import CASES, LAYOUTS, RANKS, D, E, K, T, arriving, inputs, plain, whole_world
 from tests.support import emulated_symmetric
 from tests.support.case_features import MODELS
+from tests.support.single_chunk import dispatched
 from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import derive
-from titanmoe.moe.dispatch import AllToAll, Dispatcher
-from titanmoe.moe.symmetric import ALIGN, Symmetric, SymmetricBuffers, used
+from titanmoe.moe.dispatchers.alltoall import AllToAll
+from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks
+from titanmoe.moe.dispatchers.symm_mem import ALIGN, Symmetric, SymmetricBuffers, used
 
 ROOT = Path(__file__).resolve().parents[2]
 HERE = {"moe.dispatcher": "symm_mem", "model.dim": D, "model.top_k": K, "training.seq_len": T}
@@ -41,8 +43,10 @@ def lent(config: Config, group: Group) -> Symmetric:
     """A dispatcher with memory, as in a step."""
     fold = derive(group.size, config.parallelism)
     dispatcher = Symmetric(config.model.num_experts, kernels=config.moe.kernels)
-    dispatcher.set_groups(group, fold.ep, fold.etp)
-    dispatcher.memory = SymmetricBuffers(config, fold, group, torch.device("cpu"))
+    ranks = ExpertRanks(group, fold.ep, fold.etp)
+    dispatcher.place(ranks)
+    tokens, dtype = config.training.local_batch_size * config.training.seq_len, torch.float64
+    dispatcher.memory = Symmetric.reserve(config.model, config.moe, ranks, tokens, dtype, torch.device("cpu"))
     return dispatcher
 
 
@@ -60,9 +64,9 @@ def round_trip(dispatcher: Dispatcher, case: str) -> tuple[Tensor, Tensor, Tenso
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
     x_TD.requires_grad_()
     weights_TK.requires_grad_()
-    rows, weights, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+    rows, weights, count_e, send_back = dispatched(dispatcher, x_TD, weights_TK, chosen_TK)
     first = group.rank // etp * dispatcher.local_experts
-    y_TD = dispatcher.combine(toy_experts(rows, weights, count_e, first, share), route)
+    y_TD = send_back(toy_experts(rows, weights, count_e, first, share))
     cotangent = torch.randn(T, D, dtype=torch.float64, generator=torch.Generator().manual_seed(group.rank + 10))
     return y_TD, *torch.autograd.grad(y_TD, (x_TD, weights_TK), cotangent)
 
@@ -91,7 +95,7 @@ def check_case(dispatcher: Symmetric, case: str) -> None:
     group, local = dispatcher.group, dispatcher.local_experts
     expert_rank = group.rank // dispatcher.etp
     x_TD, weights_TK, chosen_TK = inputs(case, group.rank)
-    rows, weights, count_e, _ = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+    rows, weights, count_e, _ = dispatched(dispatcher, x_TD, weights_TK, chosen_TK)
     want, counts = arriving(case, group.size, range(expert_rank * local, (expert_rank + 1) * local))
     if group.size > 1:
         assert count_e.tolist() == [max(1, -(-n // ALIGN)) * ALIGN for n in counts]
@@ -141,13 +145,13 @@ class HostMustNotWait(TorchFunctionMode):
 
 def waits(kind: str) -> bool:
     dispatcher = make(whole_world(), RANKS, 1) if kind == "symm_mem" else AllToAll(E)
-    dispatcher.set_groups(whole_world(), RANKS, 1)
+    dispatcher.place(ExpertRanks(whole_world(), RANKS, 1))
     x_TD, weights_TK, chosen_TK = inputs("some_dropped", dist.get_rank())
     x_TD.requires_grad_()
     try:
         with HostMustNotWait():
-            rows, weights, _, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-            dispatcher.combine(rows * weights, route).sum().backward()
+            rows, weights, _, send_back = dispatched(dispatcher, x_TD, weights_TK, chosen_TK)
+            send_back(rows * weights).sum().backward()
     except AssertionError as error:
         assert "the host waits" in str(error)
         return True
@@ -169,8 +173,8 @@ def crowded(case: str) -> tuple[bool, list[bool]]:
         chosen_TK[:, 0], chosen_TK[:, 2] = 4, 5
     memory.rows = memory.rows._replace(away=tuple(b[: 4 * ALIGN] for b in memory.rows.away))
     memory.weights = memory.weights._replace(away=tuple(b[: 4 * ALIGN] for b in memory.weights.away))
-    rows, weights, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-    y_TD = dispatcher.combine(toy_experts(rows, weights, count_e, 0, 1.0), route)
+    rows, weights, count_e, send_back = dispatched(dispatcher, x_TD, weights_TK, chosen_TK)
+    y_TD = send_back(toy_experts(rows, weights, count_e, 0, 1.0))
     return bool(memory.overflowed), [bool(y_TD.eq(0).all()), count_e.tolist() == [ALIGN] * 2]
 
 

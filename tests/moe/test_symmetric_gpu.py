@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import derive
-from titanmoe.moe.experts import Experts, can_group
-from titanmoe.moe.symmetric import Symmetric, SymmetricBuffers, missing
+from titanmoe.moe.dispatchers.protocol import ExpertRanks
+from titanmoe.moe.dispatchers.symm_mem import Symmetric, missing
+from titanmoe.moe.experts import Experts
+from titanmoe.moe.grouped import can_group
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,7 +32,7 @@ def test_rows_through_the_experts_without_a_host_sync() -> None:
     config.moe.dispatcher = "symm_mem"
     model, T = config.model, config.training.seq_len
     dispatcher = Symmetric(model.num_experts)
-    dispatcher.memory = SymmetricBuffers(config, derive(1, config.parallelism), NO_GROUP, torch.device("cuda"))
+    dispatcher.memory = Symmetric.reserve(model, config.moe, ExpertRanks(), T, torch.bfloat16, torch.device("cuda"))
     with torch.device("cuda"):
         experts = Experts(model, config.moe, torch.bfloat16)
         x_TD = torch.randn(T, model.dim, dtype=torch.bfloat16, requires_grad=True)
@@ -46,8 +46,8 @@ def test_rows_through_the_experts_without_a_host_sync() -> None:
         torch.nn.init.normal_(parameter, std=0.1)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        rows_RD, weights_R1, count_e, route = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
-        y_TD = dispatcher.combine(experts.products(rows_RD, weights_R1, count_e), route)
+        exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+        y_TD = exchange.combine(experts(exchange.chunks()))
         y_TD.backward(grad_TD)
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -19,10 +19,10 @@ from titanmoe.models.layers import plain_rotate, rotate, rotate_both
 from titanmoe.models.vocabulary import chunked_cross_entropy_sum
 from titanmoe.moe.assign import assign_all_rows, assign_rows, by_expert, copy_rows, sort_by_expert
 from titanmoe.moe.balance import entropy_and_count as balance_spread
-from titanmoe.moe.experts import down
 from titanmoe.moe.fp8 import plain_quantise, quantise
 from titanmoe.moe.permute import invert, reorder, reorder_weighted, to_rows, to_tokens
 from titanmoe.moe.router import Router
+from titanmoe.moe.swiglu import down
 from titanmoe.ops.kernels import installed, interpreted
 from titanmoe.tokens import IGNORE, Tokens
 

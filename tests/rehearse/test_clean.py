@@ -15,8 +15,9 @@ from tests.rehearse.small import config_of
 from tests.support.case_features import DISPATCHERS, RECOMPUTE, SCHEDULES
 from tests.test_recipes import RECIPES
 from tests.test_recipes import world as ranks
+from titanmoe.comm.collectives import NO_GROUP
 from titanmoe.config.schema import Config
-from titanmoe.moe.dispatch import AllToAll
+from titanmoe.moe.dispatchers.alltoall import AllToAllChunk
 from titanmoe.ops.kernels import installed
 from titanmoe.parallel.pipeline import Pipeline, stage_ranks
 from titanmoe.rehearse.order import HOST_ORDER, Verdict, check
@@ -135,20 +136,16 @@ def faulty(world: int, of: Callable[[int], Any], changes: dict[str, Any]) -> Ver
 
 def test_a_rank_that_skips_its_call_is_named() -> None:
     """As if it first checked whether it has a token."""
-    real = AllToAll.leave
+    real = AllToAllChunk.send_back
 
-    def leave(self: AllToAll, y_RD: Tensor, splits: Any) -> Any:
-        self.group, group = type(self.group)("", 1, 0), self.group
-        try:
-            return real(self, y_RD, splits)
-        finally:
-            self.group = group
+    def alone(self: AllToAllChunk, y_RD: Tensor) -> Any:
+        return real(self._replace(group=NO_GROUP), y_RD)
 
     def of(rank: int) -> Any:
-        return mock.patch.object(AllToAll, "leave", leave if rank == 2 else real)
+        return mock.patch.object(AllToAllChunk, "send_back", alone if rank == 2 else real)
 
     verdict = faulty(4, of, {})
-    assert not verdict.safe and "rank 2" in verdict.text and "moe/dispatch.py" in verdict.text
+    assert not verdict.safe and "rank 2" in verdict.text and "moe/dispatchers/alltoall.py" in verdict.text
 
 
 def test_an_extra_microbatch_is_found() -> None:

@@ -16,7 +16,7 @@ from tests.rehearse.small import config_of
 from tests.rehearse.test_clean import ONE, faulty
 from tests.rehearse.test_rehearse_command import SMALL, rehearse
 from titanmoe.comm.collectives import InFlight
-from titanmoe.moe.symmetric import ALIGN, Symmetric
+from titanmoe.moe.dispatchers.symm_mem import ALIGN, SymmetricChunk
 from titanmoe.ops.kernels import installed
 from titanmoe.rehearse import world
 from titanmoe.rehearse.record import ALL_TO_ALLS, SYMMETRIC
@@ -67,13 +67,13 @@ def test_a_step_that_does_not_fit_is_repeated_by_alltoall() -> None:
 
 
 def test_a_rank_that_keeps_its_rows_is_named() -> None:
-    real = Symmetric.leave
+    real = SymmetricChunk.send_back
 
-    def leave(self: Symmetric, y_AD: Tensor, splits: Any) -> InFlight:
-        return InFlight(y_AD.new_zeros(splits.lent.rows, y_AD.shape[1]) + y_AD.sum(), None)
+    def keep(self: SymmetricChunk, y_AD: Tensor) -> InFlight:
+        return InFlight(y_AD.new_zeros(self.send_rows, y_AD.shape[1]) + y_AD.sum(), None)
 
     def on(rank: int) -> Any:
-        return mock.patch.object(Symmetric, "leave", leave if rank == 2 else real)
+        return mock.patch.object(SymmetricChunk, "send_back", keep if rank == 2 else real)
 
     verdict = faulty(4, on, {"moe.dispatcher": "symm_mem"})
     assert not verdict.safe and "rank 2" in verdict.text and BACK in verdict.text
@@ -86,7 +86,7 @@ def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     assert "Before the first step symmetric memory sends:" in text and "computation's own stream" in text
     (report,) = json.loads(file.read_text())["ranks"]
     assert {row["dtype"] for row in report["start_up"]} == {"bfloat16", "float32"}
-    assert not any("moe/dispatch.py" in line or "moe/symmetric.py" in line for line in report["syncs"])
+    assert not any("moe/dispatchers" in line for line in report["syncs"])
     assert torch.bfloat16.itemsize * 64 * 2 * 128 in {
         row["sent_bytes"] for row in report["messages"] if row["op"] == BACK and row["pass"] == "forward"
     }

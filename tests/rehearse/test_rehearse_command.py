@@ -40,7 +40,7 @@ def test_a_table_and_the_same_as_json(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {row["sent_bytes"] for row in rows} == {tokens * 2 * 64 * 2}  # top-k, width, bytes
     assert [row["by_layer"] for row in rows] == [{"layers.0": 1}] * 2
     assert all(row["line"] in text for row in report["messages"])
-    assert "moe/dispatch.py" in "".join(report["syncs"])
+    assert "moe/dispatchers/alltoall.py" in "".join(report["syncs"])
     assert f"One step computes: {report['work']['kernels']:,} kernels" in text
     assert any(row["op"] == "mm" and set(row["by_layer"]) == {"layers.0"} for row in report["work"]["operations"])
     assert report["bytes"]["optimizer"] > 2 * report["bytes"]["parameters"] > 0

@@ -7,7 +7,7 @@ import torch
 
 from tests.rehearse.small import config_of
 from titanmoe.fold.degrees import derive
-from titanmoe.moe.dispatch import AllToAll
+from titanmoe.moe.dispatchers.alltoall import AllToAll
 from titanmoe.rehearse.routing import Exchange, Routing, balanced, skewed, with_imbalance
 from titanmoe.rehearse.samples import Samples
 

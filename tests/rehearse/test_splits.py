@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.rehearse.small import config_of
 from tests.support.case_features import DISPATCHERS
 from titanmoe.comm.collectives import start
-from titanmoe.moe.dispatch import AllToAll
+from titanmoe.moe.dispatchers.alltoall import AllToAllChunk
 from titanmoe.rehearse.order import HOST_ORDER
 from titanmoe.rehearse.roles import check_ranks
 from titanmoe.rehearse.routing import AssumedRouting, Exchange, balanced, skewed
@@ -34,14 +34,14 @@ def test_split_sizes_are_those_of_the_rehearsed_rank(name: str) -> None:
 
 
 def test_a_rank_that_was_not_rehearsed_and_returns_rows_to_the_wrong_ranks_is_named() -> None:
-    real = AllToAll.leave
+    real = AllToAllChunk.send_back
 
-    def leave(self: AllToAll, y_RD: Tensor, splits: Any) -> Any:
+    def send_back(self: AllToAllChunk, y_RD: Tensor) -> Any:
         if self.group.rank != 2:
-            return real(self, y_RD, splits)
-        return start(y_RD, self.group, splits.receive[::-1], splits.send)
+            return real(self, y_RD)
+        return start(y_RD, self.group, self.receive[::-1], self.send)
 
-    with mock.patch.object(AllToAll, "leave", leave):
+    with mock.patch.object(AllToAllChunk, "send_back", send_back):
         rehearsal = of({})
         assert "rank 2 sends rank 0" in check_ranks([rehearsal]).text
     assert check_ranks([rehearsal]).text == HOST_ORDER
@@ -59,12 +59,12 @@ def test_each_layer_is_checked_if_layers_differ() -> None:
 
 
 def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
-    real, runs = AllToAll.leave, []
+    real, runs = AllToAllChunk.send_back, []
 
-    def leave(self: AllToAll, y_RD: Tensor, splits: Any) -> Any:
-        if self.group.rank or len(set(splits.receive)) == 1:
-            return real(self, y_RD, splits)
-        return start(y_RD, self.group, splits.receive[::-1], splits.send)
+    def send_back(self: AllToAllChunk, y_RD: Tensor) -> Any:
+        if self.group.rank or len(set(self.receive)) == 1:
+            return real(self, y_RD)
+        return start(y_RD, self.group, self.receive[::-1], self.send)
 
     def choose(layer: int, index_T: Tensor) -> Tensor:
         return skewed(index_T, 2, 8, 3.0) if index_T[0] >= 7 * 16 else balanced(index_T, 2, 8)
@@ -77,5 +77,5 @@ def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
     rehearsal = of({"training.global_batch_size": 8, "parallelism.experts.ep": 2}, AssumedRouting("late", choose))
     rehearsal.exchange.__class__ = Watched
     assert not list(disagreeing_splits([rehearsal])) and runs == [(0, 0), (1, 0), (2, 1), (3, 1)]
-    with mock.patch.object(AllToAll, "leave", leave):
+    with mock.patch.object(AllToAllChunk, "send_back", send_back):
         assert "microbatch 1: rank 2 sends rank 2" in next(disagreeing_splits([rehearsal]))

@@ -1,4 +1,5 @@
-"""The package `deep_ep` as far as titanmoe.moe.deepep calls it, emulated on CPUs over gloo by its documented contract.
+"""The package `deep_ep` as far as titanmoe.moe.dispatchers.deepep calls it, emulated on CPUs over gloo by its
+documented contract.
 
 Importing this makes it importable. What the real kernels assert is asserted here, but any dtype is sent in place of
 bfloat16, with weights in the dtype that it promotes to with float32.
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanmoe.moe import deepep
+from titanmoe.moe.dispatchers import deepep
 
 calls: list[str] = []
 SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)

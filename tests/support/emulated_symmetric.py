@@ -1,4 +1,5 @@
-"""The symmetric-memory operations that titanmoe.moe.symmetric calls, emulated on CPUs by their documented contract.
+"""The symmetric-memory operations that titanmoe.moe.dispatchers.symm_mem calls, emulated on CPUs by their documented
+contract.
 
 Importing this gives torch's own operations a CPU kernel over gloo, and makes `symm_mem.empty` return a CPU tensor that
 counts as symmetric. What the real operations leave undefined is filled with NaN here, and what would corrupt

@@ -186,16 +186,17 @@ def router_without_its_gradient() -> Callable[[], None]:
 
 def garbage_gradients_without_tokens() -> Callable[[], None]:
     """Experts that nothing chose keep whatever torch.empty returned."""
-    from titanmoe.moe import experts
+    from titanmoe.moe import grouped, swiglu
 
     def left(gradient: Any) -> Any:
         def run(grad: torch.Tensor, h: torch.Tensor, count: Any) -> torch.Tensor:
-            idle = experts.groups_of(count).count_e == 0
+            idle = grouped.groups_of(count).count_e == 0
             return gradient(grad, h, count) + 0.1 * idle.view(-1, 1, 1)
 
         return run
 
-    return _patch(experts, "loop_gradient", left)
+    undo = [_patch(module, "loop_gradient", left) for module in (grouped, swiglu)]
+    return lambda: [restore() for restore in undo]
 
 
 def nan_in_a_gradient() -> Callable[[], None]:

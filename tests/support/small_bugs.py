@@ -127,17 +127,21 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "scope_T = torch.zeros_like(tokens.sample_T)",
         ),
     ],
-    ("moe/dispatch.py", "tests/moe/test_dispatch.py"): [
+    ("moe/dispatchers/alltoall.py", "tests/moe/test_dispatch.py"): [
         ("chunks of padded bins are too short by a row", "bin_rows = -(-bin_rows // C)", "bin_rows = bin_rows // C"),
+    ],
+    ("moe/dispatchers/allgather.py", "tests/moe/test_dispatch.py"): [
         (
             "the all-gather takes etp ranks for ep ranks",
             "all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts",
             "all_gather(chosen_TK, 0, self.group) - self.group.rank * self.local_experts",
         ),
+    ],
+    ("moe/dispatchers/hierarchical.py", "tests/moe/test_dispatch.py"): [
         (
             "bins inside a node have room for only one node's rows",
-            "for row in rows), bin_rows * N, route)",
-            "for row in rows), bin_rows, route)",
+            "*relay, bin_rows * N, route",
+            "*relay, bin_rows, route",
         ),
     ],
     ("moe/permute.py", f"tests/moe/test_permute.py {NO_GROUP}"): [
@@ -154,14 +158,16 @@ TABLE: dict[tuple[str, str], list[tuple[str, str, str]]] = {
             "torch.addmm(y_RD, member_Re.to(y_RD.dtype), bias_eD)",
         ),
         (
-            "gates are clamped from below as well",
-            "gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)",
-            "gate, up = gate.clamp(-7.0, 7.0), up.clamp(-7.0, 7.0)",
-        ),
-        (
             "every etp rank adds its bias to the first columns",
             "before = self.etp_rank * bias_ed.shape[1]",
             "before = 0",
+        ),
+    ],
+    ("moe/swiglu.py", "tests/moe/test_experts.py"): [
+        (
+            "gates are clamped from below as well",
+            "gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)",
+            "gate, up = gate.clamp(-7.0, 7.0), up.clamp(-7.0, 7.0)",
         ),
     ],
     ("models/layers.py", "tests/models/test_rope.py"): [

@@ -164,13 +164,13 @@ PRIVATE = (
         "the norm and clipping, in few kernels",
     ),
     Private("torch", ("_foreach_norm",), "checkpoint/finite.py", "whether all numbers of a checkpoint are finite"),
-    Private("torch", ("_grouped_mm",), "moe/experts.py", "the products of all experts"),
+    Private("torch", ("_grouped_mm",), "moe/grouped.py", "the products of all experts"),
     Private("torch", ("_scaled_grouped_mm",), "moe/fp8.py", "the same in 8 bits; without it fp8 is refused", True),
     Private("torch", ("_softmax_backward_data",), "ops/cpu/blocked_attention.py", "the gradient of a softmax"),
     Private(
         "torch.distributed._symmetric_memory",
         ("empty", "rendezvous", "get_backend", "set_backend", "is_nvshmem_available"),
-        "moe/symmetric.py",
+        "moe/dispatchers/symm_mem.py",
         "buffers that peers write to",
     ),
     Private(
@@ -184,7 +184,10 @@ PRIVATE = (
     ),
     Private("torch.ops", ("_c10d_functional",), "launcher/check_cluster.py", "to time them"),
     Private(
-        "torch._C", ("_dispatch_has_kernel_for_dispatch_key",), "moe/symmetric.py", "whether an op runs on a device"
+        "torch._C",
+        ("_dispatch_has_kernel_for_dispatch_key",),
+        "moe/dispatchers/symm_mem.py",
+        "whether an op runs on a device",
     ),
     Private(
         "torch._C", ("_will_engine_execute_node",), "ops/split_backward.py", "which gradients a backward pass computes"

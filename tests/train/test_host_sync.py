@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests import parity
 from tests.rehearse.small import config_of
 from titanmoe.comm.collectives import NO_GROUP
-from titanmoe.moe.symmetric import SymmetricBuffers
+from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import Placement
 from titanmoe.parallel.norm import grad_norm
@@ -47,7 +47,7 @@ def test_a_step_has_one_host_sync_besides_its_dispatchers(name: str) -> None:
     # The second step: before the first, torch's stages ask each other for their shapes.
     with mock.patch.object(SymmetricBuffers, "try_once"):
         log = rehearse(config_of(ONE | changes, 4, "h100"), 4, 0, "h100", steps=2).log
-    want = {"train/trainer.py": 1} | ({"moe/dispatch.py": dispatched} if dispatched else {})
+    want = {"train/trainer.py": 1} | ({"moe/dispatchers/alltoall.py": dispatched} if dispatched else {})
     assert Counter(line.file for line in log.syncs) == want
     # It is the last, and nothing is sent after it: all ranks know the same.
     assert log.syncs[-1].file == "train/trainer.py" and log.events[-1].kind == "sync"

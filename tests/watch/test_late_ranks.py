@@ -29,7 +29,10 @@ def seen(rank: int, ops: list[tuple[int, str]], state: str = "answers", differs:
         last.append(Collective(index, group, op, "Float", 16, numbers[str(group)]))
     one = Seen(rank, f"node{rank // 2}", 4000 + rank, state, 8.0, 7, "forward and backward", Position(0, 1, 3, True))
     one.recorded = Recorded(len(ops), tuple(last), numbers, differs)
-    one.stack = ["/v/site-packages/torch/x.py:1 in wait", f"titanmoe/moe/dispatch.py:{200 + rank} in combine"]
+    one.stack = [
+        "/v/site-packages/torch/x.py:1 in wait",
+        f"titanmoe/moe/dispatchers/alltoall.py:{200 + rank} in combine",
+    ]
     return replace(one, **more)
 
 
@@ -61,9 +64,9 @@ def test_a_rank_that_does_not_answer(state: str, why: str) -> None:
         "    step 7, forward and backward: backward of layer 3, microbatch 1; no progress for 8 s",
         "    its last collective: all-gather over tp, number 11 there, message 2 of its step",
         "  the others wait:",
-        "    rank 0: all-to-all over ep, number 12 at titanmoe/moe/dispatch.py:200 in combine, for 8 s",
-        "    rank 1: all-to-all over ep, number 11 at titanmoe/moe/dispatch.py:201 in combine, for 8 s",
-        "    rank 3: all-to-all over ep, number 11 at titanmoe/moe/dispatch.py:203 in combine, for 8 s",
+        "    rank 0: all-to-all over ep, number 12 at titanmoe/moe/dispatchers/alltoall.py:200 in combine, for 8 s",
+        "    rank 1: all-to-all over ep, number 11 at titanmoe/moe/dispatchers/alltoall.py:201 in combine, for 8 s",
+        "    rank 3: all-to-all over ep, number 11 at titanmoe/moe/dispatchers/alltoall.py:203 in combine, for 8 s",
     ]
 
 

@@ -6,7 +6,7 @@ Expert number E stands for "no expert".
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,10 @@ from titanmoe.ops.kernels import fused
 
 
 class Route(NamedTuple):
-    """What combine needs to send rows back."""
+    """Which row of the buffer is which token's."""
 
-    source_R: Tensor  # token of each row in the send buffer
+    source_R: Tensor  # token of each row
     slot_TJ: Tensor  # rows of each token
-    back: Any = None  # anything else that the dispatcher needs
 
 
 def sort_by_expert(chosen_TK: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

@@ -106,30 +106,31 @@ class Balance(nn.Module):
         Every valid token has K choices, so f_e is E times the share of choices, and a balance term is a sum of p times
         constants.
         """
-        E, K, wanted, microbatch = self.model.num_experts, self.model.top_k, self.coefficients, tokens.microbatch
-        if not wanted:
+        E, K = self.model.num_experts, self.model.top_k
+        coefficients, microbatch = self.coefficients, tokens.microbatch
+        if not coefficients:
             return {}
         valid_T, constants, terms = tokens.valid_T.to(scores_TE.dtype), {}, {}
-        if any(name in wanted for name in AUX[:3]):
+        if any(name in coefficients for name in AUX[:3]):
             count_BE = all_reduce(count_BE.to(torch.float64), self.sequence)
             factor_T = valid_T / scores_TE.sum(-1) if self.normalises else valid_T
             p_BE = (factor_T.view(len(count_BE), 1, -1) @ scores_TE.view(len(count_BE), -1, E)).squeeze(1)
-        if "aux_loss_sequence" in wanted:
+        if "aux_loss_sequence" in coefficients:
             choices_B1 = count_BE.sum(1, keepdim=True).clamp(min=1)
             constants["aux_loss_sequence"] = count_BE / choices_B1.square() * (E * K) / self.step_samples
-        if "aux_loss" in wanted:
+        if "aux_loss" in coefficients:
             count_E = count_BE.sum(0)
             constants["aux_loss"] = count_E / count_E.sum().clamp(min=1) * E / self.step_tokens
-        if "aux_loss_global" in wanted:
+        if "aux_loss_global" in coefficients:
             count_1E = all_reduce(count_BE.sum(0, keepdim=True), self.data)
             self.global_ME.index_copy_(0, microbatch.view(1), count_1E)
             so_far_1E = self.global_ME.cumsum(0).index_select(0, microbatch.view(1))
             constants["aux_loss_global"] = so_far_1E / so_far_1E.sum().clamp(min=1) * E / self.step_tokens
         for name, constant in constants.items():
-            terms[name] = (p_BE * (wanted[name] * constant)).sum()
-        if "z_loss" in wanted:
+            terms[name] = (p_BE * (coefficients[name] * constant)).sum()
+        if "z_loss" in coefficients:
             z = (logits_TE.logsumexp(-1).square() * valid_T).sum()
-            terms["z_loss"] = wanted["z_loss"] * z / self.step_tokens
+            terms["z_loss"] = coefficients["z_loss"] * z / self.step_tokens
         return terms
 
     def dropped(self, entries: Tensor, microbatch: Tensor) -> None:

@@ -30,25 +30,25 @@ class Capacity(nn.Module):
         """C for a scope of this many token positions."""
         return math.ceil(self.options.capacity_factor * self.model.top_k * positions / self.model.num_experts)
 
-    def bin_rows(self, samples: int, owned: int) -> int:
+    def bin_rows(self, samples: int, own_tokens: int) -> int:
         """The most rows that this rank can send to one expert: the size of a padded bin."""
         if not self.full:
-            return self.limit(owned)
-        positions = owned // samples
+            return self.limit(own_tokens)
+        positions = own_tokens // samples
         return samples * min(self.limit(positions * self.sequence.size), positions)
 
     def forward(self, chosen_TK: Tensor, weights_TK: Tensor, tokens: Tokens, samples: int) -> Tensor:
         """chosen_TK, with the choices over capacity set to E (no expert)."""
-        owned = chosen_TK.shape[0]
+        own_tokens = chosen_TK.shape[0]
         scope_T = tokens.sample_T if self.full else torch.zeros_like(tokens.sample_T)
         group = self.sequence if self.full else NO_GROUP
-        positions = owned // samples * group.size if self.full else owned
+        positions = own_tokens // samples * group.size if self.full else own_tokens
         chosen_NK, order_N, scope_N = (all_gather(x, 0, group) for x in (chosen_TK, tokens.index_T, scope_T))
         weight_NK = None
         if self.options.drop_policy == "probability":
             weight_NK = sortable(all_gather(weights_TK.detach().to(torch.bfloat16), 0, group))
         over_NK = over_capacity(chosen_NK, weight_NK, order_N, scope_N, self.model.num_experts, self.limit(positions))
-        over_TK = over_NK[group.rank * owned : (group.rank + 1) * owned]
+        over_TK = over_NK[group.rank * own_tokens : (group.rank + 1) * own_tokens]
         return chosen_TK.masked_fill(over_TK, self.model.num_experts)
 
 

@@ -65,21 +65,21 @@ class Rounded:
     def __init__(self, dtype: str = "compute", kernels: str = "auto"):
         self.dtype, self.kernels = dtype, kernels
         self.keep = False
-        self.kept: dict[str, Quantised] = {}
+        self.cache: dict[str, Quantised] = {}
 
     def begin_step(self) -> None:
-        self.kept.clear()
+        self.cache.clear()
 
     def __call__(self, name: str, weight: Tensor) -> Tensor | Quantised:
         """name: of this weight along this width."""
         if self.dtype == "compute":
             return weight
-        if name in self.kept:
-            return self.kept[name]
-        found = quantise(weight, self.kernels)
+        if name in self.cache:
+            return self.cache[name]
+        narrow = quantise(weight, self.kernels)
         if self.keep:
-            self.kept[name] = found
-        return found
+            self.cache[name] = narrow
+        return narrow
 
 
 def scaled_rows(x: Quantised, w: Quantised, ends_e: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""The MoE layer. It gets the tokens that only this rank owns and does not know how attention was parallelised.
+"""The MoE layer: route, dispatch, experts, combine.
+
+It gets the tokens that only this rank owns and does not know how attention was parallelised.
 
 Shapes: B samples, s owned positions, T = B * s owned tokens, D model, K top-k.
 """
@@ -15,7 +17,7 @@ from titanmoe.config.schema import Model
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.balance import AUX, STATISTICS, Balance
 from titanmoe.moe.capacity import Capacity
-from titanmoe.moe.dispatch import dispatcher_class
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.router import Router
 from titanmoe.observe import region
@@ -37,7 +39,7 @@ class MoE(nn.Module):
         self.router = Router(model, options, seed, layer, dtype)
         self.balance = Balance(model, options, microbatches)
         self.capacity = Capacity(model, options) if options.capacity_factor else None
-        kind = dispatcher_class(options.dispatcher)
+        kind = DISPATCHERS.implementation(options.dispatcher)
         self.dispatcher = kind(model.num_experts, options.overlap_chunks, options.kernels)
         self.experts = Experts(model, options, dtype)
         self.shared = shared
@@ -51,23 +53,23 @@ class MoE(nn.Module):
 
     def forward(self, x_BsD: Tensor, tokens: Tokens) -> Tensor:
         x_TD = x_BsD.flatten(0, 1)
-        weights_TK, chosen_TK, bin_rows = self.choose_experts(x_TD, tokens)
-        sent = self.dispatcher.start(x_TD, weights_TK, chosen_TK, bin_rows)
-        shared_BsD = self.run_shared(x_BsD)  # while the rows are in flight
-        parts, route = self.dispatcher.parts(sent)
-        y_BsD = self.dispatcher.land(self.experts(parts, self.dispatcher), route).view_as(x_BsD)
+        weights_TK, chosen_TK, bin_rows = self.route(x_TD, tokens)
+        exchange = self.dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)  # rows set off
+        shared_BsD = self.run_shared(x_BsD)  # while they are on their way
+        back = self.experts(exchange.chunks())
+        y_BsD = exchange.combine(back).view_as(x_BsD)
         return y_BsD if shared_BsD is None else y_BsD + shared_BsD
 
-    def choose_experts(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
+    def route(self, x_TD: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor, int]:
         """The routing weights, the chosen experts, and the rows of a padded bin (0: bins are not padded)."""
         logits_TE, scores_TE, weights_TK, chosen_TK, count_BE = self.router(x_TD, tokens)
         weights_TK = self.balance(weights_TK, logits_TE, scores_TE, count_BE, tokens)
         if self.capacity is None:
             return weights_TK, chosen_TK, 0
         samples = count_BE.shape[0]
-        kept_TK = self.capacity(chosen_TK, weights_TK, tokens, samples)
-        self.balance.dropped((kept_TK != chosen_TK).sum(), tokens.microbatch)
-        return weights_TK, kept_TK, self.capacity.bin_rows(samples, x_TD.shape[0]) if self.pad else 0
+        within_TK = self.capacity(chosen_TK, weights_TK, tokens, samples)
+        self.balance.dropped((within_TK != chosen_TK).sum(), tokens.microbatch)
+        return weights_TK, within_TK, self.capacity.bin_rows(samples, x_TD.shape[0]) if self.pad else 0
 
     def run_shared(self, x_BsD: Tensor) -> Tensor | None:
         if self.shared is None:
@@ -78,24 +80,24 @@ class MoE(nn.Module):
 
 @torch.no_grad()
 def sum_statistics(
-    mine: dict[int, MoE], blocks: list[int], num_experts: int, world: Group, device: torch.device
+    layers: dict[int, MoE], blocks: list[int], num_experts: int, world: Group, device: torch.device
 ) -> Tensor:
     """Once per optimizer step: rows per expert and STATISTICS of all ranks and microbatches, a row for each of blocks.
 
-    blocks: all MoE layers of the model. mine: those of this rank's stages. One table, one sum over the world.
+    blocks: all MoE layers of the model. layers: those of this rank's stages. One table, one sum over the world.
     """
     table = torch.zeros(len(blocks), num_experts + len(STATISTICS), dtype=torch.float64, device=device)
     for row, number in enumerate(blocks):
-        if number in mine:
-            balance = mine[number].balance
+        if number in layers:
+            balance = layers[number].balance
             table[row] = torch.cat((balance.count_ME.sum(0), balance.statistics_MX.sum(0)))
     return all_reduce(table, world) if blocks else table
 
 
 @torch.no_grad()
-def move_biases(mine: dict[int, MoE], rows: dict[int, Tensor], num_experts: int, rate: float) -> None:
+def move_biases(layers: dict[int, MoE], rows: dict[int, Tensor], num_experts: int, rate: float) -> None:
     """Selection biases, a step of that rate towards even loads. rows: of sum_statistics, by layer."""
-    for number, moe in mine.items() if rate else ():
+    for number, moe in layers.items() if rate else ():
         count_E = rows[number][:num_experts]
         moe.router.expert_bias += (rate * torch.sign(count_E.mean() - count_E)).to(torch.float32)
 

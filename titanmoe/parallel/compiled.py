@@ -23,7 +23,8 @@ from titanmoe.comm.collectives import local
 from titanmoe.config.schema import Compile as Options
 from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.experts import Experts, forgets_empty_groups
+from titanmoe.moe.experts import Experts
+from titanmoe.moe.grouped import forgets_empty_groups
 from titanmoe.moe.layer import MoE
 
 
@@ -104,7 +105,7 @@ def compile_parts(model: Transformer, options: Options, moe: MoEOptions, compute
             experts = block.moe.experts
             # Only the products: rows may be in flight in forward. torch's grouped product only traces in bfloat16.
             if compute == torch.bfloat16 and experts.dtype == "compute":
-                experts.products = compile_products(experts, options.backend, block.moe.pad)
+                experts.graph = compile_products(experts, options.backend, block.moe.pad)
     for part in parts:
         if part is not None:
             # The forward only: the module's hooks (FSDP's) stay outside the graph.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch.distributed.tensor import Shard
 
 from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
 from titanmoe.models.transformer import Transformer
-from titanmoe.moe.dispatch import SharedBuffers, dispatcher_class
+from titanmoe.moe.dispatchers.protocol import ExpertRanks, SharedBuffers
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
 from titanmoe.parallel.tensor import put_on_mesh
 
 # The dim that is split over etp: the hidden one; of w2_bias the model dim, because otherwise every etp rank adds it.
@@ -17,8 +21,7 @@ ETP_DIM = {"w1": 1, "w3": 1, "w2": 2, "w1_bias": 1, "w3_bias": 1, "w2_bias": 1}
 
 def expert_parallel(model: Transformer, meshes: Meshes) -> None:
     for moe in model.moe_layers().values():
-        moe.dispatcher.set_groups(meshes.dispatch, meshes.fold.ep, meshes.fold.etp)
-        moe.dispatcher.set_nodes(meshes.within, meshes.across)
+        moe.dispatcher.place(expert_ranks(meshes))
         moe.balance.sequence, moe.balance.data = meshes.sequence, meshes.data
         if moe.capacity is not None:
             moe.capacity.sequence = meshes.sequence
@@ -28,6 +31,19 @@ def expert_parallel(model: Transformer, meshes: Meshes) -> None:
                 put_on_mesh(moe.experts, name, meshes.experts["ep", "etp"], [Shard(0), Shard(ETP_DIM[name])])
 
 
-def reserve_buffers(config: Config, meshes: Meshes, device: torch.device) -> SharedBuffers | None:
-    """What a step attaches to its dispatchers; None if they need nothing. Collective over the world."""
-    return dispatcher_class(config.moe.dispatcher).reserve(config, meshes.fold, meshes.dispatch, device)
+def expert_ranks(meshes: Meshes) -> ExpertRanks:
+    return ExpertRanks(meshes.dispatch, meshes.fold.ep, meshes.fold.etp, meshes.within, meshes.across)
+
+
+def reserve_buffers(
+    config: Config, meshes: Meshes, device: torch.device, reserve: Callable[..., Any] | None = None
+) -> SharedBuffers | None:
+    """What a step attaches to its dispatchers; None if they need nothing. Collective over the world.
+
+    reserve: in place of the dispatcher's own.
+    """
+    reserve = reserve or DISPATCHERS.implementation(config.moe.dispatcher).reserve
+    training, fold = config.training, meshes.fold
+    tokens = training.local_batch_size * training.seq_len // (fold.cp * fold.tp)
+    dtype = getattr(torch, training.mixed_precision_param)
+    return reserve(config.model, config.moe, expert_ranks(meshes), tokens, dtype, device)

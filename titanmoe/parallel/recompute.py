@@ -7,7 +7,7 @@ selective   what is cheap for its size: the activation up to the input of each d
             Recomputation stops before the down projection and does not include attention itself, so no collective runs
             twice, and the only matrix products that do are those of the latents.
 
-Every mode recomputes the activation of routed experts: `titanmoe.moe.experts`.
+Every mode recomputes the activation of routed experts: `titanmoe.moe.swiglu`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import torch
 from torch.fx import traceback
 
 import titanmoe
-from titanmoe.moe.symmetric import SymmetricBuffers
+from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 from titanmoe.observe import Observer, listening
 from titanmoe.replace import replaced
 

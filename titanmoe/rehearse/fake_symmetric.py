@@ -4,12 +4,13 @@ Such an operation keeps its sizes on the device, and the receiver learns them fr
 assumed routing supplies what the other ranks of the group send: the dispatcher's own code runs for each of them, up to
 its first operation.
 
-Shapes as in titanmoe.moe.symmetric.
+Shapes as in titanmoe.moe.dispatchers.symm_mem.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes as outside
 from titanmoe.config.blocks import moe_blocks
 from titanmoe.config.schema import Config
 from titanmoe.fold.meshes import Meshes
-from titanmoe.moe.dispatch import SharedBuffers, dispatcher_class
-from titanmoe.moe.symmetric import Symmetric, SymmetricBuffers, bins
+from titanmoe.moe.dispatchers.protocol import SharedBuffers
+from titanmoe.moe.dispatchers.rules import DISPATCHERS
+from titanmoe.moe.dispatchers.symm_mem import Symmetric, SymmetricBuffers, bins
 from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.rehearse import values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
@@ -38,12 +40,12 @@ class RehearsedBuffers(SymmetricBuffers):
 
     exchange: Exchange | None = None
 
-    def __init__(self, recorder: FakeRecorder, fake: FakeTensorMode, config: Config, meshes: Meshes, device: Any):
+    def __init__(self, recorder: FakeRecorder, fake: FakeTensorMode, *sizes: Any):
         self.recorder, self.fake = recorder, fake
         self._rows: dict[int, tuple[Rows, Rows]] = {}
         """Sent and received, by the storage of the sizes, which backward uses too."""
         with replaced(symm_mem, "empty", self._empty), replaced(symm_mem, "rendezvous", lambda *_: None):
-            super().__init__(config, meshes.fold, meshes.dispatch, device)
+            super().__init__(*sizes)
 
     def _empty(self, *shape: int, dtype: torch.dtype, device: Any) -> Tensor:
         with self.fake:
@@ -95,8 +97,8 @@ def _key(sizes: Tensor) -> int:
 def reserve(
     recorder: FakeRecorder, fake: FakeTensorMode, config: Config, meshes: Meshes, device: torch.device
 ) -> SharedBuffers | None:
-    if dispatcher_class(config.moe.dispatcher) is Symmetric:
-        return RehearsedBuffers(recorder, fake, config, meshes, device)
+    if DISPATCHERS.implementation(config.moe.dispatcher) is Symmetric:
+        return reserve_buffers(config, meshes, device, partial(RehearsedBuffers, recorder, fake))
     return reserve_buffers(config, meshes, device)
 
 

@@ -4,7 +4,7 @@
 it. The dispatchers' own code finds how many rows those are: it runs for each of these ranks on rows of width zero, and
 the integers that it sends are delivered here.
 
-Shapes as in titanmoe.moe.dispatch.
+Shapes as in titanmoe.moe.dispatchers.protocol.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.fold.groups import group_of
-from titanmoe.moe.dispatch import Dispatcher, Hierarchical
+from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks
 from titanmoe.parallel.batch_slice import take_slice
 from titanmoe.parallel.context import placement
 from titanmoe.rehearse.sent_rows import RowCounter, Rows, rows_sent
@@ -201,7 +201,7 @@ class Exchange:
             x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
             try:
                 with run, torch.no_grad():
-                    dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, 0))
+                    dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0).chunks()
             except _Stop:
                 self._sent_cache[key] = run.integers
             else:
@@ -217,7 +217,7 @@ class Exchange:
                 chosen_TK, dispatcher = self.routing.chosen_experts(other, microbatch, layer), self._dispatcher(other)
                 run = _DispatcherRun(-1, lambda i, other=other: self.received_integers(other, microbatch, layer, i))
                 with run, torch.no_grad():
-                    dispatcher.start(torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape), chosen_TK, 0)
+                    dispatcher.dispatch(torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape), chosen_TK, 0)
                 self._rows_cache[key] = rows_sent(dispatcher.memory.send_Ge.tolist(), len(members))
         own_index = members.index(rank)
         return tuple(self._rows_cache[key][own_index] for key in keys.values())
@@ -229,24 +229,25 @@ class Exchange:
         dispatcher = self._dispatcher(rank)
         x_TD, weights_TK = torch.zeros(len(chosen_TK), 0), torch.zeros(chosen_TK.shape)
         with run, torch.no_grad():
-            parts, route = dispatcher.parts(dispatcher.start(x_TD, weights_TK, chosen_TK, 0))
-            arrived = [dispatcher.arrive(part) for part in parts]
-            dispatcher.land([dispatcher.leave(x_RD, splits) for x_RD, _, _, splits in arrived], route)
+            exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, 0)
+            exchange.combine([chunk.send_back(chunk.rows()[0]) for chunk in exchange.chunks()])
         return run.all_to_alls
 
     def _dispatcher(self, rank: int) -> Dispatcher:
         fold, template = self.routing.fold, self.template
         dispatcher = self.dispatcher_type(template.num_experts, template.chunks, "torch")
         whole = replace(group_at(fold, "experts", ("ep", "etp"), rank), name="whole")
-        dispatcher.set_groups(whole, fold.ep, fold.etp)
+        within, across = whole, NO_GROUP
+        if template.ranks.across.size > 1:
+            within, across = (self._group(name, rank) for name in ("within", "across"))
+        dispatcher.place(ExpertRanks(whole, fold.ep, fold.etp, within, across))
         if self.away_rows:
             dispatcher.memory = RowCounter(self.away_rows)
-        if isinstance(dispatcher, Hierarchical) and template.across.size > 1:
-            within, across = (self.members(name, rank) for name in ("within", "across"))
-            dispatcher.set_nodes(
-                Group("within", len(within), within.index(rank)), Group("across", len(across), across.index(rank))
-            )
         return dispatcher
+
+    def _group(self, name: str, rank: int) -> Group:
+        members = self.members(name, rank)
+        return Group(name, len(members), members.index(rank))
 
     def members(self, group: str, rank: int) -> list[int]:
         whole = list(group_of(self.routing.fold, "experts", ("ep", "etp"), rank))

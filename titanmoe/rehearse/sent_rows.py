@@ -1,6 +1,6 @@
 """Rows that a rank sends through symmetric memory, by its dispatcher's own code.
 
-Shapes as in titanmoe.moe.symmetric.
+Shapes as in titanmoe.moe.dispatchers.symm_mem.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def _assume_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) 
         def route(_: Any, inputs: tuple, out: tuple, layer: int = layer, dispatcher: Any = moe.dispatcher) -> None:
             current = recorder.dispatching
             current.layer, current.microbatch, current.integer_messages = layer, values.numbers(inputs[1].microbatch), 0
-            current.exchange = exchange if getattr(dispatcher, "memory", None) is None else symmetric_exchange
+            current.exchange = exchange if dispatcher.memory is None else symmetric_exchange
             with outside():
                 chosen_TK = routing.chosen_experts(recorder.rank, current.microbatch, layer)
             values.set_known(out[3], chosen_TK)

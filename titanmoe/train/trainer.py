@@ -30,9 +30,9 @@ from titanmoe.fold.pipeline_schedules import stage_ranks
 from titanmoe.models.count import flops_per_token, parameters
 from titanmoe.models.transformer import Transformer
 from titanmoe.moe.balance import AUX
-from titanmoe.moe.dispatch import Dispatcher, SharedBuffers
+from titanmoe.moe.dispatchers.protocol import Dispatcher, SharedBuffers
+from titanmoe.moe.dispatchers.symm_mem import SymmetricBuffers
 from titanmoe.moe.layer import layer_metrics, move_biases, sum_statistics
-from titanmoe.moe.symmetric import SymmetricBuffers
 from titanmoe.observe import named
 from titanmoe.parallel.apply import build, make_engine, make_meshes
 from titanmoe.parallel.batch_slice import Slice, check_alike, take_slice, to_device

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,8 +25,7 @@ from titanmoe.config.schema import Config
 from titanmoe.data.batch import Batch
 from titanmoe.data.shards import is_shards
 from titanmoe.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
-from titanmoe.moe.experts import Experts
-from titanmoe.replace import replaced
+from titanmoe.observe import Observer, listening
 from titanmoe.train.trainer import StepWork, Sums, Trainer
 from titanmoe.watch.replicas import first_few
 
@@ -65,7 +64,7 @@ class FirstNotFinite(NamedTuple):
     weight: bool
 
 
-class Trace:
+class Trace(Observer):
     def __init__(self, trainer: Trainer):
         self.trainer, self.notes = trainer, list[CheckedTensor]()
         self.weights: dict[int, Any] = {}
@@ -73,6 +72,7 @@ class Trace:
         self.gradients: Counter[str] = Counter()
         """How many each weight has received: one for each microbatch whose backward has reached it."""
         self.microbatch = threading.local()  # two microbatches that take turns have a thread each
+        self.names = {module: name for part in trainer.stages for name, module in part.named_modules()}
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -84,22 +84,16 @@ class Trace:
                     stack.callback(hook.remove)
                     # Only then has FSDP put in the whole weights, from which gradients flow.
                     stack.callback(module.register_forward_pre_hook(partial(self._hook_weights, name)).remove)
-                    if isinstance(module, Experts):  # what they return is already in flight
-                        stack.enter_context(self._around_products(name, module))
+            stack.enter_context(listening(self))
             try:
                 yield
             finally:
                 for hook in self.weights.values():
                     hook.remove()
 
-    def _around_products(self, name: str, experts: Experts) -> AbstractContextManager[None]:
-        def products(*args: Any) -> Tensor:
-            out = plain(*args)
-            self._check_module(name, experts, args, out)
-            return out
-
-        plain = experts.products
-        return replaced(experts, "products", products)
+    def products(self, experts: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        """A hook on the experts would see what is already on its way back."""
+        self._check_module(self.names[experts], experts, inputs, output)
 
     def _set_microbatch(self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.microbatch.current = (kwargs["tokens"] if "tokens" in kwargs else args[1]).microbatch

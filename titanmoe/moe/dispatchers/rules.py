@@ -90,13 +90,13 @@ class DispatcherRules(Rules):
 
 class AllToAllRules(DispatcherRules):
     help = "alltoall moves each token only to its experts' ranks."
-    implementation = "titanmoe.moe.dispatch:AllToAll"
+    implementation = "titanmoe.moe.dispatchers.alltoall:AllToAll"
     search_tries = True
 
 
 class AllGatherRules(DispatcherRules):
     help = "allgather moves every token to every rank of ep x etp: for tiny ep, or top_k near ep."
-    implementation = "titanmoe.moe.dispatch:AllGather"
+    implementation = "titanmoe.moe.dispatchers.allgather:AllGather"
     whole = "has none"
     own_buffers = True
 
@@ -109,7 +109,7 @@ class HierarchicalRules(DispatcherRules):
         "hierarchical is an all-to-all in which a token is sent to each node once, and copied inside it: for "
         "ep x etp that spans nodes, if a token has several experts on one."
     )
-    implementation = "titanmoe.moe.dispatch:Hierarchical"
+    implementation = "titanmoe.moe.dispatchers.hierarchical:Hierarchical"
     host_syncs = 2
     nodes = True
     search_tries = True
@@ -129,7 +129,7 @@ class SymmetricMemoryRules(DispatcherRules):
         "symm_mem (experimental) is alltoall through symmetric memory (NVSHMEM), in which the host never waits for "
         "sizes: for GPUs of one NVLink domain that often idle waiting for the host."
     )
-    implementation = "titanmoe.moe.symmetric:Symmetric"
+    implementation = "titanmoe.moe.dispatchers.symm_mem:Symmetric"
     host_syncs = 0
     whole = "leaves those counts on the device"
     unused_rows = True
@@ -155,7 +155,7 @@ class DeepEPRules(DispatcherRules):
         "deepep (experimental, not run on GPUs) sends a token once to each rank that has experts of it, by the kernels "
         "of DeepEP: for bfloat16 on GPUs with NVLink in a node and RDMA between nodes, with its package deep_ep."
     )
-    implementation = "titanmoe.moe.deepep:DeepEP"
+    implementation = "titanmoe.moe.dispatchers.deepep:DeepEP"
     whole = "sends a token once for all its experts on a rank"
     asks_machine = True
     own_buffers = True
@@ -230,7 +230,7 @@ DISPATCHERS = Kind(
         "deepep": DeepEPRules(),
     },
     DispatcherRules,
-    ("dispatch", "missing", "reserve"),
+    ("place", "dispatch", "missing", "reserve"),
 )
 
 

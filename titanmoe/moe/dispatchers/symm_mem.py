@@ -6,8 +6,9 @@ over-subscription factor sets the size of the receive buffer, and the ops do not
 group first sum their counts, and if any of them would receive more than fits, no rank sends anything and a flag is set:
 the step is then repeated without the buffers, which is exact (`Trainer.train_step`).
 
-Shapes as in titanmoe.moe.dispatch, and: H rows of the send buffer, T * K * etp, the unused ones last; A rows of the
-receive buffer: every expert's bin is a multiple of ALIGN rows, those after its own rows and after all bins unused.
+Shapes as in titanmoe.moe.dispatchers.protocol, and: H rows of the send buffer, T * K * etp, the unused ones last; A
+rows of the receive buffer: every expert's bin is a multiple of ALIGN rows, those after its own rows and after all bins
+unused.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 from torch import Tensor
 
-from titanmoe.comm.collectives import Group, InFlight, all_reduce
+from titanmoe.comm.collectives import InFlight, all_reduce
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import Fold
-from titanmoe.moe.assign import Route, assign_all_rows, copy_rows
-from titanmoe.moe.dispatch import AllToAll, Part, SharedBuffers, Splits
+from titanmoe.config.schema import Model
+from titanmoe.config.schema import MoE as MoEOptions
+from titanmoe.moe.assign import assign_all_rows, copy_rows
+from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllChunk, AllToAllExchange
+from titanmoe.moe.dispatchers.protocol import Dispatcher, ExpertRanks, SharedBuffers
 from titanmoe.observe import named
 from titanmoe.ops import device as devices
 
@@ -61,15 +63,22 @@ class SymmetricBuffers(SharedBuffers):
     allocation is collective.
     """
 
-    def __init__(self, config: Config, fold: Fold, group: Group, device: torch.device):
+    def __init__(
+        self,
+        model: Model,
+        options: MoEOptions,
+        ranks: ExpertRanks,
+        tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
         super().__init__(device)
-        self.group = group
-        tokens = config.training.local_batch_size * config.training.seq_len // (fold.cp * fold.tp)
-        top_k, held = config.model.top_k, config.model.num_experts // fold.ep
-        self.home_rows = tokens * top_k * fold.etp  # with even routing, as many arrive
-        most = group.size * tokens * min(top_k, held)
-        wanted = min(math.ceil(config.moe.symm_mem_factor * self.home_rows), most)
-        self.away_rows = wanted + -wanted % ALIGN + held * ALIGN
+        self.group = group = ranks.group
+        local_experts = model.num_experts // ranks.ep
+        self.home_rows = tokens * model.top_k * ranks.etp  # with even routing, as many arrive
+        most = group.size * tokens * min(model.top_k, local_experts)
+        room = min(math.ceil(options.symm_mem_factor * self.home_rows), most)
+        self.away_rows = room + -room % ALIGN + local_experts * ALIGN
         self.turn = 0
         if group.size == 1:
             return
@@ -88,41 +97,40 @@ class SymmetricBuffers(SharedBuffers):
             )
             return Buffers(home, away)
 
-        compute = getattr(torch, config.training.mixed_precision_param)
-        self.rows = buffers(config.model.dim, compute)
-        self.weights = buffers(1, torch.promote_types(compute, getattr(torch, config.moe.router_dtype)))
-        pieces = group.size * held
+        self.rows = buffers(model.dim, dtype)
+        self.weights = buffers(1, torch.promote_types(dtype, getattr(torch, options.router_dtype)))
+        pieces = group.size * local_experts
         self.send = symmetric(pieces)
         self.give = symmetric(2, pieces)
         self.take = symmetric(2, pieces), symmetric(2, pieces)
-        self.try_once(held)
+        self.try_once(local_experts)
 
-    def try_once(self, held: int) -> None:
+    def try_once(self, local_experts: int) -> None:
         """One row to each expert of each rank and back, as far as there is room; a row names its sender and its expert.
 
         All ranks of the world call this together: the first exchange of a group divides up NVSHMEM's world.
         """
         buffers, size, rank = self.rows, self.group.size, self.group.rank
         device, dtype = buffers.home[0].device, buffers.home[0].dtype
-        width, rows = buffers.home[0].shape[1], min(self.home_rows, size * held)
-        piece_P = torch.arange(size * held, device=device)
+        width, rows = buffers.home[0].shape[1], min(self.home_rows, size * local_experts)
+        piece_P = torch.arange(size * local_experts, device=device)
 
         def row(sender: Tensor, piece: Tensor) -> Tensor:
             return torch.stack((sender, piece), 1).to(dtype).repeat(1, width // 2)
 
-        mine = row(torch.full((rows,), rank, device=device), piece_P[:rows])
-        x_HD = F.pad(mine, (0, width % 2))
+        own = row(torch.full((rows,), rank, device=device), piece_P[:rows])
+        x_HD = F.pad(own, (0, width % 2))
         away, back = self.dispatch(buffers, x_HD, (piece_P < rows).to(torch.int64))
-        came = away.clone()
-        home = self.combine(buffers, came, back)[:rows].clone()
-        wanted, places = [], []
-        for expert in range(held):  # of this rank: its bin has the senders' rows in order
-            piece = rank * held + expert
+        arrival = away.clone()
+        home = self.combine(buffers, arrival, back)[:rows].clone()
+        names, places = [], []
+        for expert in range(local_experts):  # of this rank: its bin has the senders' rows in order
+            piece = rank * local_experts + expert
             if piece < rows:
                 places += [expert * ALIGN + sender for sender in range(size)]
-                wanted += [(sender, piece) for sender in range(size)]
-        expected = torch.tensor(wanted, device=device).view(-1, 2)
-        right = torch.equal(home, x_HD) and torch.equal(came[places, : width // 2 * 2], row(*expected.unbind(1)))
+                names += [(sender, piece) for sender in range(size)]
+        expected = row(*torch.tensor(names, device=device).view(-1, 2).unbind(1))
+        right = torch.equal(home, x_HD) and torch.equal(arrival[places, : width // 2 * 2], expected)
         wrong = torch.tensor([float(not right)], device=device)
         torch.distributed.all_reduce(wrong)
         if wrong:
@@ -157,64 +165,73 @@ class SymmetricBuffers(SharedBuffers):
         return home
 
 
-class Lent(NamedTuple):
-    """What rows that came through symmetric memory need in order to go back."""
-
-    memory: SymmetricBuffers
-    rows: int  # of the send buffer
-    send_Ge: Tensor
-    back: Tensor  # sizes and places of the pieces here
-    used_A1: Tensor
-
-
-class Symmetric(AllToAll):
+class Symmetric(Dispatcher):
     """Uses symmetric memory during a training step; elsewhere, where no overflow could be repeated, it is AllToAll."""
 
-    memory: SymmetricBuffers | None = None
+    memory: SymmetricBuffers | None
 
     @staticmethod
     def missing(device: str) -> str:
         return missing(device)
 
     @staticmethod
-    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> SymmetricBuffers:
-        return SymmetricBuffers(config, fold, group, device)
+    def reserve(
+        model: Model, options: MoEOptions, ranks: ExpertRanks, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> SymmetricBuffers:
+        return SymmetricBuffers(model, options, ranks, tokens, dtype, device)
+
+    def place(self, ranks: ExpertRanks) -> None:
+        super().place(ranks)
+        self.plain = AllToAll(self.num_experts, self.chunks, self.kernels)
+        self.plain.place(ranks)
 
     @named("dispatch")
-    def start(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> tuple[list[Part], Route]:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> AllToAllExchange:
         """Rows after the last expert's are zero here, and may be anything in the experts' output."""
         memory = self.memory
         if memory is None:
-            return super().start(x_TD, weights_TK, chosen_TK, bin_rows)
+            return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
         rows = chosen_TK.numel() * self.etp
         entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
         if self.group.size == 1:
             x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
-            return [_arrived(x_HD, weights_H1, count_E, Splits(None, None, None))], route
+            flights = InFlight(x_HD, None), InFlight(weights_H1, None)
+            chunk = AllToAllChunk(*flights, count_E, None, None, None, self.group, self.kernels)
+            return AllToAllExchange([chunk], route, self.kernels)
         total_Pe = all_reduce(count_E, self.group).view(self.ep, -1)
-        need_P, mine = bins(total_Pe).sum(1), self.group.rank // self.etp
+        need_P, expert_rank = bins(total_Pe).sum(1), self.group.rank // self.etp
         fits = (need_P <= memory.away_rows).all()
-        memory.overflowed.logical_or_(need_P[mine] > memory.away_rows)
+        memory.overflowed.logical_or_(need_P[expert_rank] > memory.away_rows)
         # If not, no row is sent and no token has one, so that everything stays finite until the flag is read.
         x_HD, weights_H1, route = copy_rows(x_TD, weights_TK, entry_H, slot.where(fits, rows), self.kernels)
         send_Ge = (count_E * fits).view(self.ep, 1, -1).expand(-1, self.etp, -1).flatten()
-        total_e = total_Pe[mine] * fits
+        total_e = total_Pe[expert_rank] * fits
         used_A1 = used(total_e, memory.away_rows).unsqueeze(1)
         x_AD, back = _Dispatch.apply(x_HD, memory, memory.rows, send_Ge, used_A1)
         weights_A1, _ = _Dispatch.apply(weights_H1, memory, memory.weights, send_Ge, used_A1)
-        lent = Lent(memory, rows, send_Ge, back, used_A1)
-        return [_arrived(x_AD, weights_A1, bins(total_e), Splits(None, None, None, lent))], route
+        chunk = SymmetricChunk(x_AD, weights_A1, bins(total_e), memory, rows, send_Ge, back, used_A1)
+        return AllToAllExchange([chunk], route, self.kernels)
+
+
+class SymmetricChunk(NamedTuple):
+    x_AD: Tensor
+    weights_A1: Tensor
+    count_e: Tensor
+    memory: SymmetricBuffers
+    send_rows: int
+    """Of the send buffer."""
+    send_Ge: Tensor
+    back: Tensor
+    """Sizes and places of the pieces here."""
+    used_A1: Tensor
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x_AD, self.weights_A1, self.count_e
 
     @named("combine")
-    def leave(self, y_AD: Tensor, splits: Splits) -> InFlight:
-        if splits.lent is None:
-            return super().leave(y_AD, splits)
-        memory, *given = splits.lent
-        return InFlight(_Combine.apply(y_AD, memory, memory.rows, *given), None)
-
-
-def _arrived(x_AD: Tensor, weights_A1: Tensor, count_e: Tensor, splits: Splits) -> Part:
-    return Part(InFlight(x_AD, None), InFlight(weights_A1, None), count_e, splits)
+    def send_back(self, y_AD: Tensor) -> InFlight:
+        how = self.memory, self.memory.rows, self.send_rows, self.send_Ge, self.back, self.used_A1
+        return InFlight(_Combine.apply(y_AD, *how), None)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -4,7 +4,8 @@ A token goes once to every rank that has any of its experts, along with which of
 weights. Each rank sends back one row, summed over its experts, and the kernel adds the rows of all ranks. The kernel of
 `combine` is also the backward of `dispatch`, and vice versa.
 
-Shapes as in titanmoe.moe.dispatch, and: J = K * etp choices of a token, N tokens that arrive here, each once.
+Shapes as in titanmoe.moe.dispatchers.protocol, and: J = K * etp choices of a token, N tokens that arrive here, each
+once.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from titanmoe.comm.collectives import Group
-from titanmoe.config.schema import Config
-from titanmoe.fold.degrees import Fold
+from titanmoe.config.schema import Model
+from titanmoe.config.schema import MoE as MoEOptions
 from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
-from titanmoe.moe.dispatch import AllToAll, Dispatcher, SharedBuffers
+from titanmoe.moe.dispatchers.alltoall import AllToAll
+from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks, OneChunk, SharedBuffers
 from titanmoe.moe.permute import to_tokens
 from titanmoe.observe import named
 from titanmoe.ops import device as devices
@@ -31,11 +33,11 @@ INSTALL = "build it as https://github.com/deepseek-ai/DeepEP says"
 class Kernels(SharedBuffers):
     """DeepEP's buffer, which all layers of a rank share. Collective over the group."""
 
-    def __init__(self, config: Config, group: Group, device: torch.device):
+    def __init__(self, dim: int, group: Group, device: torch.device):
         super().__init__(device)
         from deep_ep import Buffer
 
-        width, ranks = 2 * config.model.dim, group.size  # bytes of a token
+        width, ranks = 2 * dim, group.size  # bytes of a token
         options = Buffer.get_dispatch_config(ranks), Buffer.get_combine_config(ranks)
         self.buffer = Buffer(
             group.process_group,
@@ -58,15 +60,10 @@ class Kernels(SharedBuffers):
         return x_ND, weights_NJ, chosen_NJ, counts, handle
 
 
-class Sent(NamedTuple):
-    kernels: Kernels
-    handle: Any
-
-
 class DeepEP(Dispatcher):
     """Uses DeepEP's kernels during a training step; outside one, and in a group of one rank, it is AllToAll."""
 
-    memory: Kernels | None = None
+    memory: Kernels | None
 
     @staticmethod
     def missing(device: str) -> str:
@@ -81,18 +78,18 @@ class DeepEP(Dispatcher):
         return "" if devices.kind_for(device) == NEEDS else f"DeepEP runs on GPUs alone, and this is {device}"
 
     @staticmethod
-    def reserve(config: Config, fold: Fold, group: Group, device: torch.device) -> Kernels | None:
-        return Kernels(config, group, device) if group.size > 1 else None
+    def reserve(
+        model: Model, options: MoEOptions, ranks: ExpertRanks, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Kernels | None:
+        return Kernels(model.dim, ranks.group, device) if ranks.group.size > 1 else None
 
-    def set_groups(self, group: Group, ep: int, etp: int) -> None:
-        super().set_groups(group, ep, etp)
+    def place(self, ranks: ExpertRanks) -> None:
+        super().place(ranks)
         self.plain = AllToAll(self.num_experts, 1, self.kernels)
-        self.plain.set_groups(group, ep, etp)
+        self.plain.place(ranks)
 
     @named("dispatch")
-    def dispatch(
-        self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int
-    ) -> tuple[Tensor, Tensor, Tensor, Route]:
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Exchange:
         if self.memory is None:
             return self.plain.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
         weights_TJ = weights_TK.repeat_interleave(self.etp, 1)
@@ -104,7 +101,7 @@ class DeepEP(Dispatcher):
         order, count_e = sort_by_expert(chosen_NJ, self.local_experts)
         entry_R, slot = assign_rows(chosen_NJ, order, count_e, 1, 1, 0, sum(counts))
         x_RD, weights_R1, route = copy_rows(x_ND, weights_NJ, entry_R, slot, self.kernels)
-        return x_RD, weights_R1, count_e, route._replace(back=Sent(self.memory, handle))
+        return OneChunk(DeepEPChunk(x_RD, weights_R1, count_e, route, self.memory, handle, self.kernels))
 
     def for_each_rank(self, chosen_TK: Tensor) -> Tensor:
         """Each choice once for every etp rank of its expert, as if each rank's slice were an expert of its own."""
@@ -115,21 +112,32 @@ class DeepEP(Dispatcher):
         number = (rank_TK1 * self.etp + copy) * self.local_experts + place_TK1
         return number.where(rank_TK1 < self.ep, -1).flatten(1)
 
+
+class DeepEPChunk(NamedTuple):
+    x_RD: Tensor
+    weights_R1: Tensor
+    count_e: Tensor
+    route: Route
+    memory: Kernels
+    handle: Any
+    kernels: str
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x_RD, self.weights_R1, self.count_e
+
     @named("combine")
-    def combine(self, y_RD: Tensor, route: Route) -> Tensor:
-        if not isinstance(route.back, Sent):
-            return self.plain.combine(y_RD, route)
-        y_ND = to_tokens(y_RD, route.source_R, route.slot_TJ, self.kernels)
-        return _Combine.apply(y_ND.contiguous(), route.back)
+    def send_back(self, y_RD: Tensor) -> Tensor:
+        y_ND = to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels)
+        return _Combine.apply(y_ND.contiguous(), self.memory, self.handle)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TD, weights_TJ, chosen_TJ, kernels, experts):
-        *found, counts, handle = kernels.dispatch(x_TD, weights_TJ, chosen_TJ, experts)
+        x_ND, weights_NJ, chosen_NJ, counts, handle = kernels.dispatch(x_TD, weights_TJ, chosen_TJ, experts)
         ctx.kernels, ctx.handle = kernels, handle
-        ctx.mark_non_differentiable(found[2])
-        return *found, counts, handle
+        ctx.mark_non_differentiable(chosen_NJ)
+        return x_ND, weights_NJ, chosen_NJ, counts, handle
 
     @staticmethod
     def backward(ctx, grad_ND, grad_NJ, *_):
@@ -141,10 +149,10 @@ class _Dispatch(torch.autograd.Function):
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y_ND, sent):
-        ctx.sent = sent
-        return sent.kernels.buffer.combine(y_ND, sent.handle)[0]
+    def forward(ctx, y_ND, kernels, handle):
+        ctx.kernels, ctx.handle = kernels, handle
+        return kernels.buffer.combine(y_ND, handle)[0]
 
     @staticmethod
     def backward(ctx, grad_TD):
-        return ctx.sent.kernels.buffer.dispatch(grad_TD.contiguous(), handle=ctx.sent.handle)[0], None
+        return ctx.kernels.buffer.dispatch(grad_TD.contiguous(), handle=ctx.handle)[0], None, None

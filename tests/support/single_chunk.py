@@ -1,0 +1,18 @@
+"""A dispatcher that sends its rows in one piece, as two calls: there, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from titanmoe.moe.dispatchers.protocol import Dispatcher
+
+
+def dispatched(
+    dispatcher: Dispatcher, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int = 0
+) -> tuple[Tensor, Tensor, Tensor, Callable[[Tensor], Tensor]]:
+    """The rows here, their weights, each expert's count, and what sends the experts' outputs back and sums them."""
+    exchange = dispatcher.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
+    (chunk,) = exchange.chunks()
+    return *chunk.rows(), lambda y_RD: exchange.combine([chunk.send_back(y_RD)])

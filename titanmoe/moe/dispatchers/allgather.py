@@ -1,0 +1,54 @@
+"""Every rank of ep x etp gets all tokens of the group and picks those of its experts; the sums are scattered back.
+
+Per rank and direction: T * (G - 1) rows of D elements for any top_k, in even pieces. Useful for a group of about two,
+or if top_k is near ep.
+
+Shapes as in titanmoe.moe.dispatchers.protocol, and: N = T * G tokens of the group.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm.collectives import Group, all_gather, gather, scatter_sum
+from titanmoe.moe.assign import Route, assign_rows, copy_rows, sort_by_expert
+from titanmoe.moe.dispatchers.protocol import Dispatcher, OneChunk
+from titanmoe.moe.permute import to_tokens
+from titanmoe.observe import named
+
+
+class AllGather(Dispatcher):
+    @named("dispatch")
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> OneChunk:
+        x_ND, weights_NK = gather(x_TD, 0, self.group), gather(weights_TK, 0, self.group)
+        # Numbered from this rank's first expert; all other experts become "no expert".
+        chosen_NK = all_gather(chosen_TK, 0, self.group) - self.group.rank // self.etp * self.local_experts
+        local = (chosen_NK >= 0) & (chosen_NK < self.local_experts)
+        chosen_NK = chosen_NK.where(local, self.local_experts)
+        order, count_e = sort_by_expert(chosen_NK, self.local_experts)
+        bin_rows *= self.group.size
+        rows = self.local_experts * bin_rows if bin_rows else int(count_e.sum())  # the layer's only host sync
+        entry_R, slot = assign_rows(chosen_NK, order, count_e, 1, 1, bin_rows, rows)
+        x_RD, weights_R1, route = copy_rows(x_ND, weights_NK, entry_R, slot, self.kernels)
+        count_e = torch.full_like(count_e, bin_rows) if bin_rows else count_e
+        return OneChunk(GatheredRows(x_RD, weights_R1, count_e, route, self.group, self.kernels))
+
+
+class GatheredRows(NamedTuple):
+    x_RD: Tensor
+    weights_R1: Tensor
+    count_e: Tensor
+    route: Route
+    group: Group
+    kernels: str
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.x_RD, self.weights_R1, self.count_e
+
+    @named("combine")
+    def send_back(self, y_RD: Tensor) -> Tensor:
+        y_ND = to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels)
+        return scatter_sum(y_ND, 0, self.group)

@@ -1,0 +1,130 @@
+"""Each token travels only to the ranks of its experts: one all-to-all there, one back.
+
+Shapes as in titanmoe.moe.dispatchers.protocol.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm.collectives import Group, InFlight, all_to_all, arrive, start
+from titanmoe.comm.host import ToHost
+from titanmoe.moe.assign import Route, assign_all_rows, assign_rows, by_expert, copy_rows, split_into_chunks
+from titanmoe.moe.dispatchers.protocol import Dispatcher
+from titanmoe.moe.permute import reorder, reorder_weighted, to_tokens
+from titanmoe.observe import named
+
+
+class AllToAll(Dispatcher):
+    """A row goes to all etp ranks of its expert in the same all-to-all. Each returns its summand of the down
+    projection, and the sum over top-k on the token's own rank adds these too: expert tensor parallelism costs no extra
+    collective. Per rank and direction: T*K*etp rows of D elements, less the rows that stay.
+
+    With chunks, the rows of every expert are split into that many pieces, and piece c of all experts travels in
+    all-to-all c. So the work of chunks is even under any routing, and their sizes are static if bins are padded.
+    """
+
+    @named("dispatch")
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> AllToAllExchange:
+        if self.chunks == 1 and not bin_rows:
+            return self.dispatch_whole(x_TD, weights_TK, chosen_TK)
+        return self.dispatch_chunks(x_TD, weights_TK, chosen_TK, bin_rows)
+
+    def dispatch_whole(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor) -> AllToAllExchange:
+        """In one chunk without padded bins. Before the host knows how many rows there are, a buffer with room for all
+        that there can be is filled; later its end is dropped. So the device has work while the host waits.
+        """
+        G, e = self.group.size, self.local_experts
+        entry_H, slot, count_E = assign_all_rows(chosen_TK, self.num_experts, self.ep, self.etp, self.kernels)
+        send_Ge = count_E.view(self.ep, 1, e).expand(-1, self.etp, -1).reshape(G, e)
+        count_Ge = all_to_all(send_Ge, self.group)
+        sizes = ToHost(torch.stack((send_Ge, count_Ge)).sum(2) if G > 1 else send_Ge.sum(1).expand(2, 1))
+        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_H, slot, self.kernels)
+        send, receive = sizes.read()  # the layer's only host sync
+        if (rows := sum(send)) < len(x_RD):  # choices of no expert came last
+            x_RD, weights_R1 = x_RD[:rows], weights_R1[:rows]
+            route = Route(route.source_R[:rows], route.slot_TJ.clamp(max=rows))
+        flights = start(x_RD, self.group, send, receive), start(weights_R1, self.group, send, receive)
+        regroup = by_expert(count_Ge, sum(receive), self.kernels) if G > 1 and e > 1 else None
+        count_e = count_Ge.sum(0) if G > 1 else count_E
+        chunk = AllToAllChunk(*flights, count_e, regroup, send, receive, self.group, self.kernels)
+        return AllToAllExchange([chunk], route, self.kernels)
+
+    def dispatch_chunks(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> AllToAllExchange:
+        C, G, e = self.chunks, self.group.size, self.local_experts
+        bin_rows = -(-bin_rows // C)
+        chosen_TK, order, count_CE = split_into_chunks(chosen_TK, self.num_experts, C, bin_rows)
+        if bin_rows:
+            send = receive = [None] * C
+            sizes = [self.num_experts * self.etp * bin_rows] * C
+            count_GCe = count_CE.new_full((G, C, e), bin_rows)
+        else:
+            send_CGe = count_CE.view(C, self.ep, 1, e).expand(-1, -1, self.etp, -1).reshape(C, G, e)
+            send_GCe = send_CGe.transpose(0, 1).contiguous()
+            count_GCe = all_to_all(send_GCe, self.group)
+            # The layer's only host sync: how many rows go where.
+            send, receive = torch.stack((send_GCe.sum(2).t(), count_GCe.sum(2).t())).tolist()
+            sizes = [sum(to) for to in send]
+        entry_R, slot = assign_rows(chosen_TK, order, count_CE, C * self.ep, self.etp, bin_rows, sum(sizes))
+        x_RD, weights_R1, route = copy_rows(x_TD, weights_TK, entry_R, slot, self.kernels)
+        flights = [
+            (start(x, self.group, *split), start(weights, self.group, *split))
+            for x, weights, split in zip(
+                x_RD.split(sizes), weights_R1.split(sizes), zip(send, receive, strict=True), strict=True
+            )
+        ]
+        chunks = []
+        for c, flight in enumerate(flights):
+            count_Ge, regroup = count_GCe[:, c], None
+            if G > 1 and e > 1:
+                regroup = by_expert(count_Ge, G * e * bin_rows if bin_rows else sum(receive[c]), self.kernels)
+            count_e = count_Ge.sum(0)
+            chunks.append(AllToAllChunk(*flight, count_e, regroup, send[c], receive[c], self.group, self.kernels))
+        return AllToAllExchange(chunks, route, self.kernels)
+
+
+class AllToAllChunk(NamedTuple):
+    """Rows and their routing weights on their way to this rank's experts."""
+
+    x_RD: InFlight
+    weights_R1: InFlight
+    count_e: Tensor
+    regroup: tuple[Tensor, Tensor] | None
+    """The order (and its inverse) from by-sender to by-expert."""
+    send: list[int] | None
+    receive: list[int] | None
+    group: Group
+    kernels: str
+
+    @named("dispatch")
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        x_RD, weights_R1 = arrive(self.x_RD), arrive(self.weights_R1)
+        if self.regroup is not None:
+            x_RD, weights_R1 = reorder_weighted(x_RD, weights_R1, *self.regroup, self.kernels)
+        return x_RD, weights_R1, self.count_e
+
+    @named("combine")
+    def send_back(self, y_RD: Tensor) -> InFlight:
+        if self.regroup is not None:
+            y_RD = reorder(y_RD, *reversed(self.regroup), self.kernels)
+        return start(y_RD, self.group, self.receive, self.send)
+
+
+@dataclass
+class AllToAllExchange:
+    on_their_way: list[AllToAllChunk]
+    route: Route
+    kernels: str
+
+    def chunks(self) -> list[AllToAllChunk]:
+        return self.on_their_way
+
+    @named("combine")
+    def combine(self, back: list[InFlight]) -> Tensor:
+        pieces = [arrive(flight) for flight in back]
+        y_RD = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+        return to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.kernels)

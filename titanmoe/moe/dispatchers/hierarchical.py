@@ -1,0 +1,88 @@
+"""Each token crosses once to every node that has experts of it, and goes to all of them inside the node.
+
+First to the rank at this rank's position on that node, then by an all-to-all inside the node, which makes the copies
+for several experts and for etp. On the way back the node sums what its experts return, and one row crosses. Per rank
+and direction: one row for each token and other node it visits, V rows in all arriving here, and inside the node what
+those V tokens need there. With a group inside one node nothing crosses, and this is AllToAll.
+
+Shapes as in titanmoe.moe.dispatchers.protocol, and: N nodes of the group, V tokens that arrive here from all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanmoe.comm.collectives import InFlight, all_to_all, arrive, start
+from titanmoe.moe.assign import Route, assign_rows, sort_by_expert
+from titanmoe.moe.dispatchers.alltoall import AllToAll, AllToAllChunk
+from titanmoe.moe.dispatchers.protocol import Dispatcher, Exchange, ExpertRanks
+from titanmoe.moe.permute import to_rows, to_tokens
+from titanmoe.observe import named
+
+
+class Hierarchical(Dispatcher):
+    def place(self, ranks: ExpertRanks) -> None:
+        super().place(ranks)
+        nodes = ranks.across.size
+        self.node_experts = self.num_experts // nodes
+        self.inner = AllToAll(self.node_experts, self.chunks, self.kernels)
+        self.inner.place(ExpertRanks(ranks.within if nodes > 1 else ranks.group, self.ep // nodes, self.etp))
+
+    @named("dispatch")
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Exchange:
+        across = self.ranks.across
+        T, N = x_TD.shape[0], across.size
+        if N == 1:
+            return self.inner.dispatch(x_TD, weights_TK, chosen_TK, bin_rows)
+        # Each node of a token once; "no expert" is on node N, which does not exist.
+        visits_TN = torch.zeros(T, N + 1, dtype=torch.bool, device=x_TD.device)
+        visits_TN = visits_TN.scatter_(1, chosen_TK // self.node_experts, True)[:, :N]
+        node_TN = torch.arange(N, device=x_TD.device).where(visits_TN, N)
+        order, count_N = sort_by_expert(node_TN, N)
+        if bin_rows:  # a static size: a token may visit every node
+            send = receive = [T] * N
+        else:
+            send, receive = torch.stack((count_N, all_to_all(count_N, across))).tolist()  # the first of two host syncs
+        entry_R, slot = assign_rows(node_TN, order, count_N, N, 1, T if bin_rows else 0, sum(send))
+        route = Route(entry_R // N, slot.view(T, N))
+        choices_RK = F.pad(chosen_TK, (0, 0, 0, 1), value=self.num_experts).index_select(0, route.source_R)
+        rows = (
+            to_rows(x_TD, route.source_R, route.slot_TJ, self.kernels),
+            to_rows(weights_TK, route.source_R, route.slot_TJ, self.kernels),
+            choices_RK.to(torch.int32),
+        )
+        relay = (start(row, across, send, receive) for row in rows)
+        return HierarchicalExchange(self, *relay, bin_rows * N, route, send, receive)
+
+
+@dataclass
+class HierarchicalExchange:
+    dispatcher: Hierarchical
+    x_VD: InFlight
+    weights_VK: InFlight
+    chosen_VK: InFlight
+    bin_rows: int
+    route: Route
+    send: list[int]
+    receive: list[int]
+
+    @named("dispatch")
+    def chunks(self) -> list[AllToAllChunk]:
+        """Waits for the tokens that cross to this rank, and dispatches them inside the node."""
+        across, node_experts = self.dispatcher.ranks.across, self.dispatcher.node_experts
+        x_VD, weights_VK = arrive(self.x_VD), arrive(self.weights_VK)
+        chosen_VK = arrive(self.chosen_VK).long() - across.rank * node_experts
+        here = (chosen_VK >= 0) & (chosen_VK < node_experts)
+        chosen_VK = chosen_VK.where(here, node_experts)
+        self.inside = self.dispatcher.inner.dispatch(x_VD, weights_VK, chosen_VK, self.bin_rows)
+        return self.inside.chunks()
+
+    @named("combine")
+    def combine(self, back: list[InFlight]) -> Tensor:
+        y_VD, across = self.inside.combine(back), self.dispatcher.ranks.across
+        y_RD = arrive(start(y_VD, across, self.receive, self.send))
+        return to_tokens(y_RD, self.route.source_R, self.route.slot_TJ, self.dispatcher.kernels)

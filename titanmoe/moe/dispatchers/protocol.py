@@ -1,0 +1,157 @@
+"""What a dispatcher is. It knows tokens and ranks, not what experts do; the layer calls it in this order:
+
+    exchange = dispatcher.dispatch(x, weights, chosen, bin_rows)        rows set off
+    ...                                                                 other work, while they are on their way
+    back = []
+    for chunk in exchange.chunks():
+        rows, weights, counts = chunk.rows()                            waits for this chunk alone
+        back.append(chunk.send_back(experts(rows, weights, counts)))    while the next chunks are on their way
+    y = exchange.combine(back)                                          waits, and sums the rows of each token
+
+A new dispatcher is a subclass of `Dispatcher` with its own `dispatch`, classes with the methods of `Exchange` and
+`Chunk`, and its `rules`, and a line in `titanmoe/moe/dispatchers/rules.py`. `allgather.py` is the shortest one.
+
+Shapes: T tokens this rank owns, D model, K top-k, E experts, e local experts, G ranks of the dispatch group (ep x etp,
+etp innermost), R rows this rank's experts work on, C chunks. Expert number E stands for "no expert".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from titanmoe.comm.collectives import NO_GROUP, Group
+from titanmoe.config.schema import Model
+from titanmoe.config.schema import MoE as MoEOptions
+
+
+class Chunk(Protocol):
+    """Some rows of every expert of this rank, from their arrival until their outputs are on the way back.
+
+    Chunks, and what `send_back` returns, pass into and out of the module that has the experts' weights, whose hooks
+    (FSDP's) look for tensors with gradients in them: so they are tuples, named tuples, lists or tensors, and nothing
+    with a gradient is hidden in another object. Else gradients of weights would only be reduced when all of backward
+    has ended.
+    """
+
+    def rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows (R, D), sorted by expert; the routing weight of each (R, 1); and the number of rows of each expert (e,).
+
+        Waits for them. Called once.
+        """
+        ...
+
+    def send_back(self, y_RD: Tensor) -> Any:
+        """Sends the experts' outputs for these rows home, and does not wait for those of others if it can do so later.
+
+        What it returns is for `Exchange.combine`.
+        """
+        ...
+
+
+class Exchange(Protocol):
+    """A layer's rows on their way, from dispatch to combine."""
+
+    def chunks(self) -> Sequence[Chunk]:
+        """In the order in which they arrive; a single one, if rows do not travel in pieces. Called once."""
+        ...
+
+    def combine(self, back: list[Any]) -> Tensor:
+        """(T, D): for each token the sum of what experts returned. back: what each chunk's `send_back` returned."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExpertRanks:
+    """The ranks that have a layer's experts, as this rank sees them."""
+
+    group: Group = NO_GROUP
+    """ep x etp, etp innermost."""
+    ep: int = 1
+    etp: int = 1
+    within: Group = NO_GROUP
+    """Those of the group on this node, where the group spans nodes (and the dispatcher's facts say that it asks)."""
+    across: Group = NO_GROUP
+    """Those with this rank's place on each of the group's nodes; one rank: the group does not span nodes."""
+
+
+class SharedBuffers:
+    """What the dispatchers of a rank share, attached to them while a step runs."""
+
+    def __init__(self, device: torch.device):
+        self.overflowed = torch.zeros((), dtype=torch.bool, device=device)
+        """Whether the step is void on this rank and must be repeated without these buffers."""
+
+    def were_too_small(self, flags: float) -> bool:
+        """Whether the step is void on any rank. flags: `overflowed`, summed over the ranks."""
+        return bool(flags)
+
+    @contextmanager
+    def attach(self, dispatchers: Collection[Dispatcher]) -> Iterator[None]:
+        self.overflowed.zero_()
+        try:
+            for dispatcher in dispatchers:
+                dispatcher.memory = self
+            yield
+        finally:
+            for dispatcher in dispatchers:
+                dispatcher.memory = None
+
+
+class Dispatcher:
+    """One for each layer."""
+
+    memory: SharedBuffers | None = None
+    """Those of `reserve` during a training step; None outside of one."""
+
+    def __init__(self, num_experts: int, chunks: int = 1, kernels: str = "auto"):
+        """chunks: `[moe] overlap_chunks`. kernels: `[moe] kernels`."""
+        self.num_experts, self.chunks, self.kernels = num_experts, chunks, kernels
+        self.place(ExpertRanks())
+
+    def place(self, ranks: ExpertRanks) -> None:
+        """Called when the model is placed on the meshes; before, this rank has all experts."""
+        self.ranks = ranks
+        self.group, self.ep, self.etp = ranks.group, ranks.ep, ranks.etp
+        self.local_experts = self.num_experts // ranks.ep
+
+    def dispatch(self, x_TD: Tensor, weights_TK: Tensor, chosen_TK: Tensor, bin_rows: int) -> Exchange:
+        """Sends each token to the ranks of its chosen experts, and returns at once if it can.
+
+        bin_rows: rows per expert and sender if bins are padded to a static size, else 0.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def missing(device: str) -> str:
+        """Why this machine cannot run it; "" if it can. device: as in training.device."""
+        return ""
+
+    @staticmethod
+    def reserve(
+        model: Model, options: MoEOptions, ranks: ExpertRanks, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> SharedBuffers | None:
+        """What all layers of a rank share, made by all ranks of the world together; None if it needs nothing.
+
+        tokens: that a rank owns in a microbatch. dtype: of the rows that are sent.
+        """
+        return None
+
+
+@dataclass
+class OneChunk:
+    """The exchange of a dispatcher that cannot overlap: its chunk returns the sums of tokens themselves."""
+
+    chunk: Chunk
+
+    def chunks(self) -> list[Chunk]:
+        return [self.chunk]
+
+    def combine(self, back: list[Tensor]) -> Tensor:
+        (y_TD,) = back
+        return y_TD

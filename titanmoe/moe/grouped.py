@@ -1,0 +1,155 @@
+"""The product of each expert's rows with its own matrix, for all experts of a rank, and its gradients.
+
+Shapes: R routed rows sorted by local expert, e local experts, D model, F this rank's hidden width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanmoe.moe.fp8 import Quantised, Rounded, plain_scaled_rows, quantise, scaled_rows
+from titanmoe.ops import device
+from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+
+Product = Callable[[Tensor, Tensor, Any], Tensor]
+
+
+class Groups:
+    """How many rows each expert has, in the forms that products take: each is made once for all products of a layer,
+    those of backward too.
+    """
+
+    def __init__(self, count_e: Tensor):
+        self.count_e = count_e
+
+    @cached_property
+    def ends_e(self) -> Tensor:
+        return self.count_e.cumsum(0, dtype=torch.int32)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        return self.count_e.tolist()  # on GPUs the host waits for it
+
+
+def groups_of(count: Tensor | Groups) -> Groups:
+    return count if isinstance(count, Groups) else Groups(count)
+
+
+def grouped_loop(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
+    """Rows of expert i times its matrix, one product per expert. Empty groups give exact zero gradients.
+
+    Rows after the last expert's, which only a static buffer has, are zero here and arbitrary in `grouped_product`.
+    """
+    sizes = groups_of(count).sizes
+    *groups, unused = x_RD.split([*sizes, x_RD.shape[0] - sum(sizes)])
+    products = [x @ w.t() for x, w in zip(groups, w_eFD.unbind(), strict=True)]
+    return torch.cat([*products, unused.new_zeros(unused.shape[0], w_eFD.shape[1])])
+
+
+def grouped_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
+    """The same in one call to torch's grouped matrix product."""
+    # Traced code has no Groups.
+    ends_e = count.ends_e if isinstance(count, Groups) else count.cumsum(0, dtype=torch.int32)
+    return torch._grouped_mm(x_RD, w_eFD.transpose(1, 2), offs=ends_e)
+
+
+def even_product(x_RD: Tensor, w_eFD: Tensor, count: Tensor | Groups) -> Tensor:
+    """The same if all experts have equally many rows: their number is in the shape, so any dtype can be traced."""
+    return torch.bmm(x_RD.unflatten(0, (w_eFD.shape[0], -1)), w_eFD.transpose(1, 2)).flatten(0, 1)
+
+
+def loop_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
+    """The gradient of the weights, (e, D, F): the sum of outer products over each expert's rows."""
+    sizes = groups_of(count).sizes
+    pieces = zip(grad_RD[: sum(sizes)].split(sizes), h_RF[: sum(sizes)].split(sizes), strict=True)
+    return torch.stack([g.t() @ h for g, h in pieces])
+
+
+def grouped_gradient(grad_RD: Tensor, h_RF: Tensor, count: Tensor | Groups) -> Tensor:
+    groups = groups_of(count)
+    grad_eDF = torch._grouped_mm(grad_RD.t(), h_RF, offs=groups.ends_e)
+    if forgets_empty_groups(grad_RD):
+        grad_eDF.masked_fill_((groups.count_e == 0).view(-1, 1, 1), 0)
+    return grad_eDF
+
+
+# Which product on which device and version of torch: decided by the next two functions, and nowhere else.
+
+
+def can_group(x: Tensor, *widths: int) -> bool:
+    """Whether torch's grouped product pays. It needs rows of whole 16-byte units, and no float64.
+
+    On GPUs it is one kernel in bfloat16 on Hopper and B200 (majors 9 and 10). In float32, and on other GPUs, torch 2.11
+    copies the counts to the host in each product and loops over experts: our loop does the same, with one copy per
+    layer. (Later versions have the kernel on majors 11 and 12 too: github.com/pytorch/pytorch/pull/184334.)
+    """
+    if x.dtype == torch.float64 or any(width * x.element_size() % 16 for width in widths):
+        return False
+    if device.kind(x) == "cuda":
+        return x.dtype == torch.bfloat16 and device.capability(x.device)[0] in (9, 10)
+    return True
+
+
+def forgets_empty_groups(x: Tensor) -> bool:
+    """Whether the grouped product may leave the weight gradient of an expert without rows unwritten: on Blackwell, by
+    github.com/pytorch/pytorch/issues/172439. It is still open, so no version is taken to be free of it.
+    """
+    return device.kind(x) == "cuda" and device.capability(x.device) >= (10, 0)
+
+
+def scaled_product(
+    x: Tensor | Quantised, weights: Quantised, count: Tensor | Groups, kernels: str = "auto", emulated: bool = False
+) -> Tensor:
+    """The product in 8 bits, or by its formula; without gradients. The rows may be rounded already."""
+    rows, groups = quantise(x, kernels) if isinstance(x, Tensor) else x, groups_of(count)
+    return plain_scaled_rows(rows, weights, groups.sizes) if emulated else scaled_rows(rows, weights, groups.ends_e)
+
+
+def product_of(grouped: bool, dtype: str, even: bool = False, kernels: str = "auto") -> Product:
+    """By `[moe] expert_dtype`; those in 8 bits have no gradients."""
+    if dtype != "compute":
+        return partial(scaled_product, kernels=kernels, emulated=dtype == "fp8_emulated")
+    if even:
+        return even_product
+    return grouped_product if grouped else grouped_loop
+
+
+class _Products(torch.autograd.Function):
+    """Products of the same rows with several weights; in 8 bits, the rows are rounded once."""
+
+    @staticmethod
+    def forward(ctx, x_RD, groups, grouped, kernels, rounded, *weights):
+        ctx.save_for_backward(x_RD, *weights)
+        ctx.groups, ctx.grouped, ctx.kernels, ctx.rounded = groups, grouped, kernels, rounded
+        product = product_of(grouped, rounded.dtype, kernels=kernels)
+        rows = x_RD if rounded.dtype == "compute" else quantise(x_RD, kernels)
+        return tuple(product(rows, rounded(f"up {i}", w), groups) for i, w in enumerate(weights))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x_RD, *weights = ctx.saved_tensors
+        grad_x, grad_weights = None, [None] * len(weights)
+        grads = [grad.contiguous() for grad in grads]
+        if gradient_wanted(ctx, 0):
+            product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
+            across = [ctx.rounded(f"up {i}, across", w.transpose(1, 2)) for i, w in enumerate(weights)]
+            grad_x, *others = (product(g, w, ctx.groups) for g, w in zip(grads, across, strict=True))
+            for other in others:
+                grad_x += other
+        if gradient_wanted(ctx, 1):  # its index among the inputs that are tensors
+            gradient = grouped_gradient if ctx.grouped else loop_gradient
+            grad_weights = [gradient(g, x_RD, ctx.groups) for g in grads]
+        return grad_x, None, None, None, None, *grad_weights
+
+
+def products(
+    x_RD: Tensor, count: Tensor | Groups, grouped: bool, kernels: str, rounded: Rounded, *weights: Tensor
+) -> tuple[Tensor, ...]:
+    """Rows of expert i times each of its matrices."""
+    how = (groups_of(count), grouped, kernels, rounded)
+    return _Products.apply(with_own_node(x_RD), *how, *map(with_own_node, weights))

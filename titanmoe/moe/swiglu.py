@@ -1,0 +1,114 @@
+"""An expert's activation, and the down projection that takes it.
+
+Shapes as in titanmoe.moe.grouped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanmoe.moe.fp8 import Rounded
+from titanmoe.moe.grouped import Groups, grouped_gradient, groups_of, loop_gradient, product_of
+from titanmoe.ops import device
+from titanmoe.ops.cpu import rowwise
+from titanmoe.ops.kernels import fused
+from titanmoe.ops.split_backward import gradient_wanted, with_own_node
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's activation: the gate is at most 7, the up projection within 7 of 0 and then shifted by 1."""
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+
+
+def plain_swiglu(gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool) -> Tensor:
+    """The input of the down projection, times the routing weight: applied here, backward needs no expert's output."""
+    gate, up = gate_RF.to(weight_R1.dtype), up_RF.to(weight_R1.dtype)
+    h_RF = clamped_swiglu(gate, up) if clamped else F.silu(gate) * up
+    return (h_RF * weight_R1).to(gate_RF.dtype)
+
+
+def plain_swiglu_backward(
+    grad_RF: Tensor, gate_RF: Tensor, up_RF: Tensor, weight_R1: Tensor, clamped: bool
+) -> tuple[Tensor, ...]:
+    """The value of `plain_swiglu`, and the gradients of its tensors."""
+    leaves = [x.detach().requires_grad_() for x in (gate_RF, up_RF, weight_R1)]
+    with torch.enable_grad():
+        h_RF = plain_swiglu(*leaves, clamped)
+    return h_RF.detach(), *torch.autograd.grad(h_RF, leaves, grad_RF)
+
+
+def activation(x: Tensor, clamped: bool, kernels: str) -> tuple[Callable[..., Tensor], Callable[..., tuple]]:
+    """The down projection's input and its gradients: by a kernel on GPUs, in blocks of rows on CPUs, else plainly."""
+    if fused(kernels, x):
+        from titanmoe.ops.kernels.swiglu import weighted_swiglu, weighted_swiglu_backward
+
+        return partial(weighted_swiglu, clamped=clamped), partial(weighted_swiglu_backward, clamped=clamped)
+    plain = partial(plain_swiglu, clamped=clamped), partial(plain_swiglu_backward, clamped=clamped)
+    return plain if clamped else device.way(x, plain, cpu=(rowwise.swiglu, rowwise.swiglu_backward))
+
+
+def plain_down(
+    gate_RF: Tensor,
+    up_RF: Tensor,
+    weight_R1: Tensor,
+    w2_eDF: Tensor,
+    count: Tensor | Groups,
+    grouped: bool,
+    clamped: bool,
+    even: bool = False,
+) -> Tensor:
+    product = product_of(grouped, "compute", even)
+    return product(plain_swiglu(gate_RF, up_RF, weight_R1, clamped), w2_eDF, count)
+
+
+class _Down(torch.autograd.Function):
+    """plain_down that saves only its inputs: 2F numbers per row instead of 5F. Backward recomputes the activation."""
+
+    @staticmethod
+    def forward(ctx, gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, rounded):
+        ctx.save_for_backward(gate_RF, up_RF, weight_R1, w2_eDF)
+        ctx.groups, ctx.grouped, ctx.clamped, ctx.kernels, ctx.rounded = groups, grouped, clamped, kernels, rounded
+        make, _ = activation(gate_RF, clamped, kernels)
+        product = product_of(grouped, rounded.dtype, kernels=kernels)
+        return product(make(gate_RF, up_RF, weight_R1), rounded("down", w2_eDF), groups)
+
+    @staticmethod
+    def backward(ctx, grad_RD):
+        gate_RF, up_RF, weight_R1, w2_eDF = ctx.saved_tensors
+        inputs, weights = gradient_wanted(ctx, 0), gradient_wanted(ctx, 3)
+        grad_RD = grad_RD.contiguous()
+        product = product_of(ctx.grouped, ctx.rounded.dtype, kernels=ctx.kernels)
+        gradient = grouped_gradient if ctx.grouped else loop_gradient
+        make, differentiate = activation(gate_RF, ctx.clamped, ctx.kernels)
+        grads, arguments = (None, None, None), (gate_RF, up_RF, weight_R1)
+        if inputs:
+            across = ctx.rounded("down, across", w2_eDF.transpose(1, 2))
+            h_RF, *grads = differentiate(product(grad_RD, across, ctx.groups), *arguments)
+        else:
+            h_RF = make(*arguments)
+        grad_w2 = gradient(grad_RD, h_RF, ctx.groups) if weights else None
+        return *grads, grad_w2, None, None, None, None, None
+
+
+def down(
+    gate_RF: Tensor,
+    up_RF: Tensor,
+    weight_R1: Tensor,
+    w2_eDF: Tensor,
+    count: Tensor | Groups,
+    grouped: bool,
+    clamped: bool,
+    kernels: str = "auto",
+    rounded: Rounded | None = None,
+    even: bool = False,
+) -> Tensor:
+    if torch.compiler.is_compiling():  # the compiler fuses, and chooses what to save
+        return plain_down(gate_RF, up_RF, weight_R1, w2_eDF, count, grouped, clamped, even)
+    w2_eDF, groups = with_own_node(w2_eDF), groups_of(count)
+    return _Down.apply(gate_RF, up_RF, weight_R1, w2_eDF, groups, grouped, clamped, kernels, rounded or Rounded())
