@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from titanmoe.comm.fsdp_cpu import AsGloo
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -24,6 +23,7 @@ from titanmoe.comm.collectives import NO_GROUP, Group
 from titanmoe.moe.dispatchers.protocol import ExpertRanks
 from titanmoe.moe.experts import Experts
 from titanmoe.moe.layer import MoE
+from titanmoe.ops.cpu.fsdp import ReduceScatter
 from titanmoe.tokens import Tokens
 
 RANKS, T, K = 2, 48, 2
@@ -219,13 +219,13 @@ def reductions(changes: dict[str, Any]) -> list[str]:
     order: list[str] = []
 
     def note(plain: Any) -> Any:
-        def call(self: AsGloo, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **more: Any) -> Any:
+        def call(self: ReduceScatter, output_tensor: Tensor, input_tensor: Tensor, *given: Any, **more: Any) -> Any:
             order.append(names.get(input_tensor.numel(), "other"))
             return plain(self, output_tensor, input_tensor, *given, **more)
 
         return call
 
-    with mock.patch.object(AsGloo, "__call__", note(AsGloo.__call__)):
+    with mock.patch.object(ReduceScatter, "__call__", note(ReduceScatter.__call__)):
         trainer.train_step()
     return [name for name in order if name != "other"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.support.live_bytes import saved_bytes
 from titanmoe.models.layers import RMSNorm, plain_norm, plain_rotate, rotate, swiglu
-from titanmoe.moe.experts import plain_swiglu, plain_swiglu_backward
+from titanmoe.moe.swiglu import plain_swiglu, plain_swiglu_backward
 from titanmoe.ops.cpu import rowwise
 
 ROWS = [0, 1, 7, 65]

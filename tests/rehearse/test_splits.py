@@ -14,7 +14,7 @@ from titanmoe.comm.collectives import start
 from titanmoe.moe.dispatchers.alltoall import AllToAllChunk
 from titanmoe.rehearse.order import HOST_ORDER
 from titanmoe.rehearse.roles import check_ranks
-from titanmoe.rehearse.routing import AssumedRouting, Exchange, balanced, skewed
+from titanmoe.rehearse.routing import AssumedRouting, IntegerMessages, balanced, skewed
 from titanmoe.rehearse.splits import disagreeing_splits
 from titanmoe.rehearse.world import Rehearsal, rehearse
 
@@ -69,7 +69,7 @@ def test_groups_that_choose_alike_are_checked_once_and_all_others() -> None:
     def choose(layer: int, index_T: Tensor) -> Tensor:
         return skewed(index_T, 2, 8, 3.0) if index_T[0] >= 7 * 16 else balanced(index_T, 2, 8)
 
-    class Watched(Exchange):
+    class Watched(IntegerMessages):
         def all_to_alls(self, rank: int, microbatch: int, layer: int) -> Any:
             runs.append((rank, microbatch))
             return super().all_to_alls(rank, microbatch, layer)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes as outside
 from titanmoe.rehearse import stand_ins, values
 from titanmoe.rehearse.memory_over_step import Ledger
 from titanmoe.rehearse.record import Log, Message, Recorder
-from titanmoe.rehearse.routing import Exchange
+from titanmoe.rehearse.routing import IntegerMessages
 from titanmoe.rehearse.sent_rows import Rows
 from titanmoe.rehearse.shapes import Shapes
 from titanmoe.rehearse.work import Operations
@@ -25,7 +25,7 @@ class _Dispatching(threading.local):
     """What the thread's dispatcher is working on."""
 
     microbatch = layer = -1
-    exchange: Exchange | None = None
+    exchange: IntegerMessages | None = None
     integer_messages = 0  # received in this layer and microbatch
     rows: tuple[Rows, Rows] = (), ()  # that the next operation of symmetric memory sends, and receives
 

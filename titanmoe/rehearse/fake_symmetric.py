@@ -29,7 +29,7 @@ from titanmoe.parallel.expert import reserve_buffers
 from titanmoe.rehearse import values
 from titanmoe.rehearse.fake_recorder import FakeRecorder
 from titanmoe.rehearse.memory_over_step import SYMMETRIC
-from titanmoe.rehearse.routing import Exchange
+from titanmoe.rehearse.routing import IntegerMessages
 from titanmoe.rehearse.sent_rows import Rows, rows_sent
 from titanmoe.replace import replaced
 from titanmoe.train.trainer import Trainer
@@ -38,7 +38,7 @@ from titanmoe.train.trainer import Trainer
 class RehearsedBuffers(SymmetricBuffers):
     """exchange: what the other ranks send; None before the first step, in which all send the same."""
 
-    exchange: Exchange | None = None
+    exchange: IntegerMessages | None = None
 
     def __init__(self, recorder: FakeRecorder, fake: FakeTensorMode, *sizes: Any):
         self.recorder, self.fake = recorder, fake
@@ -102,7 +102,9 @@ def reserve(
     return reserve_buffers(config, meshes, device)
 
 
-def _overflows(exchange: Exchange, memory: SymmetricBuffers, layers: Iterable[int], ranks: Iterable[int]) -> bool:
+def _overflows(
+    exchange: IntegerMessages, memory: SymmetricBuffers, layers: Iterable[int], ranks: Iterable[int]
+) -> bool:
     """Whether a receive buffer of these ranks is too small for the assumed routing, in any microbatch and layer."""
     layers = list({exchange.routing.key(layer): layer for layer in layers}.values())
     return any(

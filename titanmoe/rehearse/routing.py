@@ -160,7 +160,7 @@ class _DispatcherRun(TorchDispatchMode):
         return self.supply(self.count - 1)
 
 
-class Exchange:
+class IntegerMessages:
     """What a rank receives when dispatchers send each other integers."""
 
     def __init__(
@@ -177,7 +177,7 @@ class Exchange:
         """Pickled without its caches."""
         routing = self.routing
         fresh = Routing(routing.config, routing.fold, routing.samples, routing.assumed)
-        return Exchange, (fresh, self.dispatcher_type, self.template, self.node, self.away_rows)
+        return IntegerMessages, (fresh, self.dispatcher_type, self.template, self.node, self.away_rows)
 
     def received_integers(self, rank: int, microbatch: int, layer: int, n: int) -> Tensor:
         """What a rank receives in its n-th message of integers."""

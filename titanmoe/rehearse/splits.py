@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from hashlib import sha256
 
-from titanmoe.rehearse.routing import Exchange
+from titanmoe.rehearse.routing import IntegerMessages
 from titanmoe.rehearse.world import Rehearsal
 
 
@@ -40,7 +40,7 @@ def disagreeing_splits(rehearsals: list[Rehearsal]) -> Iterator[str]:
                         yield from _disagreeing(exchange, ranks, microbatch, layer)
 
 
-def _disagreeing(exchange: Exchange, ranks: tuple[int, ...], microbatch: int, layer: int) -> Iterator[str]:
+def _disagreeing(exchange: IntegerMessages, ranks: tuple[int, ...], microbatch: int, layer: int) -> Iterator[str]:
     calls = {rank: exchange.all_to_alls(rank, microbatch, layer) for rank in ranks}
     for rank, own_calls in calls.items():
         for n, (group, send, _) in enumerate(own_calls):

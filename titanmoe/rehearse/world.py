@@ -37,7 +37,7 @@ from titanmoe.rehearse.fake_symmetric import reserve, symmetric_notes
 from titanmoe.rehearse.hardware import HARDWARE
 from titanmoe.rehearse.memory_over_step import MOMENTS, WEIGHTS, Memory
 from titanmoe.rehearse.record import Log, Message
-from titanmoe.rehearse.routing import AssumedRouting, Exchange, Routing, with_imbalance
+from titanmoe.rehearse.routing import AssumedRouting, IntegerMessages, Routing, with_imbalance
 from titanmoe.rehearse.samples import Samples
 from titanmoe.rehearse.work import Operations
 from titanmoe.replace import replaced
@@ -79,7 +79,7 @@ class Rehearsal:
     """What symmetric memory sends before the first step."""
     operations: Operations
     memory: Memory
-    exchange: Exchange | None
+    exchange: IntegerMessages | None
     """What the dispatchers of its stage send each other; None without experts, or if their bins are padded."""
     moe_layers: list[int]
 
@@ -95,7 +95,7 @@ def name_groups(lanes: Lanes, fold: Fold, rank: int, node: int) -> dict[str, Nam
     return out
 
 
-def _assume_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> Exchange | None:
+def _assume_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) -> IntegerMessages | None:
     """Makes routers follow the assumed routing, and dispatchers receive what the other ranks would send them."""
     if not trainer.moe_layers:
         return None
@@ -104,8 +104,10 @@ def _assume_routing(trainer: Trainer, recorder: FakeRecorder, routing: Routing) 
         return None  # sizes are those of the bins, whatever is sent
     template = trainer.dispatchers[0]
     node, memory = trainer.config.parallelism.node, trainer.shared_buffers
-    exchange = Exchange(routing, type(template), template, node)
-    symmetric_exchange = None if memory is None else Exchange(routing, type(template), template, node, memory.away_rows)
+    exchange = IntegerMessages(routing, type(template), template, node)
+    symmetric_exchange = (
+        None if memory is None else IntegerMessages(routing, type(template), template, node, memory.away_rows)
+    )
     if symmetric_exchange is not None:
         memory.exchange = symmetric_exchange
     for layer, moe in trainer.moe_layers.items():
