@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 from functools import cache
 
+from titanmoe.config import ConfigError
 from titanmoe.config.parts import Kind, PartError
 from titanmoe.data.formats.format import Format
 
@@ -25,11 +26,12 @@ FORMATS = Kind(
 @cache
 def format_of(extension: str) -> str:
     """The name of the format that such a file has, unless one is named."""
-    for name in FORMATS.table:
-        format = FORMATS.look_up(name)
-        if extension in format.extensions and not format.conversations:
-            return name
-    return "text"
+    try:
+        formats = {name: FORMATS.look_up(name) for name in FORMATS.table}
+    except PartError as error:
+        raise ConfigError([str(error)]) from None
+    fits = (name for name, format in formats.items() if extension in format.extensions and not format.conversations)
+    return next(fits, "text")
 
 
 def format_option(conversations: bool) -> Kind:
