@@ -4,7 +4,7 @@ from titanmoe.data.formats import jsonl, parquet
 from titanmoe.data.formats.format import Format
 
 
-class Chat(Format):
+class Conversations(Format):
     help = "chat: JSONL or Parquet with messages, loss only on the assistant's."
     field = "messages"
     conversations = True
@@ -16,4 +16,4 @@ class Chat(Format):
         return "parquet" if extension in parquet.FORMAT.extensions else "jsonl"
 
 
-FORMAT = Chat()
+FORMAT = Conversations()

@@ -3,9 +3,9 @@
 from titanmoe.data.formats.format import Format
 
 
-class Tokens(Format):
+class TokenShards(Format):
     help = "tokens: token shards alone."
     tokenized = True
 
 
-FORMAT = Tokens()
+FORMAT = TokenShards()
