@@ -26,14 +26,14 @@ def changed(text: str, diff: str) -> str:
 
 LISTS = (
     *("tests/config/test_config_page.py", "tests/config/test_laws.py", "tests/config/test_load.py"),
-    *("tests/models/test_families.py", "tests/models/test_count.py"),
+    *("tests/models/test_families.py", "tests/models/test_count.py", "tests/data/test_formats.py"),
     *(
         "tests/test_recipes.py",
         "tests/test_project.py::test_every_recipe_loads_and_is_in_the_readme",
         "tests/moe/test_facts.py::test_facts_are_true[every_expert]",
     ),
 )
-"""Tests that know dispatchers, families and recipes by name."""
+"""Tests that know dispatchers, families, formats and recipes by name."""
 ELSEWHERE = shutil.ignore_patterns(".git", ".venv*", "runs", "build", "dist", "wheels", ".*_cache", ".hypothesis")
 ROW = "| [train_configs/debug_small_moe.toml](train_configs/debug_small_moe.toml) | 2 | of docs/extending.md |"
 
@@ -61,7 +61,7 @@ def test_the_examples_work(tmp_path: Path) -> None:
     )
     assert len(commands) == 3 and all(run(copy, *command.split()).returncode == 0 for command in commands)
     tests = [path for path, _, _ in blocks if path.startswith("tests/")]
-    assert len(tests) == 4
+    assert len(tests) == 5
     done = run(copy, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *tests, *LISTS)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 

@@ -1,7 +1,8 @@
 """Every kind of part that a recipe can name, with the table of its names. No torch here."""
 
 from titanmoe.config.parts import Parts
+from titanmoe.data.formats import FORMATS
 from titanmoe.models.families import FAMILIES
 from titanmoe.moe.dispatchers.rules import DISPATCHERS
 
-PARTS = Parts((FAMILIES, DISPATCHERS))
+PARTS = Parts((FORMATS, FAMILIES, DISPATCHERS))

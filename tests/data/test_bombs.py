@@ -11,8 +11,8 @@ import zstandard
 
 from titanmoe.config import Config, ConfigError
 from titanmoe.data import decompress
-from titanmoe.data import read_files as reading
 from titanmoe.data.decompress import open_decompressed
+from titanmoe.data.formats import jsonl
 from titanmoe.data.open import open_documents
 from titanmoe.data.read_files import Bad, Reader, find_files, spans
 
@@ -123,8 +123,8 @@ def test_what_is_too_long_is_not_skipped(tmp_path):
 
 
 def test_values_of_a_line_are_counted_before_they_are_parsed(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "MOST_VALUES", 100)
-    monkeypatch.setattr(reading, "MIB", 7)
+    monkeypatch.setattr(jsonl, "MOST_VALUES", 100)
+    monkeypatch.setattr(jsonl, "MIB", 7)
     file = tmp_path / "a.jsonl"
     talk = json.dumps({"text": '[{,"\\\\' * 60})  # brackets and commas in a text are just text
     file.write_text(talk + "\n" + json.dumps({"text": "a", "n": [[]] * 60}) + "\n" + '{"text": ' + '"",' * 90 + "\n")
@@ -149,7 +149,7 @@ def test_a_value_that_can_be_read_and_not_written_again(tmp_path, monkeypatch):
     def deep(value):
         raise RecursionError
 
-    monkeypatch.setattr(reading, "_has_surrogate", deep)
+    monkeypatch.setattr(jsonl, "_has_surrogate", deep)
     (tmp_path / "a.jsonl").write_text('{"text": "\\u00e9"}\n')
     (entry,) = read(tmp_path / "a.jsonl")
     assert f"{tmp_path}/a.jsonl:1: JSON nested too deeply" in entry.why

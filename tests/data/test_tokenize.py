@@ -37,7 +37,7 @@ def here(monkeypatch):
 
     def in_process(job, todo, workers, meter):
         tokenizer = open_tokenizer(job.tokenizer)
-        chat = open_chat(job.chat_template, tokenizer) if job.format == "chat" else None
+        chat = open_chat(job.chat_template, tokenizer) if job.conversations else None
         for number, spans, records in todo:
             items = records[-1]["items"] if records else 0
             ShardUnit(job, tokenizer, chat, number, len(records), items).run(spans, meter.add)

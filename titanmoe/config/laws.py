@@ -261,12 +261,6 @@ def _data(data: Data) -> Iterator[Violation]:
             ("data.source", "data.paths"),
             'data.source = "stdlib" does not read data.paths, which is given: set source = "files", or paths = []',
         )
-    if data.chat_template and data.format != "chat":
-        yield Violation(
-            ("data.chat_template", "data.format"),
-            f'data.chat_template = "{data.chat_template}" is for chats, and data.format = "{data.format}" reads none: '
-            'set format = "chat", or chat_template = ""',
-        )
 
 
 def _precision(training: Training) -> Iterator[Violation]:

@@ -140,8 +140,8 @@ class Data:
     """For source = "files": files, folders, globs, or folders of token shards (`titanmoe tokenize`, for real runs). Each entry is one source of the mix."""
     weights: list[float] = field(default_factory=list)
     """Share of the samples that each entry of `paths` gives, in any unit. Empty: by number of tokens, so that all end an epoch together."""
-    format: Literal["auto", "text", "jsonl", "parquet", "chat", "tokens"] = "auto"
-    """Format of the paths. auto: by extension, and token shards by their manifest. chat: JSONL or Parquet with messages, loss only on the assistant's. The others: where extensions mislead."""
+    format: str = "auto"
+    """Format of the paths; another than auto where extensions mislead, and for chats. Token shards are recognised by their manifest. {parts}"""
     tokenizer: str = "bytes"
     """bytes needs no file. Otherwise a Hugging Face tokenizer.json or its folder. Token shards bring their own."""
     chat_template: str = ""

@@ -10,6 +10,7 @@ from typing import Any
 
 from titanmoe.config import ConfigError
 from titanmoe.config.schema import Config
+from titanmoe.data.formats import FORMATS
 from titanmoe.data.shards import MANIFEST, ShardDocuments, is_shards, read_manifest
 from titanmoe.data.tokenize import is_unfinished, plan_shards, tokenize
 from titanmoe.data.tokenize_command import cores, summary
@@ -30,7 +31,7 @@ def open_documents(config: Config, entry: str, field: str = "") -> ShardDocument
                 "a recipe has the command in its first lines, or use random tokens with --data.source synthetic"
             ]
         )
-    if config.data.format == "tokens" or is_shards(path) or is_unfinished(path):
+    if FORMATS.look_up(config.data.format).tokenized or is_shards(path) or is_unfinished(path):
         documents = ShardDocuments(path, name)
     else:
         documents = ShardDocuments(_tokenize_into_cache(config, entry, name, field or config.data.field), name)

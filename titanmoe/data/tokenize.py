@@ -74,7 +74,7 @@ def plan_shards(job: TokenizeJob) -> ShardPlan:
 
     tokenizer = collect_problems(open_tokenizer, job.tokenizer)
     sources = collect_problems(find_files, job.paths, job.format)
-    chat = collect_problems(open_chat, job.chat_template, tokenizer) if job.format == "chat" and tokenizer else None
+    chat = collect_problems(open_chat, job.chat_template, tokenizer) if job.conversations and tokenizer else None
     if problems:
         raise ConfigError(problems)
     settings = {key: value for key, value in asdict(job).items() if key not in ("paths", "tokenizer", *IGNORED_OPTIONS)}
@@ -216,7 +216,7 @@ def _manifest(plan: ShardPlan, made_from: dict[str, Any], records: list[dict[str
         "tokenizer": {"identity": tokenizer.identity, "bos": tokenizer.bos, "eos": tokenizer.eos},
         "documents": sum(shard["documents"] for shard in shards),
         "tokens": sum(shard["tokens"] for shard in shards),
-        "counted": sum(record["counted"] for record in records) if plan.job.format == "chat" else None,
+        "counted": sum(record["counted"] for record in records) if plan.job.conversations else None,
         "skipped": sum(record["skipped"] for record in records),
         "empty": sum(record["empty"] for record in records),
         "examples": [line for record in records for line in record["examples"]][:10],

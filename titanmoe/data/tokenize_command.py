@@ -9,6 +9,8 @@ from collections.abc import Sized
 from typing import Any
 
 from titanmoe.config.load import ConfigError, format_problems
+from titanmoe.config.parts import Kind, PartError
+from titanmoe.data.formats import format_option
 
 EPILOG = """\
 If the command is killed, giving it again resumes from the last finished shard and ends with the same bytes. What is in
@@ -29,12 +31,7 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--tokenizer", metavar="T", default="bytes", help='tokenizer.json or its folder (default "bytes")'
     )
-    parser.add_argument(
-        "--format",
-        choices=["auto", "text", "jsonl", "parquet", "chat"],
-        default="auto",
-        help="auto: by extension; chat: JSONL or Parquet with messages",
-    )
+    add_format(parser, format_option(conversations=True))
     parser.add_argument(
         "--field", default="text", help='the field with the text (default "text"; for chats "messages")'
     )
@@ -59,6 +56,11 @@ def add_tokenize(commands: argparse._SubParsersAction) -> None:
         default=128,
         help="maximum MiB, uncompressed, of a text file, a line or a row's value (default 128)",
     )
+
+
+def add_format(parser: argparse.ArgumentParser, formats: Kind) -> None:
+    names = ",".join([*formats.table, "MODULE:NAME"])
+    parser.add_argument("--format", metavar=f"{{{names}}}", default="auto", help=formats.summary())
 
 
 def cores() -> int:
@@ -86,10 +88,14 @@ def _tokenize(args: argparse.Namespace) -> int:
         problems.append("nothing to tokenize: name files, folders or globs")
     if not args.out:
         problems.append("--out is missing: name the folder to make")
-    if args.chat_template and args.format != "chat":
-        problems.append(
-            f"--chat-template is an option of --format chat, and the format is {args.format}: leave one out"
-        )
+    try:
+        conversations = format_option(conversations=True).look_up(args.format).conversations
+        if args.chat_template and not conversations:
+            problems.append(
+                f"--chat-template is an option of --format chat, and the format is {args.format}: leave one out"
+            )
+    except PartError as error:
+        problems.append(str(error))
     for option, value in (
         ("--workers", args.workers),
         ("--shard-tokens", args.shard_tokens),

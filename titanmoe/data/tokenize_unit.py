@@ -19,6 +19,7 @@ import numpy as np
 
 from titanmoe.config import ConfigError
 from titanmoe.data.chat import Chat, ChatError, open_chat
+from titanmoe.data.formats import FORMATS
 from titanmoe.data.read_files import Bad, Reader, Record, Span, json_type_name
 from titanmoe.data.shards import DTYPES, WORK
 from titanmoe.data.tokenizer import Tokenizer, open_tokenizer
@@ -46,7 +47,11 @@ class TokenizeJob:
 
     @property
     def column(self) -> str:
-        return "messages" if self.format == "chat" and self.field == "text" else self.field
+        return FORMATS.look_up(self.format).field if self.field == "text" else self.field
+
+    @property
+    def conversations(self) -> bool:
+        return FORMATS.look_up(self.format).conversations
 
 
 @dataclass
@@ -180,7 +185,7 @@ def serve() -> None:
     try:
         job = TokenizeJob(**json.loads(sys.stdin.readline()))
         tokenizer = open_tokenizer(job.tokenizer)
-        chat = open_chat(job.chat_template, tokenizer) if job.format == "chat" else None
+        chat = open_chat(job.chat_template, tokenizer) if job.conversations else None
         for line in sys.stdin:
             request = json.loads(line)
             unit = ShardUnit(job, tokenizer, chat, request["unit"], request["shard"], request["items"])

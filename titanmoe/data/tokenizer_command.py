@@ -9,7 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titanmoe.config.load import ConfigError, format_problems
+from titanmoe.config.parts import PartError
+from titanmoe.data.formats import format_option
 from titanmoe.data.read_files import Bad, Reader, find_files, spans
+from titanmoe.data.tokenize_command import add_format
 from titanmoe.data.tokenize_unit import texts_only
 from titanmoe.data.tokenizer import FILE, SETTINGS
 
@@ -48,9 +51,7 @@ def add_tokenizer(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         help=f"tokens in all, above {LEAST}: a few thousand for megabytes of text, 32,000 to 130,000 for gigabytes",
     )
-    train.add_argument(
-        "--format", choices=["auto", "text", "jsonl", "parquet"], default="auto", help="auto: by extension"
-    )
+    add_format(train, format_option(conversations=False))
     train.add_argument("--field", default="text", help='the field with the text (default "text")')
 
 
@@ -82,7 +83,10 @@ def _train(args: argparse.Namespace) -> list[str]:
             f"--vocab-size = {args.vocab_size} is too small: 256 bytes and {len(MARKS)} marks alone are {LEAST} tokens"
         )
     try:
+        format_option(conversations=False).look_up(args.format)
         sources = find_files(args.paths, args.format)
+    except PartError as error:
+        problems.append(str(error))
     except ConfigError as error:
         problems += error.problems
     if problems:

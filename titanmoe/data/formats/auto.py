@@ -1,0 +1,14 @@
+"""Each file by its extension."""
+
+from titanmoe.data.formats import format_of
+from titanmoe.data.formats.format import Format
+
+
+class Auto(Format):
+    help = "auto: by extension."
+
+    def file_format(self, extension: str) -> str:
+        return format_of(extension)
+
+
+FORMAT = Auto()

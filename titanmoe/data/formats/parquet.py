@@ -1,0 +1,80 @@
+"""Parquet: a row is a record, with the document in one of its columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from titanmoe.config import ConfigError
+from titanmoe.data.formats.format import Format
+from titanmoe.data.read_files import Bad, InputFile, Reader, Record, Span, no_field
+
+MOST_ROWS = 256
+"""Held at one time."""
+MOST_RATIO = 256
+"""Of a large row group, uncompressed to compressed: text comes to 3 to 20."""
+
+
+class Parquet(Format):
+    """A span is row groups [start, stop)."""
+
+    help = "parquet: a document in a field of each row."
+    extensions = (".parquet",)
+
+    def spans(self, source: InputFile, size: int) -> Iterator[Span]:
+        metadata = _open(source.file).metadata
+        groups = [metadata.row_group(n).total_byte_size for n in range(metadata.num_row_groups)]
+        scale, start = source.bytes / max(sum(groups), 1), 0
+        while start < len(groups):
+            stop, size_bytes = start + 1, groups[start]
+            while stop < len(groups) and (size_bytes + groups[stop]) * scale <= size:
+                size_bytes, stop = size_bytes + groups[stop], stop + 1
+            yield source.span(start, stop, int(size_bytes * scale))
+            start = stop
+
+    def read(self, reader: Reader) -> Iterator[Record | Bad]:
+        span, field = reader.span, reader.field
+        file = _open(span.file)
+        names = file.schema_arrow.names
+        if field not in names:
+            raise ConfigError([no_field(span.file, field, names)])
+        rows = [file.metadata.row_group(n).num_rows for n in range(file.num_row_groups)]
+        row_number, rows_in_span, rows_done = sum(rows[: span.start]), max(sum(rows[span.start : span.stop]), 1), 0
+        for group in range(span.start, span.stop):
+            for batch in file.iter_batches(_rows_at_once(reader, file, group), row_groups=[group], columns=[field]):
+                column = batch.column(0)
+                for n in range(len(column)):
+                    row_number, rows_done = row_number + 1, rows_done + 1
+                    reader.at = span.bytes * rows_done // rows_in_span
+                    where = partial("{}: row {}".format, span.file, row_number)
+                    if column.nbytes > reader.most and column.slice(n, 1).nbytes > reader.most:
+                        raise reader.too_long(where(), repr(field))
+                    yield Record(where, column[n].as_py())
+
+
+FORMAT = Parquet()
+
+
+def _open(file: str) -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ConfigError([f"{file}: reading Parquet needs the package pyarrow: pip install pyarrow"]) from None
+    return pyarrow.parquet.ParquetFile(file)
+
+
+def _rows_at_once(reader: Reader, file: Any, group: int) -> int:
+    """As many as fit into a few documents, if each were as long as its whole row group: a dictionary makes many long
+    rows from one."""
+    row_group = file.metadata.row_group(group)
+    columns = [row_group.column(n) for n in range(row_group.num_columns)]
+    field_columns = [column for column in columns if column.path_in_schema.split(".")[0] == reader.field]
+    uncompressed = sum(column.total_uncompressed_size for column in field_columns)
+    compressed = sum(column.total_compressed_size for column in field_columns)
+    if uncompressed > reader.most and uncompressed > MOST_RATIO * compressed:
+        raise reader.too_long(
+            f"{reader.span.file}: row group {group + 1}",
+            f"{reader.field!r}, {compressed:,} bytes packed {MOST_RATIO} to 1,",
+        )
+    return max(1, min(MOST_ROWS, 2 * reader.most // max(1, uncompressed)))

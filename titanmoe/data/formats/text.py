@@ -1,0 +1,26 @@
+"""Text: a file is a document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from titanmoe.data.formats.format import Format
+from titanmoe.data.read_files import Bad, Reader, Record
+
+
+class Text(Format):
+    help = "text: a file is a document."
+
+    def read(self, reader: Reader) -> Iterator[Record | Bad]:
+        data, file = reader.whole(), reader.span.file
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            line = data.count(b"\n", 0, error.start) + 1
+            yield Bad(f"{file}:{line}: byte {error.start} is not UTF-8 ({error.reason})")
+        else:
+            if text:
+                yield Record(lambda: file, text)
+
+
+FORMAT = Text()

@@ -1,0 +1,11 @@
+"""Token shards, as `titanmoe tokenize` makes them (titanmoe.data.shards)."""
+
+from titanmoe.data.formats.format import Format
+
+
+class TokenShards(Format):
+    help = "tokens: token shards alone."
+    tokenized = True
+
+
+FORMAT = TokenShards()
