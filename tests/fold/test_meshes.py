@@ -134,7 +134,7 @@ def of_a_trainer(folder: str) -> tuple[int, int, int, bool]:
     from titanmoe.checkpoint.saver import Saver
 
     saver = Saver(Path(folder), Checkpoint(save="sync"))
-    own = saver.group not in before | by_hand | made and saver.group not in trainer.meshes.lanes.made.values()
+    own = saver.group not in before | by_hand | made and saver.group not in trainer.parts.meshes.lanes.made.values()
     return len(made), more, threads_then - threads_before, own
 
 

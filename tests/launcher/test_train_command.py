@@ -233,7 +233,7 @@ from titanmoe.config.schema import Config
 from titanmoe.train.run_folder import claim
 config = Config()
 config.job.dump_folder, config.job.name, config.checkpoint.enable = sys.argv[1], "debug", True
-lock = claim(config)
+lock = claim(config.job, True)
 print("locked", flush=True)
 sys.stdin.read()
 """

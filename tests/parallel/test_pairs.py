@@ -18,7 +18,6 @@ from titanmoe.comm import collectives, turns
 from titanmoe.comm.turns import Turns
 from titanmoe.config.schema import Config, Model, MoE, Pipeline
 from titanmoe.fold.pipeline_schedules import pair_violations, schedule_violations
-from titanmoe.train.header import header_notes
 
 PP = {"parallelism.pp": 2, "model.num_layers": 4, "training.global_batch_size": 8}
 V = PP | {"pipeline.schedule": "DualPipeV"}
@@ -201,8 +200,7 @@ def test_the_header_names_them_and_a_trace_shows_both_halves(tmp_path: Path) -> 
 
 
 def header(changes: dict[str, Any]) -> dict[str, str]:
-    trainer = parity.make_trainer(changes)
-    return header_notes(trainer.config, trainer.fold.pp, trainer.loader, trainer.engine)
+    return parity.make_trainer(changes).parts.set_up.notes()
 
 
 class Broken(RuntimeError):

@@ -230,17 +230,19 @@ def train(changes: dict[str, Any]) -> list[int]:
     def pause(every: int) -> Any:
         return SimpleNamespace(collect=lambda step: time.sleep(0.3 * (rank == 1)))
 
-    trainer = parity.make_trainer(changes, checks=checks, garbage=pause)
-    slices = trainer.slices
+    config, runtime = parity.read(changes, 4), parity.runtime_here()
+    trainer = parity.build_trainer(config, runtime, checks=checks, garbage=pause)
+    slices = trainer.parts.slicer.slices
 
     def slowly(batches: list) -> list:
         time.sleep(0.3 * (rank == SLOW))
         return slices(batches)
 
-    trainer.slices = slowly
-    with mock.patch.object(stragglers, "WINDOW", 4), mock.patch.object(HostMarks, "every", 1), watched(trainer):
+    trainer.parts.slicer.slices = slowly
+    often = mock.patch.object(stragglers, "WINDOW", 4), mock.patch.object(HostMarks, "every", 1)
+    with often[0], often[1], watched(config, trainer.parts):
         trainer.train()
-    return trainer.checks.stragglers.times.messages
+    return trainer.parts.guard.checks.stragglers.times.messages
 
 
 def test_a_slow_rank_of_a_real_run_is_named(tmp_path: Path) -> None:

@@ -10,28 +10,29 @@ from typing import Any
 from titanmoe.checkpoint import inside, layout
 from titanmoe.checkpoint.inside import CheckpointError, Unreadable
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Checkpoint as Options
+from titanmoe.config.schema import Config, Job
 
 
-def continues(config: Config) -> bool:
+def continues(options: Options) -> bool:
     """Whether a run of this name is one run, however often it is started; otherwise each start gets its own folder."""
-    return config.checkpoint.enable and config.checkpoint.load != "none"
+    return options.enable and options.load != "none"
 
 
-def run_folder(config: Config) -> Path:
+def run_folder(job: Job) -> Path:
     """The folder of a run that continues."""
-    return Path(config.job.dump_folder) / (config.job.name or "run")
+    return Path(job.dump_folder) / (job.name or "run")
 
 
-def checkpoints_of(run: Path, config: Config) -> Path:
-    folder = Path(config.checkpoint.folder)
+def checkpoints_of(run: Path, options: Options) -> Path:
+    folder = Path(options.folder)
     return folder / run.name if folder.is_absolute() else run / folder
 
 
 def has_begun(config: Config) -> bool:
     """Whether the run has a checkpoint of its own to resume from."""
     try:
-        return continues(config) and _any(checkpoints_of(run_folder(config), config))
+        return continues(config.checkpoint) and _any(checkpoints_of(run_folder(config.job), config.checkpoint))
     except Unreadable as error:  # perhaps only on this rank: it must not assume that the run has not begun
         raise ConfigError([str(error)]) from None
 
@@ -45,12 +46,12 @@ class StartPoint:
     passed: list[Path] = field(default_factory=list)
 
 
-def wanted_checkpoint(config: Config, run: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
+def wanted_checkpoint(options: Options, run: Path, damage: Callable[[Path], list[str]]) -> StartPoint:
     """The checkpoint that [checkpoint] load asks for; damage(folder) lists what is wrong with one."""
-    asked = config.checkpoint.load
+    asked = options.load
     if asked == "none":
         return StartPoint()
-    own = checkpoints_of(run, config) if config.checkpoint.enable else None
+    own = checkpoints_of(run, options) if options.enable else None
     if asked.isdecimal():
         return StartPoint(_step(own, int(asked), damage))
     if own is not None and _any(own):
@@ -58,7 +59,7 @@ def wanted_checkpoint(config: Config, run: Path, damage: Callable[[Path], list[s
     if asked == "auto":
         return StartPoint()
     given = _given(Path(asked), damage)
-    given.model_only = config.checkpoint.model_only
+    given.model_only = options.model_only
     return given
 
 
@@ -134,7 +135,7 @@ def record_ahead(config: Config) -> dict[str, Any]:
     that gets no answer must not continue as if there were none.
     """
     try:
-        found = wanted_checkpoint(config, run_folder(config), _no_manifest)
+        found = wanted_checkpoint(config.checkpoint, run_folder(config.job), _no_manifest)
         return layout.read_manifest(found.path).record if found.path is not None and not found.model_only else {}
     except Unreadable as error:
         raise ConfigError([str(error)]) from None

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanmoe.checkpoint.manifest import flat_record
 from titanmoe.checkpoint.write_tensors import Piece
-from titanmoe.config.fields import flat, toml_value
+from titanmoe.config.fields import toml_value
 from titanmoe.config.schema import Config
 from titanmoe.fold.degrees import Fold
 from titanmoe.parallel.materialize import piece, stored_name
@@ -61,13 +60,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def record(config: Config, fold: Fold, step: int, tokens: float, loader: dict[str, Any]) -> dict[str, Any]:
+def about_run(config: Config, fold: Fold) -> dict[str, Any]:
+    """What the record of every checkpoint of a run says of the run."""
     from titanmoe import __version__
 
     return {
-        "step": step,
-        "tokens": tokens,
-        "loader": loader,
         "seed": config.training.seed,
         "config": dataclasses.asdict(config),
         "mapping": {"world": fold.world, "attention": fold.attention_axes, "experts": fold.expert_axes},
@@ -89,9 +86,9 @@ def _shapes(path: str) -> bool:
     return table == "model" and name not in FREE and not name.startswith("rope_")
 
 
-def refusals(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Fields that may not change but have, with both values."""
-    before, now = flat_record(saved.get("config", {})), flat(config)
+def refusals(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Fields that may not change but have, with both values. before, now: the config of the run that saved, and of this
+    one, by path."""
     return [
         f"{path} is {toml_value(now[path])} and was {toml_value(before[path])} when the checkpoint was made: "
         "its weights do not fit; use that value, or start a new run"
@@ -100,20 +97,19 @@ def refusals(saved: Mapping[str, Any], config: Config) -> list[str]:
     ]
 
 
-def differences(saved: Mapping[str, Any], config: Config) -> list[str]:
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Every other field that has changed, apart from the checkpoint's and the run's own names."""
-    before, now = flat_record(saved.get("config", {})), flat(config)
     changed = [
         f"{path}: {toml_value(before[path])} -> {toml_value(now[path])}"
         for path in now
         if path in before and before[path] != now[path] and not path.startswith(("checkpoint.", "job.", "metrics."))
     ]
-    return changed + _of_grouping(before, config)
+    return changed + _of_grouping(before, now)
 
 
-def _of_grouping(before: Mapping[str, Any], config: Config) -> list[str]:
+def _of_grouping(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """What depends on which samples or tokens are grouped together, if the groups have changed."""
-    was, now = before.get, flat(config)
+    was = before.get
     notes = []
     if was("training.global_batch_size") != now["training.global_batch_size"]:
         notes.append("note: the global batch has changed; the loss curve differs from here on")
@@ -122,9 +118,9 @@ def _of_grouping(before: Mapping[str, Any], config: Config) -> list[str]:
         return any(was(path) != now[path] for path in paths)
 
     per_microbatch = regrouped("training.local_batch_size", "parallelism.dp_shard", "parallelism.dp_replicate")
-    if per_microbatch and (config.moe.aux_loss or config.moe.aux_loss_global):
+    if per_microbatch and (now["moe.aux_loss"] or now["moe.aux_loss_global"]):
         notes.append("note: moe.aux_loss and aux_loss_global see different microbatches than before (docs/moe.md)")
-    drops = config.moe.capacity_factor and config.moe.capacity_scope == "sub_sequence"
+    drops = now["moe.capacity_factor"] and now["moe.capacity_scope"] == "sub_sequence"
     if drops and (per_microbatch or regrouped("parallelism.tp", "parallelism.cp")):
         notes.append("note: sub_sequence capacity drops within different groups of tokens than before (docs/moe.md)")
     return notes

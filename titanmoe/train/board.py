@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from titanmoe.config.fields import to_toml
-from titanmoe.config.schema import Config
 from titanmoe.load_colours import colour_share
 from titanmoe.train.sink import Report
 
@@ -41,14 +39,15 @@ def tag(name: str) -> str:
 
 
 class Board:
-    def __init__(self, folder: Path, config: Config, step: int):
+    def __init__(self, folder: Path, recipe: str, step: int, steps: int):
+        """recipe: the whole of it, as TOML. step: the last that is done, of `steps`."""
         from torch.utils.tensorboard import SummaryWriter
 
         # Hides entries of later steps, which will run again.
         purge = step + 1 if step else None
         self.writer = SummaryWriter(str(folder / "tensorboard"), flush_secs=10, purge_step=purge)
-        self.writer.add_text("config", "    " + to_toml(config).replace("\n", "\n    "), step)
-        self.every = max(1, config.training.steps // 50)
+        self.writer.add_text("config", "    " + recipe.replace("\n", "\n    "), step)
+        self.every = max(1, steps // 50)
         self.images: int | None = None
         self.loads: dict[int, list[np.ndarray]] = {}
 
@@ -89,17 +88,17 @@ class Board:
 class WandB:
     """One W&B run per run folder: a run that resumes continues it."""
 
-    def __init__(self, folder: Path, config: Config):
+    def __init__(self, folder: Path, project: str, config: dict[str, Any]):
         import wandb
 
         self.wandb = wandb
         self.run = wandb.init(
-            project=config.metrics.wandb,
+            project=project,
             name=folder.name,
             id=_own_id(folder),
             resume="allow",
             dir=str(folder),
-            config=asdict(config),
+            config=config,
         )
         # W&B's own step counter cannot go back, but the step of a resumed run does.
         self.run.define_metric("step")

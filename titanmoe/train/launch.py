@@ -115,10 +115,12 @@ def for_launcher(config: Config, argv: list[str]) -> list[str]:
 
 
 def main(
-    argv: list[str], watch: Callable[[Any], AbstractContextManager[None]] = lambda trainer: nullcontext(), **seams: Any
+    argv: list[str],
+    watch: Callable[[Config, Any], AbstractContextManager[None]] = lambda config, training: nullcontext(),
+    **seams: Any,
 ) -> int:
-    """watch: entered with the Trainer, for as long as it trains. seams: arguments of Trainer, such as another optimizer
-    (docs/extending.md).
+    """watch: called with the config and the Training, and entered for as long as it trains. seams: arguments of
+    build_training, such as another optimizer (docs/extending.md).
     """
     die_with_launcher()
     try:
@@ -131,18 +133,19 @@ def main(
         failure.refuse(error)
     # Imported only once the config is known to be legal: torch takes seconds to load.
     from titanmoe.train import out_of_memory
+    from titanmoe.train.build import build_training
     from titanmoe.train.checks import NumericalFault
     from titanmoe.train.console import stamp
     from titanmoe.train.trainer import Trainer
 
     stamp(runtime.rank)
-    abandon, trainer = False, None
+    abandon, training = False, None
     try:
         waiting("building the model")
-        trainer = Trainer(config, runtime, **seams)
-        failure.leave_advice(partial(out_of_memory.advice, trainer))
-        with watch(trainer):
-            signal = trainer.train()
+        training = build_training(config, runtime, **seams)
+        failure.leave_advice(partial(out_of_memory.advice, training, config))
+        with watch(config, training):
+            signal = Trainer(training).train()
         return 128 + signal if signal else 0
     except ConfigError as error:
         waiting("")
@@ -161,7 +164,7 @@ def main(
             failure.leave_traceback(error)
             raise
         abandon = True  # other ranks are in the middle of a message
-        text = out_of_memory.explain(error, trainer, runtime.rank, config)
+        text = out_of_memory.explain(error, training, runtime.rank, config)
         if not failure.leave_note(text):
             print(f"error: {text}", file=sys.stderr)
         return 1

@@ -18,12 +18,12 @@ from titanmoe.train import host_memory
 from titanmoe.train.runtime import world_size
 
 if TYPE_CHECKING:
-    from titanmoe.train.trainer import Trainer
+    from titanmoe.train.training import Training
 
 PHRASES = ("not enough memory", "can't allocate memory", "cannot allocate memory", "out of memory", "bad_alloc")
 """How PyTorch, CUDA libraries and C++ put it, in lower case."""
 PARTS = {
-    "trainer.py:__init__": "building the model",
+    "build.py:build_training": "building the model",
     "checkpoint": "loading or saving a checkpoint",
     "validation": "validation",
     "/data/": "reading data",
@@ -38,11 +38,11 @@ PARTS = {
 REST = "activations, gathered weights and buffers"
 
 
-def advice(trainer: Trainer) -> str:
+def advice(training: Training, config: Config) -> str:
     """What a step will hold at least on this rank, and what to do if that, or the rest, is too much."""
-    held = _state(_bytes(trainer.parameters.values()), trainer.config, trainer.device)
-    state, room = sum(held.values()), _room(trainer.device)
-    lines = settings(trainer.config, state, max(0, room - state), room)
+    held = _state(_bytes(training.parameters.values()), config, training.device)
+    state, room = sum(held.values()), _room(training.device)
+    lines = settings(config, state, max(0, room - state), room)
     return "\n".join([f"each rank holds {_listed(held)}; and {REST}", *lines])
 
 
@@ -52,15 +52,15 @@ def is_one(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in PHRASES)
 
 
-def explain(error: BaseException, trainer: Trainer | None, rank: int, config: Config) -> str:
-    step = trainer.step if trainer else 0
+def explain(error: BaseException, training: Training | None, rank: int, config: Config) -> str:
+    step = training.state.step if training else 0
     where = f"step {step}, {_where(error, 'a block')}" if step else _where(error, "starting")
     lines = [f"rank {rank} is out of memory: {where}: {_torch_said(error)}"]
-    if trainer is None:
+    if training is None:
         device, rest = torch.device(chosen(config.training.device)), 0
         weights = parameters(config.model).total * WIDTHS[config.training.dtype] // world_size()
     else:
-        device, held = trainer.device, holds(trainer)
+        device, held = training.device, holds(training)
         weights, rest = held["weights"], held[REST]
         lines.append(f"held: {_listed(held)}")
     state = sum(_state(weights, config, device).values())
@@ -94,18 +94,18 @@ def _torch_said(error: BaseException) -> str:
     return text.partition(" See documentation")[0].partition(" If reserved but")[0].partition(" Error code")[0] or "?"
 
 
-def holds(trainer: Trainer) -> dict[str, int]:
+def holds(training: Training) -> dict[str, int]:
     """Bytes on this rank; what is not named is activations, gathered weights and message buffers."""
-    weights = trainer.parameters.values()
-    states = getattr(getattr(trainer.optimizer, "adamw", None), "state", {}).values()
+    weights = training.parameters.values()
+    states = getattr(getattr(training.optimizer, "adamw", None), "state", {}).values()
     found = {
         "weights": _bytes(weights),
         "gradients": _bytes(p.grad for p in weights if p.grad is not None),
         "optimizer state": _bytes(t for state in states for t in state.values() if isinstance(t, Tensor)),
     }
-    if trainer.device.type == "cuda":
-        free, whole = torch.cuda.mem_get_info(trainer.device)
-        used = torch.cuda.memory_reserved(trainer.device)
+    if training.device.type == "cuda":
+        free, whole = torch.cuda.mem_get_info(training.device)
+        used = torch.cuda.memory_reserved(training.device)
         others = whole - free - used
     else:
         used, whole, others = host_memory.resident(), host_memory.whole(), 0

@@ -11,11 +11,11 @@ import socket
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from titanmoe.checkpoint import choose_checkpoint, layout
 from titanmoe.config import ConfigError
-from titanmoe.config.schema import Config
+from titanmoe.config.schema import Config, Job
 
 METRICS, LOCK = "metrics.jsonl", "lock"
 EXPERTS, RANKS = "experts.jsonl", "ranks.jsonl"
@@ -35,18 +35,47 @@ def command(without: str = "") -> str:
     return shlex.join(kept)
 
 
-def claim(config: Config) -> tuple[Path, TextIO | None]:
+class RunFolder:
+    """The run's folder, which rank 0 chooses and locks."""
+
+    def __init__(self, job: Job, continues: bool, rank: int):
+        self.job, self.continues, self.rank = job, continues, rank
+        self.path: Path | None = None  # until it is claimed
+        self._lock: TextIO | None = None
+
+    def claim(self) -> Path:
+        """All ranks call it together."""
+        import torch.distributed as dist
+
+        box: list[Any] = [None]
+        if self.rank == 0:
+            try:
+                box[0], self._lock = claim(self.job, self.continues)
+            except ConfigError as error:
+                box[0] = error
+        dist.broadcast_object_list(box, 0)
+        if isinstance(box[0], ConfigError):
+            raise box[0]
+        self.path = box[0]
+        return self.path
+
+    def unlock(self) -> None:
+        if self._lock:
+            self._lock.close()
+
+
+def claim(job: Job, continues: bool) -> tuple[Path, TextIO | None]:
     """The folder, and its lock, which lasts as long as the file stays open. Only one rank calls this.
 
     A run that continues uses the folder {dump_folder}/{name}. Any other gets a new one: that, or name-2, name-3, ... if
     it is taken. Such a run claims a folder by creating its metrics.jsonl, so two that start at once never share one.
     """
-    parent, name = Path(config.job.dump_folder), config.job.name or "run"
+    parent, name = Path(job.dump_folder), job.name or "run"
     folder, n = parent / name, 1
     while True:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if choose_checkpoint.continues(config):
+            if continues:
                 return folder, _locked(folder)
             (folder / METRICS).touch(exist_ok=False)
             return folder, None
@@ -82,8 +111,8 @@ def _locked(folder: Path) -> TextIO:
 
 def check_free(config: Config) -> None:
     """Refuse a start in the folder of a live run before any rank is started."""
-    folder = choose_checkpoint.run_folder(config)
-    if choose_checkpoint.continues(config) and (folder / LOCK).exists():
+    folder = choose_checkpoint.run_folder(config.job)
+    if choose_checkpoint.continues(config.checkpoint) and (folder / LOCK).exists():
         with contextlib.suppress(OSError):  # `claim` says what is wrong with the folder
             _locked(folder).close()
 
