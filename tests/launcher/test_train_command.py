@@ -104,10 +104,10 @@ def test_torchrun_gets_its_own_options():
 
 def test_the_environment_of_the_ranks(monkeypatch):
     monkeypatch.setattr(os, "environ", {})
-    train_command._environment(train_command.Prepared(Request(options={"nnodes": "2"}), None, 4, Machine(0, 8)))
+    train_command._environment(train_command.Prepared(Request(options={"nnodes": "2"}), None, None, 4, Machine(0, 8)))
     assert os.environ["OMP_NUM_THREADS"] == "2" and os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "7"})
-    train_command._environment(train_command.Prepared(Request(), None, 4, Machine(0, 8)))
+    train_command._environment(train_command.Prepared(Request(), None, None, 4, Machine(0, 8)))
     assert os.environ["OMP_NUM_THREADS"] == "7" and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in os.environ
 
 

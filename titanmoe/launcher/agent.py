@@ -37,9 +37,10 @@ MONITOR_S = 0.1
 class Logs(LogsSpecs):
     """Rank 0 of a machine writes to the terminal, the others to files; every rank's errors go to its log."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, environment: dict[str, str] | None = None):
+        """environment: variables of the ranks, besides those of this process."""
         super().__init__(str(folder))
-        self.folder, self.attempt = folder, 0
+        self.folder, self.environment, self.attempt = folder, environment or {}, 0
 
     @property
     def root_log_dir(self) -> str:
@@ -53,6 +54,7 @@ class Logs(LogsSpecs):
         notes = {local: f"{name}.json" for local, name in names.items()}
         for local, env in envs.items():
             Path(notes[local]).unlink(missing_ok=True)  # an earlier start's, with the same --logs
+            env.update(self.environment)
             env[failure.FILE] = env["TORCHELASTIC_ERROR_FILE"] = notes[local]
         outputs = {local: f"{name}.out" if local else "" for local, name in names.items()}
         return LogsDest(outputs, {local: f"{name}.log" for local, name in names.items()}, {}, {}, notes)

@@ -24,6 +24,7 @@ from titanmoe.fold.legality import violations
 from titanmoe.launcher import fit_ranks, memory_check
 from titanmoe.launcher.message import first, message, oom_kills
 from titanmoe.models.families import preset
+from titanmoe.train.handed_on import FILE, Checked, handed_on
 from titanmoe.train.run_folder import COMMAND
 from titanmoe.train.runtime import why_not_listen
 from titanmoe.train.waiting import waiting
@@ -160,6 +161,8 @@ class Prepared:
     request: Request
     config: Config
     """As the ranks will have it."""
+    checked: Checked
+    """What they get."""
     nproc: int
     machine: fit_ranks.Machine
 
@@ -199,26 +202,28 @@ def prepare(request: Request) -> Prepared:
     elif wrong := fit_ranks.too_many(world, request.nodes, machine, request.recipe if own else "", here):
         raise ConfigError([*(problem.problems if problem else []), wrong], problem.source if problem else "")
     try:
-        return Prepared(request, final_config(request, world, nproc, machine), nproc, machine)
+        return Prepared(request, *final_config(request, world, nproc, machine), nproc, machine)
     except Misfit as misfit:
         change = fit_ranks.fitting(misfit.config, world) if request.get("fit") else {}
         if not change:
             misfit.offer = fit_ranks.offer(misfit.config, world, request.nodes, lack)
             raise
     request = replace(request, fitted=[f"--{path}={value}" for path, value in fit_ranks.new(change).items()])
-    config = final_config(request, world, nproc, machine)
+    config, checked = final_config(request, world, nproc, machine)
     waiting("")
     print(f"fitted to {world} rank{'s' * (world > 1)}: {fit_ranks.text(change)}", file=sys.stderr, flush=True)
-    return Prepared(request, config, nproc, machine)
+    return Prepared(request, config, checked, nproc, machine)
 
 
-def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Machine) -> Config:
-    """The config that the ranks will have; refuses what they would refuse."""
+def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Machine) -> tuple[Config, Checked]:
+    """The config that the ranks will have, and what to hand on to them; refuses what cannot run."""
     from titanmoe.train.launch import fitted, resolve
     from titanmoe.train.legal import refusals
     from titanmoe.train.run_folder import check_free
 
     misfits: list[Config] = []
+    overrides = "the command line" if request.rest or request.fitted else ""
+    source = " and ".join(filter(None, [request.recipe, overrides]))
 
     def check(config: Config) -> list[str]:
         try:
@@ -234,12 +239,15 @@ def final_config(request: Request, world: int, nproc: int, machine: fit_ranks.Ma
             return error.problems
 
     def finish(config: Config) -> Config:
+        nonlocal checked
+        checked = Checked(config, world, source)
         if request.nodes == 1:  # with several, a node may join a run that is going
             check_free(config)
         return resolve(fitted(config, nproc, world)[0], world)
 
+    checked = None
     try:
-        return load(request.words, preset, check, finish)
+        return load(request.words, preset, check, finish), checked
     except ConfigError as error:
         if misfits:
             misfit = Misfit(error.problems, error.source)
@@ -261,22 +269,24 @@ def start(prepared: Prepared) -> int:
     options = parse_args([*_as_for_torchrun(request), f"--nproc-per-node={prepared.nproc}", "-m", "titanmoe.rank"])
     if options.rdzv_backend == "static" and options.node_rank == 0:
         check_port(options.master_addr, options.master_port)
-    logs, before = Logs(_folder(prepared)), oom_kills()
+    folder, before = _folder(prepared), oom_kills()
     try:
-        logs.folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fix = "give --logs FOLDER, or another job.dump_folder"
-        raise ConfigError([f"cannot write the ranks' logs to {logs.folder}: {error.strerror}: {fix}"]) from None
+        raise ConfigError([f"cannot write the ranks' logs to {folder}: {error.strerror}: {fix}"]) from None
     here = f"{prepared.nproc} rank{'s' * (prepared.nproc > 1)}"
-    print(f"{here}{f' on each of {request.nodes} nodes' * (request.nodes > 1)}; logs in {logs.folder}", flush=True)
+    print(f"{here}{f' on each of {request.nodes} nodes' * (request.nodes > 1)}; logs in {folder}", flush=True)
     waiting(f"starting {here}")
     try:
-        ended = launch(options, request.words, logs)
+        with handed_on(prepared.checked) as file:
+            logs = Logs(folder, {FILE: str(file)})
+            ended = launch(options, request.words, logs)
     except Exception as error:  # a rendezvous raises many kinds
         logging.getLogger("torch.distributed").exception("titanmoe train")
         what = "the nodes did not meet, or lost each other" if request.nodes > 1 else "the launcher failed"
         why = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        print(f"error: {what}: {why}\nits log: {logs.folder}/agent.log", file=sys.stderr, flush=True)
+        print(f"error: {what}: {why}\nits log: {folder}/agent.log", file=sys.stderr, flush=True)
         return 1
     code, text = verdict(ended, request.nodes, prepared.config.checkpoint.enable, oom_kills() > before)
     if text:

@@ -21,6 +21,7 @@ from titanmoe.fold.degrees import FoldError, derive
 from titanmoe.fold.refit import refit
 from titanmoe.models.families import preset
 from titanmoe.train import failure
+from titanmoe.train.handed_on import Checked, received
 from titanmoe.train.legal import ranks_of_a_node, refusals
 from titanmoe.train.runtime import (
     die_with_launcher,
@@ -100,6 +101,22 @@ def read(argv: list[str], world: int) -> Config:
     return config
 
 
+def receive(checked: Checked, world: int) -> Config:
+    """The resolved config that a launcher has handed on. A restart may have other ranks than it was checked for."""
+    grow_segments()
+    try:
+        config, change = fitted(checked.config, -1, world)
+        problems = refusals(config, world) if world != checked.ranks else []
+    except FoldError as error:
+        problems = error.problems
+    if problems:
+        raise ConfigError(problems, checked.source)
+    config = resolve(config, world)
+    if change:
+        say(f"mapping: {change}")
+    return config
+
+
 def for_launcher(config: Config, argv: list[str]) -> list[str]:
     """What to say of one process where the recipe's own number of ranks would do: not how to change the mapping."""
     recipe = recipe_of(argv)
@@ -124,8 +141,11 @@ def main(
     """
     die_with_launcher()
     try:
-        waiting("reading the recipe")
-        config = read(argv, world_size())
+        if checked := received():
+            config = receive(checked, world_size())
+        else:
+            waiting("reading the recipe")
+            config = read(argv, world_size())
         waiting("loading PyTorch and meeting the other ranks")
         runtime = start(config)
     except ConfigError as error:
