@@ -57,8 +57,8 @@ class Board:
                 self.writer.add_scalar(tag(name), value, report.step)
         self.writer.add_scalar("train/loss_smoothed", report.smoothed, report.step)
         for name, (first, value) in LOSSES.items():
-            if (found := report.smoothed if value == "smoothed" else report.record.get(value)) is not None:
-                self.writer.add_scalar(f"{first}/{name}", found, report.step)
+            if (loss := report.smoothed if value == "smoothed" else report.record.get(value)) is not None:
+                self.writer.add_scalar(f"{first}/{name}", loss, report.step)
         for layer, load in report.load.items():
             share_E = np.asarray(load) / max(float(np.mean(load)), 1.0)
             history = self.loads.setdefault(layer, [])

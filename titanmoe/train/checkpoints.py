@@ -169,10 +169,10 @@ class Checkpoints:
                 problems.append(f"its skipped steps (record.skips) cannot be used: {type(error).__name__} {error}")
         if problems:
             raise ConfigError(problems, str(saved.path))
-        wanted = self._targets(with_moments=not model_only)
+        targets = self._targets(with_moments=not model_only)
         try:
-            self._all_there(saved, wanted, model_only)
-            on_all_ranks(self.group, lambda: saved.fill(wanted))
+            self._all_there(saved, targets, model_only)
+            on_all_ranks(self.group, lambda: saved.fill(targets))
         except CheckpointError as error:
             raise ConfigError([str(error)], str(saved.path)) from None
         if model_only:
@@ -183,10 +183,10 @@ class Checkpoints:
         self.optimizer.resume(self.state.updates)
         return state.differences(before, now) + changed_rate(self.state.step, before, self.rate)
 
-    def _all_there(self, saved: Checkpoint, wanted: state.Targets, model_only: bool) -> None:
+    def _all_there(self, saved: Checkpoint, targets: state.Targets, model_only: bool) -> None:
         """Checks over all ranks that every stored tensor is used and that none is missing."""
         names = {
-            name for theirs in on_all_ranks(self.group, lambda: {s for s, _ in wanted.values()}) for name in theirs
+            name for theirs in on_all_ranks(self.group, lambda: {s for s, _ in targets.values()}) for name in theirs
         }
         stored = {name for name in saved.tensors if name.startswith("model.") or not model_only}
         lines = []

@@ -230,8 +230,8 @@ def saving(options: Checkpoint, each: int, run: Path) -> Text:
         return Text("saves nothing (checkpoint.enable = false)", "bold red", overflow="fold")
     folder = checkpoints_of(run, options)
     when = f"every {options.interval:,} steps and at the end" if options.interval else "at the end"
-    kept = f"the last {options.keep_last} kept" if options.keep_last else "all kept"
-    text = Text(f"saves {when} to {folder} ({kept}, about {format_size(each)} each)", overflow="fold")
+    retention = f"the last {options.keep_last} kept" if options.keep_last else "all kept"
+    text = Text(f"saves {when} to {folder} ({retention}, about {format_size(each)} each)", overflow="fold")
     with contextlib.suppress(OSError):
         if (free := shutil.disk_usage(folder).free) < each:
             text.append(f": only {format_size(free)} are free there", "bold red")

@@ -85,10 +85,10 @@ def read(argv: list[str], world: int) -> Config:
 
     def check(config: Config) -> list[str]:
         try:
-            found = refusals(fitted(config, node, world)[0], world)
+            problems = refusals(fitted(config, node, world)[0], world)
         except FoldError as error:
-            found = error.problems
-        return for_launcher(config, argv) or found if found else []
+            problems = error.problems
+        return for_launcher(config, argv) or problems if problems else []
 
     def finish(config: Config) -> Config:
         nonlocal change

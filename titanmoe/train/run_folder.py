@@ -26,13 +26,13 @@ COMMAND = "TITANMOE_COMMAND"
 
 def command(without: str = "") -> str:
     """What started this run, without this option, for a command that gives it another value."""
-    typed, kept = iter(shlex.split(os.environ.get(COMMAND, "")) or sys.argv), []
+    typed, words = iter(shlex.split(os.environ.get(COMMAND, "")) or sys.argv), []
     for word in typed:
         if without and word == without:
             next(typed, "")
         elif not (without and word.startswith(f"{without}=")):
-            kept.append(word)
-    return shlex.join(kept)
+            words.append(word)
+    return shlex.join(words)
 
 
 class RunFolder:
@@ -133,10 +133,10 @@ def rewind(folder: Path, step: int) -> None:
     for name in (METRICS, EXPERTS, RANKS, EVENTS):
         file = folder / name
         lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) if file.exists() else []
-        kept = [line for line in lines if _stays(line, step)]
-        if len(kept) < len(lines):
+        remaining = [line for line in lines if _stays(line, step)]
+        if len(remaining) < len(lines):
             fresh = folder / f"{name}.new"
-            layout.write_text(fresh, "".join(kept))
+            layout.write_text(fresh, "".join(remaining))
             os.replace(fresh, file)
 
 
