@@ -113,8 +113,8 @@ class Trainer:
             if parts.max_grad_norm > 0:
                 clip(parts.parameters.values(), verdict.sums.norm, parts.max_grad_norm)
             parts.optimizer.step(rate)
-            experts = parts.gradients.num_experts
-            move_biases(parts.moe_layers, verdict.sums.experts, experts, parts.bias_update_rate)
+            num_experts = parts.gradients.num_experts
+            move_biases(parts.moe_layers, verdict.sums.experts, num_experts, parts.bias_update_rate)
             state.tokens += scalars.tokens
             observe.active.updated(state.step)
         return parts.report(scalars, rate)
