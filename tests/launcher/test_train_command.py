@@ -177,6 +177,7 @@ def test_ranks_get_the_config_and_neither_read_nor_check_it_again(monkeypatch):
 
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(launch, "die_with_launcher", lambda: None)
+    monkeypatch.setattr(launch, "world_size", lambda: 4)
     expected = launch.read(prepared.request.words, 4)
     with handed_on(prepared.checked) as file, monkeypatch.context() as without_laws:
         monkeypatch.setenv(handed_on_module.FILE, str(file))
@@ -196,7 +197,7 @@ def test_a_restart_on_other_ranks_is_fitted_and_checked(monkeypatch, capsys):
         launch.receive(checked, 3)
     assert refusal.value.source == "debug and the command line"
     with pytest.raises(ConfigError, match="global_batch_size = 16 is not a multiple"):
-        launch.receive(checked, 6)
+        launch.receive(checked, 12)
 
 
 def test_a_number_of_ranks_without_any_mapping_offers_one_that_has_one():
