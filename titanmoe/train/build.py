@@ -71,9 +71,7 @@ def build_training(
     stages = build(config, meshes, batches.microbatches, device)
     engine = make_engine(stages, config, meshes, batches.microbatches, device)
     tied = TiedEnds(stages, config.model, stage_ranks(config.pipeline, fold.pp), meshes)
-    weights = {name: p for stage in stages for name, p in stage.named_parameters()}
     buffers = {name: b for stage in stages for name, b in persistent_buffers(stage).items()}
-    moe_layers = {i: moe for stage in stages for i, moe in stage.moe_layers().items()}
     shared_buffers = reserve_buffers(config, meshes, device)
 
     state = RunState(Skips(config.optimizer))
@@ -81,6 +79,7 @@ def build_training(
     gradients = Gradients(
         stages, engine, tied, shared_buffers, meshes, config.model, batches.global_batch_size, state, device
     )
+    weights = gradients.parameters
     update = optimizer(weights, config.optimizer)
     rate = LearningRate(config.optimizer.lr, training.steps, config.lr_schedule)
     validation = None
@@ -121,7 +120,7 @@ def build_training(
         stages=stages,
         parameters=weights,
         buffers=buffers,
-        moe_layers=moe_layers,
+        moe_layers=gradients.moe_layers,
         loader=batches,
         slicer=Slicer(meshes, place, device, with_mtp),
         gradients=gradients,
