@@ -34,7 +34,7 @@ class NonFinite(NumericalFault):
     """Loss or gradient norm is not a finite number."""
 
 
-class Verdict(NamedTuple):
+class StepVerdict(NamedTuple):
     update: bool
     """Whether the gradients become an update; if not, they are gone."""
     sums: Sums
@@ -66,17 +66,17 @@ class Guard:
         observe.active.event(step, "skip", "its batch is passed over (data.skip_steps)")
         return True
 
-    def __call__(self, work: StepWork, sums: Sums) -> Verdict:
+    def __call__(self, work: StepWork, sums: Sums) -> StepVerdict:
         """Raises on all ranks if the run cannot go on."""
         why = self._why(sums.scalars)
         if why and (again := self.checks.suspect(why, work, sums)):
             sums, why = again, self._why(again.scalars)
         if why and self.options.skip_spikes:
             self._skip(why, work.batches)
-            return Verdict(False, sums)
+            return StepVerdict(False, sums)
         self.check_finite(sums.scalars.loss, sums.scalars.norm)
         self.state.skips.accept(sums.scalars.loss, sums.scalars.norm)
-        return Verdict(True, sums)
+        return StepVerdict(True, sums)
 
     def _why(self, scalars: StepScalars) -> str:
         return self.state.skips.why(scalars.loss, scalars.norm, self.options.skip_spikes or USUAL)
